@@ -10,10 +10,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from shardwise.base.errors import DataError
+from shardwise.base.user_code import RAISED
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.tokenizer_files import (
     BEGIN_MESSAGE,
@@ -191,7 +192,7 @@ class ChatTemplate:
         values = {"messages": given, "tools": None, "documents": None, **self.variables}
         try:
             return self.code.render(**values, add_generation_prompt=add_generation_prompt)
-        except Exception as error:
+        except RAISED as error:
             raise DataError(f"the chat template in {self.name} refuses the conversation: {error}") from None
 
     def _compared(self, messages: Sequence[Message]) -> RenderedChat:
@@ -245,7 +246,7 @@ def _environment() -> jinja2.Environment:
     # jinja2's own filter escapes HTML.
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = lambda form: datetime.now(UTC).astimezone().strftime(form)
     environment.globals["namespace"] = _Namespace
     return environment
 
@@ -280,7 +281,7 @@ def _raise_exception(message: str) -> NoReturn:
 class _Generation(jinja2.ext.Extension):
     """The tag `{% generation %}`, which puts a private character before and after the text of an answer."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

@@ -19,10 +19,11 @@ CHAT = [
     {"role": "user", "content": "Tell me a story! 🦊"},
     {"role": "assistant", "content": "Once upon a time, a fox."},
 ]
-# Templates in the manner of Qwen 2, Llama 3 and Mistral.
+# Templates in the manner of Qwen 2 and Llama 3, and one that marks answers.
 QWEN = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA = """{%- set ns = namespace(day=strftime_now("%Y")|length) -%}
 {{- bos_token if bos_token is defined else "" }}
@@ -156,5 +157,5 @@ def test_a_tokenizer_without_an_end_has_no_built_in_template(tmp_path: Path) -> 
     tokenizer.save(folder)
     tokenizer.end_of_document = None
     tokenizer.end_of_document_id = None
-    with pytest.raises(DataError, match="data.tokenizer its name has no chat template, no <.im_start.> and"):
+    with pytest.raises(DataError, match=r"its name has no chat template, no <.im_start.> and <.im_end.>, and no token"):
         add_template(folder, tokenizer, "its name")
