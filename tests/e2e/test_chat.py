@@ -4,10 +4,10 @@ import os
 import pty
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
+from tests.e2e import processes
 from tests.e2e.command import ALONE, Outcome, environment, shardwise
 from tests.e2e.conftest import Trained
 
@@ -94,28 +94,16 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(trained: Trained) -> No
     os.close(controller)
 
 
-def test_the_terminal_and_the_model_end_together(trained: Trained, tmp_path: Path) -> None:
-    """The model's process is found by the socket in its command line."""
-    process = subprocess.Popen(
-        [*ALONE, "chat", str(trained.run)],
-        cwd=trained.at, env=environment(TMPDIR=str(tmp_path)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("The ring\n")
-    process.stdin.flush()
-    process.stdout.read(1)
-    models = [int(name) for name in os.listdir("/proc") if name.isdigit() and f"--socket={tmp_path}" in _command(name)]
-    assert models
-    process.kill()
-    process.wait(60)
-    for model in models:
-        while Path(f"/proc/{model}").exists() and "Z" not in Path(f"/proc/{model}/stat").read_text().split(")")[1][:3]:
-            os.sched_yield()
-
-
-def _command(process: str) -> str:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
+def test_the_terminal_and_the_model_end_together(trained: Trained) -> None:
+    command = [*ALONE, "chat", str(trained.run)]
+    with subprocess.Popen(
+        command, cwd=trained.at, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("The ring\n")
+        process.stdin.flush()
+        process.stdout.read(1)
+        (model,) = processes.descendants(process.pid)
+        process.kill()
+    assert processes.wait_for(lambda: not processes.alive(model), 60)

@@ -4,7 +4,8 @@ If the model's tokenizer has a chat template, what you write is your part of a c
 continues what you write, and an empty line continues its last text. The text appears while it is written; the keys and
 values of all tokens so far are cached.
 
-Ctrl-C stops an answer, Ctrl-D or /quit leaves. /reset begins a new conversation, /temperature T changes the temperature.
+Ctrl-C stops an answer, and Ctrl-D or /quit leaves. /reset begins a new conversation, and /temperature T changes the
+temperature.
 
 Read are the keys of `shardwise generate`.
 """

@@ -112,7 +112,7 @@ def open_reader(
 
 
 class _Cached:
-    """Reads only tokens that follow those it knows; each stage of a pipeline keeps the keys and values of its blocks."""
+    """Reads only tokens that it does not know; each stage of a pipeline keeps the keys and values of its own blocks."""
 
     def __init__(
         self, model: CausalLM[Any] | Stages, mesh: Mesh, room: int, chunk: int, parallel: ParallelConfig | None

@@ -1,13 +1,18 @@
 """The text that a model reads in a conversation."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
+from shardwise.config import load_config
 from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
-from shardwise.train.conversation import Text
+from shardwise.distributed.mesh import Mesh
+from shardwise.train.conversation import Conversation, Text
+from shardwise.train.generation import open_reader
 
 TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }}\n{% endfor %}a:"
 
@@ -57,3 +62,51 @@ def test_the_oldest_messages_give_way(tokenizer: Tokenizer, tmp_path: Path) -> N
         "your text (26 tokens with its marks) must be at most 20 tokens, so that --max-tokens (5) fit into the 24 that "
         "the model reads"
     )
+
+
+class Alphabet(nn.Module):
+    """A model that continues a text in the order of the alphabet."""
+
+    def logits(self, ids_SB: Tensor) -> Tensor:
+        return nn.functional.one_hot(ids_SB + 1, 257).float()
+
+
+class Person:
+    """The other end of the channel.
+
+    Args:
+        requests: what it asks, in this order.
+        patience: pieces of text after which it stops an answer.
+    """
+
+    def __init__(self, requests: list[dict[str, Any]], patience: int) -> None:
+        self.heard: list[dict[str, Any]] = []
+        self._requests = requests
+        self._patience = patience
+
+    def receive(self) -> dict[str, Any] | None:
+        return self._requests.pop(0) if self._requests else None
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.heard.append(message)
+
+    def has_message(self) -> bool:
+        return sum("piece" in message for message in self.heard) == self._patience
+
+
+def test_an_answer_ends_by_a_token_by_its_length_or_by_a_stop(tokenizer: Tokenizer) -> None:
+    greedy = {"temperature": 0.0, "top_p": 1.0, "seed": 1}
+    turns = [{"text": "ab", **greedy}, {"text": "", **greedy}, {"stop": True}, {"reset": True}, {"text": "", **greedy}]
+    person: Any = Person([*turns, {"text": "u", **greedy}], patience=6)
+    mesh = Mesh(device="cpu")
+    model = Alphabet()
+    text = Text(tokenizer, None, window=20, max_tokens=4)
+    stops = {int(tokenizer.encode("x")[0])}
+    Conversation(model, mesh, load_config("llama2-tiny"), open_reader(model, mesh, 20), text, stops, person).run()
+    ready, *heard = person.heard
+    assert ready == {"ready": True, "has_template": False}
+    answers = "".join(message.get("piece", "") + ("|" if "end" in message else "") for message in heard)
+    # The second answer is stopped at its first letter, and the last one ends before the x.
+    assert answers == "cdef|g|vw|"
+    assert [message["end"] for message in heard if "end" in message] == ["max_tokens", "stopped", "eos"]
+    assert [message["refused"][:22] for message in heard if "refused" in message] == ["there is no text yet t"]

@@ -1,10 +1,10 @@
 """Make data of text that runs read as they are: tokenized once, on all cores.
 
 INPUT is a text file, JSON lines or parquet, the first two also packed (gzip, zstd, xz, bzip2, lz4); a folder of them,
-or one that datasets saved; a data set on the Hugging Face hub; or built-in text: stories, python, tiny. It may also be raw
-tokens: a .bin of ids alone, as nanoGPT writes it, which becomes Megatron's .bin and .idx. With OUTPUT lies a manifest
-that tells what it was made of: a run with another tokenizer is refused. A preparation that was interrupted leaves
-nothing that a run would read, and the same command continues it. What is there already is not made again.
+or one that datasets saved; a data set on the Hugging Face hub; or built-in text: stories, python, tiny. It may also
+be raw tokens: a .bin of ids alone, as nanoGPT writes it, which becomes Megatron's .bin and .idx. With OUTPUT lies a
+manifest that tells what it was made of: a run with another tokenizer is refused. A preparation that was interrupted
+leaves nothing that a run would read, and the same command continues it. What is there already is not made again.
 """
 
 from __future__ import annotations

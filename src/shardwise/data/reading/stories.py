@@ -1,8 +1,8 @@
 """Short stories in simple English, made from the sentences of `corpus/stories.yaml`.
 
-A small model learns such a language in minutes, and a reader sees at once whether it has: TinyStories (arXiv:2305.07759)
-shows it for models of a few million parameters. A story depends on its number alone, so that every installation has the
-same text.
+A small model learns such a language in minutes, and a reader sees at once whether it has: TinyStories
+(arXiv:2305.07759) shows it for models of a few million parameters. A story depends on its number alone, so that every
+installation has the same text.
 """
 
 from __future__ import annotations
