@@ -107,9 +107,9 @@ def describe(surroundings: dict[str, Any]) -> str:
     )
 
 
-def write_readme(text: str) -> None:
-    """Put text between the README's marks."""
-    path = ROOT / "README.md"
+def write_page(text: str) -> None:
+    """Put text between the marks of docs/performance.md."""
+    path = ROOT / "docs" / "performance.md"
     head, rest = path.read_text().split(BEGIN)
     _, tail = rest.split(END)
     path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")

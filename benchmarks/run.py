@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="more rounds, steadier medians (default: 3)")
     parser.add_argument("--steps", type=int, help="parity: steps of each training; precision: end after them")
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder of the results")
-    parser.add_argument("--readme", action="store_true", help="put the side-by-side table into README.md too")
+    parser.add_argument("--page", action="store_true", help="put the side-by-side table into docs/performance.md too")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.sections if name not in SECTIONS]
     if unknown:
@@ -103,8 +103,8 @@ def main() -> None:
         surroundings["seconds"] = round(time.monotonic() - start)
         found.save(arguments.results, surroundings)
         print(f"\n{found.markdown(surroundings)}", flush=True)
-        if arguments.readme and name == "side_by_side":
-            report.write_readme(found.markdown(surroundings).split("\n", 2)[2].strip())
+        if arguments.page and name == "side_by_side":
+            report.write_page(found.markdown(surroundings).split("\n", 2)[2].strip())
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ import yaml
 
 import shardwise as shardwise_package
 from scripts.write_docs import DEVICES, MODEL_PAGE, PAGE, devices_page, model_page, page
-from shardwise.config import load_config
 from tests.arch.source import ROOT, config_fields, headings
 from tests.arch.test_audit import is_command
-from tests.arch.test_recipes import RECIPES
 from tests.e2e.command import shardwise
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -110,12 +108,8 @@ def test_a_page_has_at_most_300_lines_and_says_what_to_read_next(page: Path) -> 
     assert all((page.parent / link).exists() for link in links), f"one of {links} leads nowhere"
 
 
-def test_the_number_of_recipes_is_right() -> None:
-    published = [name for name in RECIPES if not name.endswith("-tiny") and name != "quickstart"]
-    models = {str(load_config(name).model) for name in published}
-    families = {load_config(name).model.family for name in RECIPES if name.endswith("-tiny")}
-    assert len(families) == 4
-    assert f"all: {len(models)} published models in {len(published)} recipes, and tiny ones of four families" in README
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= 900
 
 
 def test_commands_in_the_text_exist() -> None:

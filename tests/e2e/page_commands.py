@@ -99,6 +99,9 @@ class Reader:
     def shardwise(self, arguments: list[str]) -> Outcome:
         if arguments[0] == "train" and "--dry-run" not in arguments:
             return self._train(arguments)
+        if arguments[0] == "chat" or "--interactive" in arguments:
+            # Its input, which is empty, ends the conversation.
+            return self._process([sys.executable, "-m", "shardwise", *arguments])
         if self.quick and arguments[0] in ("evaluate", "generate"):
             arguments = _without_ranks(arguments)
             arguments += ["data.path=own.txt"] if "train" in arguments else []  # that part of the built-in text is long
@@ -182,7 +185,14 @@ class Reader:
     def _process(self, command: list[str]) -> Outcome:
         """Of what does not run in a fork."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        done = subprocess.run(command, cwd=self.at, env=environment(PYTHONPATH=path), capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            cwd=self.at,
+            env=environment(PYTHONPATH=path),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
         return Outcome(done.returncode, done.stdout, done.stderr)
 
 

@@ -32,7 +32,6 @@ PROGRAMS = {
 }
 """Page and heading ("": the whole page) of blocks that the named test runs, beside the table `ELSEWHERE`."""
 HERE = {
-    ("README.md", "In your own training loop"),
     ("docs/communication.md", "Gradients, in your own loop"),
     ("docs/optimizers.md", "In your own training loop"),
     ("docs/precision.md", "bfloat16 without masters: stochastic rounding"),
