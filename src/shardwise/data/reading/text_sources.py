@@ -200,7 +200,7 @@ def open_source(data: DataConfig) -> Source:
         with readable(path):
             return _user_source(path, data)
     if data.dataset is None:
-        raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=stories")
+        raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=python")
     if data.dataset == "tiny":
         return FileSource("tiny", (_TINY,), "jsonl", "text")
     if data.dataset == "stories":
