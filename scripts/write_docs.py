@@ -44,32 +44,18 @@ the YAML language server (VS Code with the YAML extension, Neovim, Emacs, Helix)
 mark wrong values. `shardwise train --dry-run` also checks rules about several keys together, such as whether
 `parallel.tensor` divides the number of heads.
 
-## The keys that are changed most often
+**Changed most often**, with the pages that explain them:
 
-| key | meaning |
-|---|---|
-| `model.hidden_size`, `model.num_hidden_layers`, `model.num_attention_heads`, `model.num_key_value_heads`, … | the model, by the names of Hugging Face's `config.json` |
-| `parallel.tensor`, `parallel.sequence` | tensor-parallel degree; sequence parallelism between the sharded layers |
-| `parallel.pipeline`, `parallel.schedule`, `parallel.virtual_stages`, `parallel.stages` | pipeline-parallel degree, schedule, stages on each rank, blocks of each stage ([pipeline.md](pipeline.md)) |
-| `parallel.tensor_overlap` | `pieces`: tensor-parallel layers communicate while their matmuls run ([communication.md](communication.md)) |
-| `compile.enabled`, `compile.require_cached` | blocks are compiled; `shardwise compile` does it before a training starts ([what is compiled](compile.md)) |
-| `train.steps`, `train.stop_after` | steps of the whole training; the number of steps after which this run stops, which leaves the schedule unchanged |
-| `model.config` | the model's sizes come from a Hugging Face `config.json`; a field that shardwise does not support is refused by name, and `model.ignore` leaves out one that means nothing |
-| `checkpoint.every`, `checkpoint.every_minutes`, `checkpoint.keep`, `checkpoint.keep_every` | when a checkpoint is saved (every 30 minutes by default), and which ones are kept |
-| `checkpoint.resume`, `train.skip_batches` | resume from the newest intact checkpoint (`auto`) or from an earlier step, and skip batches after a loss spike |
-| `checkpoint.load`, `checkpoint.revision` | start from the weights of a checkpoint, a Hugging Face folder or the Hugging Face hub; `model.rope_theta` or `model.rope_scaling` beside it extend the context ([checkpoints.md](checkpoints.md)) |
-| `train.global_batch`, `train.micro_batch`, `train.sequence_length` | sequences in a step, sequences in a forward pass of one rank, tokens in a sequence; gradients are accumulated over as many micro-batches as the global batch needs |
-| `train.recompute` | what the backward pass computes again: `none`, `selective` (the attention core) or `full` (each block) |
-| `train.dropout_mode` | `fast`: masks depend on the layout; `invariant`: they are the same at any layout ([cost of both](dropout-and-recompute.md)) |
-| `train.bitwise`, `parallel.grain`, `train.data_grain` | every layout gives the very bits of one process ([how, and the cost](bitwise.md)) |
-| `train.eval_every`, `train.eval_batches` | evaluation on the held-out part of the data |
-| `optimizer.name` | `adamw`, `lamb` with the trust ratios of whole tensors at any layout, or `muon` with whole matrices at any layout ([optimizers.md](optimizers.md)) |
-| `optimizer.lr`, `optimizer.min_lr`, `optimizer.warmup_steps`, `optimizer.constant_steps`, `optimizer.schedule` | learning rate: warmup, then `linear`, `cosine` or `constant`, then the last steps at `min_lr` |
-| `optimizer.max_norm`, `optimizer.zero` | gradient clipping (`null`: none); the stage of ZeRO, what data parallelism cuts: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too, as FSDP does ([memory.md](memory.md)) |
-| `precision.mode` | `float32`, `mixed` (bfloat16 with float32 masters) or `bfloat16` ([rounded stochastically](precision.md)) |
-| `data.path`, `data.tokenizer`, `data.split` | your data (text, Hugging Face data sets, Megatron's `.bin` and `.idx`, or BERT's HDF5 shards); the tokenizer; weights of the training, evaluation and test part ([all formats](data.md)) |
-| `data.eod_mask_loss`, `data.reset_position_ids`, `data.reset_attention_mask` | what the end of a document changes within a sample |
-| `data.blend` | several Megatron data sets in proportions ([how they are read](data.md)) |
+- the layout: `parallel.tensor`, `parallel.sequence`, `parallel.pipeline` and `parallel.schedule` ([pipeline](pipeline.md)),
+  `optimizer.zero` ([memory](memory.md)); data parallelism takes the ranks that remain
+- the batch: `train.global_batch`, `train.micro_batch`, `train.sequence_length`, `train.recompute`
+- the length: `train.steps`, and `train.stop_after`, which ends a run earlier and leaves the schedule unchanged
+- the optimizer: `optimizer.name` ([optimizers](optimizers.md)), `optimizer.lr`, `optimizer.warmup_steps`,
+  `optimizer.schedule`, `optimizer.max_norm`, `precision.mode` ([precision](precision.md))
+- the data: `data.path`, `data.dataset`, `data.tokenizer`, `data.split` ([data](data.md)), `train.eval_every`
+- checkpoints: `checkpoint.every`, `checkpoint.keep`, `checkpoint.load` ([checkpoints](checkpoints.md))
+- bits: `train.bitwise` ([bit-equal training](bitwise.md)), `train.dropout_mode`
+- speed: `compile.enabled` ([compiled training](compile.md)), `parallel.tensor_overlap` ([communication](communication.md))
 """
 
 MODEL_INTRODUCTION = """\
