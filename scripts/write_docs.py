@@ -46,8 +46,8 @@ mark wrong values. `shardwise train --dry-run` also checks rules about several k
 
 **Changed most often**, with the pages that explain them:
 
-- the layout: `parallel.tensor`, `parallel.sequence`, `parallel.pipeline` and `parallel.schedule` ([pipeline](pipeline.md)),
-  `optimizer.zero` ([memory](memory.md)); data parallelism takes the ranks that remain
+- the layout: `parallel.tensor`, `parallel.sequence`, `parallel.pipeline`, `parallel.schedule`
+  ([pipeline](pipeline.md)), `optimizer.zero` ([memory](memory.md)); data parallelism takes the ranks that remain
 - the batch: `train.global_batch`, `train.micro_batch`, `train.sequence_length`, `train.recompute`
 - the length: `train.steps`, and `train.stop_after`, which ends a run earlier and leaves the schedule unchanged
 - the optimizer: `optimizer.name` ([optimizers](optimizers.md)), `optimizer.lr`, `optimizer.warmup_steps`,
@@ -55,7 +55,8 @@ mark wrong values. `shardwise train --dry-run` also checks rules about several k
 - the data: `data.path`, `data.dataset`, `data.tokenizer`, `data.split` ([data](data.md)), `train.eval_every`
 - checkpoints: `checkpoint.every`, `checkpoint.keep`, `checkpoint.load` ([checkpoints](checkpoints.md))
 - bits: `train.bitwise` ([bit-equal training](bitwise.md)), `train.dropout_mode`
-- speed: `compile.enabled` ([compiled training](compile.md)), `parallel.tensor_overlap` ([communication](communication.md))
+- speed: `compile.enabled` ([compiled training](compile.md)), `parallel.tensor_overlap`
+  ([communication](communication.md))
 """
 
 MODEL_INTRODUCTION = """\
