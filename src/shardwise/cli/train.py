@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import accelerators
+from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.config import (
     BUILT_IN_TEXTS,
@@ -112,6 +113,9 @@ def run(arguments: argparse.Namespace) -> int:
         from shardwise.launch.rank_process import check_accelerators
 
         check_accelerators(world, accelerators()[1])
+        if sys.stdout.isatty():
+            # It takes seconds until the ranks have imported torch and print.
+            output.line(f"starting {counted(world, 'rank')} …")
     # These two keep the user's terminal; other ranks write to their logs.
     if place is None or place.rank == 0:
         stdio.survive_hangup()
