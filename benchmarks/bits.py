@@ -49,6 +49,7 @@ def run(rounds: int) -> Report:
         if name not in figures:
             figures[name] = origin(environment(), SAMPLES_WITH_BITS) | verify_pairs(overrides)
             report(figures).save(RESULTS, environment())
+    parity.add_bits()
     return report(figures)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from report import Report, Table
+from report import RESULTS, Report, Table
 
 RANKS, STEPS = 8, 4
 PIPELINES = (1, 2, 4, 8)
@@ -53,24 +53,14 @@ def run(rounds: int, steps: int | None = None) -> Report:
 
 def report(found: Mapping[tuple[str, int], dict[str, Any]]) -> Report:
     """The tables, from what was found by family and pipeline degree (0: all of them)."""
-    figures = {family: _summary(family, found) for family in dict.fromkeys(family for family, _ in found)}
-    import bits  # here, as it imports this module
-
-    with_bitwise = bits.by_family(bits.measured())
-    for family, counts in with_bitwise.items():
-        if family in figures:
-            figures[family] |= counts
+    figures = _with_bits({family: _summary(family, found) for family in dict.fromkeys(family for family, _ in found)})
     families = [family for family in figures if family in FAMILIES]
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for (family, _), one in found.items():
         for layout in one["layouts"][:-1] if family in families else ():
             rows.setdefault(_row(layout), {})[family] = _numbers(layout)
     tables = [
-        Table(
-            ("family", "layouts", "that differ", *KINDS.values(), "steps", "with bitwise", "bits differ"),
-            [_padded([family, *map(_text, one.values())], 9) for family, one in figures.items()],
-            "The largest differences of each family; layouts with `train.bitwise`, and those of which a bit differs",
-        ),
+        _family_table(figures),
         Table(
             ("TP", "PP", "DP", "schedule", "recompute", *families),
             [[*row, *(numbers.get(family, "") for family in families)] for row, numbers in rows.items()],
@@ -90,8 +80,8 @@ def report(found: Mapping[tuple[str, int], dict[str, Any]]) -> Report:
         notes=[
             "`shardwise verify` measured it in float32 on eight CPU ranks (gloo); "
             "[docs/verify.md](../../docs/verify.md) says what the columns compare. SP is sequence parallelism, Z1 is "
-            "ZeRO-1. `make bench ARGS=parity` measures it again. The layouts with `train.bitwise` are those of "
-            "[bits.md](bits.md).",
+            "ZeRO-1. `make bench ARGS=parity` measures it again. [bits.md](bits.md) says when the layouts with "
+            "`train.bitwise` were measured.",
             "Llama is the miniature of `llama2-7b`, gpt that of `gpt3-23b` (tied embedding, four kinds of dropout), "
             "gpt_neox that of `gpt-neox-20b`, bert that of `bert-large` (dropout, two losses): all combinations of "
             "degrees, schedule and recompute.",
@@ -105,6 +95,31 @@ def report(found: Mapping[tuple[str, int], dict[str, Any]]) -> Report:
             ),
             *([f"{missing} empty fields of the table were not measured."] if missing else []),
         ],
+    )
+
+
+def add_bits() -> None:
+    """Put what `bits` measured into the results, which keep all other figures and where they were measured."""
+    stored = json.loads((RESULTS / "parity.json").read_text())
+    surroundings = stored.pop("environment")
+    figures = _with_bits(stored.pop("figures"))
+    _, *others = (Table(**table) for table in stored.pop("tables"))
+    Report(**stored, tables=[_family_table(figures), *others], figures=figures).save(RESULTS, surroundings)
+
+
+def _with_bits(figures: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The figures of each family, with the layouts that were measured with `train.bitwise`."""
+    import bits  # here, as it imports this module
+
+    counts = bits.by_family(bits.measured())
+    return {family: part | counts.get(family, {}) for family, part in figures.items()}
+
+
+def _family_table(figures: Mapping[str, dict[str, Any]]) -> Table:
+    return Table(
+        ("family", "layouts", "that differ", *KINDS.values(), "steps", "with bitwise", "bits differ"),
+        [_padded([family, *map(_text, part.values())], 9) for family, part in figures.items()],
+        "The largest differences of each family; layouts with `train.bitwise`, and those of which a bit differs",
     )
 
 
