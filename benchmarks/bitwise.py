@@ -37,7 +37,7 @@ def steps(layout: str, bitwise: bool) -> Any:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     overrides = ["train.micro_batch=4", "train.steps=1000000", f"train.bitwise={str(bitwise).lower()}"]
-    config = load_config("quickstart", [*overrides, *LAYOUTS[layout]])
+    config = load_config("llama-small", [*overrides, *LAYOUTS[layout]])
     mesh = Mesh(tensor=config.parallel.tensor, device="cpu", grains=config.grains)
     text = random_text(config.model.vocab_size, 64, config.train.sequence_length)
     trainer = build_trainer(config, mesh, text)
@@ -86,7 +86,7 @@ def run(rounds: int) -> Report:
         [Table(("two CPU ranks", FREE, FIXED, "ratio", "bytes sent"), rows)],
         figures,
         notes=[
-            "Steps of the quickstart's model with micro-batch 4 on random tokens, OMP_NUM_THREADS=1; medians of turns "
+            "Steps of llama-small's model with micro-batch 4 on random tokens, OMP_NUM_THREADS=1; medians of turns "
             f"of {STEPS} steps that alternate, and the median of the turns' ratios.",
         ],
     )

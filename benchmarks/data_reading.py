@@ -32,7 +32,7 @@ def run(rounds: int) -> Report:
         os.environ["SHARDWISE_CACHE"] = str(folder / "cache")
         _in_its_own_process("write", folder)
         for number in range(rounds):
-            for name in ("open_sparse", "index", "loader", "shards", "quickstart"):
+            for name in ("open_sparse", "index", "loader", "shards", "training"):
                 print(f"  round {number + 1}/{rounds}: {name}", flush=True)
                 found.setdefault(name, []).append(_in_its_own_process(name, folder))
     return _report(found, rounds)
@@ -156,10 +156,10 @@ def shards(folder: Path) -> dict[str, float]:
     return {"rows": rows / (time.perf_counter() - start), "unpacking": unpacking}
 
 
-def quickstart(folder: Path) -> dict[str, float]:
-    """The part of the step's time that the quickstart waits for data."""
+def training(folder: Path) -> dict[str, float]:
+    """The part of the step's time that llama-small waits for data."""
     run_dir = folder / f"run-{os.getpid()}"
-    command = [sys.executable, "-m", "shardwise", "train", "quickstart", "train.stop_after=60", "train.eval_every=0"]
+    command = [sys.executable, "-m", "shardwise", "train", "llama-small", "train.stop_after=60", "train.eval_every=0"]
     subprocess.run([*command, "--run-dir", str(run_dir)], check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (run_dir / "ranks" / "rank-0000.jsonl").read_text().splitlines()]
     return {key: sum(line[key] for line in lines) for key in ("input_seconds", "step_seconds")}
@@ -179,7 +179,7 @@ def _report(found: dict[str, list[Any]], rounds: int) -> Report:
         return median([each[key] for each in found[name]])
 
     speeds = {length: middle("loader", length) for length in map(str, LENGTHS)}
-    wait = median([each["input_seconds"] / each["step_seconds"] for each in found["quickstart"]])
+    wait = median([each["input_seconds"] / each["step_seconds"] for each in found["training"]])
     opening, indexing = middle("open_sparse", "seconds"), middle("index", "seconds")
     memory, rows = middle("index", "memory"), middle("shards", "rows")
     unpacking = found["shards"][0]["unpacking"]
@@ -192,7 +192,7 @@ def _report(found: dict[str, list[Any]], rounds: int) -> Report:
         ),
         ["BERT's shards, compressed, rows of 128 tokens", f"{rows:,.0f} rows/s"],
         [f"unpacking {SHARDS} of them of {SHARD_ROWS:,} rows, once", f"{unpacking:.1f} s"],
-        ["the quickstart's wait for data, of its steps' time", f"{wait:.2%}"],
+        ["llama-small's wait for data, of its steps' time", f"{wait:.2%}"],
     ]
     return Report(
         "data_reading",

@@ -29,7 +29,7 @@ RUNS = [
 
 
 def measure(overrides: list[str], steps: int) -> dict[str, Any]:
-    """On one rank: train a few steps of the quickstart's model on random tokens.
+    """On one rank: train a few steps of llama-small's model on random tokens.
 
     A tiny model takes a step first: pages of the libraries that a step touches belong to Python and torch, not to the
     model.
@@ -40,10 +40,10 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     from shardwise.planner.memory import expected_memory
 
     join()
-    config = load_config("quickstart", overrides)
+    config = load_config("llama-small", overrides)
     mesh = Mesh(tensor=config.parallel.tensor)
     layout = check_layout(config, mesh.world.size)
-    _train(load_config("quickstart", [*overrides, *TINY]), mesh, 1)
+    _train(load_config("llama-small", [*overrides, *TINY]), mesh, 1)
     memory = PeakMemory()
     trainer = _train(config, mesh, steps)
     return {
@@ -111,7 +111,7 @@ def run(rounds: int) -> Report:
         {"rows": figures},
         [target("optimizer state without padding off 8 or 12 bytes a parameter by", worst_state, 0.01, at_least=False)],
         [
-            "The quickstart's model, 256 tokens a sequence, 8 sequences a micro-batch in float32 and 1 in mixed; the "
+            "llama-small's model, 256 tokens a sequence, 8 sequences a micro-batch in float32 and 1 in mixed; the "
             "rank with most. P: parameters on the rank. State: AdamW's two moments, and in mixed the float32 masters.",
             "Peak: of live tensors, above Python, torch, the joined processes and a step of a tiny model. Expected: "
             f"`shardwise.planner.memory.expected_memory`, off by at most {worst_peak:.0%} in float32. A process holds "

@@ -16,7 +16,7 @@ BATCHES = {8: 1.35, 32: 1.12}
 
 
 def train(layout: str, batch: int, optimizer: str, steps: int, cache: str) -> Any:
-    """On two processes: at each turn the seconds of a step of the quickstart."""
+    """On two processes: at each turn the seconds of a step of llama-small."""
     from pathlib import Path
 
     import torch
@@ -28,7 +28,7 @@ def train(layout: str, batch: int, optimizer: str, steps: int, cache: str) -> An
 
     torch.set_num_threads(1)
     keys = [*LAYOUTS[layout], f"optimizer.name={optimizer}", f"train.global_batch={batch}", f"train.steps={steps + 24}"]
-    config = load_config("quickstart", keys)
+    config = load_config("llama-small", keys)
     mesh.join()
     trainer = build_trainer(
         config, mesh.Mesh(tensor=config.parallel.tensor, device="cpu"), prepare(config, Path(cache))
@@ -60,7 +60,7 @@ def run(rounds: int) -> Report:
         [Table(("layout", "samples a step", "AdamW, s", "Muon, s", "step time, × AdamW"), rows)],
         figures,
         targets,
-        ["The quickstart's model in float32, steps in turns. The iteration does not depend on the samples of a step."],
+        ["llama-small's model in float32, steps in turns. The iteration does not depend on the samples of a step."],
     )
 
 

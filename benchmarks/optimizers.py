@@ -1,4 +1,4 @@
-"""AdamW and Muon on the quickstart, each at five learning rates: Muon has 0.8 of AdamW's steps."""
+"""AdamW and Muon on llama-small, each at five learning rates: Muon has 0.8 of AdamW's steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(rounds: int) -> Report:
         for name, steps in STEPS.items():
             for rate in RATES[name]:
                 keys = [*KEYS, f"optimizer.name={name}", f"optimizer.lr={rate}", f"train.steps={steps}"]
-                command = [sys.executable, "-m", "shardwise", "train", "quickstart", *keys, "--nproc", "1"]
+                command = [sys.executable, "-m", "shardwise", "train", "llama-small", *keys, "--nproc", "1"]
                 environment = {**os.environ, "OMP_NUM_THREADS": "1"}
                 run_folder = str(Path(folder) / f"{name}-{rate}")
                 subprocess.run([*command, "--run-dir", run_folder], env=environment, check=True, capture_output=True)
@@ -50,7 +50,7 @@ def report(folder: Path) -> Report:
     best = {name: min(losses.values()) for name, losses in final.items()}
     return Report(
         "optimizers",
-        "AdamW and Muon on the quickstart",
+        "AdamW and Muon on llama-small",
         [Table(("learning rate", *(f"{name}, {steps} steps" for name, steps in STEPS.items())), rows)],
         {"final_eval_loss": final},
         [target("Muon's best loss after 0.8 of AdamW's steps, nats", best["muon"], best["adamw"], at_least=False)],

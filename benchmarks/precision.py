@@ -1,4 +1,4 @@
-"""The quickstart in every precision, by the command line: the evaluation loss at the end."""
+"""llama-small in every precision, by the command line: the evaluation loss at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODES = {
 def train(mode: str, folder: Path, extra: list[str]) -> dict[str, Any]:
     """Losses of one run."""
     run_dir = folder / mode
-    command = [sys.executable, "-m", "shardwise", "train", "quickstart", *MODES[mode]]
+    command = [sys.executable, "-m", "shardwise", "train", "llama-small", *MODES[mode]]
     start = time.monotonic()
     subprocess.run(
         [*command, "log.tensorboard=false", "log.sample_tokens=0", *extra, "--run-dir", str(run_dir)],
@@ -59,7 +59,7 @@ def run(rounds: int, steps: int | None = None) -> Report:
     taken, tokens = figures["float32"]["steps"], figures["float32"]["tokens"]
     return Report(
         "precision",
-        "Precision: the quickstart's evaluation loss",
+        "Precision: llama-small's evaluation loss",
         [Table(("", "before", f"after {taken} steps", "against float32", "run"), rows)],
         figures,
         [
@@ -79,5 +79,5 @@ def run(rounds: int, steps: int | None = None) -> Report:
                 at_least=False,
             )
         ],
-        [f"`shardwise train quickstart` on two CPU ranks, {tokens:,} tokens; the data are this Python's own sources."],
+        [f"`shardwise train llama-small` on two CPU ranks, {tokens:,} tokens; the data are this Python's own sources."],
     )

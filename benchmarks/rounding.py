@@ -15,7 +15,7 @@ WAYS: dict[str, dict[str, str]] = {
     "bfloat16, nearest": {"mode": "bfloat16", "rounding": "nearest"},
     "bfloat16, stochastic": {"mode": "bfloat16", "rounding": "stochastic"},
 }
-RECIPES: dict[str, list[str]] = {"llama2-tiny": [], "quickstart": ["parallel.tensor=1"]}
+RECIPES: dict[str, list[str]] = {"llama2-tiny": [], "llama-small": ["parallel.tensor=1"]}
 STEPS = 40
 
 

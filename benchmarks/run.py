@@ -29,7 +29,7 @@ SECTIONS = {
     "memory_copies": "copies of the state in memory: their cost, and how soon a killed training goes on (slow: only "
     "when named)",
     "data_prepare": "data prepare of 100 MB beside the bare batch encoder (slow: only when named)",
-    "data_reading": "opening, indexing and reading data, and what the quickstart waits for them",
+    "data_reading": "opening, indexing and reading data, and what llama-small waits for them",
     "start_up": "what commands take before they do what they are for",
     "metrics": "measuring and recording every step against none (slow: only when named)",
     "watching": "what ls, monitor and a first reading take, of a run of 1,024 ranks and 100,000 steps",
@@ -40,7 +40,7 @@ SECTIONS = {
     "calibration": "shardwise plan after --calibrate against steps and memory on this machine (slow: only when named)",
     "memory": "optimizer state and peak memory against their formulas",
     "rounding": "bfloat16 by stochastic rounding beside rounding to nearest and mixed precision: loss and time",
-    "muon": "a step of Muon beside one of AdamW, on the quickstart",
+    "muon": "a step of Muon beside one of AdamW, on llama-small",
     "sharding": "the stages of ZeRO and torch FSDP2 around one model: step time and memory",
     "muon_layouts": "Muon at 35 layouts of eight ranks against one process (slow: only when named)",
     "overlap": "reductions and gathers behind computation, beside torch DDP, on an accelerator in software (slow: only "
@@ -51,9 +51,9 @@ SECTIONS = {
     "named)",
     "device": "Llama 2 7B's blocks on accelerators: tokens/s, MFU, hidden communication (needs an accelerator)",
     "parity": "every layout of eight ranks against one process, for four families (slow: only when named)",
-    "optimizers": "AdamW and Muon on the quickstart, each at five learning rates (slow: only when named)",
+    "optimizers": "AdamW and Muon on llama-small, each at five learning rates (slow: only when named)",
     "bits": "bit-equal training at every layout of eight ranks against one process (slow: only when named)",
-    "precision": "the quickstart in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
+    "precision": "llama-small in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
 ONLY_WHEN_NAMED = (
     "overlap",
