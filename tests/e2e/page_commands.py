@@ -46,7 +46,8 @@ _PAIRS = ["data.max_predictions=10"]
 RECIPES = {
     # its page opens TensorBoard, as GPT-3's does
     "llama2-7b": [*_SMALL, *_MODEL, "model.num_key_value_heads=4", *_TP2, "log.tensorboard=true"],
-    **dict.fromkeys(("quickstart", "llama-small"), [*_SMALL, *_MODEL, "model.num_key_value_heads=4", *_TP2]),
+    "quickstart": [*_SMALL, *_MODEL, "model.num_key_value_heads=4", *_TP2],
+    "llama-small": [*_SMALL, *_MODEL, "model.num_key_value_heads=4", *_TP2],
     "gpt-neox-20b": [*_SMALL, *_MODEL, *_TP2],
     "gpt-neox-6.9b": [*_SMALL, *_MODEL, *_TP2],
     "bert-large": [*_SMALL, *_MODEL, *_PAIRS, *_TP2],
