@@ -7,12 +7,12 @@ from shardwise.config import check_layout, load_config
 from shardwise.config.token_counts import parse_tokens, steps_of
 
 TOKENS_OF_STEP = 8 * 256
-"""Of the quickstart."""
+"""Of llama-small."""
 
 
 def problems(*overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as raised:
-        check_layout(load_config("quickstart", overrides), 2)
+        check_layout(load_config("llama-small", overrides), 2)
     return raised.value.problems
 
 
@@ -42,7 +42,7 @@ def test_all_keys_that_count_steps_take_tokens() -> None:
         "checkpoint.every": "2M",
         "log.drift_every": "500k",
     }
-    config = load_config("quickstart", [f"{key}={value}" for key, value in keys.items()])
+    config = load_config("llama-small", [f"{key}={value}" for key, value in keys.items()])
     values = config.recorded()
     for key, text in keys.items():
         section, name = key.split(".")
@@ -50,7 +50,7 @@ def test_all_keys_that_count_steps_take_tokens() -> None:
     points = "[{at: 0, factor: 0}, {at: 100k, factor: 1}]"
     free = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
     assert [
-        point.at for point in load_config("quickstart", [*free, f"optimizer.points={points}"]).optimizer.points
+        point.at for point in load_config("llama-small", [*free, f"optimizer.points={points}"]).optimizer.points
     ] == [
         0,
         49,
@@ -58,7 +58,7 @@ def test_all_keys_that_count_steps_take_tokens() -> None:
 
 
 def test_steps_follow_the_batch_of_a_rule() -> None:
-    config = load_config("quickstart", ["train.global_batch=4 per 2 ranks", "train.micro_batch=2", "train.steps=4M"])
+    config = load_config("llama-small", ["train.global_batch=4 per 2 ranks", "train.micro_batch=2", "train.steps=4M"])
     tokens = {ranks: config.with_batch_for(ranks).train.steps * 2 * ranks * 256 for ranks in (2, 4, 16)}
     assert all(abs(total - 4_000_000) <= ranks * 256 for ranks, total in tokens.items())
 

@@ -46,8 +46,8 @@ def make(
 
 
 def with_keys(*keys: str) -> Config:
-    """The quickstart, whose peak is 2e-3, with 2,048 tokens a step."""
-    return load_config("quickstart", ["train.steps=40", "optimizer.warmup_steps=4", *keys])
+    """llama-small, whose peak is 2e-3, with 2,048 tokens a step."""
+    return load_config("llama-small", ["train.steps=40", "optimizer.warmup_steps=4", *keys])
 
 
 def rates(config: Config) -> list[float]:
