@@ -89,5 +89,5 @@ class Decoder(nn.Module):
     def logits(self, ids: Tensor) -> Tensor:
         return self.head(self.hidden(ids))
 
-    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
-        return self.head.loss(self.hidden(ids_SB), targets_SB)
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return self.head.loss(self.hidden(ids), targets)

@@ -2,8 +2,8 @@
 
 The class is called with keywords: every key under `model` but `family`, and those of the run's arguments (`RUN`) that
 its constructor, or the base class to which it passes `**kwargs`, names. A constructor that names `config` gets the
-section as an object instead of its keys. `forward(ids_SB, targets_SB)` returns the sum of the counted targets' losses.
-It also gets
+section as an object instead of its keys. `forward(ids, targets)`, called by position, returns the sum of the counted
+targets' losses. It also gets, by name,
 
 - `dropout`, if it names it: the step's `DropoutKey`, or None in an evaluation,
 - `positions_SB` with `data.reset_position_ids`,
@@ -245,22 +245,33 @@ def _unknown_keys(family: str, keys: Iterable[str], constructor: _Constructor) -
     return problems
 
 
+_IDS = object()
+_TARGETS = object()
+
+
 def _forward_problems(config: Config, model_class: type[nn.Module]) -> list[str]:
     """Return an error if the run's arguments do not fit `forward`."""
-    given = ["ids_SB", "targets_SB"]
+    named = []
     if config.data.reset_position_ids:
-        given.append("positions_SB")
+        named.append("positions_SB")
     if config.data.reset_attention_mask:
-        given.append("starts_SB")
+        named.append("starts_SB")
     # The method of an instance, even of one that was never initialised, has a signature without `self`.
     forward = signature(object.__new__(model_class).forward)
+    if model_class.forward is nn.Module.forward:
+        return [f"model.family ({config.model.family}) must have a method forward(ids, targets)"]
+    where = f"model.family ({config.model.family}): forward({', '.join(forward.parameters)})"
     try:
-        forward.bind(**dict.fromkeys([*given, *({"dropout"} & forward.parameters.keys())]))
+        optional = {"dropout", "lengths_B"} & forward.parameters.keys()
+        bound = forward.bind(_IDS, _TARGETS, **dict.fromkeys([*named, *optional]))
     except TypeError:
+        by_name = f", and {listing(named)} by name" if named else ""
         return [
-            f"model.family ({config.model.family}): forward({', '.join(forward.parameters)}) must take "
-            f"{listing(given)} and need no other argument; dropout it may take"
+            f"{where} must take the token ids and the targets as its first two arguments, of any names{by_name}; every "
+            "other argument except dropout must have a default"
         ]
+    if bound.arguments.get("ids_SB", _IDS) is not _IDS or bound.arguments.get("targets_SB", _TARGETS) is not _TARGETS:
+        return [f"{where} must take the token ids first and the targets second, as both are given by position"]
     return []
 
 

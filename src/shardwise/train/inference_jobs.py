@@ -105,7 +105,7 @@ def run_generation(
     with joined(config) as mesh:
         model = load_model(config, weights, mesh)
         if not isinstance(model, Generator | Stages):
-            raise ConfigError(f"model.family ({config.model.family}) has no logits(ids_SB): it cannot continue a text")
+            raise ConfigError(f"model.family ({config.model.family}) has no logits(ids): it cannot continue a text")
         sampler = Sampler(prompt.temperature, prompt.top_p, prompt.seed)
         detokenizer = Detokenizer(tokenizer, prompt.ids)
         pieces: list[str] = []

@@ -31,7 +31,7 @@ class MicroBatch:
     """A `Batch` on this rank's device.
 
     Attributes:
-        inputs: tensors by the keywords of the model's forward.
+        inputs: tensors by the names of the arguments of a family's forward.
         counts_K: counted targets of each objective.
         samples: each sample's number in the run, [B], on the host.
         samples_B: the same numbers on the device.
@@ -73,8 +73,8 @@ class MicroBatch:
         """The key of this micro-batch's dropout masks in a step of the training."""
         return DropoutKey(train.seed, step, self.samples_B, int(self.samples[0]), train.dropout_mode)
 
-    def arguments(self, part: nn.Module, x: Tensor | None = None, dropout: DropoutKey | None = None) -> dict[str, Any]:
-        """The keyword arguments for a part of a model; `dropout` and `lengths_B` only if its forward names them.
+    def call(self, part: nn.Module, x: Tensor | None = None, dropout: DropoutKey | None = None) -> Any:
+        """Call a part of a model with this micro-batch; `dropout` and `lengths_B` only if its forward names them.
 
         Args:
             x: output of the part before; None for the first part.
@@ -82,13 +82,15 @@ class MicroBatch:
         """
         parameters = _signature(type(part).forward).parameters
         arguments: dict[str, Any] = dict(self.inputs)
+        # By position: a user's own model may give these two any names.
+        positional = [arguments.pop(name) for name in ("ids_SB", "targets_SB") if name in arguments]
         if "dropout" in parameters:
             arguments["dropout"] = dropout
         if "lengths_B" in parameters and self.lengths_B is not None:
             arguments["lengths_B"] = self.lengths_B
         if x is not None:
             arguments["x"] = x
-        return arguments
+        return part(*positional, **arguments)
 
     def result(self, part: nn.Module, returned: object) -> Tensor:
         """The output of a part of a model, checked: x for the next part, or sums of losses `[K]` of the last part.

@@ -20,8 +20,8 @@ import shardwise as sw
 class Model(nn.Module):
 """
 FORWARD = """
-    def forward(self, ids_SB, targets_SB):
-        return self.layer(ids_SB.float()).sum()
+    def forward(self, ids, targets):
+        return self.layer(ids.float()).sum()
 """
 PLAIN = """
     def __init__(self, vocab_size, width=4):

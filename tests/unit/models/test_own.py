@@ -276,21 +276,42 @@ def test_what_a_layout_asks_for_must_be_an_argument(write: Write) -> None:
 @pytest.mark.parametrize(
     ("forward", "shown"),
     [
-        ("def forward(self, ids, targets):\n    pass", "ids, targets"),
-        ("def forward(self, ids_SB, /, targets_SB):\n    pass", "ids_SB, targets_SB"),
-        ("def forward(self, ids_SB, targets_SB, mask):\n    pass", "ids_SB, targets_SB, mask"),
-        ("def logits(self, ids_SB):\n    pass", "input"),
+        ("def forward(self, ids):\n    pass", "ids"),
+        ("def forward(self, *, ids_SB, targets_SB):\n    pass", "ids_SB, targets_SB"),
+        ("def forward(self, ids, targets, mask):\n    pass", "ids, targets, mask"),
+        ("def forward(self, ids, dropout, targets):\n    pass", "ids, dropout, targets"),
+        ("def forward(self, ids, lengths_B=None, targets=None):\n    pass", "ids, lengths_B, targets"),
     ],
 )
 def test_forward_takes_the_batch_and_needs_no_more(forward: str, shown: str, write: Write) -> None:
     assert problem(config(write(PLAIN, "    " + forward.replace("\n", "\n    ")))) == (
-        f"model.family (mine:Model): forward({shown}) must take ids_SB and targets_SB and need no other argument; "
-        "dropout it may take"
+        f"model.family (mine:Model): forward({shown}) must take the token ids and the targets as its first two "
+        "arguments, of any names; every other argument except dropout must have a default"
+    )
+
+
+def test_a_class_without_forward(write: Write) -> None:
+    said = problem(config(write(PLAIN, "    def logits(self, ids):\n        pass")))
+    assert said == "model.family (mine:Model) must have a method forward(ids, targets)"
+
+
+def test_ids_and_targets_are_not_taken_the_other_way_round(write: Write) -> None:
+    takes = "def forward(self, targets_SB, ids_SB):\n        pass"
+    assert problem(config(write(PLAIN, f"    {takes}"))) == (
+        "model.family (mine:Model): forward(targets_SB, ids_SB) must take the token ids first and the targets second, "
+        "as both are given by position"
     )
 
 
 @pytest.mark.parametrize(
-    "parameters", ["ids_SB, targets_SB, dropout", "*, targets_SB, ids_SB, dropout=None", "ids_SB, mask=None, **rest"]
+    "parameters",
+    [
+        "ids_SB, targets_SB, dropout",
+        "ids, targets",
+        "input_ids, labels, /, *, dropout",
+        "x, y=None, mask=None, **rest",
+        "*batch, dropout=None",
+    ],
 )
 def test_forward_may_take_more(parameters: str, write: Write) -> None:
     assert check_user_model(config(write(PLAIN, f"    def forward(self, {parameters}):\n        pass")))
@@ -299,10 +320,10 @@ def test_forward_may_take_more(parameters: str, write: Write) -> None:
 @pytest.mark.parametrize(
     "forward",
     [
-        "def forward(module, ids_SB, targets_SB):",
-        "def forward(*everything, ids_SB, targets_SB):",
-        "@staticmethod\n    def forward(ids_SB, targets_SB):",
-        "@classmethod\n    def forward(cls, ids_SB, targets_SB):",
+        "def forward(module, ids, targets):",
+        "def forward(*everything):",
+        "@staticmethod\n    def forward(ids, targets):",
+        "@classmethod\n    def forward(cls, ids, targets):",
     ],
 )
 def test_the_argument_of_forward_that_receives_the_model_may_have_any_name(forward: str, write: Write) -> None:
@@ -310,10 +331,10 @@ def test_the_argument_of_forward_that_receives_the_model_may_have_any_name(forwa
 
 
 def test_a_message_shows_forward_without_the_argument_that_receives_the_model(write: Write) -> None:
-    takes = "def forward(module, ids_SB, self):\n        pass"
+    takes = "def forward(module, ids, targets, self):\n        pass"
     assert problem(config(write(PLAIN, f"    {takes}"))) == (
-        "model.family (mine:Model): forward(ids_SB, self) must take ids_SB and targets_SB and need no other "
-        "argument; dropout it may take"
+        "model.family (mine:Model): forward(ids, targets, self) must take the token ids and the targets as its first "
+        "two arguments, of any names; every other argument except dropout must have a default"
     )
 
 
@@ -321,15 +342,16 @@ RESETS = {"data": {"reset_position_ids": True, "reset_attention_mask": True}}
 
 
 def test_forward_may_take_what_the_data_section_asks_for(write: Write) -> None:
-    takes = "def forward(self, ids_SB, targets_SB, positions_SB, starts_SB):\n        pass"
+    takes = "def forward(self, ids, targets, positions_SB, starts_SB):\n        pass"
     assert check_user_model(config(write(PLAIN, f"    {takes}"), RESETS))
 
 
 def test_forward_must_take_what_the_data_section_asks_for(write: Write) -> None:
-    takes = "def forward(self, ids_SB, targets_SB):\n        pass"
+    takes = "def forward(self, ids, targets):\n        pass"
     assert problem(config(write(PLAIN, f"    {takes}"), RESETS)) == (
-        "model.family (mine:Model): forward(ids_SB, targets_SB) must take ids_SB, targets_SB, positions_SB and "
-        "starts_SB and need no other argument; dropout it may take"
+        "model.family (mine:Model): forward(ids, targets) must take the token ids and the targets as its first two "
+        "arguments, of any names, and positions_SB and starts_SB by name; every other argument except dropout must "
+        "have a default"
     )
 
 
