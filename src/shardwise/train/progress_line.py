@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
+import importlib
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -22,6 +25,12 @@ _BAR_MINIMUM = 10
 """Characters of the progress bar; where fewer are free there is none."""
 _BAR_MAXIMUM = 40
 _GAP = "  "
+_NOTEBOOK_SECONDS = 0.5
+"""Time between two updates of a notebook's display, each of which is a message to the browser."""
+_NOTEBOOK_HTML = """\
+<div style="font-family: monospace; white-space: pre-wrap"><b>{head}</b>
+<progress value="{done}" max="{total}" style="width: 20em; vertical-align: middle"></progress>  {texts}
+{numbers}</div>"""
 
 
 class ProgressLine:
@@ -119,6 +128,50 @@ class ProgressLine:
         if record.timing is not None:
             numbers.append(f"bubble {record.timing.mean_bubble:.1%}")
         return progress, numbers
+
+
+class NotebookProgress(ProgressLine):
+    """Progress in a Jupyter notebook: one display in HTML, which each update replaces.
+
+    IPython alone shows it: the display of rich would need `ipywidgets`, which a kernel may lack.
+    """
+
+    def __init__(self, console: Console, first: int, end: int, now: float, *, every_update: bool) -> None:
+        super().__init__(console, first, end, now, every_update=every_update)
+        ipython: Any = importlib.import_module("IPython.display")
+        self._shown_at = now
+        self._handle = ipython.display(self._mime_bundle(now), raw=True, display_id=True)
+
+    def update(self, record: StepRecord, step_seconds: float, tokens_per_second: float, now: float) -> None:
+        self._record = record
+        self._step_seconds = step_seconds
+        self._tokens_per_second = tokens_per_second
+        if now - self._shown_at >= _NOTEBOOK_SECONDS:
+            self._show(now)
+
+    def stop(self) -> None:
+        self._show(time.perf_counter())
+
+    def _show(self, now: float) -> None:
+        self._shown_at = now
+        self._handle.update(self._mime_bundle(now), raw=True)
+
+    def _mime_bundle(self, now: float) -> dict[str, str]:
+        """The progress as HTML, and as text for a program that shows no HTML."""
+        (head, *texts), numbers = self._parts(now)
+        page = _NOTEBOOK_HTML.format(
+            head=html.escape(head.strip()),
+            done=self._record.step - self._first if self._record else 0,
+            total=max(self._end - self._first, 1),
+            texts=html.escape(_GAP.join(texts)),
+            numbers=html.escape(_GAP.join(numbers)),
+        )
+        return {"text/html": page, "text/plain": _GAP.join([head, *texts, *numbers])}
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a Jupyter notebook."""
+    return Console().is_jupyter
 
 
 def parts_of_loss(losses: Mapping[str, float]) -> str:

@@ -1,8 +1,8 @@
 """The printed and recorded output of a run: the summary at its start, the progress line, and its files.
 
 Rank 0 prints and writes the shared files (metrics.jsonl, tensorboard/, results.json); every rank writes its own
-ranks/rank-NNNN.jsonl. A terminal shows progress as one line that is redrawn. Elsewhere, and always in rank 0's log,
-progress is a line every `log.every` steps; without that key about twenty lines per run.
+ranks/rank-NNNN.jsonl. A terminal shows progress as one line that is redrawn, a notebook as one display. Elsewhere, and
+always in rank 0's log, progress is a line every `log.every` steps; without that key about twenty lines per run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.train.compile.run_graphs import CapturedGraphs
 from shardwise.train.evaluation import Evaluation
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
-from shardwise.train.progress_line import ProgressLine, parts_of_loss
+from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_notebook, parts_of_loss
 from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
 from shardwise.train.start_screen import print_pipeline, print_summary
 from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
@@ -94,12 +94,16 @@ class Reporter:
         self._trackers: ExperimentTrackers | None = None
         self._log: IO[str] | None = None
         self._consoles: list[Console] = []
+        self._in_notebook = False
         if rank == 0:
             run.log(0).parent.mkdir(parents=True, exist_ok=True)
             self._log = run.log(0).open("a", encoding="utf-8", errors="replace", buffering=1)
-            # The log has plain lines even where the environment forces colours (FORCE_COLOR).
-            plain = Console(file=self._log, force_terminal=False, color_system=None, highlight=False)
-            self._consoles = [Console(file=stream or sys.stdout, highlight=False), plain]
+            # In a notebook rich would make a display of each line, whatever the file.
+            self._in_notebook = stream is None and in_notebook()
+            shown = _plain_console(sys.stdout)
+            if not self._in_notebook:
+                shown = Console(file=stream or sys.stdout, force_jupyter=False, highlight=False)
+            self._consoles = [shown, _plain_console(self._log)]
         self._progress: list[ProgressLine] = []
         self._last: StepRecord | None = None
         self._evaluation: dict[str, float] = {}
@@ -157,8 +161,9 @@ class Reporter:
             print_summary(console, rows)
             if self.layout.pipeline > 1:
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
-            line = ProgressLine(console, steps_before, self._end, self._started, every_update=every_update)
-            self._progress.append(line)
+            is_display = self._in_notebook and console is self._consoles[0]
+            kind = NotebookProgress if is_display else ProgressLine
+            self._progress.append(kind(console, steps_before, self._end, self._started, every_update=every_update))
         if self.config.log.tensorboard:
             self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
         steps = self.config.log.profile_steps
@@ -491,6 +496,11 @@ class Reporter:
         if self._metrics is None:
             return []
         return [event for event in self.run.events(name) if event.get("step") == step]
+
+
+def _plain_console(file: IO[str]) -> Console:
+    """A console of plain lines, also in a notebook and where the environment forces colours (FORCE_COLOR)."""
+    return Console(file=file, force_terminal=False, force_jupyter=False, color_system=None, highlight=False)
 
 
 def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str, Mapping[str, float | None]]:
