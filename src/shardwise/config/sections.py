@@ -460,12 +460,13 @@ class LogConfig(Section):
         description="steps between hashes of the training's state, which no layout changes, in metrics.jsonl; 0 = none",
     )
     tensorboard: bool = Field(default=True, description="write TensorBoard scalars")
-    trackers: tuple[Literal["wandb", "trackio"], ...] = Field(
+    trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = Field(
         default=(),
         strict=False,
         examples=[["wandb"], ["wandb", "trackio"]],
         description="programs that record the same scalars: Weights & Biases (`shardwise[wandb]`; WANDB_MODE=offline "
-        "needs no network) and trackio (`shardwise[trackio]`)",
+        "needs no network), trackio (`shardwise[trackio]`) and MLflow (`shardwise[mlflow]`; MLFLOW_TRACKING_URI names "
+        "its server)",
     )
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")

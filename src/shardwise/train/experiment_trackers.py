@@ -1,4 +1,4 @@
-"""Experiment trackers: a run's numbers for TensorBoard, Weights & Biases and trackio (`log.trackers`)."""
+"""Experiment trackers: a run's numbers for TensorBoard, Weights & Biases, trackio and MLflow (`log.trackers`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import importlib.util
 import io
 import os
 import platform
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +21,15 @@ from shardwise.config import Config
 from shardwise.runs.folder import AppendedFile, RunDirectory
 
 _PROJECT = "shardwise"
+_MLFLOW_TAG = "shardwise.run"
+"""Tag of a run in MLflow with the run's own id, by which a resumed run finds it."""
+_MLFLOW_METRICS = 1000
+"""Numbers in a request at most, as MLflow's servers allow; `_MLFLOW_PARAMETERS` likewise."""
+_MLFLOW_PARAMETERS = 100
+_MLFLOW_VALUE = 6000
+"""Characters of a parameter's value at most."""
+_MLFLOW_SECONDS = 60.0
+"""Time that the end of a run waits for a server that is slow."""
 
 
 def require_trackers(config: Config) -> None:
@@ -58,6 +69,78 @@ class EventFile:
 
     def _write(self, **facts: Any) -> None:
         self._records.write(self._events.Event(wall_time=time.time(), **facts).SerializeToString())
+
+
+class MlflowRun:
+    """A run in MLflow, with the methods that the modules `wandb` and `trackio` have.
+
+    A thread sends the numbers, since each request waits for its answer. After an error it sends no more, and the next
+    call raises it.
+
+    Args:
+        id_: id of the run; a run with this tag is continued.
+        settings: section → keys of the configuration.
+    """
+
+    def __init__(self, name: str, id_: str | None, settings: Mapping[str, Any]) -> None:
+        mlflow: Any = importlib.import_module("mlflow")
+        self._entities: Any = importlib.import_module("mlflow.entities")
+        self._client = mlflow.MlflowClient()
+        self._id = self._found(id_) or self._created(name, id_, settings)
+        self._queue: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Queue the numbers of a step; raises the error of an earlier request."""
+        if self._error is not None:
+            raise self._error
+        now = int(time.time() * 1000)
+        self._queue.put([self._entities.Metric(name, value, now, step) for name, value in values.items()])
+
+    def finish(self) -> None:
+        """Send what is queued and end the run."""
+        self._queue.put(None)
+        self._thread.join(_MLFLOW_SECONDS)
+        if self._error is not None:
+            raise self._error
+        if self._thread.is_alive():
+            raise TimeoutError(f"no answer within {_MLFLOW_SECONDS:.0f} s")
+        self._client.set_terminated(self._id)
+
+    def _experiment(self) -> str:
+        experiment = self._client.get_experiment_by_name(_PROJECT)
+        return str(self._client.create_experiment(_PROJECT) if experiment is None else experiment.experiment_id)
+
+    def _found(self, id_: str | None) -> str | None:
+        """MLflow's id of the run that an earlier start made; None where there is none."""
+        if id_ is None:
+            return None
+        for found in self._client.search_runs([self._experiment()], f"tags.`{_MLFLOW_TAG}` = '{id_}'", max_results=1):
+            self._client.update_run(found.info.run_id, status="RUNNING")
+            return str(found.info.run_id)
+        return None
+
+    def _created(self, name: str, id_: str | None, settings: Mapping[str, Any]) -> str:
+        tags = {} if id_ is None else {_MLFLOW_TAG: id_}
+        run_id = str(self._client.create_run(self._experiment(), run_name=name, tags=tags).info.run_id)
+        parameters = [
+            self._entities.Param(f"{section}.{key}", str(value)[:_MLFLOW_VALUE])
+            for section, keys in settings.items()
+            for key, value in keys.items()
+        ]
+        for first in range(0, len(parameters), _MLFLOW_PARAMETERS):
+            self._client.log_batch(run_id, params=parameters[first : first + _MLFLOW_PARAMETERS])
+        return run_id
+
+    def _send(self) -> None:
+        try:
+            while (metrics := self._queue.get()) is not None:
+                for first in range(0, len(metrics), _MLFLOW_METRICS):
+                    self._client.log_batch(self._id, metrics=metrics[first : first + _MLFLOW_METRICS])
+        except Exception as error:  # noqa: BLE001  whatever the client raises, the training's thread reports it
+            self._error = error
 
 
 class ExperimentTrackers:
@@ -117,10 +200,12 @@ class ExperimentTrackers:
 
 
 def _start_tracker(name: str, config: Config, run: RunDirectory, id_: str | None) -> Any:
-    """Start a run in a tracker, without secrets and facts of the machine; return its module."""
-    tracker = importlib.import_module(name)
+    """Start a run in a tracker, without secrets and facts of the machine; return what takes its numbers."""
     # `launch` has addresses and scheduler options of the machines.
     settings = {section: keys for section, keys in config.recorded().items() if section != "launch"}
+    if name == "mlflow":
+        return MlflowRun(run.path.resolve().name, id_, settings)
+    tracker = importlib.import_module(name)
     facts: dict[str, Any] = {"project": _PROJECT, "name": run.path.resolve().name, "config": settings}
     if name == "trackio":
         tracker.init(**facts, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)

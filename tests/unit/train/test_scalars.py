@@ -7,7 +7,9 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +40,7 @@ print(told)
 
 
 def tracked() -> Config:
-    chosen = config(tensorboard=False, trackers=["wandb", "trackio"])
+    chosen = config(tensorboard=False, trackers=sys.argv[2].split(","))
     return chosen.model_copy(update={"data": chosen.data.model_copy(update={"path": SECRET})})
 
 
@@ -49,10 +51,7 @@ def test_trackers_record_the_curve_and_no_secret(tmp_path: Path) -> None:
     run.mkdir(parents=True)
     variables = {**os.environ, "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     variables |= {"WANDB_CONFIG_DIR": str(tmp_path), "WANDB_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", SCRIPT, str(run)]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[]\n", "nothing but what is said of a failure is printed"
+    record_with("wandb,trackio", run, variables)
     with sqlite3.connect(tmp_path / "trackio/shardwise.db") as base:
         rows = base.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
     base.close()
@@ -62,7 +61,66 @@ def test_trackers_record_the_curve_and_no_secret(tmp_path: Path) -> None:
     ]
     (written,) = run.glob("wandb/offline-run-*/*.wandb")
     assert b"train/loss" in written.read_bytes()
-    for path in tmp_path.rglob("*"):
+    require_no_secret(tmp_path)
+
+
+def test_mlflow_records_the_curve_and_continues_its_run_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    run = tmp_path / "runs/one"
+    run.mkdir(parents=True)
+    store = tmp_path / "store"
+    variables = {**os.environ, "MLFLOW_TRACKING_URI": store.as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
+    for _ in range(2):
+        record_with("mlflow", run, variables)
+    (metric,) = store.glob("*/*/metrics/train/loss")  # one experiment, one run
+    assert [line.split()[1:] for line in metric.read_text().splitlines()] == [["3.0", "1"], ["1.5", "2"]] * 2
+    recorded = metric.parents[2]
+    assert (recorded / "tags/mlflow.runName").read_text() == "one"
+    assert (recorded / "params/optimizer.lr").read_text() == str(config().optimizer.lr)
+    assert not list(recorded.glob("params/launch*"))
+    assert not list(recorded.glob("tags/mlflow.source*"))
+    require_no_secret(tmp_path)
+
+
+def test_a_server_that_fails_is_told_at_the_next_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Client:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: SimpleNamespace(info=SimpleNamespace(run_id="1"), experiment_id="0")
+
+        def search_runs(self, *_: Any, **__: Any) -> list[Any]:
+            return []
+
+        def log_batch(self, *_: Any, metrics: list[Any] | None = None, **__: Any) -> None:
+            if metrics:
+                raise OSError("http://me:hunter2@host refuses")
+
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))
+    entities = SimpleNamespace(Metric=lambda *facts: facts, Param=lambda *facts: facts)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    told: list[str] = []
+    chosen: Any = config(tensorboard=False, trackers=["mlflow"])
+    curves = ExperimentTrackers(chosen, RunDirectory(tmp_path), "0123", 1, told.append)
+    curves.add(1, {"train": {"loss": 1.0}})
+    assert told == []
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "mlflow")
+    thread.join(10)
+    for step in (2, 3):
+        curves.add(step, {"train": {"loss": 1.0}})
+    curves.close()
+    (text,) = told
+    assert text.startswith("log.trackers: mlflow failed and records no more of this run (http://")
+    assert "hunter2" not in text
+
+
+def record_with(trackers: str, run: Path, variables: dict[str, str]) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(run), trackers]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n", "nothing but what is said of a failure is printed"
+
+
+def require_no_secret(folder: Path) -> None:
+    for path in folder.rglob("*"):
         assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
 
 
