@@ -1,7 +1,8 @@
-"""A hub on the loopback interface: the part of huggingface.co's API that fetches models and data sets."""
+"""A hub on the loopback interface: the part of huggingface.co's API that fetches and uploads models and data sets."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -25,12 +26,15 @@ class Site:
 
     Each is a model and a data set.
 
-    files: contents by name, of each revision. requests: all so far.
+    files: contents by name, of each revision. requests: all so far. uploaded: contents by name, of each repository
+    that was made with `TOKEN`. large: contents by SHA-256, which a commit then names.
     """
 
     files: Files
     address: str = ""
     requests: list[str] = field(default_factory=list)
+    uploaded: Files = field(default_factory=dict)
+    large: dict[str, bytes] = field(default_factory=dict)
 
     def commit(self, revision: str) -> str:
         return hashlib.sha1(revision.encode()).hexdigest()
@@ -72,6 +76,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.answer()
 
+    def do_PUT(self) -> None:
+        self.answer()
+
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -79,10 +86,16 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization")
         if path == "/api/agent-harnesses":  # the client's own affair, once a day
             self.reply(200, {"Content-Type": "application/json"}, b'{"harnesses": {}}')
+        elif path.startswith("/large/"):  # its address was given to whoever may upload
+            self.site.large[path.removeprefix("/large/")] = content
+            self.reply(200)
         elif "acme/broken" in path:
             self.reply(500)
         elif token not in (None, f"Bearer {TOKEN}"):
             self.reply(401, {"X-Error-Message": "Invalid credentials in Authorization header"})
+        elif self.command == "POST" and (answer := self.upload(path, content)) is not None:
+            status = 200 if token is not None else 401
+            self.reply(status, {"Content-Type": "application/json"}, json.dumps(answer).encode())
         elif ("acme/private" in path and token is None) or not path.startswith(_OURS):
             self.reply(401, {"X-Error-Code": "RepoNotFound"})
         elif path.startswith("/api/"):
@@ -91,6 +104,36 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(401, {"X-Error-Code": "GatedRepo"})
         else:
             self.file(path.removeprefix("/datasets").removeprefix("/").split("/", 4))
+
+    def upload(self, path: str, content: bytes) -> Any:
+        """The answer to a request of an upload, each of which has JSON; None to any other request."""
+        address, site = self.site.address, self.site
+        if path == "/api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        if path == "/api/repos/create":
+            made = json.loads(content)
+            assert made["visibility"] == "private"
+            site.uploaded.setdefault(name := f"{made['organization']}/{made['name']}", {})
+            return {"url": f"{address}/{name}", "name": name}
+        if path.endswith("/preupload/main"):
+            modes = {".safetensors": "lfs"}
+            files = [file["path"] for file in json.loads(content)["files"]]
+            uploads = [{"path": name, "uploadMode": modes.get(PurePosixPath(name).suffix, "regular")} for name in files]
+            return {"files": [upload | {"shouldIgnore": False} for upload in uploads]}
+        if path.endswith("/info/lfs/objects/batch"):
+            objects = json.loads(content)["objects"]
+            places = [{"upload": {"href": f"{address}/large/{each['oid']}"}} for each in objects]
+            return {"objects": [each | {"actions": place} for each, place in zip(objects, places, strict=True)]}
+        if path.endswith("/commit/main"):
+            repository = path.removeprefix("/api/models/").removesuffix("/commit/main")
+            for line in content.splitlines():
+                key, value = (entry := json.loads(line))["key"], entry["value"]
+                if key == "file":
+                    site.uploaded[repository][value["path"]] = base64.b64decode(value["content"])
+                elif key == "lfsFile":
+                    site.uploaded[repository][value["path"]] = site.large[value["oid"]]
+            return {"commitUrl": f"{address}/{repository}/commit/{'0' * 40}", "commitOid": "0" * 40}
+        return None
 
     def metadata(self, parts: list[str], asked: bytes) -> None:
         """`owner/name[/revision/REVISION]`, `owner/name/tree/COMMIT[/FOLDER]` or `owner/name/paths-info/COMMIT`."""
@@ -136,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:

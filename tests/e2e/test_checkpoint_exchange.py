@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from tests.e2e.command import miniature, shardwise, within
@@ -35,7 +36,10 @@ def test_a_run_is_exported(trained: Path) -> None:
     stored, plain = weights(checkpoint), weights(trained / "plain")
     assert all(torch.equal(plain[name], tensor) for name, tensor in stored.items())
     assert not {"manifest.json", "optimizer"} & {path.name for path in (trained / "plain").iterdir()}
-    assert (trained / "plain/tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+    for name in ("tokenizer.json", "generation_config.json", "README.md"):
+        assert (trained / "plain" / name).read_bytes() == (checkpoint / name).read_bytes()
+    assert "| steps | 4 of 4 |" in (checkpoint / "README.md").read_text(encoding="utf-8")
+    assert "README.md" not in within("checkpoint", "verify", "run", at=trained).succeeded().out, "the manifest lists it"
     precise = within(
         "checkpoint", "export", checkpoint, "precise", "--dtype", "float32", "--max-shard-size", "20KB", at=trained
     ).succeeded()
@@ -46,6 +50,24 @@ def test_a_run_is_exported(trained: Path) -> None:
     assert any(not torch.equal(tensor, stored[name].float()) for name, tensor in masters.items())
     assert len(list((trained / "precise").glob("model-*.safetensors"))) > 1
     open_folder(trained / "precise")
+
+
+def test_transformers_continues_an_export_as_generate_does(trained: Path) -> None:
+    """In float32 and greedily, with the ids that end a text from generation_config.json."""
+    folder = trained / "to-generate"
+    within("checkpoint", "export", "run", folder, "--dtype", "float32", at=trained).succeeded()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    (end,) = tokenizer("<|endoftext|>").input_ids
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == end
+    assert model.generation_config.eos_token_id == end
+    for prompt in ("In spring", "The river"):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        found = model.generate(ids, max_new_tokens=12, do_sample=False)
+        asked = ("--prompt", prompt, "--max-tokens", "12", "--temperature", "0")
+        done = shardwise("generate", folder, *asked, at=trained)
+        assert done.code == 0, done.err
+        assert done.out.rstrip("\n") == tokenizer.decode(found[0], skip_special_tokens=True).rstrip("\n")
 
 
 def test_an_export_tells_of_dropout_that_transformers_lacks(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ def test_every_file_of_the_contract_is_there(trained: Trained) -> None:
     found = {path.relative_to(trained.run).as_posix() for path in trained.run.rglob("*") if path.is_file()}
     event_files = {name for name in found if name.startswith("tensorboard/events.out.tfevents.")}
     assert len(event_files) == 1, f"one TensorBoard file, not {sorted(event_files)}"
-    weights = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    weights = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    weights |= {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
     optimizer = {"manifest.json", *(f"optimizer/rank-0000{rank}.safetensors" for rank in (0, 1))}
     assert found - event_files == {
         ".lock",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.format.model_files import END_ID, FilesBesideWeights, flat_ids
+from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -30,6 +30,7 @@ def model_files(
 ) -> dict[str, bytes]:
     """Name → content of the files that `transformers` reads beside the weights: `config.json` and the tokenizer's.
 
+    A model that generates has a `generation_config.json` with the ids that begin and end a text, if any is known.
     The `config.json` of a user's own model is its `model` section, which only its class reads. The ids that begin and
     end a text are those of the companions, else the tokenizer's, or null: without them transformers would take those of
     its own default tokenizer, which are letters in most vocabularies, and generation would stop there. A model that
@@ -37,7 +38,7 @@ def model_files(
     """
     companions = companions or Companions()
     tokenizer_files: dict[str, bytes] = {}
-    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    ids: dict[str, Any] = {BEGIN_ID: None, END_ID: None}
     if tokenizer is not None:
         tokenizer_files = {name: (tokenizer / name).read_bytes() for name in Root.of(tokenizer).files()}
         if config.causal:
@@ -51,7 +52,11 @@ def model_files(
         # Ids that are keys of the family, such as BERT's padding, stay the model's.
         ids |= {name: value for name, value in companions.ids.items() if name not in type(family).model_fields}
     described = {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **ids}
-    return {**companions.files, **tokenizer_files, CONFIG: to_json(described)}
+    generation: dict[str, bytes] = {}
+    ends = {name: ids[name] for name in (BEGIN_ID, END_ID) if ids.get(name) is not None}
+    if family is not None and family.causal and ends:
+        generation[GENERATION] = to_json(ends)
+    return {**generation, **companions.files, **tokenizer_files, CONFIG: to_json(described)}
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from shardwise.base.hardware import available_memory
 from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.checkpoint.companions import Companions, model_files
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, too_large
+from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
 from shardwise.checkpoint.format.verify import untiled
 from shardwise.checkpoint.format.writing import (
     MAX_SHARD_BYTES,
@@ -461,7 +462,10 @@ class Saver:
         entries = [entry for files in gathered for entry in files.entries]
         _require_visible(staging, entries)
         tensors = tensor_entries(entries, [rows for files in gathered for rows in files.rows])
-        entries += [write_small(staging, name, data) for name, data in self._small_files.items()]
+        small_files = dict(self._small_files)
+        if self._config is not None:
+            small_files[MODEL_CARD] = model_card(Manifest(**pending.manifest, files=(), tensors=tensors))
+        entries += [write_small(staging, name, data) for name, data in small_files.items()]
         # From the tensors of all ranks: this one may have nothing to train, and so no state.
         pending.manifest["optimizer"]["states"] = sorted(tensors.keys() - {MODEL})
         pending.manifest["optimizer"]["numbers"] = _joined([files.numbers for files in gathered])

@@ -73,6 +73,16 @@ def is_url(load: str) -> bool:
     return "://" in load
 
 
+def is_hub_name(name: str) -> bool:
+    """True if `name` reads owner/name, as a repository on the hub does."""
+    return "/" in name and _ID.fullmatch(name) is not None
+
+
+def is_hub_id(load: str) -> bool:
+    """True if `checkpoint.load` reads owner/name and names no folder of this machine."""
+    return is_hub_name(load) and not Path(load).expanduser().exists()
+
+
 def resolve(
     load: str, revision: str | None = None, *, cached: bool = False, announce: Callable[[str], None] | None = None
 ) -> Path:
@@ -359,7 +369,7 @@ def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
     except HfHubHTTPError as error:
         if error.response.status_code >= 500:
             return "unknown"
-        raise ConfigError(_refusal(error, files, _site())) from None
+        raise ConfigError(_refusal(error, files, hub_address())) from None
     except Exception:  # noqa: BLE001  the client's transport decides on the type
         return "unknown"
     names = [file.rfilename for file in answer.siblings or [] if "/" not in file.rfilename]
@@ -368,7 +378,7 @@ def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
     return "hub"
 
 
-def _site() -> str:
+def hub_address() -> str:
     """The hub's address without a log-in."""
     from huggingface_hub import constants
 
@@ -399,7 +409,7 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
     if announce is None or not sys.stderr.isatty():
         disable_progress_bars()
     logging.getLogger("huggingface_hub._snapshot_download").addFilter(_is_no_answer)
-    site = _site()
+    site = hub_address()
     try:
         folder = files.download(local_files_only=True)
         damaged = drop_damaged(folder, files.patterns) if files.verified else []

@@ -112,7 +112,7 @@ def test_the_tokenizer_comes_along_and_its_special_tokens_are_the_models(tmp_pat
         (tmp_path / "tokenizer" / name).write_text(json.dumps(values))
     export_hugging_face(model, config, mesh, tmp_path / "model", tokenizer=tmp_path / "tokenizer")
     assert {path.name for path in (tmp_path / "model").iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json", *COMPANIONS,
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", *COMPANIONS,
     }  # fmt: skip
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for found in (theirs.config, theirs.generation_config):

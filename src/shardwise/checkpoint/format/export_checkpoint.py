@@ -14,6 +14,7 @@ from typing import Any
 from shardwise.base.errors import ConfigError, RunError, listing, see
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
+from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast, overflows
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, segments
 from shardwise.checkpoint.format.writing import (
@@ -148,8 +149,11 @@ class Export:
     def _small_files(self, dtype: str) -> dict[str, bytes]:
         """Name → content of the other files; `config.json` names the dtype of the weights."""
         dtype_fields = [field for field in _DTYPE_FIELDS if field in self.described] or ["torch_dtype"]
-        # The index is left out: the export has other shards.
-        files = {CONFIG: to_json({**self.described, **dict.fromkeys(dtype_fields, dtype)})}
+        # The index is left out: the export has other shards. A card of the checkpoint takes the place of the one here.
+        files = {
+            CONFIG: to_json({**self.described, **dict.fromkeys(dtype_fields, dtype)}),
+            MODEL_CARD: model_card(self._manifest),
+        }
         for entry in self._manifest.files:
             if not entry.path.endswith(".safetensors") and entry.path not in (CONFIG, INDEX):
                 files[entry.path] = read_whole(self._folder, entry)

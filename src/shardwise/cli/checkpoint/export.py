@@ -33,6 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are stored)"
     )
     add_max_shard_size(parser)
+    parser.add_argument(
+        "--push",
+        metavar="ID",
+        help="then upload the folder as this repository of the Hugging Face hub, owner/name, which is private where "
+        "it is new; HF_TOKEN or `hf auth login` gives the token",
+    )
 
 
 def add_max_shard_size(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +54,8 @@ def add_max_shard_size(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from shardwise.checkpoint.format.export_checkpoint import Export
 
+    if arguments.push is not None:
+        _require_upload(arguments.dest, arguments.push)
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
     export = Export(weights_folder(arguments.checkpoint, output.progress).root, arguments.dtype)
     parent, name = split(arguments.dest)
@@ -67,7 +75,21 @@ def run(arguments: argparse.Namespace) -> int:
             f"config.json keeps ffn_dropout ({p}), which shardwise reads and transformers ignores: a training there "
             "has no dropout inside the feed-forward layer"
         )
+    if arguments.push is not None:
+        from shardwise.data.hub_upload import upload
+
+        address = upload(done.folder.local(), arguments.push, f"Step {export.step:,} of a training with shardwise")
+        output.line(f"uploaded to {address}")
     return 0
+
+
+def _require_upload(dest: str, repository: str) -> None:
+    """Refuse `--push` before anything is written where it could not upload."""
+    from shardwise.data.hub_upload import require_upload
+
+    if "://" in dest:
+        raise ConfigError(f"DEST ({dest}) must be a folder of this machine with --push, which uploads from there")
+    require_upload(repository)
 
 
 def shard_bytes(given: str) -> int:

@@ -1,0 +1,56 @@
+"""`shardwise checkpoint export --push` through the hub's own protocol, and why it is refused."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import Outcome, shardwise
+from tests.loopback_hub import TOKEN, Site, serve, user_of
+from tests.stored import write_checkpoint
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with serve({}) as started:
+        yield started
+
+
+def push(at: Path, site: str, repository: str, dest: str = "out", **variables: str) -> Outcome:
+    """The command in a process of its own: the hub's client reads its environment once."""
+    if not (at / "checkpoints").exists():
+        write_checkpoint(at / "checkpoints", shards=2)
+    environment = {**os.environ, **user_of(site, str(at / "hf")), **variables}
+    if "HF_TOKEN" not in variables:
+        environment.pop("HF_TOKEN", None)
+    return shardwise("checkpoint", "export", "checkpoints", dest, "--push", repository, at=at, **environment)
+
+
+def test_an_export_is_uploaded_whole_and_private(tmp_path: Path, site: Site) -> None:
+    done = push(tmp_path, site.address, "acme/mine", HF_TOKEN=TOKEN).succeeded()
+    assert done.out.endswith(f"\nuploaded to {site.address}/acme/mine\n")
+    assert TOKEN not in done.out + done.err
+    exported = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert {"README.md", "config.json", "model.safetensors"} <= exported.keys()
+    assert site.uploaded == {"acme/mine": exported}
+
+
+def test_without_a_token_nothing_is_written(tmp_path: Path, site: Site) -> None:
+    for repository, dest, text in (
+        ("acme/mine", "out", f"--push (acme/mine) needs a token that may write: set HF_TOKEN, or run `hf auth login` "
+         f"({site.address}/settings/tokens)"),
+        ("mine", "out", "--push (mine) must be a repository of the hub, owner/name, of letters"),
+        ("acme/mine", "s3://bucket/out", "DEST (s3://bucket/out) must be a folder of this machine with --push"),
+    ):  # fmt: skip
+        assert text in push(tmp_path, site.address, repository, dest).failed(2)
+    assert not (tmp_path / "out").exists()
+    assert site.requests == []
+
+
+def test_a_token_that_may_not_write_and_a_hub_that_is_away(tmp_path: Path, site: Site) -> None:
+    said = push(tmp_path, site.address, "acme/mine", HF_TOKEN="hf_of_somebody_else").failed(1)
+    assert f"out could not be uploaded as acme/mine: {site.address} refuses the token in use (status 401): set" in said
+    said = push(tmp_path, "http://127.0.0.1:9", "acme/mine", "second", HF_TOKEN=TOKEN).failed(1)
+    assert "second could not be uploaded as acme/mine: http://127.0.0.1:9 cannot be reached (" in said
+    assert (tmp_path / "second/model.safetensors").exists(), "what was written stays"
