@@ -50,9 +50,8 @@ def upload(folder: Path, repository: str, message: str) -> str:
         status = error.response.status_code
         reason = f"{site} answers with status {status}"
         if status in (401, 403):
-            reason = (
-                f"{site} refuses the token in use (status {status}): set HF_TOKEN to one that may write to {repository}"
-            )
+            fix = f"set HF_TOKEN to one that may write to {repository}"
+            reason = f"{site} refuses the token in use (status {status}): {fix}"
         raise RunError(f"{folder} could not be uploaded as {repository}: {reason}") from None
     except Exception as error:  # noqa: BLE001  the client's transport decides on the type; the user reads a sentence
         first, _, _ = redacted(str(error)).partition("\n")

@@ -35,8 +35,8 @@ Written by shardwise{version}.
 |---|---|
 {rows}
 
-The weights are whole tensors under the names of the model. They do not depend on the number of ranks, nor on how the model
-was cut while it was trained.
+The weights are whole tensors under the names of the model. They do not depend on the number of ranks, nor on how the
+model was cut while it was trained.
 
 This card states no licence: whoever publishes the model chooses one, as `license` in the header.
 """

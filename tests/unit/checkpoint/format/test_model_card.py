@@ -32,7 +32,7 @@ def test_a_card_has_the_facts_of_the_manifest(tmp_path: Path) -> None:
     for fact in (
         "# llama, 121 parameters",
         "Written by shardwise 0.1.0.",
-        f"| model | `llama`: 121 parameters, layers {model.num_hidden_layers}, hidden size {model.hidden_size}, vocabul",
+        f"| model | `llama`: 121 parameters, layers {model.num_hidden_layers}, hidden size {model.hidden_size}, ",
         "| data | `tiny` |",
         "| steps | 100 of 200 |",
         "| tokens | 25,600 in 800 samples |",
