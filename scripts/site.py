@@ -2,6 +2,9 @@
 
 A page keeps its place, so that links between pages are those of the repository. A link to a file that is no page shows
 the file's text on a page of its own; one to a folder leads to the folder's list of files.
+
+For programs that read the site, `llms.txt` lists the pages (https://llmstxt.org), and each page is there as Markdown
+too, at the address of its file in the repository.
 """
 
 from __future__ import annotations
@@ -9,15 +12,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "build" / "pages"
 SOURCES = (
-    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "benchmarks/README.md", "benchmarks/results",
-    "tests/strict/README.md",
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "skills", "benchmarks/README.md",
+    "benchmarks/results", "tests/strict/README.md",
 )  # fmt: skip
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")
+_ENTRY = re.compile(r"(?:- |\d+\. )\[([^]]+)\]\(([^)]+\.md)\): (.+)")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
 
 
@@ -30,6 +36,27 @@ def main() -> None:
                 _copy(file)
     for page in sorted(PAGES.rglob("*.md")):
         _relink(page)
+    (PAGES / "llms.txt").write_text("\n".join(_index()) + "\n", encoding="utf-8")
+
+
+def on_post_build(config: Mapping[str, Any]) -> None:
+    """Copy the pages as Markdown into the site; MkDocs calls it after a build (`hooks` in mkdocs.yml)."""
+    for page in sorted(PAGES.rglob("*.md")):
+        target = Path(config["site_dir"]) / page.relative_to(PAGES)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(page, target)
+
+
+def _index() -> Iterator[str]:
+    """The lines of llms.txt: the sections and sentences of docs/README.md, with links from the site's root."""
+    yield from ("# shardwise", "", "> Pretrain transformer language models across any mesh of devices.", "")
+    yield "Each page is Markdown at the address given here. [The README](README.md) introduces shardwise."
+    for line in (ROOT / "docs/README.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            yield from ("", line, "")
+        elif found := _ENTRY.fullmatch(line):
+            text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", found[3])  # its links are those of docs/
+            yield f"- [{found[1]}]({os.path.normpath(f'docs/{found[2]}')}): {text}"
 
 
 def _copy(file: Path) -> None:

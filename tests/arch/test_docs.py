@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import shardwise as shardwise_package
+from scripts import site
 from scripts.write_docs import DEVICES, MODEL_PAGE, PAGE, devices_page, model_page, page
 from tests.arch.source import ROOT, config_fields, headings
 from tests.arch.test_audit import is_command
@@ -99,6 +100,7 @@ GENERATED = ("docs/api.md", "docs/configuration.md", "docs/model-keys.md")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("skills/*/SKILL.md")),
 ]
 
 
@@ -118,10 +120,36 @@ def test_the_readme_is_short() -> None:
     assert len(README.split()) <= 900
 
 
+@pytest.mark.parametrize("page", sorted(ROOT.glob("skills/*/SKILL.md")), ids=lambda path: path.parent.name)
+def test_a_skill_is_short_and_says_when_it_is_for(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 60
+    header = yaml.safe_load(text.split("---\n")[1])
+    assert header["name"] == f"shardwise-{page.parent.name}"
+    assert header["description"].endswith(".")
+    assert "```sh\n" in text, "its commands must stand in blocks, which tests run"
+
+
+def test_the_site_has_an_index_for_programs_and_each_page_as_markdown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site, "PAGES", tmp_path / "pages")
+    site.main()
+    index = (tmp_path / "pages/llms.txt").read_text(encoding="utf-8")
+    assert index.startswith("# shardwise\n\n> Pretrain transformer language models")
+    site.on_post_build({"site_dir": str(tmp_path / "site")})
+    linked = re.findall(r"^- \[[^]]+\]\(([^)]+)\): \S", index, re.MULTILINE)
+    assert len(linked) > 40
+    for name in ("README.md", *linked):
+        assert (tmp_path / "site" / name).is_file(), f"the site has no {name}"
+    assert "skills/diagnose/SKILL.md" in linked
+    assert not list((tmp_path / "site").rglob("*.svg"))
+
+
 def test_commands_in_the_text_exist() -> None:
     """Those between backticks: there is help on the command, and it has the options."""
     named = set()
-    for source in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+    for source in PAGES:
         prose = re.sub(r"^```.*?^```", "", source.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         for code in re.findall(r"`(shardwise [a-z][^`]*)`", prose):
             words = re.split(r" [^a-z]", " ".join(code.split()))[0].split()
@@ -132,10 +160,9 @@ def test_commands_in_the_text_exist() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     links = [
         (source, link, anchor)
-        for source in pages
+        for source in PAGES
         for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", source.read_text(encoding="utf-8"))
     ]
     assert len(links) > 50

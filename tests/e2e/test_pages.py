@@ -28,7 +28,7 @@ from tests.unit.data import hdf5_shards
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("skills/*/SKILL.md")))
 }
 ELSEWHERE = {
     ("docs/checkpoints.md", ""): "tests/e2e/test_checkpoints_page.py::followed",
