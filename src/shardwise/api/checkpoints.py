@@ -144,7 +144,8 @@ def export_checkpoint(
 ) -> str:
     """Write a checkpoint as a plain Hugging Face folder, as `shardwise checkpoint export` does; not collective.
 
-    It has weights, `config.json` and tokenizer, and nothing that only training needs; `transformers` opens it.
+    It has weights, `config.json`, tokenizer and model card, and nothing that only training needs; `transformers` opens
+    it.
 
     Args:
         checkpoint: as in `load_checkpoint`.
