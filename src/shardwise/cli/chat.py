@@ -25,6 +25,7 @@ from typing import Any
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.cli.model_argument import HELP
+from shardwise.cli.sampling import add_sampling, require_valid
 from shardwise.launch.channel import Channel
 from shardwise.launch.environment import joined
 
@@ -37,20 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=HELP)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as parallel.tensor=2")
     parser.add_argument("--system", metavar="TEXT", help="instruction before the conversation")
-    parser.add_argument(
-        "--max-tokens", metavar="N", type=int, default=512, help="tokens of an answer at most (default: 512)"
-    )
-    parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)"
-    )
-    parser.add_argument(
-        "--top-p",
-        metavar="P",
-        type=float,
-        default=0.95,
-        help="draw from the likeliest tokens that together have probability P (default: 0.95)",
-    )
-    parser.add_argument("--seed", metavar="S", type=int, default=1234, help="of the random draws (default: 1234)")
+    add_sampling(parser, max_tokens=512, top_p=0.95)
     parser.add_argument(
         "--nproc", metavar="N", type=int, help="number of local ranks: parallel.tensor × parallel.pipeline"
     )
@@ -58,8 +46,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.cli.generate import require_valid
-
     require_valid(arguments)
     return talk(arguments, completes=False)
 

@@ -66,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
             text = Text(tokenizer, template, window, min(arguments.max_tokens, window // 2), arguments.system)
             stops = set(folder.stops(tokenizer))
             if template is not None:
-                stops |= {tokenizer.token_id(token) for token in template.stop_tokens} - {None}
+                ids = map(tokenizer.token_id, template.stop_tokens)
+                stops |= {number for number in ids if number is not None}
             channel = Channel.connect(arguments.socket) if place is None or place.rank == 0 else None
             with folder, keys_renamed(ARGUMENTS):
                 run_conversation(config, folder.weights, text, stops, channel)

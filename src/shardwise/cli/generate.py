@@ -12,7 +12,6 @@ checkpoint.revision (of a hub id).
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from pathlib import Path
@@ -32,6 +31,7 @@ from shardwise.cli.model_argument import (
     open_tokenizer,
     parse_overrides,
 )
+from shardwise.cli.sampling import add_sampling, require_valid
 from shardwise.config import Config, check_layout
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import is_launched
@@ -56,18 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument(
         "--interactive", action="store_true", help="continue each text that you write in the terminal, as `chat` does"
     )
-    parser.add_argument("--max-tokens", metavar="N", type=int, default=128, help="new tokens at most (default: 128)")
-    parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)"
-    )
-    parser.add_argument(
-        "--top-p",
-        metavar="P",
-        type=float,
-        default=1.0,
-        help="draw from the likeliest tokens that together have probability P (default: 1)",
-    )
-    parser.add_argument("--seed", metavar="S", type=int, default=1234, help="of the random draws (default: 1234)")
+    add_sampling(parser, max_tokens=128, top_p=1.0)
     parser.add_argument(
         "--nproc", metavar="N", type=int, help="number of local ranks: parallel.tensor × parallel.pipeline"
     )
@@ -135,21 +124,6 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
     if not text:
         raise ConfigError(f"{name} must not be empty: a model continues a text, and needs one character at least")
     return text
-
-
-def require_valid(arguments: argparse.Namespace) -> None:
-    tokens = arguments.max_tokens
-    temperature = arguments.temperature
-    top_p = arguments.top_p
-    seed = arguments.seed
-    rules = [
-        (tokens >= 1, f"--max-tokens ({tokens}) must be at least 1"),
-        (0 <= temperature < math.inf, f"--temperature ({temperature}) must be at least 0; at 0 nothing is random"),
-        (0 < top_p <= 1, f"--top-p ({top_p}) must be above 0 and at most 1; at 1 every token may come"),
-        (0 <= seed < 2**63, f"--seed ({seed}) must be at least 0 and less than 2^63"),
-    ]
-    if problems := [problem for is_valid, problem in rules if not is_valid]:
-        raise ConfigError(problems)
 
 
 def _fit(config: Config, folder: ModelFolder, tokenizer: Tokenizer, text: str) -> tuple[list[int], int]:

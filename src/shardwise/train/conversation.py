@@ -69,7 +69,7 @@ class Text:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         while True:
             text = self.template.render(first + self.messages, add_generation_prompt=True)
-            ids = self.tokenizer.encode(text).tolist()
+            ids: list[int] = self.tokenizer.encode(text).tolist()
             if len(ids) <= room:
                 return ids
             if len(self.messages) == 1:
