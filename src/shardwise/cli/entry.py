@@ -8,7 +8,6 @@ import importlib
 import io
 import keyword
 import os
-import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -47,16 +46,24 @@ _INTERNAL = ("supervise", "converse")
 """Commands that only a job's script or another command calls."""
 _JOINING = (["train"], ["evaluate"], ["generate"])
 """Commands whose ranks srun or mpirun can start."""
-_VALUE_OF_A_FLAG = r"(?s)argument (\S+): ignored explicit argument (.+)"
-"""What argparse says of `--flag=value`; compiled only for a message."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what is wrong with the arguments instead of printing it from every rank."""
+    """Raises what is wrong with the arguments instead of printing it from every rank.
+
+    Attributes:
+        arguments: those that it reads.
+        keys: keys that the command reads as `key=value`; None for all.
+    """
+
+    arguments: Sequence[str] = ()
+    keys: Sequence[str] | None = None
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(_VALUE_OF_A_FLAG, r"\1 takes no value, and \2 is given: leave the value out", message)
-        raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
+        # Costly to import, for a mistake alone.
+        from shardwise.cli.wrong_arguments import problems_of_arguments
+
+        raise ConfigError(problems_of_arguments(self, message, self.arguments, self.keys))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,26 +118,23 @@ def _fail(error: ShardwiseError) -> int:
 def _dispatch(arguments: list[str]) -> int:
     name = arguments[0] if arguments else ""
     if name not in COMMANDS and name not in _INTERNAL:
-        _main_parser().parse_args(arguments)
-        raise AssertionError(f"argparse accepted {arguments}, which names no command")
+        return _without_command(arguments)
     # Otherwise pydantic looks for plugins in every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    # An import makes objects that stay: to search them for garbage, now or later, frees nothing.
-    gc.disable()
-    module = importlib.import_module(f"shardwise.cli.{name}")
-    gc.freeze()
-    gc.enable()
-    parser = _Parser(prog=f"shardwise {name}", description=module.__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module = _imported(f"shardwise.cli.{name}")
+    rest = arguments[1:]
     if hasattr(module, "ACTIONS"):
-        _add_actions(parser, module)
-        # Without intermixed arguments: argparse cannot mix options and positionals beside subcommands.
-        parsed = parser.parse_args(arguments[1:])
-    else:
-        module.configure(parser)
-        parsed = parser.parse_intermixed_args(arguments[1:], argparse.Namespace(call=module.run))
+        if not rest or rest[0] not in module.ACTIONS:
+            return _without_action(name, module, rest)
+        action = rest.pop(0)
+        # The module of the action `import` is `import_`.
+        module = _imported(f"{module.__name__}.{action}{'_' * keyword.iskeyword(action)}")
+        name = f"{name} {action}"
+    parser = _parser(name, module)
+    parser.arguments = rest
+    parsed = parser.parse_intermixed_args(rest)
     try:
-        code: int = parsed.call(parsed)
+        code: int = module.run(parsed)
     except SystemExit as error:
         # Raised by code of the user's own: a command ends only by its return.
         from shardwise.base.user_code import error_text
@@ -139,15 +143,50 @@ def _dispatch(arguments: list[str]) -> int:
     return code
 
 
-def _add_actions(parser: argparse.ArgumentParser, package: ModuleType) -> None:
-    """Add a command's actions. Each has a module in the command's package; that of `import` is `import_`."""
+def _imported(name: str) -> ModuleType:
+    """Import a module. This makes objects that stay: to search them for garbage, now or later, frees nothing."""
+    gc.disable()
+    module = importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    return module
+
+
+def _parser(name: str, module: ModuleType) -> _Parser:
+    """The parser of a command, or of an action such as `data prepare`."""
+    parser = _Parser(prog=f"shardwise {name}", description=module.__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.keys = getattr(module, "KEYS", None)
+    module.configure(parser)
+    return parser
+
+
+def _without_command(arguments: list[str]) -> int:
+    """Answer a command line that names no command, or a wrong one."""
+    if arguments and arguments[0] in ("-h", "--help", "--version"):
+        _main_parser().parse_args(arguments)
+    if not arguments:
+        _main_parser().print_help()
+        return 0
+    from shardwise.cli.wrong_arguments import unknown_command
+
+    raise ConfigError(unknown_command(arguments, [*COMMANDS]))
+
+
+def _without_action(name: str, package: ModuleType, arguments: list[str]) -> int:
+    """Answer a command line whose command has actions and that names none of them, or a wrong one."""
+    parser = _Parser(prog=f"shardwise {name}", description=package.__doc__, allow_abbrev=False)
     actions = parser.add_subparsers(required=True, title="actions")
-    for name, summary in package.ACTIONS.items():
-        module = importlib.import_module(f"{package.__name__}.{name}{'_' * keyword.iskeyword(name)}")
-        action = actions.add_parser(name, help=summary, description=module.__doc__, allow_abbrev=False)
-        action.formatter_class = argparse.RawDescriptionHelpFormatter
-        module.configure(action)
-        action.set_defaults(call=module.run)
+    for action, summary in package.ACTIONS.items():
+        actions.add_parser(action, help=summary)
+    if arguments[:1] in (["-h"], ["--help"]):
+        parser.parse_args(arguments)
+    if not arguments:
+        parser.print_help()
+        return 0
+    from shardwise.cli.wrong_arguments import unknown_action
+
+    raise ConfigError(unknown_action(name, arguments[0], [*package.ACTIONS]))
 
 
 def _main_parser() -> argparse.ArgumentParser:

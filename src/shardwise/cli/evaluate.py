@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardwise.data.split import Part
     from shardwise.train.evaluation import Evaluation
 
-_KEYS = (
+KEYS = (
     "data.", "parallel.tensor", "parallel.sequence", "parallel.pipeline", "parallel.schedule",
     "parallel.virtual_stages", "parallel.stages", "precision.mode", "train.sequence_length", "train.micro_batch",
     "train.seed", "model.family", "model.ignore", "checkpoint.revision",
@@ -73,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
     on_tasks = arguments.tasks is not None
-    keys, name = (evaluate_tasks.KEYS, "evaluate --tasks") if on_tasks else (_KEYS, "evaluate")
+    keys, name = (evaluate_tasks.KEYS, "evaluate --tasks") if on_tasks else (KEYS, "evaluate")
     values = parse_overrides(arguments.overrides, keys, name)
     for option, value in (("--tasks-path", arguments.tasks_path), ("--limit", arguments.limit)):
         if value is not None and not on_tasks:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import ConfigError, keys_renamed, listing, nearest_name
+from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import reason_of
 from shardwise.base.hardware import accelerators
 from shardwise.base.parsing import json_value
@@ -24,6 +24,7 @@ from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
 from shardwise.config.model import UserModelConfig
+from shardwise.config.suggestions import suggestion
 from shardwise.data import hub
 from shardwise.data.open_data import format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -116,7 +117,7 @@ def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: s
         key, separator, _ = override.partition("=")
         key = key.strip()
         if separator and key not in keys and not key.startswith(sections):
-            near = nearest_name(key, keys, cutoff=0.75)
+            near = suggestion(key, keys)
             names = listing(f"{name}*" if name in sections else name for name in allowed)
             problems.append(f"{key}: did you mean {near}?" if near else f"{key}: {command} reads {names}")
     problems += apply_overrides(values, overrides)
@@ -235,7 +236,7 @@ def launch_command(command: str, arguments: argparse.Namespace, folder: ModelFol
     overrides = [text for text in arguments.overrides if not text.startswith("checkpoint.revision=")]
     flags: list[str] = []
     for name, value in {**vars(arguments), "nproc": world, **options}.items():
-        if name not in ("checkpoint", "overrides", "call") and value is not None and value is not False:
+        if name not in ("checkpoint", "overrides") and value is not None and value is not False:
             flag = f"--{name.replace('_', '-')}"
             flags.append(flag if value is True else f"{flag}={value}")
     launch_without_run([command, folder.location, *overrides, *flags], world)

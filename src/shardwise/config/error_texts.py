@@ -10,12 +10,13 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from shardwise.base.errors import ConfigError, listing, nearest_name
+from shardwise.base.errors import ConfigError, listing
 from shardwise.config.base_section import PROBLEMS, Section, as_given
 from shardwise.config.data import MixedSource
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES
 from shardwise.config.run_config import Config
+from shardwise.config.suggestions import section_suggestion, suggestion
 from shardwise.config.token_counts import counts_steps
 
 
@@ -40,7 +41,7 @@ def error_texts(details: Any, family: str = "") -> list[str]:
         return [as_keys_of_set(re.sub(r"^data\.", prefix, text), location[2]) for text in texts]
     path = ".".join(str(part) for part in location)
     value = details["input"]
-    known = _known_paths(family)
+    known = known_paths(family)
     field = known.get(path)
     if kind == PROBLEMS:  # raised by `reject`: these texts have their quantities already
         return list(context["problems"])
@@ -54,7 +55,7 @@ def error_texts(details: Any, family: str = "") -> list[str]:
     if kind == "extra_forbidden" and location[:2] == ("data", "mixture"):
         return [f"{path}: unknown key; a source has {listing(MixedSource.model_fields)}"]
     if kind == "extra_forbidden":
-        return [_unknown(path, known)]
+        return _unknown(path, value, known)
     rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)
     if kind == "int_type" and isinstance(value, str) and counts_steps(Config, location):
         rule = "must be a whole number of steps, or tokens such as 20B, 500M or 1.5T"
@@ -112,20 +113,27 @@ def _list_rule(field: FieldInfo) -> str:
     return f"must be a list of {entries}, such as {listing(field.examples or [], 'or')}"
 
 
-def _unknown(path: str, known_paths: Mapping[str, FieldInfo]) -> str:
-    """The message for an unknown key. It suggests the same name in another section, else a similar one in this one."""
-    section, _, leaf = path.rpartition(".")
-    same_leaf = [known for known in known_paths if known.rpartition(".")[2] == leaf]
-    siblings = [known for known in known_paths if known.rpartition(".")[0] == section]
-    near = same_leaf[0] if len(same_leaf) == 1 else nearest_name(path, siblings, cutoff=0.75)
-    if near:
-        return f"{path}: unknown key; did you mean {near}?"
-    names = [known.rpartition(".")[2] for known in siblings]
-    return f"{path}: unknown key; {section or 'the top level'} has {listing(names)}"
+def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo]) -> list[str]:
+    """The messages for an unknown key; those of an unknown section are about its keys, unless its name is a slip."""
+    section, _, _ = path.rpartition(".")
+    if not section:
+        near = section_suggestion(path, Config.model_fields)
+        if near is None and isinstance(value, Mapping):
+            return [text for inner in value for text in _unknown(f"{path}.{inner}", None, keys)]
+        if near is not None:
+            return [f"{path}: unknown key; did you mean {near}?"]
+    near = suggestion(path, keys)
+    if near is not None:
+        return [f"{path}: unknown key; did you mean {near}?"]
+    siblings = [key for key in keys if key.rpartition(".")[0] == section]
+    if not siblings:
+        return [f"{path}: unknown key; the sections are {listing(Config.model_fields)}"]
+    names = [key.rpartition(".")[2] for key in siblings]
+    return [f"{path}: unknown key; {section or 'the top level'} has {listing(names)}"]
 
 
 @cache
-def _known_paths(family: str) -> dict[str, FieldInfo]:
+def known_paths(family: str = "") -> dict[str, FieldInfo]:
     """Every key by its dotted path; those of `model` as this family has them, or of all families for another name."""
     paths = {}
     for name, field in Config.model_fields.items():
@@ -134,5 +142,8 @@ def _known_paths(family: str) -> dict[str, FieldInfo]:
         if name == "model":
             sections = [FAMILIES[family]] if family in FAMILIES else [*FAMILIES.values()]
         for section in sections:
-            paths |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
+            for key, inner in section.model_fields.items():
+                paths[f"{name}.{key}"] = inner
+                if isinstance(inner.annotation, type) and issubclass(inner.annotation, Section):
+                    paths |= {f"{name}.{key}.{leaf}": field for leaf, field in inner.annotation.model_fields.items()}
     return paths

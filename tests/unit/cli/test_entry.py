@@ -48,11 +48,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "required: {train,branch,plan,compile,submit,"),
-        (["trian"], "invalid choice: 'trian'"),
-        (["train"], "required: RECIPE"),
-        (["train", "quickstart", "--npro", "2"], "unrecognized arguments: --npro"),
-        (["train", "quickstart", "--nproc", "two"], "argument --nproc: invalid int value: 'two'"),
+        (["trian"], "did you mean `shardwise train`?"),
+        (["train"], "missing RECIPE"),
+        (["train", "quickstart", "--npro", "2"], "did you mean --nproc 2?"),
+        (["train", "quickstart", "--nproc", "two"], "--nproc ('two') must be a whole number"),
         (
             ["train", "quickstart", "--dry-run=True"],
             "--dry-run takes no value, and 'True' is given: leave",

@@ -29,7 +29,7 @@ def _nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (["llama2-tiny", "--steps", "1"], "--steps (1) must be at least 2: one before the checkpoint, one after it"),
         (["llama2-tiny", "--nproc", "0"], "--nproc (0) must be at least 1"),
         (["llama2-tiny", "--devices", "accelerator"], "--devices accelerator: there is none on this machine"),
-        (["llama2-tiny", "--devices", "gpu"], "invalid choice: 'gpu'"),
+        (["llama2-tiny", "--devices", "gpu"], "--devices ('gpu') must be "),
         (["llama2-tiny", "--layouts", "parallel.tensor=3"], "no layout of 4 ranks is chosen by --layouts: "),
         (
             ["llama2-tiny", "--layouts", "parallel.tensor=8", "--nproc", "8"],

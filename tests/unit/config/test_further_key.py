@@ -29,9 +29,9 @@ def further_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(load, "Config", _Config)
     monkeypatch.setattr(error_texts, "Config", _Config)
     monkeypatch.setattr(schema, "Config", _Config)
-    error_texts._known_paths.cache_clear()
+    error_texts.known_paths.cache_clear()
     yield
-    error_texts._known_paths.cache_clear()
+    error_texts.known_paths.cache_clear()
 
 
 @pytest.fixture

@@ -1,0 +1,145 @@
+"""Sentences on a command line that is wrong, with what was most likely meant.
+
+Imported after a mistake alone: the keys of recipes, among which a suggestion may be, take long to import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection, Sequence
+
+from shardwise.base.errors import listing, nearest_name
+from shardwise.config.error_texts import known_paths
+from shardwise.config.other_names import COMMANDS
+from shardwise.config.recipe_files import recipe_names
+from shardwise.config.suggestions import plain_name, suggestion
+
+_NUMBER = r"-\.?\d"
+_FLAG_WITH_VALUE = r"(?s)argument (\S+): ignored explicit argument (.+)"
+_MISSING = r"the following arguments are required: (.+)"
+_WRONG_NUMBER = r"(?s)argument (\S+): invalid (int|float) value: (.+)"
+_WRONG_CHOICE = r"(?s)argument (\S+): invalid choice: (.+) \(choose from .*\)"
+_WITHOUT_VALUE = r"argument (\S+): expected (one|\d+|at least one) arguments?"
+_NUMBERS = {"int": "a whole number", "float": "a number"}
+_EXAMPLES = {
+    "RECIPE": "missing RECIPE, e.g. `{command} llama2-tiny` (list: `shardwise recipes`)",
+    "CHECKPOINT": "missing CHECKPOINT, e.g. `{command} runs/latest`",
+    "RUN": "missing RUN, e.g. `{command} runs/latest`",
+}
+"""The sentence on a required argument, by its name."""
+
+
+def unknown_command(arguments: Sequence[str], commands: Collection[str]) -> str:
+    """The sentence on a command line whose first word is none of `commands`."""
+    word = arguments[0]
+    if word in recipe_names() or word.endswith((".yaml", ".yml")):
+        return f"unknown command {word!r}: did you mean `shardwise train {' '.join(arguments)}`?"
+    kind = "option" if word.startswith("-") else "command"
+    meant = COMMANDS.get(plain_name(word)) or nearest_name(word.lower(), [*commands, *COMMANDS])
+    return _unknown(kind, word, "shardwise", COMMANDS.get(meant or "", meant))
+
+
+def unknown_action(command: str, word: str, actions: Collection[str]) -> str:
+    """The sentence on a command line whose second word is none of the command's actions."""
+    kind = "option" if word.startswith("-") else "action"
+    return _unknown(kind, word, f"shardwise {command}", nearest_name(word.lower(), actions, cutoff=0.5))
+
+
+def _unknown(kind: str, word: str, command: str, meant: str | None) -> str:
+    if meant is None:
+        return f"unknown {kind} {word!r}; `{command} --help` lists what there is"
+    return f"unknown {kind} {word!r}: did you mean `{command} {meant}`?"
+
+
+def problems_of_arguments(
+    parser: argparse.ArgumentParser, message: str, arguments: Sequence[str], keys: Collection[str] | None
+) -> list[str]:
+    """The problems of a command's arguments, each in a sentence.
+
+    Args:
+        message: what argparse says.
+        arguments: the arguments of the command.
+        keys: the keys that the command reads, a section by its name and a dot; None for all.
+    """
+    # An unknown option is the likelier cause, whatever argparse met first.
+    problems = _unknown_options(parser, arguments, keys)
+    if problems:
+        return problems
+    return [_sentence(parser, message)]
+
+
+def _sentence(parser: argparse.ArgumentParser, message: str) -> str:
+    """What argparse says, as `quantity (value) must …`."""
+    if found := re.fullmatch(_FLAG_WITH_VALUE, message):
+        return f"{found[1]} takes no value, and {found[2]} is given: leave the value out"
+    if found := re.fullmatch(_WRONG_NUMBER, message):
+        return f"{found[1]} ({found[3]}) must be {_NUMBERS[found[2]]}"
+    if found := re.fullmatch(_WITHOUT_VALUE, message):
+        count = "a value" if found[2] in ("one", "1") else f"{found[2]} values"
+        return f"{found[1]} must have {count}"
+    if found := re.fullmatch(_WRONG_CHOICE, message):
+        choices = [str(choice) for choice in _choices(parser, found[1])]
+        near = nearest_name(found[2].strip("'\""), choices)
+        return f"{found[1]} ({found[2]}) must be {listing(choices, 'or')}" + (f"; did you mean {near}?" if near else "")
+    if found := re.fullmatch(_MISSING, message):
+        names = [name for name in found[1].split(", ") if name != "key=value"]
+        sentence = "missing {names}; `{command} --help` says what it needs"
+        if len(names) == 1:
+            sentence = _EXAMPLES.get(names[0], sentence)
+        return sentence.format(command=parser.prog, names=listing(names))
+    return message
+
+
+def _choices(parser: argparse.ArgumentParser, shown: str) -> list[object]:
+    """The choices of the argument that argparse shows by this name."""
+    for action in parser._actions:
+        if shown in ("/".join(action.option_strings), action.metavar, action.dest):
+            return list(action.choices or ())
+    return []
+
+
+def _unknown_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], keys: Collection[str] | None
+) -> list[str]:
+    """The sentences on all options that a command does not have."""
+    options = parser._option_string_actions
+    problems = []
+    for place, word in enumerate(arguments):
+        if word == "--":
+            break
+        name, equals, value = word.partition("=")
+        is_known = name in options or (word[:2] in options and not word.startswith("--"))
+        if not word.startswith("-") or word == "-" or is_known or re.match(_NUMBER, word):
+            continue
+        following = arguments[place + 1] if place + 1 < len(arguments) else ""
+        if not equals and (not following.startswith("-") or re.match(_NUMBER, following)):
+            value = following
+        problems.append(_unknown_option(parser, name, value, keys))
+    return problems
+
+
+def _unknown_option(parser: argparse.ArgumentParser, name: str, value: str, keys: Collection[str] | None) -> str:
+    """The sentence on an option: the key with the value, or the option with it, that was most likely meant."""
+    takes_keys = any(action.dest == "overrides" for action in parser._actions)
+    valid = _valid_keys(keys) if takes_keys else []
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    meant = suggestion(name, valid, options)
+    if meant is None:
+        return f"unknown option {name}; `{parser.prog} --help` lists the options"
+    if meant.startswith("--"):
+        takes_value = parser._option_string_actions[meant].nargs != 0
+        return f"unknown option {name}: did you mean {meant}{f' {value}' if takes_value and value else ''}?"
+    if "=" not in meant:
+        is_switch = known_paths()[meant].annotation is bool
+        meant += f"={value or ('true' if is_switch else 'VALUE')}"
+    return f"unknown option {name}: did you mean {meant}?"
+
+
+def _valid_keys(keys: Collection[str] | None) -> list[str]:
+    """All keys of recipes, or those that a command reads."""
+    known = [path for path in known_paths() if "." in path]
+    if keys is None:
+        return known
+    sections = tuple(key for key in keys if key.endswith("."))
+    return [path for path in known if path in keys or (sections and path.startswith(sections))]

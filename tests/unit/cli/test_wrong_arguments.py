@@ -1,0 +1,139 @@
+"""A wrong command, option or key is answered by the one that was most likely meant, in one sentence and with code 2."""
+
+import re
+import shlex
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.config.error_texts import known_paths
+from shardwise.config.other_names import COMMANDS, OTHER_NAMES, SECTIONS
+from shardwise.config.suggestions import suggestion
+
+TRAIN = "train llama2-tiny "
+MISTAKES = {
+    # commands
+    "trian llama2-tiny": "`shardwise train`",
+    "tarin llama2-tiny": "`shardwise train`",
+    "pretrain llama2-tiny": "`shardwise train`",
+    "llama2-tiny --nproc 2": "`shardwise train llama2-tiny --nproc 2`",
+    "my/recipe.yaml": "`shardwise train my/recipe.yaml`",
+    "eval runs/latest": "`shardwise evaluate`",
+    "reciepes": "`shardwise recipes`",
+    "convert a b": "`shardwise checkpoint import`",
+    "data prepar x": "`shardwise data prepare`",
+    "--verison": "`shardwise --version`",
+    # options
+    TRAIN + "--nprocs 2": "--nproc 2",
+    TRAIN + "--nproc_per_node=4": "--nproc 4",
+    TRAIN + "--dryrun": "--dry-run",
+    TRAIN + "--run_dir runs/a": "--run-dir runs/a",
+    TRAIN + "--output_dir out": "--run-dir out",
+    TRAIN + "--steps 20": "train.steps=20",
+    TRAIN + "--train.steps=20": "train.steps=20",
+    TRAIN + "--lr 1e-3": "optimizer.lr=1e-3",
+    TRAIN + "--batch_size 8": "train.global_batch=8",
+    TRAIN + "--fp16": "precision.mode=mixed",
+    "plan llama2-tiny --devices h100:8": "--device h100:8",
+    "evaluate runs/latest --batch-size 4": "train.micro_batch=4",
+    "generate runs/latest --prompt a --max_new_tokens 5": "--max-tokens 5",
+    # Hugging Face
+    TRAIN + "--learning_rate 5e-4": "optimizer.lr=5e-4",
+    TRAIN + "--per_device_train_batch_size 8": "train.micro_batch=8",
+    TRAIN + "--num_train_epochs 3": "train.steps=3",
+    TRAIN + "--gradient_checkpointing": "train.recompute=full",
+    TRAIN + "train.max_grad_norm=1": "optimizer.max_norm",
+    TRAIN + "train.lr_scheduler_type=cosine": "optimizer.schedule",
+    TRAIN + "save_steps=100": "checkpoint.every",
+    TRAIN + "logging_steps=10": "log.every",
+    TRAIN + "train.bf16=true": "precision.mode=mixed",
+    # Megatron-LM
+    TRAIN + "--tensor-model-parallel-size 2": "parallel.tensor=2",
+    TRAIN + "--micro-batch-size 2": "train.micro_batch=2",
+    TRAIN + "--seq-length 128": "train.sequence_length=128",
+    TRAIN + "--sequence-parallel": "parallel.sequence=true",
+    TRAIN + "--use-distributed-optimizer": "optimizer.zero=1",
+    TRAIN + "--data-path corpus.jsonl": "data.path=corpus.jsonl",
+    TRAIN + "--load runs/old": "checkpoint.load=runs/old",
+    # nanoGPT
+    TRAIN + "model.n_embd=64": "model.hidden_size",
+    TRAIN + "train.block_size=64": "train.sequence_length",
+    TRAIN + "eval_interval=5": "train.eval_every",
+    TRAIN + "--compile": "compile.enabled=true",
+    # slips
+    TRAIN + "train.global_bacth=8": "train.global_batch",
+    TRAIN + "optimizer.learning_rat=1": "optimizer.lr",
+    TRAIN + "trian.steps=3": "train",
+    TRAIN + "parallelism.tensor_parallel_degree=2": "parallel",
+    TRAIN + "lr_scheduler.warmup_steps=5": "optimizer.warmup_steps",
+    TRAIN + "optimizer.muon.momentm=0.9": "optimizer.muon.momentum",
+    TRAIN + "train.tensor=2": "parallel.tensor",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_answered_by_what_was_meant(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(line)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.fullmatch(rf"shardwise: \S.+did you mean {re.escape(MISTAKES[line])}\?\n", said.err), said.err
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("train", "missing RECIPE, e.g. `shardwise train llama2-tiny` (list: `shardwise recipes`)"),
+        ("branch", "missing RUN@STEP; `shardwise branch --help` says what it needs"),
+        ("checkpoint export", "missing CHECKPOINT and DEST; `shardwise checkpoint export --help` says what it needs"),
+        (TRAIN + "--nproc", "--nproc must have a value"),
+        (TRAIN + "--nproc two", "--nproc ('two') must be a whole number"),
+        ("plan llama2-tiny --why A", "--why must have 2 values"),
+        ("evaluate runs/a --part tset", "--part ('tset') must be train, eval, test or all; did you mean test?"),
+        (TRAIN + "--zzz", "unknown option --zzz; `shardwise train --help` lists the options"),
+        ("zzz", "unknown command 'zzz'; `shardwise --help` lists what there is"),
+        ("data zzz", "unknown action 'zzz'; `shardwise data --help` lists what there is"),
+        (TRAIN + "zzz.a=1", "zzz.a: unknown key; the sections are model, parallel, train, "),
+    ],
+)
+def test_a_mistake_without_a_likely_meaning_names_what_there_is(
+    line: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    assert capsys.readouterr().err.startswith(f"shardwise: {text}")
+
+
+def test_every_unknown_option_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{TRAIN} --lr 1 --nodes 2 --gpus 2 -- --bs".split()) == 2
+    assert capsys.readouterr().err == (
+        "shardwise: 2 errors\n"
+        "- unknown option --lr: did you mean optimizer.lr=1?\n"
+        "- unknown option --gpus: did you mean --nproc 2?\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["data"], ["checkpoint"]])
+def test_a_command_line_that_names_nothing_prints_help(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.startswith("usage: shardwise")
+
+
+def test_each_name_of_another_library_leads_to_a_key_or_an_option() -> None:
+    keys = {*known_paths()}
+    targets = {target for targets in OTHER_NAMES.values() for target in targets}
+    assert {target.partition("=")[0] for target in targets if not target.startswith("--")} <= keys
+    assert {target for target in targets if target.startswith("--")} == {"--run-dir", "--nproc", "--max-tokens"}
+    assert set(SECTIONS.values()) <= keys
+    assert not {*OTHER_NAMES, *SECTIONS} & {key for key in keys if "." in key}, "a key is no name of another library"
+    assert set(COMMANDS.values()) > {"train", "checkpoint import", "--help"}
+
+
+def test_a_suggestion_is_a_key_that_the_command_reads() -> None:
+    assert suggestion("batch_size", ["train.micro_batch"]) == "train.micro_batch"
+    assert suggestion("batch_size", ["data.path"]) is None
+    assert suggestion("--batch-size", [], ["--json"]) is None
+    assert suggestion("--num-gpus", [], ["--json"]) is None
+    assert suggestion("--JSON", [], ["--json"]) == "--json"
