@@ -4,6 +4,7 @@ After a deliberate change, write the snapshots anew: `python tests/arch/test_hel
 """
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -11,34 +12,30 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import pytest
-
 from shardwise.cli import main
+from shardwise.cli.entry import COMMANDS
 
 SNAPSHOTS = Path(__file__).with_name("help")
 
 
 def help_of(*command: str) -> str:
     shown = io.StringIO()
-    with (
-        mock.patch.dict(os.environ, COLUMNS="100", NO_COLOR="1", TERM="dumb"),
-        contextlib.redirect_stdout(shown),
-        pytest.raises(SystemExit) as ended,
-    ):
-        main([*command, "--help"])
-    assert ended.value.code == 0, command
+    with mock.patch.dict(os.environ, COLUMNS="80", NO_COLOR="1", TERM="dumb"), contextlib.redirect_stdout(shown):
+        try:
+            code: object = main([*command, "--help"])
+        except SystemExit as ended:  # argparse's
+            code = ended.code
+    assert code == 0, command
     return shown.getvalue()
 
 
-def current(*command: str) -> dict[str, str]:
-    """The help of a command and, where it lists commands or actions as {one,two}, of each of these."""
-    text = help_of(*command)
-    listed = re.search(r"\{([a-z,]+)\}\s+\.\.\.", text)
-    assert listed or command, "shardwise --help lists its commands"
-    found = {"-".join(["shardwise", *command]): text}
-    for name in listed[1].split(",") if listed else ():
-        found |= current(*command, name)
-    return found
+def current() -> dict[str, str]:
+    """The help of the command line, of each command and of each action, in a terminal of 80 columns."""
+    names: list[list[str]] = [[]]
+    for command in COMMANDS:
+        actions = getattr(importlib.import_module(f"shardwise.cli.{command}"), "ACTIONS", ())
+        names += [[command], *([command, action] for action in actions)]
+    return {"-".join(["shardwise", *name]): help_of(*name) for name in names}
 
 
 def in_one_line(text: str) -> str:
@@ -52,6 +49,22 @@ def test_help_is_frozen() -> None:
     if sys.version_info >= (3, 13):
         found, frozen = ({name: in_one_line(text) for name, text in each.items()} for each in (found, frozen))
     assert found == frozen
+
+
+def test_help_fits_a_terminal_of_80_columns() -> None:
+    wide = {name: [line for line in text.splitlines() if len(line) > 80] for name, text in current().items()}
+    assert not {name: lines for name, lines in wide.items() if lines}
+
+
+def test_help_cuts_no_word_at_a_hyphen() -> None:
+    """But for the usage, whose parts argparse keeps whole."""
+    cut = {name: re.findall(r"\w-\n", text) for name, text in current().items()}
+    assert not {name: ends for name, ends in cut.items() if ends}
+
+
+def test_help_lists_every_command() -> None:
+    text = help_of()
+    assert [line.split()[0] for line in re.findall(r"(?m)^  ([a-z].+)", text)] == COMMANDS
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Examine this machine: what is wrong for trainings, and how to mend it.
+"""Check this machine and suggest fixes.
 
-Python, torch, packages and extras against the supported versions; devices, network, threads, memory, limits; a write to
-the run folder and to the cache; a collective of two ranks. The exit code is 1 where something is wrong. What is printed
-can be pasted into a bug report: it holds no secrets, and paths of your home begin with ~.
+Checked are Python, torch, packages and extras against the supported versions; devices, network, threads, memory,
+limits; a write to the run folder and to the cache; a collective of two ranks. The exit code is 1 where something is
+wrong. What is printed can be pasted into a bug report: it holds no secrets, and paths of your home begin with ~.
 """
 
 from __future__ import annotations

@@ -15,33 +15,12 @@ from typing import NoReturn
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError
+from shardwise.cli import output
+from shardwise.cli.help import COMMAND_GROUPS, HelpFormatter, help_of_actions, help_of_commands
 from shardwise.launch.environment import joined, keep_own, may_be_a_task
 
-COMMANDS = {
-    "train": "pretrain a model from a recipe",
-    "branch": "begin a run from a step of another, with changed keys",
-    "plan": "rank the layouts of a recipe on a cluster that need not be here",
-    "compile": "compile all graphs of a training before it starts",
-    "submit": "submit a training to SLURM, and follow it",
-    "jobs": "list submitted jobs, show one, or print its log",
-    "ls": "list this machine's devices and what uses them, and the runs",
-    "report": "write what a run did as one HTML file, or two runs laid over each other",
-    "top": "watch a run: curve, ranks, pipeline, nodes, events, lost time",
-    "monitor": "tell what a run does, as JSON every few seconds or to Prometheus",
-    "stop": "stop a run after the step under way, with a checkpoint",
-    "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text, or its scores on tasks",
-    "chat": "talk with a model in the terminal",
-    "generate": "continue a text",
-    "verify": "prove on this machine that a recipe trains alike at every layout",
-    "audit": "replay steps of a run at any layout, and compare them with its record to the bit",
-    "compare": "compare the losses of two runs, or of a run and a golden curve",
-    "checkpoint": "inspect, verify, compare and prune checkpoints",
-    "data": "fetch data, prepare them for training, and look at them",
-    "doctor": "examine this machine: what is wrong for trainings, and how to mend it",
-    "recipes": "list the shipped recipes, print one, or copy one to edit",
-}
-
-
+COMMANDS = [name for group in COMMAND_GROUPS.values() for name in group]
+_HELP = ("-h", "--help")
 _INTERNAL = ("supervise", "converse")
 """Commands that only a job's script or another command calls."""
 _JOINING = (["train"], ["evaluate"], ["generate"])
@@ -155,7 +134,7 @@ def _imported(name: str) -> ModuleType:
 def _parser(name: str, module: ModuleType) -> _Parser:
     """The parser of a command, or of an action such as `data prepare`."""
     parser = _Parser(prog=f"shardwise {name}", description=module.__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = HelpFormatter
     parser.keys = getattr(module, "KEYS", None)
     module.configure(parser)
     return parser
@@ -163,41 +142,23 @@ def _parser(name: str, module: ModuleType) -> _Parser:
 
 def _without_command(arguments: list[str]) -> int:
     """Answer a command line that names no command, or a wrong one."""
-    if arguments and arguments[0] in ("-h", "--help", "--version"):
-        _main_parser().parse_args(arguments)
-    if not arguments:
-        _main_parser().print_help()
+    first = arguments[0] if arguments else "--help"
+    if first == "--version":
+        output.line(f"shardwise {__version__}")
+        return 0
+    if first in _HELP:
+        output.raw(help_of_commands())
         return 0
     from shardwise.cli.wrong_arguments import unknown_command
 
-    raise ConfigError(unknown_command(arguments, [*COMMANDS]))
+    raise ConfigError(unknown_command(arguments, COMMANDS))
 
 
 def _without_action(name: str, package: ModuleType, arguments: list[str]) -> int:
     """Answer a command line whose command has actions and that names none of them, or a wrong one."""
-    parser = _Parser(prog=f"shardwise {name}", description=package.__doc__, allow_abbrev=False)
-    actions = parser.add_subparsers(required=True, title="actions")
-    for action, summary in package.ACTIONS.items():
-        actions.add_parser(action, help=summary)
-    if arguments[:1] in (["-h"], ["--help"]):
-        parser.parse_args(arguments)
-    if not arguments:
-        parser.print_help()
+    if not arguments or arguments[0] in _HELP:
+        output.raw(help_of_actions(name, package.__doc__ or "", package.ACTIONS))
         return 0
     from shardwise.cli.wrong_arguments import unknown_action
 
     raise ConfigError(unknown_action(name, arguments[0], [*package.ACTIONS]))
-
-
-def _main_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="shardwise",
-        description="Pretrain transformer language models across any mesh of devices.",
-        epilog="`shardwise COMMAND --help` says more about a command.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
-    commands = parser.add_subparsers(required=True, title="commands")
-    for name, summary in COMMANDS.items():
-        commands.add_parser(name, help=summary)
-    return parser

@@ -1,4 +1,4 @@
-"""List the devices of this machine, with what uses them, and the runs in runs/, the newest first.
+"""List this machine's devices (and who uses them) and the runs in runs/, newest first.
 
 Devices are GPUs as NVML tells of them, chips of AWS as neuron-ls does, or else the CPU. A process that is a rank of a
 run in runs/ is shown as such.

@@ -1,8 +1,8 @@
-"""Tell what a run does: one JSON object on each line of stdout, now and every few seconds.
+"""Print the state of a run: one JSON object per line on stdout, now and every few seconds.
 
-It is made of the run's folder alone, so that any machine that sees the folder can tell. docs/watching.md has the
-fields. With --prometheus nothing is printed; the same numbers are served at http://HOST:PORT/metrics, read anew at each
-scrape. Ctrl-C and SIGTERM end it, with exit code 0.
+It only reads the run's folder, so it works on any machine that sees the folder. docs/watching.md has the fields. With
+--prometheus nothing is printed; the same numbers are served at http://HOST:PORT/metrics, read anew at each scrape.
+Ctrl-C and SIGTERM end it, with exit code 0.
 """
 
 from __future__ import annotations

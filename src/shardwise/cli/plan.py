@@ -1,8 +1,8 @@
 """Rank the layouts of a recipe on a cluster, by the predicted time of a step.
 
 Nothing is measured and no device is needed: `--device h100:8 --nodes 16` names a cluster of 16 machines with 8 devices
-each, and a YAML file describes a device of your own. All layouts are tried; a key=value of a layout, such as
-parallel.tensor=8, keeps that value. docs/planner.md says how far predictions have been from published runs.
+each, and a YAML file describes a device of your own. All layouts are tried; parallel.tensor=8 searches only layouts
+with TP 8. docs/planner.md compares predictions with published runs.
 
 --calibrate measures this machine and writes a device file, which --device takes. With a run's folder instead of a
 recipe, the run is compared with its prediction, and --write FILE writes the device with constants that explain the run.
@@ -42,12 +42,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "recipe", metavar="RECIPE", nargs="?", help="a shipped recipe's name, or a YAML file; or the folder of a run"
     )
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe; a key of the layout is kept"
+        "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as train.steps=100"
     )
     parser.add_argument("--device", metavar="DEVICE[:N]", help="a device's name or YAML file, and how many a node has")
     parser.add_argument("--nodes", metavar="N", type=int, help="machines (default: 1)")
     parser.add_argument("--budget", metavar="TIME", help="how many nodes train it in this time, such as '30 days'")
-    parser.add_argument("--why", metavar=("A", "B"), nargs=2, type=int, help="what two layouts of the list differ by")
+    parser.add_argument(
+        "--why", metavar=("A", "B"), nargs=2, type=int, help="explain why layout A is faster than layout B"
+    )
     parser.add_argument(
         "--write", metavar="FILE", type=Path, help="write the recipe with the best layout to FILE; of a run, a device"
     )

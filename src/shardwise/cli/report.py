@@ -1,4 +1,4 @@
-"""Write the report of a run with its branches, or of two runs laid over each other, as one HTML file.
+"""Write an HTML report of one run with its branches, or of two runs overlaid.
 
 The page needs no network. It has curves, where the time went, memory, layout, events, configuration and environment.
 `--json` prints every number of it instead, and `--png` draws the curves as pictures. Branches are found beside the run.
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: the newest run, {latest})"
     )
     parser.add_argument(
-        "other", metavar="RUN", nargs="?", type=Path, help="a second run, B, laid over the first one, A"
+        "other", metavar="RUN", nargs="?", type=Path, help="a second run, B, overlaid on the first one, A"
     )
     parser.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: report.html in RUN)")
     parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")

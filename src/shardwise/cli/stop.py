@@ -1,4 +1,4 @@
-"""Stop a run after the step under way, with a checkpoint; a job that waits in SLURM's queue is cancelled.
+"""Stop a run after the current step, with a checkpoint; a job that waits in SLURM's queue is cancelled.
 
 The run ends with exit code 75; the same `shardwise train` command with --run-dir RUN continues it.
 """

@@ -2,7 +2,7 @@
 
 Partition, account, time limit and what else SLURM wants to know are options here, or keys of the recipe's `launch:`
 block. The job saves before its time limit and is queued again until the training is done; ranks that die are started
-again in place (docs/cluster.md). Ctrl-C ends the following of the log, never the job.
+again in place (docs/cluster.md). Ctrl-C ends the following of the log; the job goes on.
 """
 
 from __future__ import annotations

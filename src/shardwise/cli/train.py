@@ -1,11 +1,11 @@
 """Pretrain a model from a recipe.
 
-Started by itself it starts the local ranks: one per accelerator, rounded down to whole copies of the model, or on CPU
-one copy: parallel.tensor × parallel.pipeline ranks. Inside torchrun it joins. Everything that can be wrong is checked
-before any rank starts.
+By itself it starts the local ranks: one per accelerator, rounded down to whole copies of the model, or on CPU one copy
+(parallel.tensor × parallel.pipeline ranks). It also works when launched by torchrun, srun or mpirun. Everything that
+can be wrong is checked before any rank starts.
 
 A --run-dir that holds a run continues it: at its newest intact checkpoint, or at that of checkpoint.resume=STEP.
-Ctrl-C, SIGTERM, SIGUSR1 or `shardwise stop` end a run after the step under way, with a checkpoint (exit code 75).
+Ctrl-C, SIGTERM, SIGUSR1 or `shardwise stop` end a run after the current step, with a checkpoint (exit code 75).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         action="append",
         default=[],
-        help="a key, as data.stages, that may differ from that of the run which is continued; may be repeated",
+        help="a key, such as data.stages, that may differ from the run that is continued; may be repeated",
     )
     parser.add_argument(
         "--dry-run",

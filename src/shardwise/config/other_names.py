@@ -105,10 +105,10 @@ _NAMES = {
     "log.profile": "profiler enable_profiling use_pytorch_profiler",
 }
 
-OTHER_NAMES = {
-    name: tuple(target for target, names in _NAMES.items() if name in names.split())
-    for name in " ".join(_NAMES.values()).split()
-}
+OTHER_NAMES: dict[str, tuple[str, ...]] = {}
+for _target, _names in _NAMES.items():
+    for _name in _names.split():
+        OTHER_NAMES[_name] = (*OTHER_NAMES.get(_name, ()), _target)
 """Another library's name, in lower case with underscores → our keys, `key=value` or options; the first valid counts."""
 
 SECTIONS = {

@@ -51,7 +51,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a run's folder, or a folder of checkpoints: step-00000000 is made in it; a path or a URL",
     )
     parser.add_argument(
-        "--from", dest="kind", choices=(_HUB, _MEGATRON, _NEMO, _NEURONX), default=_HUB, help=f"default: {_HUB}"
+        "--from",
+        dest="kind",
+        metavar="FORMAT",
+        choices=(_HUB, _MEGATRON, _NEMO, _NEURONX),
+        default=_HUB,
+        help=f"{_HUB} (default), {_MEGATRON}, {_NEMO} or {_NEURONX}",
     )
     parser.add_argument("--revision", metavar="NAME", help="of a hub id: a branch, tag or commit")
     parser.add_argument(

@@ -1,0 +1,112 @@
+"""The commands in groups, and help texts that are wrapped at words to the width of the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+COMMAND_GROUPS = {
+    "Train": {
+        "recipes": "list the shipped recipes, print one, or copy one to edit",
+        "data": "fetch, prepare and inspect training data",
+        "train": "pretrain a model from a recipe",
+        "branch": "start a run from a step of another run, with changed keys",
+        "stop": "stop a run after the current step, with a checkpoint",
+    },
+    "Watch": {
+        "ls": "list devices (and who uses them) and runs",
+        "top": "watch a run: curve, ranks, pipeline, nodes, events, lost time",
+        "monitor": "print the state of a run as JSON, or serve it to Prometheus",
+        "report": "HTML report of one run, or of two overlaid",
+        "compare": "compare the losses of two runs, or of a run and a golden curve",
+    },
+    "Use": {
+        "evaluate": "loss and perplexity of a model on a text, or its scores on tasks",
+        "chat": "talk with a model in the terminal",
+        "generate": "continue a text",
+        "checkpoint": "inspect, verify, compare, export, import and prune checkpoints",
+    },
+    "Plan": {
+        "plan": "rank the layouts of a recipe on a cluster, before you have it",
+        "compile": "compile all graphs of a training before it starts",
+        "verify": "prove on this machine that a recipe trains alike at every layout",
+        "audit": "replay steps of a run at any layout, and compare them to the bit",
+        "doctor": "check this machine and suggest fixes",
+    },
+    "Cluster": {
+        "submit": "submit a training to SLURM and follow it",
+        "jobs": "list submitted jobs, show one, or print its log",
+    },
+}
+"""The command line's commands by what they are for, each with a summary."""
+
+_WIDEST = 100
+"""Most columns of a help text: longer lines are hard to read."""
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps every text at words; a paragraph with an indented line keeps its lines."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        # Python 3.14 and later give further options.
+        options.setdefault("width", _width())
+        super().__init__(prog, **options)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(_filled(paragraph, width, indent) for paragraph in text.strip().split("\n\n"))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrapped(text, width)
+
+
+def help_of_commands() -> str:
+    """The help of `shardwise` itself."""
+    options = {"-h, --help": "show this text", "--version": "show the version"}
+    return _listed(
+        "shardwise COMMAND ...",
+        "Pretrain transformer language models across any mesh of devices.",
+        {**COMMAND_GROUPS, "Options": options},
+        "`shardwise COMMAND --help` says more about a command. To begin: `shardwise train quickstart`.",
+    )
+
+
+def help_of_actions(command: str, description: str, actions: Mapping[str, str]) -> str:
+    """The help of a command that has actions, such as `data`."""
+    usage = f"shardwise {command} ACTION ..."
+    return _listed(
+        usage, description, {"Actions": actions}, f"`shardwise {command} ACTION --help` says more about an action."
+    )
+
+
+def _listed(usage: str, description: str, groups: Mapping[str, Mapping[str, str]], end: str) -> str:
+    """A help text of named groups of words with their summaries."""
+    width = _width()
+    column = max(len(name) for group in groups.values() for name in group) + 4
+    parts = [f"usage: {usage}", _filled(description.strip(), width)]
+    for title, group in groups.items():
+        lines = [f"{title}:"]
+        for name, summary in group.items():
+            first, *others = _wrapped(summary, width - column)
+            lines += [f"  {name:<{column - 2}}{first}", *(f"{' ' * column}{line}" for line in others)]
+        parts.append("\n".join(lines))
+    return "\n\n".join([*parts, _filled(end, width)])
+
+
+def _width() -> int:
+    """Columns of a help text; argparse too leaves two of them free."""
+    return min(shutil.get_terminal_size().columns, _WIDEST) - 2
+
+
+def _filled(paragraph: str, width: int, indent: str = "") -> str:
+    lines = paragraph.splitlines()
+    if not any(line.startswith(" ") for line in lines):
+        lines = _wrapped(paragraph, width - len(indent))
+    return "\n".join(f"{indent}{line}" for line in lines)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of whole words: neither a long word nor one with a hyphen is cut."""
+    return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
