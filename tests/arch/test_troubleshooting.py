@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from shardwise.base.errors import see
+from shardwise.cli import main
 from shardwise.runs.folder import EVENTS
 from tests.arch.source import ROOT, config_fields, package_files, tree
 
@@ -51,16 +52,23 @@ def sites() -> dict[str, list[str]]:
 def test_there_are_entries() -> None:
     assert len(ENTRIES) >= 60
     assert len(ENTRIES) == sum(text.count("\n### ") for text in PAGES.values()), "two entries have one address"
+    assert len({entry.partition("#")[2] for entry in ENTRIES}) == len(ENTRIES), "two entries have one name"
 
 
 def test_each_message_that_has_an_entry_names_it_and_each_address_leads_to_one() -> None:
     assert set(sites()) == set(ENTRIES)
 
 
-def test_an_address_is_that_of_a_page() -> None:
+def test_the_command_line_explains_each_entry(capsys: pytest.CaptureFixture[str]) -> None:
     for entry in ENTRIES:
-        path, _, name = see(entry).strip(" ()").partition("#")
-        assert f"\n### {name}\n" in (ROOT / path).read_text(encoding="utf-8")
+        command = see(entry).strip(" ()`").split()
+        assert main(command[1:]) == 0
+        said = capsys.readouterr().out
+        assert [line.split()[0] for line in said.split("\n\n")] == ["Message:", "Cause:", "Fix:"]
+        # The page's own words, without the addresses of its links.
+        body = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", ENTRIES[entry]).removeprefix("> ")
+        words = re.sub(r"<!--.*?-->", "", body).replace("**Cause.**", "Cause:").replace("**Fix.**", "Fix:")
+        assert said.removeprefix("Message:").split() == words.split()
 
 
 @pytest.mark.parametrize("name", ENTRIES)

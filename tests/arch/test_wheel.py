@@ -56,9 +56,11 @@ def test_wheel_works_in_a_users_environment(wheel: Path, user_environment: Path,
     added = {path.name for path in site_packages(user_environment).iterdir()} - before
     assert {name.partition("-")[0] for name in added} == {"shardwise"}
 
-    command = [user_environment / "bin" / "shardwise", "train", "llama2-tiny", "--dry-run"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    for arguments in (["train", "llama2-tiny", "--dry-run"], ["explain", "killed-rank"]):
+        command = [user_environment / "bin" / "shardwise", *arguments]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    assert "dmesg" in result.stdout
     assert not list(tmp_path.iterdir())
 
     shipped = site_packages(user_environment) / "shardwise"

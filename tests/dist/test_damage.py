@@ -275,4 +275,4 @@ def test_no_intact_checkpoint_is_one_error(root: Path, ranks: Any) -> None:
     text = str(said[0])
     assert text.startswith("RunError: none of the checkpoints is intact (step 2: ")
     assert "; step 1: " in text
-    assert text.endswith("or start again in another --run-dir (docs/troubleshooting/checkpoints.md#none-intact)")
+    assert text.endswith("or start again in another --run-dir (`shardwise explain none-intact`)")

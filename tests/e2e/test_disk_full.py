@@ -113,7 +113,7 @@ def test_a_full_disk_costs_checkpoints_and_no_run(full: Ran) -> None:
     for text in full.warnings:
         assert "disk/run/checkpoints" in text
         assert re.search(BYTES, text), f"the bytes are missing: {text}"
-        assert text.endswith("; the run continues (docs/troubleshooting/checkpoints.md#save-failed)")
+        assert text.endswith("; the run continues (`shardwise explain save-failed`)")
 
 
 def test_it_is_found_beforehand_where_it_can_be(full: Ran) -> None:

@@ -37,10 +37,10 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     err = outcome(job, timeout=SECONDS).failed(1)
     assert re.fullmatch(
         r"shardwise: rank 1 was killed by SIGKILL \(often: out of memory\); its log: run/logs/rank-0001\.log "
-        r"\(docs/troubleshooting/training\.md#killed-rank\)"
+        r"\(`shardwise explain killed-rank`\)"
         # Unless it is ended before it has noticed.
         r"(; rank 0 lost the connection to another rank during [a-z ]+ "
-        r"\(docs/troubleshooting/training\.md#lost-connection\))?\n",
+        r"\(`shardwise explain lost-connection`\))?\n",
         err,
     ), err
     assert not processes.alive(ranks[0]), "the other rank goes on without the killed one"
@@ -164,7 +164,7 @@ def test_out_of_memory_names_phase_rank_bytes_and_remedies(tmp_path: Path) -> No
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
     )
     said = outcome(process).failed(1).splitlines()
-    address = "(docs/troubleshooting/training.md#out-of-memory)"
+    address = "(`shardwise explain out-of-memory`)"
     assert said[0] == f"shardwise: rank 0 ran out of memory on cpu during forward and backward, after step 0 {address}"
     for kind in ("parameters", "gradients", "optimizer", "activations", "loss", "buffers"):
         assert f" {kind} " in said[2], f"the expected bytes of {kind} are missing: {said[2]}"

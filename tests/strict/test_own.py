@@ -86,4 +86,4 @@ def test_copies_that_drift_apart_are_found(strict: Strict) -> None:
     assert strict(2).run(drift.drift, 2, torch.float32, {1: (drift.QKV, 0, 3)}) == [None] * 2
     said = strict(2).run(drift.drift, 2, torch.float32, {1: (drift.NORM, 63, 31)})
     text = f"step 5: replicated parameters have drifted apart: model.{drift.NORM} on ranks [1] differs from rank 0"
-    assert said == [f"{text} (docs/troubleshooting/training.md#drifted-parameters)"] * 2
+    assert said == [f"{text} (`shardwise explain drifted-parameters`)"] * 2

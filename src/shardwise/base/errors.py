@@ -34,13 +34,12 @@ def visible(text: str) -> str:
 
 
 def see(entry: str) -> str:
-    """The end of a message that has an entry in the troubleshooting guide: the entry's address, in parentheses.
+    """The end of a message that has an entry in the troubleshooting guide: the command that prints it, in parentheses.
 
     Args:
         entry: `PAGE#NAME`, a page of docs/troubleshooting and a heading on it.
     """
-    page, name = entry.split("#")
-    return f" (docs/troubleshooting/{page}.md#{name})"
+    return f" (`shardwise explain {entry.partition('#')[2]}`)"
 
 
 class ShardwiseError(Exception):

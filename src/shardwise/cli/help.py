@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import textwrap
 from collections.abc import Mapping
 from typing import Any
+
+from shardwise.base.terminal import width_of_prose, wrapped
 
 COMMAND_GROUPS = {
     "Train": {
@@ -22,6 +22,7 @@ COMMAND_GROUPS = {
         "monitor": "print the state of a run as JSON, or serve it to Prometheus",
         "report": "HTML report of one run, or of two overlaid",
         "compare": "compare the losses of two runs, or of a run and a golden curve",
+        "explain": "explain a message: its cause, and what to do",
     },
     "Use": {
         "evaluate": "loss and perplexity of a model on a text, or its scores on tasks",
@@ -43,23 +44,20 @@ COMMAND_GROUPS = {
 }
 """The command line's commands by what they are for, each with a summary."""
 
-_WIDEST = 100
-"""Most columns of a help text: longer lines are hard to read."""
-
 
 class HelpFormatter(argparse.HelpFormatter):
     """Wraps every text at words; a paragraph with an indented line keeps its lines."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         # Python 3.14 and later give further options.
-        options.setdefault("width", _width())
+        options.setdefault("width", width_of_prose())
         super().__init__(prog, **options)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(_filled(paragraph, width, indent) for paragraph in text.strip().split("\n\n"))
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return _wrapped(text, width)
+        return wrapped(text, width)
 
 
 def help_of_commands() -> str:
@@ -83,30 +81,19 @@ def help_of_actions(command: str, description: str, actions: Mapping[str, str]) 
 
 def _listed(usage: str, description: str, groups: Mapping[str, Mapping[str, str]], end: str) -> str:
     """A help text of named groups of words with their summaries."""
-    width = _width()
+    width = width_of_prose()
     column = max(len(name) for group in groups.values() for name in group) + 4
     parts = [f"usage: {usage}", _filled(description.strip(), width)]
     for title, group in groups.items():
         lines = [f"{title}:"]
         for name, summary in group.items():
-            first, *others = _wrapped(summary, width - column)
-            lines += [f"  {name:<{column - 2}}{first}", *(f"{' ' * column}{line}" for line in others)]
+            lines += wrapped(f"  {name:<{column - 2}}{summary}", width, indent=" " * column)
         parts.append("\n".join(lines))
     return "\n\n".join([*parts, _filled(end, width)])
-
-
-def _width() -> int:
-    """Columns of a help text; argparse too leaves two of them free."""
-    return min(shutil.get_terminal_size().columns, _WIDEST) - 2
 
 
 def _filled(paragraph: str, width: int, indent: str = "") -> str:
     lines = paragraph.splitlines()
     if not any(line.startswith(" ") for line in lines):
-        lines = _wrapped(paragraph, width - len(indent))
+        lines = wrapped(paragraph, width - len(indent))
     return "\n".join(f"{indent}{line}" for line in lines)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of whole words: neither a long word nor one with a hyphen is cut."""
-    return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)

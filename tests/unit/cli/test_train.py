@@ -315,7 +315,7 @@ def test_a_run_without_data_is_refused_with_lines_that_name_some(
     assert main(["train", "llama2-7b"]) == 2
     assert capsys.readouterr().err == (
         "shardwise: llama2-7b must name its data by data.path, data.blend or data.dataset "
-        "(docs/troubleshooting/runs.md#no-data-named):\n"
+        "(`shardwise explain no-data-named`):\n"
         "  Your own data:        data.path=corpus.jsonl data.tokenizer=FOLDER (Llama 2's has 32,000 tokens)\n"
         "  The tutorial's data:  data.dataset=wikicorpus data.config=raw_en data.tokenizer=meta-llama/Llama-2-7b-hf\n"
         "                        data.prepend_bos=true data.append_eod=false\n"
@@ -323,7 +323,7 @@ def test_a_run_without_data_is_refused_with_lines_that_name_some(
     )
     (tmp_path / "own.yaml").write_text(recipe_text("llama2-tiny").replace("dataset: tiny", "dataset: null"))
     assert main(["train", "own.yaml"]) == 2
-    assert capsys.readouterr().err.endswith("#no-data-named):\n  For a trial:  data.dataset=python\n")
+    assert capsys.readouterr().err.endswith("no-data-named`):\n  For a trial:  data.dataset=python\n")
     assert not started
     assert not (tmp_path / "runs").exists()
     assert main(["train", "llama2-7b", "data.dataset=python"]) == 0

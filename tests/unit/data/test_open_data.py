@@ -163,7 +163,7 @@ def test_a_vocabulary_that_the_model_has_no_room_for(at: Path) -> None:
     (problem,) = look(vocab_size=200, path="texts", tokenizer="tokenizer").problems
     assert problem == (
         "the vocabulary of data.tokenizer tokenizer (257) must be at most model.vocab_size (200): set "
-        "model.vocab_size=257 (docs/troubleshooting/data.md#vocabulary-too-small)"
+        "model.vocab_size=257 (`shardwise explain vocabulary-too-small`)"
     )
     (problem,) = look(vocab_size=200, path="texts").problems
     assert problem.startswith("model.vocab_size (200) must be at least 257 ")

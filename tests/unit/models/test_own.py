@@ -46,7 +46,7 @@ def test_a_module_that_is_missing(family: str, missing: str, write: Write, tmp_p
     write(path="mine/other.py")
     assert problem(config(family)) == (
         f"model.family ({family}): there is no module {missing} in {tmp_path} nor among the installed packages; "
-        "start in the folder that holds it, or install it (docs/troubleshooting/runs.md#own-code-not-found)"
+        "start in the folder that holds it, or install it (`shardwise explain own-code-not-found`)"
     )
 
 

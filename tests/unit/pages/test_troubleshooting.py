@@ -1,4 +1,4 @@
-"""Messages of docs/troubleshooting that no other test provokes; each ends with the address of its entry."""
+"""Messages of docs/troubleshooting that no other test provokes; each ends with the command that explains it."""
 
 import errno
 import re
@@ -27,8 +27,8 @@ def ends_with(entry: str) -> str:
     return re.escape(see(entry)) + "$"
 
 
-def test_an_address_is_a_page_and_a_heading() -> None:
-    assert see("runs#port-in-use") == " (docs/troubleshooting/runs.md#port-in-use)"
+def test_a_message_names_the_command_that_explains_it() -> None:
+    assert see("runs#port-in-use") == " (`shardwise explain port-in-use`)"
 
 
 def test_the_first_node_is_not_reached() -> None:

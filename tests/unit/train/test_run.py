@@ -41,7 +41,7 @@ def test_what_a_library_says_of_a_lost_rank_is_a_sentence() -> None:
     found = ends(RuntimeError("[…gloo/transport/tcp/pair.cc:537] … GLHF!"), Progress(phase="forward and backward"))
     assert isinstance(found, LostPeerError)
     text = "rank 0 lost the connection to another rank during forward and backward"
-    assert str(found) == f"{text} (docs/troubleshooting/training.md#lost-connection)"
+    assert str(found) == f"{text} (`shardwise explain lost-connection`)"
 
 
 def test_two_ranks_on_one_accelerator_are_told() -> None:

@@ -180,7 +180,7 @@ def test_of_a_loading_script_the_hubs_conversion_is_read(tmp_path: Path) -> None
         f"data.config {names}",
         f"data.config (de) {names}",
         "data.dataset (acme/tiny) is a loading script, of whose data the hub has converted only the beginning "
-        "(partial-train): set data.path to a copy of its data (docs/troubleshooting/data.md#loading-script)",
+        "(partial-train): set data.path to a copy of its data (`shardwise explain loading-script`)",
         "data.dataset (acme/tiny@main) is a loading script, and the hub converts that of the main branch alone: leave "
         "out @main",
     ]
@@ -268,7 +268,7 @@ def test_what_the_hub_refuses(user: User, site: Site) -> None:
     tiny = {"dataset": "acme/tiny"}
     cases = {
         f"data.dataset (acme/gated) is gated: accept its licence on {page}/gated, then set HF_TOKEN to a token of that "
-        f"account ({site.address}/settings/tokens) (docs/troubleshooting/data.md#gated-repository)": {
+        f"account ({site.address}/settings/tokens) (`shardwise explain gated-repository`)": {
             "dataset": "acme/gated",
             "config": "en",
         },

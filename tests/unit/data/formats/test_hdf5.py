@@ -320,7 +320,7 @@ def test_the_length_is_that_of_the_shards(tmp_path: Path) -> None:
     path = write(tmp_path / "a.hdf5", arrays(4, length=32))
     assert refusal(config(path), tmp_path / "cache") == (
         f"{path}: the sequences (32 tokens) must have those of train.sequence_length (16): set "
-        "train.sequence_length=32, or name other shards (docs/troubleshooting/data.md#length-of-shards)"
+        "train.sequence_length=32, or name other shards (`shardwise explain length-of-shards`)"
     )
 
 

@@ -1,0 +1,33 @@
+"""Texts that fit a terminal: wrapped at words, where a terminal shows them."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from typing import TextIO
+
+_WIDEST = 100
+"""Most columns of prose: longer lines are hard to read."""
+_NARROWEST = 40
+"""Columns below which nothing is wrapped further: the words would stand alone."""
+
+
+def width_of(stream: TextIO) -> int | None:
+    """Columns of the terminal to which `stream` writes; None for a file or a pipe, whose lines stay whole."""
+    if not stream.isatty():
+        return None
+    return max(_NARROWEST, shutil.get_terminal_size().columns)
+
+
+def width_of_prose() -> int:
+    """Columns of a help text, wherever it goes; two columns stay free, as in argparse."""
+    return max(_NARROWEST, min(shutil.get_terminal_size().columns, _WIDEST)) - 2
+
+
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Lines of whole words: neither a long word nor one with a hyphen is cut.
+
+    Args:
+        indent: what every line but the first begins with; `width` counts it.
+    """
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

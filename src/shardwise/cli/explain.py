@@ -1,0 +1,82 @@
+"""Explain a message: its cause and what to do about it.
+
+NAME is the name with which the message ends, as in (`shardwise explain killed-rank`), or the message itself in quotes.
+Without NAME all names are listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.base.errors import ConfigError, nearest_name
+from shardwise.base.terminal import width_of_prose, wrapped
+from shardwise.cli import output
+
+_PAGES = Path(__file__).parent / "troubleshooting"
+"""Links to docs/troubleshooting; in a wheel, the files themselves."""
+_ENTRY = r"(?ms)^### (\S+)\n+> (.+?)\n\n.*?^\*\*Cause\.\*\* (.+?)^\*\*Fix\.\*\* (.+?)(?=^#|^Next:|\Z)"
+_LINK = r"\[([^\]]+)\]\([^)]*\)"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a troubleshooting page: the message with `…` for its values, its cause and what to do."""
+
+    name: str
+    page: str
+    message: str
+    cause: str
+    fix: str
+
+    def matches(self, text: str) -> bool:
+        """True if the text holds this entry's message, with values in place of `…`."""
+        parts = [part.strip(" ,;(") for part in self.message.split("…")]
+        return re.search(".*".join(map(re.escape, parts)), text, re.DOTALL) is not None
+
+
+def entries() -> dict[str, Entry]:
+    """The entries of all pages by their names."""
+    found = {}
+    for path in sorted(_PAGES.glob("*.md")):
+        for name, *texts in re.findall(_ENTRY, path.read_text(encoding="utf-8")):
+            message, cause, fix = (" ".join(re.sub(_LINK, r"\1", text).split()) for text in texts)
+            found[name] = Entry(name, path.stem, message, cause, fix)
+    return found
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the name at the end of the message, or the message")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    known = entries()
+    if arguments.name is None:
+        output.table([(entry.name, entry.message) for entry in known.values()], ("NAME", "message"))
+        return 0
+    entry = _entry_of(arguments.name, known)
+    texts = {"Message": entry.message, "Cause": entry.cause, "Fix": entry.fix}
+    paragraphs = ["\n".join(wrapped(f"{title}: {text}", width_of_prose())) for title, text in texts.items()]
+    output.raw("\n\n".join(paragraphs))
+    return 0
+
+
+def _entry_of(name: str, known: Mapping[str, Entry]) -> Entry:
+    """The entry of a name, or of a message that someone pasted.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    plain = name.rpartition("#")[2]
+    if plain in known:
+        return known[plain]
+    of_message = [entry for entry in known.values() if entry.matches(name)]
+    if of_message:
+        # Short messages occur within others.
+        return max(of_message, key=lambda entry: len(entry.message))
+    near = nearest_name(plain.lower(), known)
+    hint = f"did you mean {near}?" if near else "`shardwise explain` lists all names"
+    raise ConfigError(f"no entry explains {name!r}: {hint}")

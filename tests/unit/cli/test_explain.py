@@ -1,0 +1,35 @@
+"""`shardwise explain` prints entries of the troubleshooting pages (their texts: tests/arch/test_troubleshooting.py)."""
+
+import pytest
+
+from shardwise.cli import main
+
+
+def test_an_entry_is_message_cause_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "killed-rank"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Message: rank … was killed by SIGKILL\n\nCause: Something outside ended the process")
+    assert "\n\nFix: Look at the system's log (`dmesg`)" in said
+    assert main(["explain", "training#killed-rank"]) == 0
+    assert capsys.readouterr().out == said
+
+
+def test_a_message_that_was_pasted_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    message = "shardwise: the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4"
+    assert main(["explain", message]) == 0
+    assert capsys.readouterr().out.startswith("Message: the number of ranks (…) must be a multiple of\n")
+
+
+def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("killed-rank ") and line.endswith("rank … was killed by SIGKILL") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("kiled-rank", "did you mean killed-rank?"), ("zzz", "`shardwise explain` lists all names")],
+)
+def test_an_unknown_name_is_refused(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", name]) == 2
+    assert capsys.readouterr().err == f"shardwise: no entry explains {name!r}: {hint}\n"
