@@ -98,7 +98,7 @@ def row(plan: Plan) -> str:
     messages = plan.memory.pipeline
     values = (
         f"{plan.cluster.world:,}",
-        plan.choice.text().partition(", ZeRO")[0],
+        plan.text().partition(", ZeRO")[0],
         units.duration(time.total),
         f"{plan.mfu or 0:.1%}",
         f"{units.size(plan.memory.total)} ({units.size(messages)})",

@@ -166,9 +166,9 @@ def test_plain_lines_off_a_terminal(trained: Trained) -> None:
     assert "warn" not in out.lower(), "a healthy run warns of nothing"
     assert "\r" not in out, "a progress line redrawn in a file is noise"
     summary = {line.split()[0]: line for line in out.splitlines()[:8]}
-    assert "TP 2 + sequence × PP 1 × DP 1 = 2 ranks, ZeRO-1" in summary["layout"], "the DP degree must be printed"
+    assert "TP 2 + SP × PP 1 × DP 1 = 2 ranks, ZeRO-1" in summary["layout"], "the DP degree must be printed"
     assert "2 micro batch × 4 accumulation × 1 DP = 8 global batch" in summary["batch"]
-    assert "expected on each rank" in summary["memory"]
+    assert " per rank, plus " in summary["memory"]
     assert sum(line.startswith("step ") for line in out.splitlines()) == 4
     assert out.splitlines()[-1].startswith("sample: ")
     for ending in ("evaluation perplexity ", f"run: runs/{trained.run.name}", "weights: runs/"):

@@ -46,6 +46,22 @@ CHOSEN_AXES = tuple(axis for axis in reversed(AXES) if not axis.fills_world)
 """The axes whose degrees the user chooses, the innermost first, as texts name them."""
 
 
+def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: bool = True) -> str:
+    """A layout as every text writes it: `TP 2 + SP × PP 2 × DP 2`.
+
+    Args:
+        degrees: ranks along each axis, by the name of the degree; other entries do not count.
+        sequence: activations are cut along the sequence too (SP).
+        ones: name degrees of 1.
+    """
+    words = []
+    for axis in (*CHOSEN_AXES, DATA):
+        degree = degrees[axis.degree]
+        if ones or degree > 1:
+            words.append(f"{axis.name.upper()} {degree}{' + SP' if axis is TENSOR and sequence and degree > 1 else ''}")
+    return " × ".join(words)
+
+
 def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
     """The place of a rank along each axis, by the axis' short name, the outermost axis first.
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.base.errors import ConfigError, keys_renamed
 from shardwise.base.hardware import accelerators
+from shardwise.base.mesh_axes import layout_text
 from shardwise.base.units import count
 from shardwise.cli import evaluate_tasks, output
 from shardwise.cli.model_argument import (
@@ -168,8 +169,7 @@ _NAMES = {"mlm": "masked tokens", "nsp": "sentence pairs"}
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     layout = facts["layout"]
-    pipeline = f" × PP {layout['pipeline']}" if layout["pipeline"] > 1 else ""
-    cut = f"TP {layout['tensor']}{' with SP' if layout['sequence'] else ''}{pipeline} × DP {layout['data']}"
+    cut = layout_text(layout, sequence=layout["sequence"])
     if "perplexity" in facts:
         bits = f", {facts['bits_per_byte']:.6f} bits per byte" if "bits_per_byte" in facts else ""
         losses = [("perplexity", f"{facts['perplexity']:.6g}{bits}")]

@@ -148,7 +148,7 @@ def _row(plan: Plan) -> tuple[str, ...]:
     time = plan.time
     mfu = plan.mfu
     return (
-        plan.choice.text(),
+        plan.text(),
         units.duration(time.total),
         f"{plan.tokens_per_second:,.0f}",
         "" if mfu is None else f"{mfu:.1%}",
@@ -184,8 +184,8 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
             raise ConfigError(f"--why {first} {second} must name two layouts of the list, 1 to {len(plans)}")
     left = plans[first - 1]
     right = plans[second - 1]
-    output.line(f"{first}: {left.choice.text()}")
-    output.line(f"{second}: {right.choice.text()}")
+    output.line(f"{first}: {left.text()}")
+    output.line(f"{second}: {right.text()}")
     output.line()
     right_seconds = dict(right.time.rows())
     parts = [(part, seconds, right_seconds[part]) for part, seconds in left.time.rows()]
@@ -205,7 +205,7 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
 
 
 def _write(path: Path, name: str, plan: Plan) -> None:
-    text = f"# {name} on {plan.cluster}: {plan.choice.text()}, as `shardwise plan` predicts it fastest\n"
+    text = f"# {name} on {plan.cluster}: {plan.text()}, as `shardwise plan` predicts it fastest\n"
     # Keys that the recipe left out stay out: a later release may have a better default for them.
     values = plan.config.model_dump(mode="json", exclude_unset=True)
     files.write_new(path, text + dump_yaml(values), "--write")
@@ -265,8 +265,8 @@ def _why_nothing_fits(result: Search, config: Config, device: str, nodes: int, f
         if larger > 64 * nodes:
             break
     return (
-        f"no layout fits {machines}: the smallest ({choice.text()}) needs at least {units.size(size)} on a device of "
-        f"{units.size(machines.device.memory)}, of which 6% are its own: {fix}"
+        f"no layout fits {machines}: the smallest ({choice.text(machines.world)}) needs at least {units.size(size)} on "
+        f"a device of {units.size(machines.device.memory)}, of which 6% are its own: {fix}"
     )
 
 
@@ -295,7 +295,7 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
         for timed in actions[: max(1, _MOST_BARS // len(ranks))]:
             color = _COLOURS[timed.action.kind]
             bars.barh(rank, timed.end - timed.start, left=timed.start, color=color, linewidth=0)
-    title = f"{best.choice.text()}: {best.time.total:.3g} s, then reduction and update"
+    title = f"{best.text()}: {best.time.total:.3g} s, then reduction and update"
     bars.set(xlabel="seconds", ylabel="pipeline rank", title=title)
     bars.invert_yaxis()
     try:

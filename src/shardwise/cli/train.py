@@ -67,8 +67,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print configuration, layout, batch arithmetic, memory and disk needed, check that data, tokenizer and "
-        "weights can be read, and start nothing",
+        help="print layout, batch, memory and disk needed, and the keys that differ from their defaults; check that "
+        "data, tokenizer and weights can be read; start nothing",
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="with --dry-run: print every key, not only those that differ from defaults"
     )
     parser.add_argument(
         "--device", metavar="DEVICE[:N]", help="with --dry-run: a device that need not be here, N of them on a node"
@@ -81,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _on_node(arguments)
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
+    if arguments.full and not arguments.dry_run:
+        raise ConfigError("--full must go with --dry-run: a run's config.yaml has every key")
     cluster = _cluster(arguments)
     config = _config(arguments)
     if cluster is not None:
@@ -108,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         check_hooks(config)
     if arguments.dry_run:
-        return _show(recipe, config, layout, cluster)
+        return _show(recipe, config, layout, cluster, full=arguments.full)
     if place is None:
         from shardwise.launch.rank_process import check_accelerators
 
@@ -151,7 +156,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
     return cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
 
 
-def _show(recipe: str, config: Config, layout: Layout, cluster: Cluster | None) -> int:
+def _show(recipe: str, config: Config, layout: Layout, cluster: Cluster | None, *, full: bool) -> int:
     """Print the dry run. Problems of the files are last: the numbers are of use on a machine without the files too."""
     from shardwise.train.summary import dry_run
 
@@ -162,7 +167,8 @@ def _show(recipe: str, config: Config, layout: Layout, cluster: Cluster | None) 
     else:
         device = ""
         has_accelerator = cluster.device.is_accelerator
-    output.raw(output.text(dry_run(recipe_name(recipe), config, layout, device, has_accelerator, rows, cluster)))
+    text = dry_run(recipe_name(recipe), config, layout, device, has_accelerator, rows, cluster, full=full)
+    output.raw(output.text(text))
     if problems:
         raise ConfigError(problems)
     return 0

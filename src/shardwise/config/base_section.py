@@ -47,6 +47,22 @@ class Section(BaseModel):
         """The hash of all values, of mappings and lists by their contents: sections are keys of caches."""
         return hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
 
+    def without_defaults(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the plain values of this section: required keys, and those whose value differs from the default.
+
+        A section that reads the result has the same values: a default that depends on other keys is derived again.
+        """
+        kept = {name: value for name, value in recorded.items() if name not in type(self).model_fields}
+        for name, key in type(self).model_fields.items():
+            value = getattr(self, name)
+            if isinstance(value, Section):
+                inner = value.without_defaults(recorded[name])
+                if inner or key.is_required():
+                    kept[name] = inner
+            elif key.is_required() or value != key.get_default(call_default_factory=True, validated_data=self.__dict__):
+                kept[name] = recorded[name]
+        return kept
+
     @model_validator(mode="wrap")
     @classmethod
     def _has_names_of_the_system(cls, values: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:

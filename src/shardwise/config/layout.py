@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from shardwise.base.errors import ConfigError, listing, nearest_multiples, see
-from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, DATA, PIPELINE, coordinates
+from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, PIPELINE, coordinates, layout_text
 from shardwise.base.units import counted
 from shardwise.config.schedules import SCHEDULES
 from shardwise.config.sections import ParallelConfig, TrainConfig
@@ -94,15 +94,9 @@ class Layout:
         ranks = self.ranks_at(pipeline_rank)
         return f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
 
-    def product(self, after_tensor: str = "") -> str:
-        """The degrees and their product, such as `TP 2 × PP 1 × DP 4 = 8 ranks`.
-
-        Args:
-            after_tensor: text behind the tensor-parallel degree, such as ` + SP`.
-        """
-        degrees = [f"{axis.name.upper()} {getattr(self, axis.degree)}" for axis in (*CHOSEN_AXES, DATA)]
-        degrees[0] += after_tensor
-        return f"{' × '.join(degrees)} = {counted(self.world, 'rank')}"
+    def product(self) -> str:
+        """The degrees and their product, such as `TP 2 + SP × PP 1 × DP 4 = 8 ranks`."""
+        return f"{layout_text(self.facts(), sequence=self.sequence_parallel)} = {counted(self.world, 'rank')}"
 
     def recorded(self) -> dict[str, int]:
         """The fields, as the manifests of checkpoints record them."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.mesh_axes import layout_text
 from shardwise.config import DTYPE_BYTES, Config, Frequency, Layout, Recompute, Schedule, check_layout
 from shardwise.config.layout import Stage
 from shardwise.config.optimizer import OptimizerConfig
@@ -46,6 +47,10 @@ class Plan:
     cluster: device_specs.Cluster
     time: StepTime
     memory: MemoryEstimate
+
+    def text(self) -> str:
+        """Return the layout in one line."""
+        return self.choice.text(self.cluster.world)
 
     @property
     def tokens_per_second(self) -> float:
@@ -361,15 +366,14 @@ class Choice:
         """True if gradients of weights are computed apart from those of activations."""
         return self.pipeline > 1 and SCHEDULES[self.schedule].splits_backward
 
-    def text(self) -> str:
-        """Return one line, such as `TP 8 + SP × PP 4 (SCHEDULE, 3 stages a rank), micro-batch 2, recompute none, …`."""
-        sequence = " + SP" if self.sequence else ""
-        stages = f", {self.virtual} stages a rank" if self.virtual else ""
-        schedule = f" ({self.schedule}{stages})" if self.pipeline > 1 else ""
-        return (
-            f"TP {self.tensor}{sequence} × PP {self.pipeline}{schedule}, micro-batch {self.micro_batch}, "
-            f"recompute {self.recompute}, {self._sharding_text()}"
-        )
+    def text(self, world: int) -> str:
+        """Return the choice on `world` ranks, such as `TP 8 + SP × PP 4 × DP 2, 1f1b, micro-batch 2, …`."""
+        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "data": world // (self.tensor * self.pipeline)}
+        words = [layout_text(degrees, sequence=self.sequence)]
+        if self.pipeline > 1:
+            words.append(f"{self.schedule} with {self.virtual} stages a rank" if self.virtual else self.schedule)
+        words += [f"micro-batch {self.micro_batch}", f"recompute {self.recompute}", self._sharding_text()]
+        return ", ".join(words)
 
     def _sharding_text(self) -> str:
         settings = OptimizerConfig.model_construct(zero=self.zero, reduce=self.reduce)

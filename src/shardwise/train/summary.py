@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _UNKNOWN = "not known for a model of your own"
+_PYTHON_AND_TORCH = "about 300 MiB for Python and torch"
+"""Of a process on a CPU: 260 MiB after all imports of a training with torch 2.11, and its process group."""
 
 _Rows = list[tuple[str, str]]
 
@@ -49,18 +51,20 @@ def dry_run(
     accelerator: bool,
     inputs: Sequence[tuple[str, str]] = (),
     cluster: Cluster | None = None,
+    *,
+    full: bool = False,
 ) -> str:
-    """The resolved configuration as YAML, and what follows from it as comments: the text can be saved as a recipe.
+    """What follows from a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
 
     Args:
         device: kind of this machine's devices.
         accelerator: the ranks of the run have accelerators.
         inputs: rows about data and tokenizer.
         cluster: machines that need not be here, for which the time of a step is predicted; None for this machine.
+        full: show every key, not only those that differ from their defaults.
     """
-    shown_device = f"{device}, as this machine has: precision and memory are those of such ranks"
-    if cluster is not None:
-        shown_device = f"{cluster}, as --device names it"
+    hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
+    shown_device = f"{device} (this machine){hint}" if cluster is None else f"{cluster} (--device)"
     rows = _work(config, layout, shown_device, accelerator)
     if cluster is not None:
         rows += predicted_rows(config, layout, cluster)
@@ -71,10 +75,14 @@ def dry_run(
     if cluster is None and not accelerator:
         rows += _host_memory(config, layout)
     rows += inputs
-    lines = [f"{name:<14} {value}" for name, value in rows]
+    lines = [f"{recipe}: a dry run, nothing was started", "", *(f"{name:<14} {value}" for name, value in rows)]
     lines += ["", f"learning rate: {config.optimizer.schedule}", *_rate_curve(config)]
     comments = "\n".join(f"# {line}".rstrip() for line in lines)
-    return f"# {recipe}, as resolved; nothing was started\n{dump_yaml(config.recorded())}\n{comments}"
+    recorded = config.recorded()
+    if full:
+        return f"{comments}\n\n# all keys\n{dump_yaml(recorded)}".rstrip()
+    differing = dump_yaml(config.without_defaults(recorded))
+    return f"{comments}\n\n# keys that differ from their defaults (--full shows all)\n{differing}".rstrip()
 
 
 def _rate_curve(config: Config) -> list[str]:
@@ -110,8 +118,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
     return [
         (
             "layout",
-            f"{layout.product()}, sequence parallelism (SP) {'on' if layout.sequence_parallel else 'off'}, "
-            f"{_sharding(config, layout, accelerator)}",
+            f"{layout.product()}, {_sharding(config, layout, accelerator)}",
         ),
         ("device", device),
         ("batch", _batch(config, layout)),
@@ -303,9 +310,10 @@ def _neediest(config: Config, layout: Layout, accelerator: bool) -> tuple[int, s
     return rank, f"pipeline rank {rank}" if layout.pipeline > 1 else "each rank"
 
 
-def _memory(total: int, layout: Layout, rank: str) -> str:
-    most = f"{rank}, which needs most" if layout.pipeline > 1 else rank
-    return f"{units.size(total)} expected on {most}, beside Python and torch"
+def _memory(total: int, layout: Layout, rank: str, accelerator: bool) -> str:
+    where = f"on {rank}, which needs most" if layout.pipeline > 1 else "per rank"
+    more = "the device's own context" if accelerator else _PYTHON_AND_TORCH
+    return f"{units.size(total)} {where}, plus {more}"
 
 
 def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
@@ -316,7 +324,7 @@ def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     checkpoint = checkpoint_bytes(config, accelerator)
     if memory is None or wire is None or checkpoint is None:
         return [(name, _UNKNOWN) for name in ("memory", "disk", "communication")]
-    rows = [("memory", _memory(memory.total, layout, rank_name))]
+    rows = [("memory", _memory(memory.total, layout, rank_name, accelerator))]
     rows += [(f"  {kind}", units.size(size)) for kind, size in memory.rows()]
     if offloaded := offloaded_bytes(config, layout, accelerator):
         rows.append(("host memory", f"{units.size(offloaded)} of masters, optimizer state and gradients for each rank"))
@@ -406,13 +414,12 @@ def start_rows(
     tokens = samples * train.sequence_length
     begin = f", {steps_before:,} of them done" if steps_before else ""
     stop = "" if end == train.steps else f", this run stops at {end:,}"
-    sequence = " + sequence" if layout.sequence_parallel else ""
     roles = {"gradient": precision.gradient, "reduce": precision.reduce, "optimizer": precision.optimizer}
     other_dtypes = "".join(f", {role} {dtype}" for role, dtype in roles.items() if dtype != precision.parameter)
     accelerator = not device_name.startswith("cpu")
     rank, rank_name = _neediest(config, layout, accelerator)
     parts = ", ".join(f"{name} {units.size(size)}" for name, size in memory.items() if size)
-    known = f"{_memory(sum(memory.values()), layout, rank_name)}: {parts}"
+    known = f"{_memory(sum(memory.values()), layout, rank_name, accelerator)}: {parts}"
     if config.shapes is None:
         known = f"{parts} on each rank; activations are not known for a model of your own"
     rows = [
@@ -422,7 +429,7 @@ def start_rows(
         ("batch", _batch(config, layout)),
         (
             "layout",
-            f"{layout.product(after_tensor=sequence)}, {_sharding(config, layout, accelerator)}",
+            f"{layout.product()}, {_sharding(config, layout, accelerator)}",
         ),
         (
             "device",
@@ -447,7 +454,9 @@ def _utilization(config: Config, device_name: str, precision: Precision) -> str:
     flops = parameter_counts.flops_per_token(config.model, length, config.data.predictions(length))
     if flops is None:
         return "not known for a model of your own"
-    counted = "half of attention, as the mask is causal" if config.model.causal else "all of attention"
     peak = hardware.peak_flops(device_name, precision.parameter)
-    over = "not known, as the peak of this device is not" if peak is None else f"over {peak / 1e12:,.1f} TFLOP/s"
-    return f"{units.count(flops)} FLOPs a token, forward and backward, with {counted}; {over}"
+    if peak is None:
+        kind = "CPU" if device_name.startswith("cpu") else "device"
+        return f"not shown: the peak FLOP/s of this {kind} is unknown"
+    counted = "causal attention counts half" if config.model.causal else "with all of attention"
+    return f"of {peak / 1e12:,.1f} TFLOP/s; {units.count(flops)} FLOPs per token, forward and backward, {counted}"

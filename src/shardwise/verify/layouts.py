@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_name
+from shardwise.base.mesh_axes import layout_text
 from shardwise.config import Config, Recompute, Schedule
 from shardwise.config.recipe_files import parse_value
 from shardwise.config.schedules import SCHEDULES
@@ -59,14 +60,9 @@ class Cell:
     @property
     def degrees(self) -> str:
         """The degrees as users read them, such as `TP 2 + SP × DP 2 (ZeRO-1)`, or `one process`."""
-        degrees = []
-        if self.tensor > 1:
-            degrees.append(f"TP {self.tensor}{' + SP' if self.sequence else ''}")
-        if self.pipeline > 1:
-            degrees.append(f"PP {self.pipeline}")
-        if self.data > 1:
-            degrees.append(f"DP {self.data}{f' (ZeRO-{self.zero})' if self.zero else ''}")
-        return " × ".join(degrees) or "one process"
+        text = layout_text(self.facts(), sequence=self.sequence, ones=False)
+        sharding = f" (ZeRO-{self.zero})" if self.data > 1 and self.zero else ""
+        return f"{text}{sharding}" or "one process"
 
     @property
     def name(self) -> str:

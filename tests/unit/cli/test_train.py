@@ -50,8 +50,8 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
     layout = check_layout(config, 4)
     memory = expected_memory(config, layout)
     rows = {line[2:16].rstrip(): line[17:] for line in text.splitlines() if line.startswith("# ")}
-    assert rows["layout"] == "TP 2 × PP 1 × DP 2 = 4 ranks, sequence parallelism (SP) on, ZeRO-1"
-    assert rows["device"] == "cpu, as this machine has: precision and memory are those of such ranks"
+    assert rows["layout"] == "TP 2 + SP × PP 1 × DP 2 = 4 ranks, ZeRO-1"
+    assert rows["device"] == "cpu (this machine); use --device h100:8 to size for GPUs"
     assert rows["batch"] == "2 micro batch × 2 accumulation × 2 DP = 8 global batch"
     assert rows["steps"] == "20; this run stops after 5"
     assert rows["tokens"] == "512 per step, 10,240 in all"
@@ -62,6 +62,14 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
     assert rows["communication"].startswith(units.size(sum(wire_bytes(step_transfers(config, layout)).values())))
     assert config_from(parse_yaml(text, "dry run")) == config
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_shows_every_key_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "llama2-tiny", "--dry-run", "--full"]) == 0
+    text = capsys.readouterr().out
+    assert parse_yaml(text, "dry run") == load_config("llama2-tiny").recorded()
+    assert main(["train", "llama2-tiny", "--full"]) == 2
+    assert "--full must go with --dry-run" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ def test_memory_is_that_of_the_whole_step() -> None:
     for plan in plans:
         whole = expected_memory(plan.config, plan.layout, True)
         assert whole is not None
-        assert 0.99 < plan.memory.total / whole.total <= 1, plan.choice.text()
+        assert 0.99 < plan.memory.total / whole.total <= 1, plan.text()
 
 
 def test_what_does_not_fit_is_dropped() -> None:

@@ -114,9 +114,10 @@ def test_summary_names_every_quantity(tmp_path: Path) -> None:
         f"({parameter_count(config().model):,})",
         "800 × 32 tokens = 25,600 tokens, 1.60 epochs of 500 samples\n",
         "2 micro batch × 2 accumulation × 2 DP = 8 global batch",
-        "TP 2 + sequence × PP 1 × DP 2 = 4 ranks, ZeRO-1",
+        "TP 2 + SP × PP 1 × DP 2 = 4 ranks, ZeRO-1",
         "cpu, float32",
-        "expected on each rank",
+        " per rank, plus about 300 MiB for Python and torch: ",
+        "not shown: the peak FLOP/s of this CPU is unknown",
         str(tmp_path / "run"),
     ):
         assert expected in text
@@ -159,7 +160,7 @@ def test_the_summary_of_a_pipeline_is_that_of_the_rank_that_needs_most(tmp_path:
     assert memory is not None
     assert masks is not None
     said = stream.getvalue()
-    text = f"{units.size(memory.total)} expected on pipeline rank 1, which needs most, beside Python and torch: "
+    text = f"{units.size(memory.total)} on pipeline rank 1, which needs most, plus about 300 MiB for Python and torch: "
     assert text in said
     assert f"{units.size(masks.bytes_held)} of probabilities and masks on pipeline rank 1, " in said
     assert f"{units.count(masks.elements_hashed)} elements hashed by pipeline rank 1 per step" in said

@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 
 from shardwise.base import units
-from shardwise.config import CheckpointConfig, Config, Layout, check_layout, config_from
+from shardwise.config import (
+    CheckpointConfig,
+    Config,
+    Layout,
+    check_layout,
+    config_from,
+    load_config,
+    parse_yaml,
+    recipe_names,
+)
 from shardwise.models.parameter_counts import (
     flops_per_token,
     local_parameter_count,
@@ -236,11 +245,42 @@ def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> Non
     wire = wire_bytes(step_transfers(chosen, layout, pipeline_rank=most))
     assert wire is not None
     assert found["memory"] == (
-        f"{units.size(max(totals))} expected on pipeline rank {most}, which needs most, beside Python and torch"
+        f"{units.size(max(totals))} on pipeline rank {most}, which needs most, plus about 300 MiB for Python and torch"
     )
     assert found["  pipeline"] == units.size(memory[most].pipeline)
     assert found["communication"] == f"{units.size(sum(wire.values()))} sent by pipeline rank {most} per step"
     assert "held by a rank at most" in found["parameters"]
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_the_keys_that_differ_from_defaults_are_the_whole_configuration(recipe: str) -> None:
+    chosen = load_config(recipe).with_batch_for(256)
+    recorded = chosen.recorded()
+    assert config_from(chosen.without_defaults(recorded)) == config_from(recorded)
+
+
+def test_a_dry_run_is_the_summary_and_the_keys_that_differ_from_defaults() -> None:
+    chosen = config()
+    shown = dry_run("recipe", chosen, Layout(1), "cpu", False)
+    assert shown.startswith("# recipe: a dry run, nothing was started\n#\n# layout ")
+    assert parse_yaml(shown, "dry run") == chosen.without_defaults(chosen.recorded())
+    assert "hooks" not in shown
+    whole = dry_run("recipe", chosen, Layout(1), "cpu", False, full=True)
+    assert parse_yaml(whole, "dry run") == chosen.recorded()
+
+
+def test_a_derived_default_is_left_out_and_another_value_is_not() -> None:
+    chosen = config("llama")
+    assert "head_dim" not in chosen.without_defaults(chosen.recorded())["model"]
+    values = {**chosen.recorded(), "model": {**chosen.recorded()["model"], "head_dim": 32}}
+    changed = config_from(values)
+    assert changed.without_defaults(changed.recorded())["model"]["head_dim"] == 32
+
+
+def test_arguments_of_a_model_of_your_own_are_all_shown() -> None:
+    model = {"family": "a.b:C", "vocab_size": 9, "own": 3}
+    chosen = config_from({**config("package.module:Own").recorded(), "model": model})
+    assert chosen.without_defaults(chosen.recorded())["model"] == model
 
 
 def test_without_a_pipeline_none_is_told() -> None:

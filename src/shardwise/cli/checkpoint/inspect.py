@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.mesh_axes import layout_text
 from shardwise.base.units import count, counted, duration, size
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.cli import output
@@ -158,9 +159,9 @@ def _layout(layout: Mapping[str, Any]) -> str:
     # A manifest may be of another version, or edited: then all that it has is shown as it is.
     if not all(type(layout.get(key)) is int for key in keys):
         return _flat(layout)
-    tensor, pipeline, data, world = (layout[key] for key in keys)
-    further_keys = _flat({key: value for key, value in layout.items() if key not in keys})
-    text = f"TP {tensor} × PP {pipeline} × DP {data} = {counted(world, 'rank')}"
+    sequence = layout.get("sequence") is True
+    further_keys = _flat({key: value for key, value in layout.items() if key not in (*keys, "sequence")})
+    text = f"{layout_text(layout, sequence=sequence)} = {counted(layout['world'], 'rank')}"
     return f"{text}; {further_keys}" if further_keys else text
 
 

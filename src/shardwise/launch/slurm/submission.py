@@ -143,7 +143,7 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
     lines = [
         ("run", str(job.run_path)),
         ("nodes", f"{job.where}{partition}"),
-        ("layout", f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {layout.world} ranks"),
+        ("layout", layout.product()),
         ("memory", "unknown: the model is your own" if memory is None else _memory(job, memory.total)),
         *_copies(job, layout, accelerator),
         ("time", _node_hours(job)),
@@ -163,7 +163,7 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
 
 
 def _memory(job: JobPlan, total: int) -> str:
-    text = f"{units.size(total)} expected on each rank, beside Python and torch"
+    text = f"{units.size(total)} per rank"
     kind = (job.gres or "").split(":")
     device = device_memory(kind[1]) if len(kind) == 3 else None
     if device is None:
@@ -175,7 +175,7 @@ def _memory(job: JobPlan, total: int) -> str:
             "train.recompute=full"
             f"{see('runs#model-does-not-fit')}"
         )
-    return f"{text}, of {units.size(device)}"
+    return f"{text}, of {units.size(device)} on its device"
 
 
 def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:

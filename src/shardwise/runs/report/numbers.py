@@ -14,6 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from shardwise.base import redaction, units
+from shardwise.base.mesh_axes import AXES, layout_text
 from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.runs.lost_time import CAUSES, number, seconds_of
 from shardwise.runs.report.chart import attribute
@@ -370,12 +371,9 @@ def layout_of(report: Mapping[str, Any]) -> str:
     """Return the degrees of parallelism as text; empty if the run did not record them."""
     layout = report["layout"]
     parallel = report["config"].get("parallel")
-    degrees = {"TP": "tensor", "PP": "pipeline", "DP": "data"}
-    if not all(isinstance(layout.get(key), int) for key in degrees.values()):
+    if not all(isinstance(layout.get(axis.degree), int) for axis in AXES):
         return ""
-    sequence = {"TP": " with sequence parallelism" if layout.get("sequence") else ""}
-    parts = [f"{name} {layout[key]}{sequence.get(name, '')}" for name, key in degrees.items()]
-    words = [" × ".join(parts)]
+    words = [layout_text(layout, sequence=bool(layout.get("sequence")))]
     if layout.get("zero"):
         words.append(f"ZeRO-{layout['zero']}")
     if layout["pipeline"] > 1 and isinstance(parallel, Mapping):
