@@ -31,3 +31,15 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
         indent: what every line but the first begins with; `width` counts it.
     """
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """Lines for a stream; on a terminal, each that is too long goes on below its own beginning, two columns deeper."""
+    width = width_of(stream)
+    if width is None:
+        return text
+    lines: list[str] = []
+    for line in text.split("\n"):
+        margin = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += [line] if len(line) <= width else wrapped(line, width, margin)
+    return "\n".join(lines)

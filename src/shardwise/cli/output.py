@@ -13,6 +13,10 @@ from typing import Any
 
 from shardwise.base.errors import visible
 from shardwise.base.redaction import redacted
+from shardwise.base.terminal import fitted, width_of, wrapped
+
+_LEAST_ROOM = 24
+"""Columns below which a cell of a table is not wrapped within its column."""
 
 
 def raw(text: str) -> None:
@@ -53,21 +57,62 @@ def line(text: str = "") -> None:
     raw(printable(text))
 
 
+def prose(text: str) -> None:
+    """Print a sentence, wrapped at words where stdout is a terminal."""
+    raw(fitted(printable(text), sys.stdout))
+
+
 def progress(text: str) -> None:
     """Print a line on stderr."""
-    sys.stderr.write(f"{redacted(printable(text))}\n")
+    sys.stderr.write(f"{fitted(redacted(printable(text)), sys.stderr)}\n")
     sys.stderr.flush()
 
 
 def table(
     rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Sequence[int] = (), indent: int = 0, gap: int = 2
 ) -> None:
-    """Print columns as wide as they need; `right`: the numbers of those that are set flush right."""
+    """Print columns as wide as they need; `right`: the numbers of those that are set flush right.
+
+    Where a terminal is too narrow, the widest of the other columns is wrapped in its cells, or has lines of its own.
+    """
     cells = [[printable(cell) for cell in row] for row in (head, *rows) if row]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    width = width_of(sys.stdout)
+    if width is not None and indent + sum(widths) + gap * (len(widths) - 1) > width:
+        _narrow_table(cells, widths, right, indent, width)
+        return
     for row in cells:
-        fields = (row[i].rjust(n) if i in right else row[i].ljust(n) for i, n in enumerate(widths))
-        raw(f"{' ' * indent}{(' ' * gap).join(fields)}".rstrip())
+        raw(_row(row, widths, right, indent, gap))
+
+
+def _row(cells: Sequence[str], widths: Sequence[int], right: Sequence[int], indent: int, gap: int) -> str:
+    fields = (cells[i].rjust(n) if i in right else cells[i].ljust(n) for i, n in enumerate(widths))
+    return f"{' ' * indent}{(' ' * gap).join(fields)}".rstrip()
+
+
+def _narrow_table(
+    cells: Sequence[Sequence[str]], widths: Sequence[int], right: Sequence[int], indent: int, width: int
+) -> None:
+    """Print a table that is wider than the terminal: its widest left-aligned column is wrapped at words."""
+    left = [i for i in range(len(widths)) if i not in right]
+    widest = max(left, key=lambda i: widths[i])
+    gap = 2 if width - indent - sum(widths) + widths[widest] - 2 * (len(widths) - 1) >= _LEAST_ROOM else 1
+    room = width - indent - sum(widths) + widths[widest] - gap * (len(widths) - 1)
+    for row in cells:
+        if room >= _LEAST_ROOM:
+            lines = wrapped(row[widest], room) or [""]
+            narrow = [room if i == widest else n for i, n in enumerate(widths)]
+            raw(_row([*row[:widest], lines[0], *row[widest + 1 :]], narrow, right, indent, gap))
+            for line in lines[1:]:
+                raw(_row([line if i == widest else "" for i in range(len(row))], narrow, right, indent, gap))
+            continue
+        # The wide cell stands above the others, beside those before it.
+        before = _row(row[:widest], widths[:widest], right, indent, gap).ljust(indent + sum(widths[:widest]))
+        margin = " " * (len(before) + gap * (widest > 0))
+        for number, line in enumerate(wrapped(row[widest], width - len(margin)) or [""]):
+            raw(f"{before:<{len(margin)}}{line}".rstrip() if number == 0 else f"{margin}{line}")
+        rest = [i - widest - 1 for i in right if i > widest]
+        raw(_row(row[widest + 1 :], widths[widest + 1 :], rest, len(margin), gap))
 
 
 @contextlib.contextmanager

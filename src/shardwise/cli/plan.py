@@ -32,8 +32,9 @@ _SECONDS_OF = {"hour": 3600, "day": _DAY, "week": 7 * _DAY}
 _NODE_COUNTS = sorted({2**power for power in range(15)} | {3 * 2**power for power in range(13)})
 """Numbers of nodes that are tried: 1, 2, 3, 4, 6, 8, 12, 16 and so on, up to 16,384."""
 _LEGEND = (
-    "MFU counts model FLOPs: neither recompute nor masked attention. Free is what the device has beside the run and",
-    "6% for its context, buffers of collectives and gaps of the allocator. Comm. is what nothing hides.",
+    '"MFU" = model FLOPs, without recompute and masked attention, over the peak',
+    '"free" = device memory - run - 6% reserve (context, buffers, fragmentation)',
+    '"comm." = communication time not overlapped with compute',
 )
 
 
@@ -126,9 +127,9 @@ def _show(name: str, result: Search) -> None:
     best = result.plans[0]
     train = best.config.train
     tokens = train.steps * train.global_batch * train.sequence_length
-    output.line(f"{name} on {best.cluster}: {tokens:,} tokens in {train.steps:,} steps")
+    output.prose(f"{name} on {best.cluster}: {tokens:,} tokens in {train.steps:,} steps")
     dropped = "".join(f"; {number:,} dropped: {reason}" for reason, number in result.too_large.items())
-    output.line(f"{result.valid:,} layouts are valid{dropped}")
+    output.prose(f"{result.valid:,} layouts are valid{dropped}")
     output.line()
     head = ("", "layout", "step", "tokens/s", "MFU", "memory", "free", "bubble", "comm.", "days", "device-hours")
     rows = [(str(number), *_row(plan)) for number, plan in enumerate(result.plans, 1)]
@@ -137,7 +138,7 @@ def _show(name: str, result: Search) -> None:
     for line in _LEGEND:
         output.line(line)
     if on_host := offloaded_bytes(best.config, best.layout, best.cluster.device.is_accelerator):
-        output.line(f"Layout 1 needs {units.size(on_host)} of the host's memory for each rank, which is not checked.")
+        output.prose(f"Layout 1 needs {units.size(on_host)} of the host's memory for each rank, which is not checked.")
 
 
 def _device_hours(plan: Plan) -> float:
@@ -184,8 +185,8 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
             raise ConfigError(f"--why {first} {second} must name two layouts of the list, 1 to {len(plans)}")
     left = plans[first - 1]
     right = plans[second - 1]
-    output.line(f"{first}: {left.text()}")
-    output.line(f"{second}: {right.text()}")
+    output.prose(f"{first}: {left.text()}")
+    output.prose(f"{second}: {right.text()}")
     output.line()
     right_seconds = dict(right.time.rows())
     parts = [(part, seconds, right_seconds[part]) for part, seconds in left.time.rows()]

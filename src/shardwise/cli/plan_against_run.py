@@ -41,7 +41,7 @@ def compare_with_run(arguments: argparse.Namespace) -> int:
 
 def _show_comparison(name: str, comparison: Comparison) -> None:
     plan = comparison.plan
-    output.line(f"{name} on {plan.cluster}: {plan.text()}; medians of {comparison.steps:,} steps")
+    output.prose(f"{name} on {plan.cluster}: {plan.text()}; medians of {comparison.steps:,} steps")
     output.line()
     seconds = [*comparison.parts.items(), ("step", comparison.total)]
     rows = [(part, *_cells(pair, "{:.4f}".format)) for part, pair in seconds]

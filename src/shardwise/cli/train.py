@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import accelerators
+from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.config import (
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     # Costly to import, for the option --device alone.
     from shardwise.planner.device_specs import Cluster
 
+_VALUE_COLUMN = 16
+"""Column at which the values of a dry run's rows begin, after the `#`."""
 _ANY_TOKENIZER = 512
 """Vocabulary into which a byte-level tokenizer trained on built-in data always fits: twice the 256 bytes."""
 
@@ -168,10 +171,20 @@ def _show(recipe: str, config: Config, layout: Layout, cluster: Cluster | None, 
         device = ""
         has_accelerator = cluster.device.is_accelerator
     text = dry_run(recipe_name(recipe), config, layout, device, has_accelerator, rows, cluster, full=full)
-    output.raw(output.text(text))
+    width = width_of(sys.stdout)
+    output.raw(output.text(text if width is None else _wrapped_comments(text, width)))
     if problems:
         raise ConfigError(problems)
     return 0
+
+
+def _wrapped_comments(text: str, width: int) -> str:
+    """A dry run whose rows go on below their values."""
+    margin = "#" + " " * _VALUE_COLUMN
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines += wrapped(line, width, margin) if line.startswith("# ") and len(line) > width else [line]
+    return "\n".join(lines)
 
 
 def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]], list[str]]:

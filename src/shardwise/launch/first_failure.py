@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shardwise.base import files, parsing, redaction
+from shardwise.base import files, parsing, redaction, terminal
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError, see
 from shardwise.launch import output
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, Rank
@@ -51,7 +51,7 @@ class Failure:
 def complain(text: str) -> None:
     """Print an error for the user."""
     sys.stdout.flush()
-    sys.stderr.write(f"shardwise: {redaction.redacted(text)}\n")
+    sys.stderr.write(f"{terminal.fitted(f'shardwise: {redaction.redacted(text)}', sys.stderr)}\n")
     sys.stderr.flush()
 
 

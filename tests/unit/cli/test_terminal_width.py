@@ -1,0 +1,88 @@
+"""In a terminal of 80 columns no line is longer, and no word is cut; elsewhere lines stay whole."""
+
+import io
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.base.terminal import fitted, wrapped
+from shardwise.cli import main, output
+
+COMMANDS = [
+    "",
+    "data",
+    "recipes",
+    "explain",
+    "explain loss-spike",
+    "train gpt3-23b --dry-run --device h100:8 --nodes 16",
+    "train llama2-7b --dry-run --full --nproc 128",
+    "plan llama2-tiny --device h100:2",
+    "plan llama2-tiny --device h100:2 --why 1 2",
+    "train llama2-7b",
+    "train llama2-tiny parallel.tensor=3 train.global_batch=7 train.zzz=1 zzz.a=1",
+    "train llama2-tiny --lr 1 --zzz",
+    "trian",
+    "plan llama2-tiny --device h100x8",
+    "plan llama2-70b --device h100:1",
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(command: str, stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> str:
+    text = stream()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, text)
+    main(shlex.split(command))
+    monkeypatch.undo()
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_all_that_a_command_shows_fits(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = shown(command, io.StringIO, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    text = shown(command, Terminal, monkeypatch)
+    assert text.strip()
+    assert not [line for line in text.splitlines() if len(line) > 80]
+    # A comment that goes on has a further sign of a comment.
+    assert set(text.split()) <= {*plain.split(), "#"}, "a word is cut"
+
+
+def test_a_file_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "word " * 40
+    assert fitted(text, io.StringIO()) == text
+    monkeypatch.setenv("COLUMNS", "80")
+    assert all(len(line) <= 80 for line in fitted(text, Terminal()).splitlines())
+
+
+def test_lines_go_on_below_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "short\n  - a problem whose sentence is longer than a line"
+    assert fitted(text, Terminal()) == "short\n  - a problem whose sentence is longer\n    than a line"
+    assert wrapped("a-long-word /a/path/that/is/longer", 10) == ["a-long-word", "/a/path/that/is/longer"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "lines"),
+    [
+        (60, [" 1  a text of some length in a cell  first   12", "22  b                                second  3"]),
+        (40, [" 1  a text of some length in  first   12", "    a cell", "22  b                         second  3"]),
+        (34, [" 1 a text of some length in a cell", "   first  12", "22 b", "   second 3"]),
+    ],
+    ids=["fits", "wrapped in its cell", "on a line of its own"],
+)
+def test_the_widest_column_of_a_table_gives_way(
+    columns: int, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "width_of", lambda _: columns)
+    rows = [("1", "a text of some length in a cell", "first", "12"), ("22", "b", "second", "3")]
+    output.table(rows, right=(0,))
+    assert capsys.readouterr().out.splitlines() == lines
