@@ -40,7 +40,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
         r"\(`shardwise explain killed-rank`\)"
         # Unless it is ended before it has noticed.
         r"(; rank 0 lost the connection to another rank during [a-z ]+ "
-        r"\(`shardwise explain lost-connection`\))?\n",
+        r"\(`shardwise explain lost-connection`\))?\n"
+        r"failed after step [\d,]+: no checkpoint was saved\n",
         err,
     ), err
     assert not processes.alive(ranks[0]), "the other rank goes on without the killed one"
@@ -58,6 +59,7 @@ def test_a_stopped_rank_is_named_with_what_the_others_waited_for(tmp_path: Path)
     who = rf"rank 1 \(node .+, cpu, pipeline stage 0, process {ranks[1]}\)"
     doing = r"[a-z ]+(of step [\d,]+)?"
     told = rf"shardwise: {who} does not answer since \d+ s: it last was in {doing}; rank 0 waited in {doing}\n"
+    told += r"failed after step [\d,]+: no checkpoint was saved\n"
     assert re.fullmatch(told, err), err
     assert not any(map(processes.alive, ranks.values())), "a rank goes on"
 
@@ -72,7 +74,10 @@ def test_a_rank_that_dies_in_a_pipeline_is_named_with_what_another_waited_for(tm
     # It waits for a message, between two of them for the other stage, or for what the step sums up.
     message = r"the gradient of x of micro-batch \d+ from stage 1 \(rank 1\)|another stage to take what was sent"
     lost = r"lost the connection to another rank during [a-z ]+"
-    assert re.search(rf"; rank 0 (waited for ({message}), and lost the connection|{lost}) \S+\n$", err), err
+    explained = r"\(`shardwise explain lost-connection`\)"
+    assert re.search(rf"; rank 0 (waited for ({message}), and lost the connection|{lost}) {explained}\nfailed ", err), (
+        err
+    )
     assert not processes.alive(ranks[0]), "the other rank goes on without the killed one"
 
 
@@ -108,10 +113,13 @@ def test_a_rank_that_raises_is_heard_and_not_its_peers_time_outs(tmp_path: Path)
     path = os.pathsep.join(filter(None, (str(hook), os.environ.get("PYTHONPATH"))))
     failed = shardwise("train", miniature(tmp_path), *LONG, at=tmp_path, timeout=SECONDS, PYTHONPATH=path)
     err = failed.failed(1)
-    assert err == (
+    told = (
         f"shardwise: rank 1 failed: RuntimeError: the disk of rank 1 is on fire ({hook / 'sitecustomize.py'}, line 8)\n"
-        "traceback: run/logs/rank-0001.log\n"
-    ), "the user must read the cause alone, not what the other ranks met because of it"
+    )
+    told += "traceback: run/logs/rank-0001.log\n"
+    assert re.fullmatch(rf"{re.escape(told)}failed after step [12]: no checkpoint was saved\n", err), (
+        "the user must read the cause alone, not what the other ranks met because of it"
+    )
     assert 'raise RuntimeError("the disk of rank 1 is on fire")' in (tmp_path / "run/logs/rank-0001.log").read_text()
     assert len(json_lines(tmp_path / "run/ranks/rank-0001.jsonl")) == 3
 

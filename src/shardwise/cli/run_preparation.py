@@ -28,9 +28,7 @@ def claim(locks: ExitStack, run_path: Path) -> None:
     """
     lock = locks.enter_context(RunLock(run_path))
     if lock.problem is not None:
-        output.progress(
-            f"warning: {run_path} cannot be locked ({lock.problem}): a second run in this folder would not be refused"
-        )
+        output.progress(f"warning: cannot lock {run_path} ({lock.problem}); do not start a second run in it")
     # After the lock is taken: else a request to the run that has it would be lost.
     stop_requests.clear(run_path)
 

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     shown = path.resolve() if path.is_symlink() else path
     output.line(f"asked {shown} to stop after its current step, with a checkpoint")
     if not is_here and holder is not None:
-        output.line(f"whether it still runs cannot be told from here: it was started on {holder['host']}")
+        output.line(f"whether it still runs is unknown: the run belongs to {holder['host']}; check there")
     elif arguments.wait:
         # The run itself asks each step; it may save for as long as it takes.
         while RunLock.is_held(path):

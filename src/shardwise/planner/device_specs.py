@@ -8,7 +8,6 @@ Writing device files: a figure on each line, each with its source.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -18,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.files import read_plain
 from shardwise.config import DtypeName, parse_yaml
 
@@ -163,13 +162,22 @@ def load_device(name: str) -> Device:
     key = _ALIASES.get(name.lower(), name.lower())
     names = device_names()
     if key not in names:
-        near = difflib.get_close_matches(key, names, 1, 0.3)
-        nearest = f"; the nearest is {near[0]}" if near else ""
+        near = _with_count(key) or nearest_name(key, names, cutoff=0.3)
+        hint = f"did you mean {near}? " if near else ""
         raise ConfigError(
-            f"--device {name} must be one of {listing(names)}, or a YAML file with the figures of your own device such "
-            f"as the package's devices/h100.yaml{nearest}"
+            f"unknown device {name!r}: {hint}devices are {listing(names)}; a file with the figures of your own ends "
+            "with .yaml"
         )
     return _shipped(key)
+
+
+def _with_count(name: str) -> str | None:
+    """`h100:8` of `h100x8` or `8xh100`; None where the name is no device with a count."""
+    found = re.fullmatch(r"(?P<before>\d+)[x×*](?P<a>.+)|(?P<b>.+)[x×*](?P<after>\d+)", name)
+    device = found and (found["a"] or found["b"])
+    if found is None or _ALIASES.get(device, device) not in device_names():
+        return None
+    return f"{device}:{found['before'] or found['after']}"
 
 
 @cache

@@ -357,7 +357,7 @@ def open_run(path: Path | None, *, all_steps: bool) -> RunView:
     else:
         problem = "is a file"
     if path is None:
-        raise ConfigError(f"RUN must be named where {chosen} {problem}: `shardwise ls` lists the runs of {RUNS}/")
+        raise ConfigError(f"no run found: {chosen} {problem}; start a run, or name its folder")
     raise ConfigError(
         f"RUN ({chosen}) must be the folder of a run, it {problem}: `shardwise ls` lists those of {RUNS}/"
     )

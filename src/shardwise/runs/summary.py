@@ -14,6 +14,7 @@ from typing import Any
 
 from shardwise.base.files import open_plain
 from shardwise.base.parsing import record_of
+from shardwise.base.units import counted
 from shardwise.runs.folder import RunDirectory, event_mark
 from shardwise.runs.rank_views import NodeView, RankView
 from shardwise.runs.run import RunView, Unreadable
@@ -145,6 +146,18 @@ def what_is_saved(run_path: Path, nothing: str = "no checkpoint was saved") -> s
     """
     event = _last(run_path, "checkpoint", "resume")
     return nothing if event is None else f"its newest checkpoint is of step {event.get('step') or 0:,}"
+
+
+def what_is_lost(run_path: Path) -> str | None:
+    """Tell how far a failed run came, and the steps that no checkpoint has; None if it has taken no step."""
+    step = last_step(run_path)
+    saved = newest_checkpoint(run_path)
+    if not step:
+        return None
+    if not saved:
+        return f"failed after step {step:,}: no checkpoint was saved"
+    lost = "no step is lost" if step == saved else f"{counted(step - saved, 'step')} lost"
+    return f"failed after step {step:,}: {lost}, the newest checkpoint is of step {saved:,}"
 
 
 def newest_checkpoint(run_path: Path) -> int:

@@ -139,7 +139,7 @@ def test_no_run_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert main(["monitor", "--once"]) == 2
-    assert "RUN must be named where runs/latest is not there" in capsys.readouterr().err
+    assert "no run found: runs/latest is not there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["monitor", "--once"], ["report", "--json"], ["ls", "--json"]], ids=" ".join)

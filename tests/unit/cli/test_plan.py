@@ -67,7 +67,9 @@ def test_given_keys_are_kept_and_two_are_compared(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "h1000"], "the nearest is h100"),
+        (["--device", "h1000"], r"unknown device 'h1000': did you mean h100\? devices are "),
+        (["--device", "h100x8"], r"did you mean h100:8\?"),
+        (["--device", "8xa100"], r"did you mean a100-80gb:8\?|did you mean a100:8\?"),
         (["--device", "h100", "--nodes", "0"], "at least one device"),
         (["--device", "h100:8", "--why", "1", "99"], "must name two layouts of the list"),
         (["--device", "h100:8", "--budget", "soon"], "must be a time in hours, days or weeks"),

@@ -85,7 +85,7 @@ def test_a_run_on_another_host_is_asked_though_its_lock_is_not_seen(
     assert main(["stop", "run", "--wait"]) == (2 if host == "here" else 0)
     assert (run / stop_requests.STOP_FILE).exists() == (host == "elsewhere")
     if host == "elsewhere":
-        assert f"cannot be told from here: it was started on {THIS_HOST}\n" in capsys.readouterr().out
+        assert f"is unknown: the run belongs to {THIS_HOST}; check there\n" in capsys.readouterr().out
 
 
 def test_a_run_whose_folder_takes_no_request_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,9 @@ def test_a_file_that_cannot_be_read_as_yaml_is_refused(content: bytes, message: 
 
 
 def test_unknown_device_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"or a YAML file with the figures of your own device.*the nearest is h100"):
+    with pytest.raises(
+        ConfigError, match=r"did you mean h100\? .*; a file with the figures of your own ends with .yaml"
+    ):
         cluster("h10:8", 2)
     with pytest.raises(ConfigError, match="at least one device"):
         cluster("h100:8", 0)

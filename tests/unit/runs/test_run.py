@@ -19,7 +19,7 @@ from shardwise.runs.report.numbers import report_of
 from shardwise.runs.run import RunView, Unreadable, folders, open_run, runs
 from shardwise.runs.screen.frame import Reader, frame_of
 from shardwise.runs.screen.panels import told_event
-from shardwise.runs.summary import snapshot
+from shardwise.runs.summary import snapshot, what_is_lost
 from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, ending, loss_of, write_big, write_run
 
 RESTARTED = [Start(0, 27, "failed: RunError: a rank ended"), Start(20, 25, None), Start(20, 130)]
@@ -257,7 +257,7 @@ def test_bad_input_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     (unreadable / "metrics.jsonl").unlink()
     (unreadable / "metrics.jsonl").mkdir()
     for path, message in (
-        (None, r"^RUN must be named where runs/latest is not there"),
+        (None, r"^no run found: runs/latest is not there; start a run, or name its folder$"),
         (tmp_path / "none", r"must be the folder of a run, it is not there"),
         (tmp_path / "empty", r"it holds no run"),
         (tmp_path / "file", r"it is a file"),
@@ -353,3 +353,17 @@ def test_fault_21_every_view_bears_a_field_of_any_type(
     assert len(run.ranks()) == 8
     assert main(["top", str(path), "--once"]) == 0
     assert f"{run.step} of 130" in capsys.readouterr().out
+
+
+def test_a_failed_run_tells_the_steps_that_are_lost(tmp_path: Path) -> None:
+    assert what_is_lost(tmp_path) is None
+    saved = "the newest checkpoint is of step 10"
+    for number, (until, every, text) in enumerate(
+        (
+            (13, 10, f"failed after step 13: 3 steps lost, {saved}"),
+            (11, 10, f"failed after step 11: 1 step lost, {saved}"),
+            (10, 10, f"failed after step 10: no step is lost, {saved}"),
+            (4, 10, "failed after step 4: no checkpoint was saved"),
+        )
+    ):
+        assert what_is_lost(write_run(tmp_path / str(number), [Start(0, until)], checkpoint_every=every)) == text

@@ -72,7 +72,11 @@ def submit(script: str, options: Sequence[str] = ()) -> str:
 
 
 def own_words(said: str) -> str:
-    """Join the sentences of a command's error in one line, without `sbatch: error: ` before each."""
+    """Join the sentences of a command's error in one line, without `sbatch: error: ` before each.
+
+    A fatal one stands alone: those before it say which function of SLURM met it.
+    """
+    said = "\n".join(re.findall(r"(?m)^\w+: fatal: .+$", said)) or said
     lines = [re.sub(r"^\w+: (?:error: |fatal: )?", "", line).strip() for line in said.splitlines()]
     return "; ".join(dict.fromkeys(line.rstrip(".") for line in lines if line)) or "it gives no reason"
 
@@ -87,7 +91,8 @@ def jobs(*, user: bool = True, ids: Sequence[str] = ()) -> list[SlurmJob]:
     done = _run(["squeue", *choice, "--noheader", f"--format={'|'.join(_FIELDS)}"])
     if done.returncode != 0 and "Invalid job id" in done.stderr:
         return []
-    _require_done(done, "SLURM does not tell its jobs")
+    if done.returncode != 0:
+        raise RunError(f"cannot reach SLURM (squeue: {own_words(done.stderr)}): run this on a login node")
     return [_job(line) for line in done.stdout.splitlines() if line.count("|") >= len(_FIELDS) - 1]
 
 

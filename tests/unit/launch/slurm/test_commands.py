@@ -30,6 +30,8 @@ def test_an_error_is_told_in_slurms_words_in_one_line() -> None:
     said = "sbatch: error: invalid partition specified: none\nsbatch: error: Batch job submission failed: Invalid qos\n"
     assert own_words(said) == "invalid partition specified: none; Batch job submission failed: Invalid qos"
     assert own_words("") == "it gives no reason"
+    said = "squeue: error: fetch_config: DNS SRV lookup failed\nsqueue: fatal: Could not establish a configuration source\n"
+    assert own_words(said) == "Could not establish a configuration source"
 
 
 def test_jobs_are_read_with_commas_and_bars_in_their_comments() -> None:
@@ -67,7 +69,7 @@ def test_a_job_is_queued_again_though_slurm_does_not_answer_at_first(monkeypatch
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
-        (commands.jobs, "SLURM does not tell its jobs: Unable to contact slurm controller"),
+        (commands.jobs, r"cannot reach SLURM \(squeue: Unable to contact slurm controller\): run this on a login node"),
         (lambda: commands.cancel("7"), "SLURM cannot cancel the job 7: Unable to contact slurm controller"),
         (lambda: commands.warn("7"), "SLURM cannot send a signal to the job 7: Unable to contact slurm controller"),
     ],
