@@ -23,7 +23,7 @@ _INPUT_TURNS = 5
 
 # An error of another rank never ends a process by one of these: such a death is the cause, whoever reported first.
 _OWN_DEATHS: dict[int, str] = {
-    signal.SIGKILL: "often: out of memory",
+    signal.SIGKILL: "usually out of memory",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGBUS: "often: shared memory or a disk is full",
     signal.SIGILL: "often: a library built for another processor",

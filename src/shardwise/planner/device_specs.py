@@ -174,10 +174,11 @@ def load_device(name: str) -> Device:
 def _with_count(name: str) -> str | None:
     """`h100:8` of `h100x8` or `8xh100`; None where the name is no device with a count."""
     found = re.fullmatch(r"(?P<before>\d+)[x×*](?P<a>.+)|(?P<b>.+)[x×*](?P<after>\d+)", name)
-    device = found and (found["a"] or found["b"])
-    if found is None or _ALIASES.get(device, device) not in device_names():
+    if found is None:
         return None
-    return f"{device}:{found['before'] or found['after']}"
+    device = str(found["a"] or found["b"])
+    is_known = _ALIASES.get(device, device) in device_names()
+    return f"{device}:{found['before'] or found['after']}" if is_known else None
 
 
 @cache

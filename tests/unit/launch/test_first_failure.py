@@ -45,11 +45,11 @@ def killed(rank: int, signal_name: str) -> str:
     ("reported", "exit_codes", "text"),
     [
         (REPORT, {0: 1, 1: -signal.SIGTERM}, REPORT.text),
-        (REPORT, {0: 1, 1: -signal.SIGKILL}, killed(1, "SIGKILL (often: out of memory)")),
+        (REPORT, {0: 1, 1: -signal.SIGKILL}, killed(1, "SIGKILL (usually out of memory)")),
         (
             WAITED,
             {0: 1, 1: -signal.SIGKILL},
-            killed(1, "SIGKILL (often: out of memory)") + f"; {WAITED.text}",
+            killed(1, "SIGKILL (usually out of memory)") + f"; {WAITED.text}",
         ),
         (WAITED, {0: 1, 1: 1, 2: 3}, f"rank 2 ended with exit code 3 and named no reason; {WAITED.text}"),
         (WAITED, {0: 1, 1: 1, 2: -signal.SIGTERM}, WAITED.text),

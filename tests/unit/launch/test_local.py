@@ -119,7 +119,7 @@ sys.exit(1)
 """
     log = tmp_path / "logs" / "rank-0001.log"
     assert failure(tmp_path, command(tmp_path, body)) == (
-        f"1: rank 1 was killed by SIGKILL (often: out of memory); its log: {log} (`shardwise explain killed-rank`)\n"
+        f"1: rank 1 was killed by SIGKILL (usually out of memory); its log: {log} (`shardwise explain killed-rank`)\n"
     )
 
 

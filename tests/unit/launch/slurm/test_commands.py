@@ -30,8 +30,11 @@ def test_an_error_is_told_in_slurms_words_in_one_line() -> None:
     said = "sbatch: error: invalid partition specified: none\nsbatch: error: Batch job submission failed: Invalid qos\n"
     assert own_words(said) == "invalid partition specified: none; Batch job submission failed: Invalid qos"
     assert own_words("") == "it gives no reason"
-    said = "squeue: error: fetch_config: DNS SRV lookup failed\nsqueue: fatal: Could not establish a configuration source\n"
-    assert own_words(said) == "Could not establish a configuration source"
+    fatal = "squeue: fatal: Could not establish a configuration source\n"
+    assert (
+        own_words(f"squeue: error: fetch_config: DNS SRV lookup failed\n{fatal}")
+        == "Could not establish a configuration source"
+    )
 
 
 def test_jobs_are_read_with_commas_and_bars_in_their_comments() -> None:
