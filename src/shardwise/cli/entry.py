@@ -149,6 +149,13 @@ def _without_command(arguments: list[str]) -> int:
     if first in _HELP:
         output.raw(help_of_commands())
         return 0
+    if first.partition("=")[0] == "--completion":
+        # Costly to import: all commands are.
+        from shardwise.cli.completion import completion_script
+
+        shell = first.partition("=")[2] or " ".join(arguments[1:])
+        output.raw(completion_script(shell))
+        return 0
     from shardwise.cli.wrong_arguments import unknown_command
 
     raise ConfigError(unknown_command(arguments, COMMANDS))

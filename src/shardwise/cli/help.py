@@ -67,7 +67,8 @@ def help_of_commands() -> str:
         "shardwise COMMAND ...",
         "Pretrain transformer language models across any mesh of devices.",
         {**COMMAND_GROUPS, "Options": options},
-        "`shardwise COMMAND --help` says more about a command. To begin: `shardwise train quickstart`.",
+        "`shardwise COMMAND --help` says more about a command. `shardwise --completion bash` (or zsh, fish) prints a "
+        "script with which the shell completes commands. To begin: `shardwise train quickstart`.",
     )
 
 

@@ -1,0 +1,69 @@
+"""Completion of commands, options, recipes and keys by a shell, as a script that the library shtab writes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import keyword
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+from shardwise.base.errors import ConfigError, listing
+from shardwise.cli.help import COMMAND_GROUPS
+from shardwise.config.error_texts import known_paths
+from shardwise.config.recipe_files import recipe_names
+
+SHELLS = ("bash", "zsh", "fish")
+_FOLDERS = ("DIR", "RUN", "A", "B")
+"""Names of arguments that are folders, or mostly so."""
+
+
+def completion_script(shell: str) -> str:
+    """The script for a shell.
+
+    Raises:
+        ConfigError: no script is written for the shell, or shtab is not installed.
+    """
+    if shell not in SHELLS:
+        raise ConfigError(f"--completion ({shell}) must be {listing(SHELLS, 'or')}")
+    from shardwise.data.reading.content import optional_library
+
+    shtab = optional_library("shtab", "--completion needs", "completion")
+    parser = argparse.ArgumentParser(prog="shardwise")
+    commands = parser.add_subparsers()
+    for group in COMMAND_GROUPS.values():
+        for name, summary in group.items():
+            _add_command(commands, name, summary, shtab)
+    return str(shtab.complete(parser, shell))
+
+
+def _add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, shtab: ModuleType
+) -> None:
+    """Add a command with its arguments, or with its actions."""
+    module = importlib.import_module(f"shardwise.cli.{name}")
+    parser = commands.add_parser(name, help=summary)
+    if not hasattr(module, "ACTIONS"):
+        module.configure(parser)
+        _set_candidates(parser._actions, shtab)
+        return
+    actions = parser.add_subparsers()
+    for action, action_summary in module.ACTIONS.items():
+        action_module = importlib.import_module(f"{module.__name__}.{action}{'_' * keyword.iskeyword(action)}")
+        action_parser = actions.add_parser(action, help=action_summary)
+        action_module.configure(action_parser)
+        _set_candidates(action_parser._actions, shtab)
+
+
+def _set_candidates(actions: Iterable[argparse.Action], shtab: ModuleType) -> None:
+    """Set what completes each argument: recipes, keys, folders or files."""
+    for action in actions:
+        if action.metavar == "RECIPE":
+            action.choices = recipe_names()
+        elif action.dest == "overrides":
+            action.choices = [f"{path}=" for path in known_paths() if "." in path]
+        elif action.metavar in _FOLDERS:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif action.type is Path or action.metavar in ("FILE", "PATH", "CHECKPOINT"):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
