@@ -144,6 +144,7 @@ COMMANDS = {
     "cancel": "stop",
     "eval": "evaluate",
     "test": "evaluate",
+    "talk": "chat",
     "infer": "generate",
     "sample": "generate",
     "predict": "generate",
