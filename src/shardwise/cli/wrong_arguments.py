@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 
 from shardwise.base.errors import listing, nearest_name
 from shardwise.config.error_texts import known_paths
-from shardwise.config.other_names import COMMANDS
+from shardwise.config.other_names import COMMANDS, OTHER_VALUES
 from shardwise.config.recipe_files import recipe_names
-from shardwise.config.suggestions import plain_name, suggestion
+from shardwise.config.suggestions import plain_name, reason_without_key, suggestion
 
 _NUMBER = r"-\.?\d"
 _FLAG_WITH_VALUE = r"(?s)argument (\S+): ignored explicit argument (.+)"
@@ -124,13 +124,15 @@ def _unknown_option(parser: argparse.ArgumentParser, name: str, value: str, keys
     takes_keys = any(action.dest == "overrides" for action in parser._actions)
     valid = _valid_keys(keys) if takes_keys else []
     options = [option for option in parser._option_string_actions if option.startswith("--")]
+    if takes_keys and (reason := reason_without_key(name)):
+        return f"unknown option {name}: {reason}"
     meant = suggestion(name, valid, options)
     if meant is None:
         return f"unknown option {name}; `{parser.prog} --help` lists the options"
     if meant.startswith("--"):
         takes_value = parser._option_string_actions[meant].nargs != 0
         return f"unknown option {name}: did you mean {meant}{f' {value}' if takes_value and value else ''}?"
-    if "=" not in meant:
+    if "=" not in meant and plain_name(name) not in OTHER_VALUES:
         is_switch = known_paths()[meant].annotation is bool
         meant += f"={value or ('true' if is_switch else 'VALUE')}"
     return f"unknown option {name}: did you mean {meant}?"

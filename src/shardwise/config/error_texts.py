@@ -16,7 +16,7 @@ from shardwise.config.data import MixedSource
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES
 from shardwise.config.run_config import Config
-from shardwise.config.suggestions import section_suggestion, suggestion
+from shardwise.config.suggestions import reason_without_key, section_suggestion, suggestion
 from shardwise.config.token_counts import counts_steps
 
 
@@ -122,6 +122,8 @@ def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo]) -> list[str]:
             return [text for inner in value for text in _unknown(f"{path}.{inner}", None, keys)]
         if near is not None:
             return [f"{path}: unknown key; did you mean {near}?"]
+    if reason := reason_without_key(path):
+        return [f"{path}: unknown key; {reason}"]
     near = suggestion(path, keys)
     if near is not None:
         return [f"{path}: unknown key; did you mean {near}?"]

@@ -63,6 +63,9 @@ _NAMES = {
     "model.hidden_size": "n_embd d_model embed_dim hidden_dim n_embed model_dim dim",
     "model.intermediate_size": "ffn_hidden_size ffn_dim n_inner d_ff mlp_dim",
     "model.max_position_embeddings": "n_positions max_positions",
+    "model.attention_dropout": "dropout attn_dropout",
+    "model.resid_pdrop": "dropout",
+    "model.hidden_dropout_prob": "dropout",
     "model.initializer_range": "init_method_std init_std",
     "model.rope_theta": "rotary_base rotary_emb_base rope_base",
     "model.rms_norm_eps": "norm_epsilon norm_eps",
@@ -110,6 +113,35 @@ for _target, _names in _NAMES.items():
     for _name in _names.split():
         OTHER_NAMES[_name] = (*OTHER_NAMES.get(_name, ()), _target)
 """Another library's name, in lower case with underscores → our keys, `key=value` or options; the first valid counts."""
+
+_OTHER_VALUES = (
+    "num_train_epochs num_epochs max_epochs epochs gradient_accumulation_steps gradient_accumulation_iters grad_accum "
+    "grad_accum_steps accumulate_grad_batches warmup_ratio lr_warmup_fraction lr_warmup_samples lr_min_ratio "
+    "min_lr_ratio beta1 beta2 adam_beta1 adam_beta2 zero_optimization sharding_strategy fsdp "
+    "data_parallel_sharding_strategy deepspeed bucket_size bucket_cap_mb ddp_bucket_size reduce_bucket_size "
+    "recompute_method activation_checkpointing mixed_precision dtype torch_dtype param_dtype data_type "
+    "num_layers_per_virtual_pipeline_stage report_to wandb wandb_log wandb_project use_wandb enable_wandb logger "
+    "tensorboard_dir distributed_timeout_minutes tp_comm_overlap profiler enable_profiling use_pytorch_profiler "
+    "grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32 architecture model_type arch"
+)
+OTHER_VALUES = frozenset(_OTHER_VALUES.split())
+"""Names whose values are of another unit or kind than those of our key."""
+
+_WITHOUT_KEY = {
+    "the data-parallel degree is the number of ranks (--nproc) / (parallel.tensor × parallel.pipeline)": (
+        "parallel.data data_parallel_size data_parallel_degree dp dp_size dp_degree data_parallel_shard_degree "
+        "data_parallel"
+    ),
+    "there is no context parallelism": (
+        "context_parallel_size context_parallel_degree cp cp_size cp_degree parallel.context"
+    ),
+    "there are no experts": (
+        "expert_model_parallel_size expert_parallel_size expert_parallel_degree ep ep_size num_experts "
+        "num_local_experts"
+    ),
+}
+WITHOUT_KEY = {name: reason for reason, names in _WITHOUT_KEY.items() for name in names.split()}
+"""Names of what no key or option sets → why."""
 
 SECTIONS = {
     "training": "train",

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
 
 from shardwise.base.errors import nearest_name
-from shardwise.config.other_names import OTHER_NAMES, SECTIONS
+from shardwise.config.other_names import OTHER_NAMES, SECTIONS, WITHOUT_KEY
 
 _NEAR = 0.65
 """Least similarity of names in one section."""
@@ -17,6 +17,12 @@ _VERY_NEAR = 0.8
 def plain_name(name: str) -> str:
     """A key or an option in lower case, with underscores and without leading dashes."""
     return name.strip().lstrip("-").lower().replace("-", "_")
+
+
+def reason_without_key(name: str) -> str | None:
+    """Why no key or option sets what `name` says; None for other names."""
+    plain = plain_name(name)
+    return WITHOUT_KEY.get(plain, WITHOUT_KEY.get(plain.rpartition(".")[2]))
 
 
 def suggestion(name: str, keys: Collection[str], options: Collection[str] | None = None) -> str | None:

@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.config.error_texts import known_paths
-from shardwise.config.other_names import COMMANDS, OTHER_NAMES, SECTIONS
+from shardwise.config.other_names import COMMANDS, OTHER_NAMES, OTHER_VALUES, SECTIONS, WITHOUT_KEY
 from shardwise.config.suggestions import suggestion
 
 TRAIN = "train llama2-tiny "
@@ -40,7 +40,9 @@ MISTAKES = {
     # Hugging Face
     TRAIN + "--learning_rate 5e-4": "optimizer.lr=5e-4",
     TRAIN + "--per_device_train_batch_size 8": "train.micro_batch=8",
-    TRAIN + "--num_train_epochs 3": "train.steps=3",
+    TRAIN + "--num_train_epochs 3": "train.steps",
+    TRAIN + "--gradient_accumulation_steps 4": "train.global_batch",
+    TRAIN + "--adam_beta2 0.95": "optimizer.betas",
     TRAIN + "--gradient_checkpointing": "train.recompute=full",
     TRAIN + "train.max_grad_norm=1": "optimizer.max_norm",
     TRAIN + "train.lr_scheduler_type=cosine": "optimizer.schedule",
@@ -89,6 +91,15 @@ def test_a_mistake_is_answered_by_what_was_meant(line: str, capsys: pytest.Captu
         (TRAIN + "--nproc two", "--nproc ('two') must be a whole number"),
         ("plan llama2-tiny --why A", "--why must have 2 values"),
         ("evaluate runs/a --part tset", "--part ('tset') must be train, eval, test or all; did you mean test?"),
+        (
+            TRAIN + "--data-parallel-size 4",
+            "unknown option --data-parallel-size: the data-parallel degree is ",
+        ),
+        (
+            TRAIN + "--context-parallel-size 2",
+            "unknown option --context-parallel-size: there is no context ",
+        ),
+        (TRAIN + "parallel.data=2", "parallel.data: unknown key; the data-parallel degree is the number of ranks"),
         (TRAIN + "--zzz", "unknown option --zzz; `shardwise train --help` lists the options"),
         ("zzz", "unknown command 'zzz'; `shardwise --help` lists what there is"),
         ("data zzz", "unknown action 'zzz'; `shardwise data --help` lists what there is"),
@@ -127,6 +138,8 @@ def test_each_name_of_another_library_leads_to_a_key_or_an_option() -> None:
     assert {target.partition("=")[0] for target in targets if not target.startswith("--")} <= keys
     assert {target for target in targets if target.startswith("--")} == {"--run-dir", "--nproc", "--max-tokens"}
     assert set(SECTIONS.values()) <= keys
+    assert set(OTHER_NAMES) >= OTHER_VALUES
+    assert not set(OTHER_NAMES) & set(WITHOUT_KEY)
     assert not {*OTHER_NAMES, *SECTIONS} & {key for key in keys if "." in key}, "a key is no name of another library"
     assert set(COMMANDS.values()) > {"train", "checkpoint import", "--help"}
 
