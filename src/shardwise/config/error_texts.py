@@ -29,7 +29,7 @@ def refusal(error: ValidationError, section: str, family: str = "") -> ConfigErr
 
 
 def error_texts(details: Any, family: str = "") -> list[str]:
-    """The messages of one pydantic error. `family`: family of the `model` section that holds the key."""
+    """The messages of one pydantic error. `family`: family of the `model` section, whose keys may be suggested."""
     kind = details["type"]
     context = details.get("ctx", {})
     location = details["loc"]

@@ -136,9 +136,7 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
     except ValidationError as error:
         for details in error.errors(include_url=False):
-            if details["loc"][0] != "model":
-                all_problems += error_texts(details)
-            elif not model_is_unread:
+            if details["loc"][0] != "model" or not model_is_unread:
                 all_problems += error_texts(details, family)
     if all_problems or config is None:
         # pydantic has an error for each type of a union, and these may read the same.

@@ -70,6 +70,7 @@ MISTAKES = {
     TRAIN + "lr_scheduler.warmup_steps=5": "optimizer.warmup_steps",
     TRAIN + "optimizer.muon.momentm=0.9": "optimizer.muon.momentum",
     TRAIN + "train.tensor=2": "parallel.tensor",
+    "train gpt-tiny train.dropout=0.1": "model.resid_pdrop",
 }
 
 
