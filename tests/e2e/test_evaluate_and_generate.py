@@ -260,7 +260,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "tasks without a tokenizer": ("evaluate mute --tasks a", "mute must hold the model's tokenizer (tokenizer.json"),
     "no tokenizer": ("generate mute --prompt a", "mute must hold the model's tokenizer (tokenizer.json, vocab.json"),
     "bert": ("generate bert --prompt a", "must be a causal language model"),
-    "no prompt": ("generate gpt", "one of the arguments --prompt --prompt-file is required"),
+    "no prompt": ("generate gpt", "--prompt, --prompt-file or --interactive must be given"),
     "an empty prompt": ("generate gpt --prompt=", "--prompt must not be empty"),
     "no prompt file": ("generate gpt --prompt-file gone.txt", "--prompt-file (gone.txt) cannot be read"),
     "no text": ("generate gpt --prompt-file latin.txt", "--prompt-file (latin.txt) must be UTF-8, and byte 2 is not"),

@@ -117,7 +117,7 @@ def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: s
         key, separator, _ = override.partition("=")
         key = key.strip()
         if separator and key not in keys and not key.startswith(sections):
-            near = suggestion(key, keys)
+            near = suggestion(key, keys, options=())
             names = listing(f"{name}*" if name in sections else name for name in allowed)
             problems.append(f"{key}: did you mean {near}?" if near else f"{key}: {command} reads {names}")
     problems += apply_overrides(values, overrides)

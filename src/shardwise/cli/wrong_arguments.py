@@ -21,6 +21,8 @@ _MISSING = r"the following arguments are required: (.+)"
 _WRONG_NUMBER = r"(?s)argument (\S+): invalid (int|float) value: (.+)"
 _WRONG_CHOICE = r"(?s)argument (\S+): invalid choice: (.+) \(choose from .*\)"
 _WITHOUT_VALUE = r"argument (\S+): expected (one|\d+|at least one) arguments?"
+_EXCLUSIVE = r"argument (\S+): not allowed with argument (\S+)"
+_ONE_OF = r"one of the arguments (.+) is required"
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 _EXAMPLES = {
     "RECIPE": "missing RECIPE, e.g. `{command} llama2-tiny` (list: `shardwise recipes`)",
@@ -78,6 +80,10 @@ def _sentence(parser: argparse.ArgumentParser, message: str) -> str:
     if found := re.fullmatch(_WITHOUT_VALUE, message):
         count = "a value" if found[2] in ("one", "1") else f"{found[2]} values"
         return f"{found[1]} must have {count}"
+    if found := re.fullmatch(_EXCLUSIVE, message):
+        return f"{found[1]} must not go with {found[2]}: leave one of them out"
+    if found := re.fullmatch(_ONE_OF, message):
+        return f"{listing(found[1].split(), 'or')} must be given"
     if found := re.fullmatch(_WRONG_CHOICE, message):
         choices = [str(choice) for choice in _choices(parser, found[1])]
         near = nearest_name(found[2].strip("'\""), choices)

@@ -91,6 +91,8 @@ def test_a_mistake_is_answered_by_what_was_meant(line: str, capsys: pytest.Captu
         (TRAIN + "--nproc", "--nproc must have a value"),
         (TRAIN + "--nproc two", "--nproc ('two') must be a whole number"),
         ("plan llama2-tiny --why A", "--why must have 2 values"),
+        ("generate a --prompt b --prompt-file c", "--prompt-file must not go with --prompt: leave one of them out"),
+        ("generate a", "--prompt, --prompt-file or --interactive must be given"),
         ("evaluate runs/a --part tset", "--part ('tset') must be train, eval, test or all; did you mean test?"),
         (
             TRAIN + "--data-parallel-size 4",
