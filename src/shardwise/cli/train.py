@@ -89,8 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _on_node(arguments)
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
-    if arguments.full and not arguments.dry_run:
-        raise ConfigError("--full must go with --dry-run: a run's config.yaml has every key")
     cluster = _cluster(arguments)
     config = _config(arguments)
     if cluster is not None:
@@ -149,7 +147,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster | None:
-    """The machines that `--device` and `--nodes` name; None without these options."""
+    """The machines that `--device` and `--nodes` name; None without these options.
+
+    Raises:
+        ConfigError: an option of a dry run is given without it, or `--nodes` without `--device`.
+    """
+    if arguments.full and not arguments.dry_run:
+        raise ConfigError("--full must go with --dry-run: a run's config.yaml has every key")
     if arguments.device is None:
         if arguments.nodes is not None:
             raise ConfigError("--nodes must go with --device: the nodes of a run are those of its launcher")
