@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import textwrap
 from typing import TextIO
 
+COMMAND = "resume: "
+"""What a line of a message begins with that is a command to be pasted."""
 _WIDEST = 100
 """Most columns of prose: longer lines are hard to read."""
 _NARROWEST = 40
@@ -41,5 +44,23 @@ def fitted(text: str, stream: TextIO) -> str:
     lines: list[str] = []
     for line in text.split("\n"):
         margin = " " * (len(line) - len(line.lstrip()) + 2)
-        lines += [line] if len(line) <= width else wrapped(line, width, margin)
+        if len(line) <= width:
+            lines.append(line)
+        elif line.startswith(COMMAND):
+            lines += _command_lines(line, width, margin)
+        else:
+            lines += wrapped(line, width, margin)
     return "\n".join(lines)
+
+
+def _command_lines(line: str, width: int, margin: str) -> list[str]:
+    """A command whose lines end as a shell continues them, so that they can be pasted; a quoted word stays whole."""
+    first, *words = shlex.split(line, posix=False)
+    lines = [first]
+    for word in words:
+        if len(lines[-1]) + len(word) + 3 > width:
+            lines[-1] += " \\"
+            lines.append(margin + word)
+        else:
+            lines[-1] += f" {word}"
+    return lines

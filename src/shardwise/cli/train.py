@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from shardwise.base.errors import ConfigError
 from shardwise.base.exit_codes import FAILED
 from shardwise.base.hardware import accelerators
-from shardwise.base.terminal import width_of, wrapped
+from shardwise.base.terminal import COMMAND, width_of, wrapped
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.config import (
@@ -345,7 +345,7 @@ def _launch(arguments: argparse.Namespace, world: int) -> int:
         lost = what_is_lost(arguments.run_dir)
         if error.exit_code != FAILED or lost is None:
             raise
-        resume = f"\nresume: {_command_of_user(arguments)}" if newest_checkpoint(arguments.run_dir) else ""
+        resume = f"\n{COMMAND}{_command_of_user(arguments)}" if newest_checkpoint(arguments.run_dir) else ""
         raise LaunchError(f"{error}\n{lost}{resume}", error.exit_code) from None
     return 0
 

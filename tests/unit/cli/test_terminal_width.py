@@ -70,6 +70,19 @@ def test_lines_go_on_below_their_beginning(monkeypatch: pytest.MonkeyPatch) -> N
     assert wrapped("a-long-word /a/path/that/is/longer", 10) == ["a-long-word", "/a/path/that/is/longer"]
 
 
+def test_a_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    command = "shardwise train llama2-tiny train.steps=40 --run-dir 'runs/a b' --nproc 2"
+    lines = fitted(f"resume: {command}", Terminal()).splitlines()
+    assert lines == [
+        "resume: shardwise train llama2-tiny \\",
+        "  train.steps=40 --run-dir 'runs/a b' \\",
+        "  --nproc 2",
+    ]
+    pasted = "\n".join(lines).removeprefix("resume: ").replace("\\\n", "")
+    assert shlex.split(pasted) == shlex.split(command)
+
+
 @pytest.mark.parametrize(
     ("columns", "lines"),
     [
