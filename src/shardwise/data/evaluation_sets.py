@@ -109,5 +109,7 @@ def _open(config: Config, announce: common.Announce) -> Batches:
     batches = common.make_evaluation(config, prepared, "train")
     if batches is None:
         least = "2 tokens" if config.model.objectives == ("lm",) else "2 samples"
+        if data.is_chat:
+            least = "an answer within train.sequence_length + 1 tokens of a conversation"
         raise DataError(f"{data.key} ({data.name}) must hold at least {least}, and it holds {prepared.count('train')}")
     return batches

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 from transformers import AutoTokenizer
 
 from shardwise.base.errors import DataError
 from shardwise.data.tokens.chat_template import ChatTemplate, add_template
-from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
 
 TEXT = ["Who are you?\nI am a model. <system> user assistant\n" * 9, "Tell me a story! Once upon a time, a fox.\n" * 9]
@@ -50,9 +52,10 @@ def folder_with(path: Path, template: str | None, *, chat: bool = True) -> Path:
     """A tokenizer that was trained here; it has this template, or a built-in one if None is given."""
     tokenizer = train_tokenizer(TEXT, 300, "text", chat=chat)
     tokenizer.save(path)
-    if template is not None:
+    if template is None:
+        add_template(path, "trained")
+    else:
         (path / CHAT_TEMPLATE).write_text(template)
-    add_template(path, tokenizer, "trained")
     return path
 
 
@@ -121,7 +124,7 @@ def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
         assert template_of(folder).source == expected
     (folder / CHAT_TEMPLATE).write_text("F")
     assert template_of(folder).source == "F"
-    add_template(folder, Tokenizer.load(folder), "it")
+    add_template(folder, "it")
     assert template_of(folder).source == "F"
 
 
@@ -153,9 +156,8 @@ def test_a_message_with_a_private_character_is_refused(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_an_end_has_no_built_in_template(tmp_path: Path) -> None:
     folder = tmp_path / "tokenizer"
-    tokenizer = train_tokenizer(TEXT, 300, "text")
-    tokenizer.save(folder)
-    tokenizer.end_of_document = None
-    tokenizer.end_of_document_id = None
+    folder.mkdir()
+    backend = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    backend.save(str(folder / "tokenizer.json"))
     with pytest.raises(DataError, match=r"its name has no chat template, no <.im_start.> and <.im_end.>, and no token"):
-        add_template(folder, tokenizer, "its name")
+        add_template(folder, "its name")
