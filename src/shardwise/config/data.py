@@ -207,10 +207,12 @@ class DataConfig(SourceConfig):
         default=False, description="the token after the end of a document is not predicted (causal models)"
     )
     reset_position_ids: bool = Field(
-        default=False, description="positions start at 0 again after the end of a document (causal models)"
+        default=False,
+        description="positions start at 0 again after the end of a document (causal models); always for a chat",
     )
     reset_attention_mask: bool = Field(
-        default=False, description="tokens do not attend to documents before their own (causal models)"
+        default=False,
+        description="tokens do not attend to documents before their own (causal models); always for a chat",
     )
     eod_token: int | None = Field(
         default=None,

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.config import Config, config_from, data_from
+from shardwise.config import Config, check_layout, config_from, data_from
 from shardwise.data.evaluation_sets import prepare_sets
 from shardwise.data.formats.chat import PreparedChat
 from shardwise.data.open_data import glance, inspect, prepare
@@ -175,16 +175,19 @@ def test_keys_that_do_not_fit_are_refused(name: str) -> None:
     assert message in str(error.value)
 
 
-def test_a_model_that_masks_tokens_is_refused() -> None:
+def test_a_model_that_masks_tokens_is_refused(tmp_path: Path) -> None:
+    settings = config_from(
+        {
+            "model": {**MODEL, "family": "bert"},
+            "train": {"steps": 1, "global_batch": 4, "sequence_length": 64},
+            "optimizer": {"lr": 1e-3},
+            "data": {"dataset": "chat"},
+        }
+    )
     with pytest.raises(ConfigError, match=r"data\.format \(chat\) must be text with model\.family bert, which masks"):
-        config_from(
-            {
-                "model": {**MODEL, "family": "bert"},
-                "train": {"steps": 1, "global_batch": 4, "sequence_length": 64},
-                "optimizer": {"lr": 1e-3},
-                "data": {"dataset": "chat"},
-            }
-        )
+        check_layout(settings, 1)
+    with pytest.raises(DataError, match=r"model\.family \(bert\) must predict the next token to learn from chat"):
+        prepare(settings, tmp_path)
 
 
 def test_weights_need_their_tokenizer(tmp_path: Path) -> None:
