@@ -99,7 +99,7 @@ class SourceConfig(Section):
         """The keys of conversations that have other defaults than those of text."""
         if not isinstance(values, dict):
             return values
-        defaults = {"text_key": "messages"} if names_chat(values) else {}
+        defaults: dict[str, Any] = {"text_key": "messages"} if names_chat(values) else {}
         sources = [values, *_sections_in(values.get("mixture"))]
         if "reset_position_ids" in cls.model_fields and any(map(names_chat, sources)):
             # Other sources of a mixture give the same inputs to the model.

@@ -33,7 +33,8 @@ from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
 
 Contents = Literal["tokens", "masked pairs", "text", "text or tokens", "conversations"]
-"""Kinds of samples: tokens in a row, sentence pairs whose tokens are masked already, or text that becomes tokens."""
+"""Kinds of samples: tokens in a row, sentence pairs whose tokens are masked already, text that becomes tokens, or
+conversations whose answers are learned."""
 
 
 class OpenData(Protocol):

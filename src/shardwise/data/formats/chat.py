@@ -229,15 +229,15 @@ def _encode(
         }
         for part in PARTS:
             bounds[part]["conversations"].write([0])
-        parts = iter(is_held_out.tolist())
+        is_out = iter(is_held_out.tolist())
         for batch in group_by_size(chats, _characters, _BATCH_CHARACTERS):
             for ids, answers in encode_chats(template, batch):
-                part: Part = "eval" if next(parts, False) else "train"
-                writer = writers[part]
-                bounds[part]["answers"].write((answers + writer.length).ravel())
+                chosen: Part = "eval" if next(is_out, False) else "train"
+                writer = writers[chosen]
+                bounds[chosen]["answers"].write((answers + writer.length).ravel())
                 writer.write(ids)
                 writer.documents += 1
-                bounds[part]["conversations"].write([writer.length])
+                bounds[chosen]["conversations"].write([writer.length])
     return {
         part: {**writer.facts(), "bounds": {name: row.facts() for name, row in bounds[part].items()}}
         for part, writer in writers.items()

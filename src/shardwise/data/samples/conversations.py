@@ -179,7 +179,8 @@ class ConversationBatches(Batches):
         if index < 0:
             return []
         packs = self._packs(epoch)
-        return packs.conversations[packs.begins[index] : packs.begins[index + 1]].tolist()
+        numbers: list[int] = packs.conversations[packs.begins[index] : packs.begins[index + 1]].tolist()
+        return numbers
 
     def _end(self, epoch: int) -> int:
         """The number of samples before the end of an epoch; those of the epochs before must be known."""

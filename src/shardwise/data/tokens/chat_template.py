@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -209,7 +209,7 @@ class ChatTemplate:
         return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
 
     def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        if any(_ANSWER.search(str(message["content"])) for message in messages):
+        if any(_ANSWER.search(str(text)) for message in messages for text in message.values()):
             raise DataError(
                 "a message must be without the characters U+FDD0 and U+FDD1, which no text has: remove them"
             )
@@ -332,7 +332,7 @@ def _raise_exception(message: str) -> NoReturn:
 class _Generation(jinja2.ext.Extension):
     """The tag `{% generation %}`, which puts a private character before and after the text of an answer."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
