@@ -113,9 +113,8 @@ def _document_problems(config: Config) -> list[str]:
     keys = data.document_options
     if "mlm" in model.objectives:
         # Conversations have these keys without a word of the user's.
-        faults = (
-            ["data.format (chat) must be text"] if data.is_chat else [f"{key} (true) must be false" for key in keys]
-        )
+        faults = [f"{key} (true) must be false" for key in keys]
+        faults = [f"{data.key} ({data.name}) must be text"] if data.is_chat else faults
         return [f"{fault} with model.family {model.family}, which masks tokens" for fault in faults]
     if data.eod_token is None:
         return []

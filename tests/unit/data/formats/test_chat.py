@@ -184,7 +184,7 @@ def test_a_model_that_masks_tokens_is_refused(tmp_path: Path) -> None:
             "data": {"dataset": "chat"},
         }
     )
-    with pytest.raises(ConfigError, match=r"data\.format \(chat\) must be text with model\.family bert, which masks"):
+    with pytest.raises(ConfigError, match=r"data\.dataset \(chat\) must be text with model\.family bert, which masks"):
         check_layout(settings, 1)
     with pytest.raises(DataError, match=r"model\.family \(bert\) must predict the next token to learn from chat"):
         prepare(settings, tmp_path)
