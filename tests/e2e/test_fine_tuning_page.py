@@ -26,7 +26,7 @@ def commands(heading: str) -> list[list[str]]:
 
 def test_the_page_runs(tmp_path: Path) -> None:
     base, tuned, evaluation, chat = commands("From pretraining to a model that answers")
-    assert chat == ["chat", "runs/answers"]
+    assert chat[:2] == ["chat", "runs/answers"]
     for arguments in (base, tuned):
         shardwise(*arguments, *SMALL, at=tmp_path).succeeded()
     assert within(*evaluation, at=tmp_path).code == 0
