@@ -64,9 +64,9 @@ class SourceConfig(Section):
     )
     format: Literal["auto", "text", "jsonl", "parquet", "datasets", "megatron", "hdf5", "chat"] = Field(
         default="auto",
-        description="the format of path; chat = .jsonl of conversations, whose answers are trained on; auto detects "
-        "other formats from file names (PREFIX.idx, .hdf5 and .h5, state.json and dataset_dict.json of datasets), else "
-        "from the content of each file: JSON lines, parquet or plain text; packed files (gzip, zstd, xz, bzip2, lz4) "
+        description="the format of path; chat = conversations in JSON lines or parquet, whose answers are trained on; "
+        "auto detects other formats from file names (PREFIX.idx, .hdf5 and .h5, state.json and dataset_dict.json of "
+        "datasets), else from the content of each file: JSON lines, parquet or plain text; packed files (gzip, zstd, xz, bzip2, lz4) "
         "are unpacked",
     )
     text_key: str = Field(
@@ -394,7 +394,9 @@ class DataConfig(SourceConfig):
         shown = f"{self.key} ({self.name}), whose conversations"
         problems = self.refused_marks(f"{shown} a chat template renders")
         if self.path is None and self.dataset != CHAT:
-            problems.append(f"data.format ({CHAT}) needs data.path: a .jsonl of conversations or a folder of them")
+            problems.append(
+                f"data.format ({CHAT}) needs data.path: JSON lines or parquet of conversations, or a folder of them"
+            )
         if self.streaming:
             problems.append(f"data.streaming (true) must be false with {shown} are packed")
         for key in _CHAT_DEFAULTS:

@@ -129,8 +129,8 @@ def _source(data: DataConfig) -> FileSource:
 
 
 def _conversations(source: FileSource) -> Iterator[Chat]:
-    for file in source.files:
-        yield from conversations(file, source.text_key)
+    for file, reading in zip(source.files, source.readings, strict=True):
+        yield from conversations(file, reading.kind, source.text_key)
 
 
 def _scan(source: FileSource) -> _Scan:
@@ -288,8 +288,8 @@ def glance(config: Config) -> str:
     """The size of the files; no more is read than the first conversation of each."""
     _require_fitting(config)
     source = _source(config.data)
-    for file in source.files:
-        next(conversations(file, source.text_key))
+    for file, reading in zip(source.files, source.readings, strict=True):
+        next(conversations(file, reading.kind, source.text_key))
     total = sum(file.stat().st_size for file in source.files)
     return (
         f"conversations, {counted(len(source.files), 'file')}, {size(total)}, prepared when the run starts, unless the "

@@ -133,7 +133,7 @@ def chosen_kind(format: str) -> Kind | None:
     """The kind that `data.format` chooses for all files; None if their content decides."""
     if format in ("text", "jsonl", "parquet"):
         return cast(Kind, format)
-    return "jsonl" if format == "chat" else None
+    return None
 
 
 def described(readings: Sequence[tuple[Path, FileReading]]) -> str:

@@ -40,7 +40,7 @@ from shardwise.data.tokens.tokenizer_files import (
     read_object,
 )
 
-BUILT_IN = "shardwise"
+BUILT_IN = "shardwise (built in)"
 """The name of a built-in template, in place of that of its file."""
 Message = Mapping[str, Any]
 """A message has at least a `role` and a `content`."""

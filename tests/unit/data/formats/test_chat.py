@@ -127,13 +127,13 @@ LINES = {
     "[]": 'line 2 is JSON but not an object: each line must read like {"messages"',
     '{"text": "a"}': "line 2 has no field 'messages': set data.text_key to the field that holds the messages (text)",
     '{"messages": "a"}': "line 2: the field 'messages' must hold a list of messages, each with a role and a",
-    '{"messages": []}': "and it holds an empty list: mend or remove the line",
+    '{"messages": []}': "and it holds an empty list: mend or remove it",
     '{"messages": [1]}': "line 2: messages.0 must be an object with a role and a content, not int",
     '{"messages": [{"content": "a"}]}': "line 2: messages.0 has no role, and it must be system, user or assistant",
     '{"messages": [{"role": "bot", "content": "a"}]}': "line 2: messages.0 has the role 'bot', and it must be system",
     '{"messages": [{"role": "user", "content": null}]}': "line 2: messages.0.content must be text, not NoneType",
     '{"messages": [{"role": "user", "content": "a"}]}': "must have a message of the role assistant, whose text is "
-    "learned, and its roles are user: remove the line",
+    "learned, and its roles are user: remove it",
     '{"messages": [{"role": "assistant", "content": "\\ud800"}]}': "the field 'messages.0' has half a surrogate pair",
 }
 
@@ -148,6 +148,32 @@ def test_a_line_that_holds_no_conversation_is_refused(tmp_path: Path, line: str)
     assert len(error.value.problems) == 1
 
 
+def test_rows_of_parquet_are_read_as_lines(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    base = tmp_path / "base"
+    train_tokenizer(["Who are you? A model. " * 20], 262, "base", chat=True).save(base)
+    chats = [GOOD, [{"role": "system", "content": "Be kind."}, *GOOD]]
+    folders = {"lines": tmp_path / "lines", "rows": tmp_path / "rows"}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "README.md").write_text("Conversations.\n")
+    written(folders["lines"] / "a.jsonl", *[{"talk": chat} for chat in chats])
+    parquet.write_table(arrow.table({"talk": chats, "id": [1, 2]}), folders["rows"] / "a.parquet")
+    keys = {"format": "chat", "text_key": "talk", "split": "1,0", "tokenizer": str(base)}
+    lines, rows = (opened(config(path=str(folder), **keys), tmp_path) for folder in folders.values())
+    assert rows.fingerprint == lines.fingerprint
+    with pytest.raises(DataError, match=r"has no column 'messages': set data\.text_key to .* \(talk and id\)"):
+        prepare(config(path=str(folders["rows"]), format="chat", tokenizer=str(base)), tmp_path)
+    parquet.write_table(arrow.table({"talk": [*chats, GOOD[:1]]}), folders["rows"] / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: row 2: the field 'talk' must have a message of the role assist"):
+        prepare(config(path=str(folders["rows"]), **keys), tmp_path)
+    plain = tmp_path / "plain.txt"
+    plain.write_text("Who are you?")
+    with pytest.raises(DataError, match=r"plain\.txt is plain text, and conversations must be JSON lines or parquet"):
+        prepare(config(path=str(plain), format="chat", tokenizer=str(base)), tmp_path)
+
+
 def test_a_template_that_refuses_a_conversation_names_the_line(tmp_path: Path) -> None:
     base = tmp_path / "base"
     train_tokenizer(["Who are you? A model. " * 20], 262, "base", chat=True).save(base)
@@ -159,7 +185,7 @@ def test_a_template_that_refuses_a_conversation_names_the_line(tmp_path: Path) -
 
 
 KEYS: dict[str, tuple[dict[str, Any], str]] = {
-    "no path": ({"format": "chat"}, "data.format (chat) needs data.path: a .jsonl of conversations"),
+    "no path": ({"format": "chat"}, "data.format (chat) needs data.path: JSON lines or parquet of conversations, or a"),
     "stream": ({"streaming": True, "tokenizer": "t"}, "data.streaming (true) must be false with data.path (c.jsonl), "),
     "marks": ({"append_eod": False}, "data.append_eod (false) must be null with data.path (c.jsonl), whose"),
     "attention": ({"reset_attention_mask": False}, "data.reset_attention_mask (false) must be true with data.path"),
