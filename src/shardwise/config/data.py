@@ -66,8 +66,8 @@ class SourceConfig(Section):
         default="auto",
         description="the format of path; chat = conversations in JSON lines or parquet, whose answers are trained on; "
         "auto detects other formats from file names (PREFIX.idx, .hdf5 and .h5, state.json and dataset_dict.json of "
-        "datasets), else from the content of each file: JSON lines, parquet or plain text; packed files (gzip, zstd, xz, bzip2, lz4) "
-        "are unpacked",
+        "datasets), else from the content of each file: JSON lines, parquet or plain text; packed files (gzip, zstd, "
+        "xz, bzip2, lz4) are unpacked",
     )
     text_key: str = Field(
         default="text",
