@@ -97,6 +97,8 @@ def _config_of_set(config: Config, name: str, tokenizer: Path | None) -> Config:
     changes: dict[str, Any] = {
         "data": config.evaluation.sets[name].model_copy(update={"tokenizer": tokenizer and str(tokenizer)}),
         "train": config.train.model_copy(update={"eval_every": 0}),
+        # The set is read by the tokenizer of the run, which fits the weights or is warned of.
+        "checkpoint": config.checkpoint.model_copy(update={"load": None}),
         "hooks": config.hooks.model_copy(update={"data": None}),
     }
     return config.model_copy(update=changes)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, check_layout, config_from, data_from
-from shardwise.data.evaluation_sets import prepare_sets
+from shardwise.data.evaluation_sets import glance_at_sets, prepare_sets
 from shardwise.data.formats.chat import PreparedChat
 from shardwise.data.open_data import glance, inspect, prepare
 from shardwise.data.samples.batch import IGNORE
@@ -254,6 +254,10 @@ def test_an_evaluation_set_of_conversations_has_each_answer_once(
     tokenizer = Tokenizer.load(data.tokenizer_path)
     counted = sum(int(batch.counts[0]) for batch in batches.eval_batches(9, 4, 0, 1, 2))
     assert counted == 5 * len(tokenizer.encode("A model.<|im_end|>"))
+    loads = settings.checkpoint.model_copy(update={"load": "runs/base"})
+    glanced = glance_at_sets(settings.model_copy(update={"checkpoint": loads}))
+    assert not glanced.problems
+    assert glanced.rows[0][1].startswith(f"{path}: conversations, 1 file")
 
 
 def test_a_look_shows_what_is_trained_on(tmp_path: Path) -> None:
