@@ -9,7 +9,7 @@ from tokenizers import models
 from transformers import AutoTokenizer
 
 from shardwise.base.errors import DataError
-from shardwise.data.tokens.chat_template import ChatTemplate, add_template
+from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
 
@@ -111,6 +111,18 @@ def test_an_answer_without_a_token_that_ends_it_is_trained_on_with_the_text_afte
     template = template_of(folder_with(tmp_path / "tokenizer", source))
     assert answers(template, CHAT)[1] == "Once upon a time, a fox.\n"
     assert template.stop_tokens == ("<|im_end|>",)  # of the tokenizer
+
+
+def test_white_space_around_an_answer_belongs_to_it(tmp_path: Path) -> None:
+    """GPT-NeoX's tokenizer leaves white space out of the offsets of a token, which a search for its start must bear."""
+    folder = folder_with(tmp_path / "tokenizer", None)
+    file = folder / "tokenizer.json"
+    trimming = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": trimming}))
+    template = template_of(folder)
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "  I am\n\n "}] * 2
+    ((ids, found),) = encode_chats(template, [(lambda: "here", messages)])
+    assert [template.tokenizer.decode(ids[begin:end]) for begin, end in found.tolist()] == ["  I am\n\n <|im_end|>"] * 2
 
 
 def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
