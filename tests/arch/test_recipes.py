@@ -57,7 +57,7 @@ def value(config: Config, key: str) -> Any:
 
 def test_the_recipes_of_this_version_are_here() -> None:
     tiny = {"llama2-tiny", "llama3-tiny", "gpt-tiny", "gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny", "gpt3-tiny"}
-    assert set(RECIPES) == {"quickstart", "llama-small", *tiny, *PUBLISHED}
+    assert set(RECIPES) == {"quickstart", "llama-small", "sft-tiny", *tiny, *PUBLISHED}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -135,7 +135,7 @@ def test_tiny_recipe_holds_its_promise(recipe: str) -> None:
     config = load_config(recipe)
     assert config.precision.resolved(accelerator=True).parameter == "float32"
     assert config.optimizer.lr <= 1e-3
-    assert config.data.dataset == "tiny"
+    assert config.data.dataset == ("chat" if recipe == "sft-tiny" else "tiny")
     model = config.model
     assert not isinstance(model, UserModelConfig)
     assert not model.has_dropout

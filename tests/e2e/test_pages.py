@@ -38,6 +38,7 @@ ELSEWHERE = {
     ("docs/evaluate-and-generate.md", "Tasks"): (
         "tests/e2e/test_evaluation_in_training.py::test_the_page_on_tasks_runs"
     ),
+    ("docs/fine-tuning.md", ""): "tests/e2e/test_fine_tuning_page.py::test_the_page_runs",
     ("docs/decayed-model.md", ""): "tests/e2e/test_decayed_model.py::place",
     ("docs/own-model.md", ""): "tests/e2e/test_own_model.py::followed",
     ("docs/own-model.md", "Verify"): "tests/e2e/test_own_model.py::test_verify_compares_both_models",

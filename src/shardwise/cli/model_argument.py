@@ -20,7 +20,7 @@ from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, step_of, weights_folder
 from shardwise.checkpoint.storage.chunks import read_whole
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.config import Config, apply_overrides, config_from
+from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_from, names_chat
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
 from shardwise.config.model import UserModelConfig
@@ -259,9 +259,10 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     # The user names other data: the keys that describe the run's own do not fit them.
     if not user_data.keys().isdisjoint(("dataset", "path", "blend")):
         data |= {key: None for key in ("path", "blend") if key not in user_data}
-        if "format" not in user_data and data.get("format") in ("megatron", "hdf5", "datasets"):
+        if "format" not in user_data and data.get("format") in ("megatron", "hdf5", "datasets", CHAT):
             data["format"] = "auto"
-        for key in set(_SOURCE_KEYS) - set(user_data):
+        is_other_kind = names_chat(data) != names_chat(folder.run.get("data", {}))
+        for key in {*_SOURCE_KEYS, *(CHAT_KEYS if is_other_kind else ())} - set(user_data):
             data.pop(key, None)
     elif reader := folder.run.get("hooks", {}).get("data"):
         raise ConfigError(
@@ -271,7 +272,7 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     if user_data.get("tokenizer") is None:
         data["tokenizer"] = folder.tokenizer
     config = config_from(sections)
-    if config.data.tokenizer is None and format_of(config.data).name == "text":
+    if config.data.tokenizer is None and format_of(config.data).name in ("text", CHAT):
         raise _without_tokenizer(folder)
     return config
 

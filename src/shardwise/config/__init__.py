@@ -1,6 +1,6 @@
 """Configuration: YAML recipes and command-line overrides become one frozen, checked `Config`."""
 
-from shardwise.config.data import BUILT_IN_TEXTS, DataConfig
+from shardwise.config.data import BUILT_IN_TEXTS, CHAT, CHAT_KEYS, DataConfig, names_chat
 from shardwise.config.decoders import DecoderConfig, LlamaConfig
 from shardwise.config.evaluation import EvaluationConfig
 from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
@@ -37,6 +37,8 @@ from shardwise.config.sections import (
 
 __all__ = [
     "BUILT_IN_TEXTS",
+    "CHAT",
+    "CHAT_KEYS",
     "DTYPE_BYTES",
     "BertConfig",
     "CheckpointConfig",
@@ -76,6 +78,7 @@ __all__ = [
     "load_config",
     "load_with",
     "model_from",
+    "names_chat",
     "parse_yaml",
     "recipe_name",
     "recipe_names",

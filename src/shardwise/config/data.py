@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -15,8 +16,14 @@ from shardwise.config.token_counts import step_field
 MASKED_FRACTION = 0.15  # BERT's (arXiv:1810.04805 §3.1)
 SHUFFLE_BUFFER = 10_000
 """Default of `data.shuffle_buffer`; another value without a stream is refused."""
-BUILT_IN_TEXTS = ("python", "stories", "tiny")
+CHAT = "chat"
+"""The value of `data.format` for conversations, and of `data.dataset` for those of this package."""
+BUILT_IN_TEXTS = ("python", "stories", "tiny", CHAT)
 """Values of `data.dataset` that are texts of this package, not data sets of the hub."""
+_CHAT_DEFAULTS = {"reset_position_ids": True, "reset_attention_mask": True}
+"""Each conversation is a document that is read by itself."""
+CHAT_KEYS = ("text_key", *_CHAT_DEFAULTS)
+"""Keys that have other defaults for conversations."""
 _NEEDS = {
     "megatron": "data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]",
     "hdf5": "data.path: a shard, a folder of *_training_*.hdf5 or a glob",
@@ -38,7 +45,7 @@ class SourceConfig(Section):
         min_length=1,
         description="used when path and blend are null: a data set on the Hugging Face hub (ID or ID@REVISION), or "
         "built-in text for a trial: stories = short stories in simple English, python = the standard library's sources "
-        "and documentation, tiny = a small corpus in the package",
+        "and documentation, tiny = a small corpus in the package, chat = small conversations in the package",
     )
     config: str | None = Field(
         default=None, min_length=1, description="the configuration of a hub data set that has several"
@@ -55,18 +62,19 @@ class SourceConfig(Section):
         strict=False,
         description="weights and prefixes of several Megatron data sets, alternating: [0.7, PREFIX, 0.3, PREFIX2]",
     )
-    format: Literal["auto", "text", "jsonl", "parquet", "datasets", "megatron", "hdf5"] = Field(
+    format: Literal["auto", "text", "jsonl", "parquet", "datasets", "megatron", "hdf5", "chat"] = Field(
         default="auto",
-        description="the format of path; auto detects it from file names (PREFIX.idx, .hdf5 and .h5, state.json and "
-        "dataset_dict.json of datasets), else from the content of each file: JSON lines, parquet or plain text; packed "
-        "files (gzip, zstd, xz, bzip2, lz4) are unpacked",
+        description="the format of path; chat = conversations in JSON lines or parquet, whose answers are trained on; "
+        "auto detects other formats from file names (PREFIX.idx, .hdf5 and .h5, state.json and dataset_dict.json of "
+        "datasets), else from the content of each file: JSON lines, parquet or plain text; packed files (gzip, zstd, "
+        "xz, bzip2, lz4) are unpacked",
     )
     text_key: str = Field(
         default="text",
         min_length=1,
         description="the field of JSON lines, or the column of a .parquet or data set, that holds the text; meta.body "
         "is the field body within meta; in a data set it may hold tokens (lists of integers) instead, and if it has no "
-        "column text, input_ids is read",
+        "column text, input_ids is read; for a chat the field of the messages, by default messages",
     )
     split: str = Field(
         default="95,5",
@@ -84,6 +92,24 @@ class SourceConfig(Section):
         description="documents of a stream that are held in memory and shuffled together; an evaluation reads at most "
         "this many",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_defaults_of_chat(cls, values: Any) -> Any:
+        """The keys of conversations that have other defaults than those of text."""
+        if not isinstance(values, dict):
+            return values
+        defaults: dict[str, Any] = {"text_key": "messages"} if names_chat(values) else {}
+        sources = [values, *_sections_in(values.get("mixture"))]
+        if "reset_position_ids" in cls.model_fields and any(map(names_chat, sources)):
+            # Other sources of a mixture give the same inputs to the model.
+            defaults |= _CHAT_DEFAULTS
+        return {**defaults, **values}
+
+    @property
+    def is_chat(self) -> bool:
+        """True if the data are conversations."""
+        return names_chat(self.__dict__)
 
     @field_validator("blend", mode="before")
     @classmethod
@@ -103,6 +129,23 @@ class SourceConfig(Section):
                 problems.append(f"data.blend.{2 * place + 1} ({prefix!r}) must be the prefix of a .bin and a .idx")
         reject(problems)
         return value
+
+
+def names_chat(values: Mapping[str, Any]) -> bool:
+    """True if these keys name conversations."""
+    is_built_in = values.get("path") is None and values.get("blend") is None and values.get("dataset") == CHAT
+    return values.get("format") == CHAT or is_built_in
+
+
+def _sections_in(mixture: Any) -> list[dict[str, Any]]:
+    """The sources of a mixture that may be sections; any others are refused later."""
+    if not isinstance(mixture, dict):
+        return []
+    return [
+        source.__dict__ if isinstance(source, Section) else source
+        for source in mixture.values()
+        if isinstance(source, dict | Section)
+    ]
 
 
 class MixedSource(SourceConfig):
@@ -164,10 +207,12 @@ class DataConfig(SourceConfig):
         default=False, description="the token after the end of a document is not predicted (causal models)"
     )
     reset_position_ids: bool = Field(
-        default=False, description="positions start at 0 again after the end of a document (causal models)"
+        default=False,
+        description="positions start at 0 again after the end of a document (causal models); always for a chat",
     )
     reset_attention_mask: bool = Field(
-        default=False, description="tokens do not attend to documents before their own (causal models)"
+        default=False,
+        description="tokens do not attend to documents before their own (causal models); always for a chat",
     )
     eod_token: int | None = Field(
         default=None,
@@ -196,7 +241,7 @@ class DataConfig(SourceConfig):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        problems = self._split_problems() + self._streaming_problems()
+        problems = self._split_problems() + self._streaming_problems() + self._chat_problems()
         if self.append_eod is False and self.document_options:
             problems.append(
                 f"data.append_eod (false) must be true with {self.document_options[0]} (true), which needs the token "
@@ -341,6 +386,24 @@ class DataConfig(SourceConfig):
             )
         elif self.is_named and self.path is None and not self.is_hub_dataset:
             problems.append(f"data.streaming (true) must be false with data.dataset ({self.dataset}), which is small")
+        return problems
+
+    def _chat_problems(self) -> list[str]:
+        if not self.is_chat:
+            return []
+        shown = f"{self.key} ({self.name}), whose conversations"
+        problems = self.refused_marks(f"{shown} a chat template renders")
+        if self.path is None and self.dataset != CHAT:
+            problems.append(
+                f"data.format ({CHAT}) needs data.path: JSON lines or parquet of conversations, or a folder of them"
+            )
+        if self.streaming:
+            problems.append(f"data.streaming (true) must be false with {shown} are packed")
+        for key in _CHAT_DEFAULTS:
+            if not getattr(self, key):
+                problems.append(f"data.{key} (false) must be true with {shown} are read one by one, or left out")
+        if self.eod_mask_loss or self.eod_token is not None:
+            problems.append(f"data.eod_mask_loss and data.eod_token must be left out with {shown} are rendered whole")
         return problems
 
     @property

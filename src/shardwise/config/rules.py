@@ -112,7 +112,10 @@ def _document_problems(config: Config) -> list[str]:
     model = config.model
     keys = data.document_options
     if "mlm" in model.objectives:
-        return [f"{key} (true) must be false with model.family {model.family}, which masks tokens" for key in keys]
+        # Conversations have these keys without a word of the user's.
+        faults = [f"{key} (true) must be false" for key in keys]
+        faults = [f"{data.key} ({data.name}) must be text"] if data.is_chat else faults
+        return [f"{fault} with model.family {model.family}, which masks tokens" for fault in faults]
     if data.eod_token is None:
         return []
     if not keys:

@@ -5,7 +5,7 @@ In the order in which data flow:
     hub.py                  files of data sets, tokenizers and models that are named by a hub id, fetched once
     reading/                the files: their kinds, and the text or the tokens in them
     split.py                the documents that are trained on, evaluated and tested
-    tokens/                 text → tokens: tokenizers, windows of long documents, sentences
+    tokens/                 text → tokens: tokenizers, windows of long documents, sentences, chat templates
     cache.py                tokens that were made once, with their tokenizer
     samples/                tokens → samples → batches; `samples/order.py` decides the order of the data
     formats/                a module for each format of data, which puts these steps together for a run

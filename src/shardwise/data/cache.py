@@ -2,12 +2,13 @@
 
     ROOT/sources/STAMP.json     the digest of a text that has not changed since
     ROOT/tokens/KEY/            tokenizer/ (of text), {train,eval,test}.bin, manifest.json; for sentence pairs also
-                                {train,eval,test}.{sentences,documents}.bin
+                                {train,eval,test}.{sentences,documents}.bin, for conversations .{conversations,answers}
     ROOT/tokenizers/KEY/        tokenizer/, manifest.json: a user's own, of data that are tokens already
     ROOT/shards/KEY/            HDF5 arrays that lay in chunks (`reading.hdf5`)
     ROOT/locks/KEY.lock         one process builds an entry, the others wait
 
-Tokens lie back to back as little-endian uint16 or int32, the bounds of sentences and documents (`Sentences`) as int64.
+Tokens lie back to back as little-endian uint16 or int32, the bounds of sentences and documents (`Sentences`) and those
+of conversations and answers (`Conversations`) as int64.
 """
 
 from __future__ import annotations
@@ -130,12 +131,15 @@ class CacheEntry:
             return np.empty(0, dtype=dtype)
         return np.memmap(self.path / f"{part}.bin", dtype=dtype, mode="r")
 
+    def bounds(self, part: Part, name: str) -> npt.NDArray[np.int64]:
+        """Bounds that the part has by this name, mapped from the file."""
+        if self.manifest[part]["bounds"][name]["length"] == 0:
+            return np.empty(0, dtype=BOUNDS_DTYPE)
+        return np.memmap(self.path / f"{part}.{name}.bin", dtype=BOUNDS_DTYPE, mode="r")
+
     def sentences(self, part: Part) -> Sentences:
-        """The part's sentences, mapped from the files; the entry must have been built for sentence pairs."""
-        bounds, documents = (
-            np.memmap(self.path / f"{part}.{name}.bin", dtype=BOUNDS_DTYPE, mode="r") for name in BOUNDS
-        )
-        return Sentences(bounds, documents)
+        """The part's sentences; the entry must have been built for sentence pairs."""
+        return Sentences(*(self.bounds(part, name) for name in BOUNDS))
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -173,10 +177,8 @@ def _are_sound_tokens(entry: CacheEntry) -> bool:
     for part in PARTS:
         facts = manifest[part]
         files.append((f"{part}.bin", facts["tokens"] * itemsize, facts["checked"]))
-        if "bounds" in facts:
-            for name in BOUNDS:
-                row = facts["bounds"][name]
-                files.append((f"{part}.{name}.bin", row["length"] * BOUNDS_DTYPE.itemsize, row["checked"]))
+        for name, row in facts.get("bounds", {}).items():
+            files.append((f"{part}.{name}.bin", row["length"] * BOUNDS_DTYPE.itemsize, row["checked"]))
     if manifest["tokenizer"] is not None and not has_its_tokenizer(entry):
         return False
     return all(

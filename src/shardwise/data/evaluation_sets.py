@@ -97,6 +97,8 @@ def _config_of_set(config: Config, name: str, tokenizer: Path | None) -> Config:
     changes: dict[str, Any] = {
         "data": config.evaluation.sets[name].model_copy(update={"tokenizer": tokenizer and str(tokenizer)}),
         "train": config.train.model_copy(update={"eval_every": 0}),
+        # The set is read by the tokenizer of the run, which fits the weights or is warned of.
+        "checkpoint": config.checkpoint.model_copy(update={"load": None}),
         "hooks": config.hooks.model_copy(update={"data": None}),
     }
     return config.model_copy(update=changes)
@@ -109,5 +111,7 @@ def _open(config: Config, announce: common.Announce) -> Batches:
     batches = common.make_evaluation(config, prepared, "train")
     if batches is None:
         least = "2 tokens" if config.model.objectives == ("lm",) else "2 samples"
+        if data.is_chat:
+            least = "an answer within train.sequence_length + 1 tokens of a conversation"
         raise DataError(f"{data.key} ({data.name}) must hold at least {least}, and it holds {prepared.count('train')}")
     return batches

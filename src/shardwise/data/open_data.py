@@ -12,16 +12,29 @@ from typing import Any, Literal, Protocol
 
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import cache_root
-from shardwise.config import Config, DataConfig, data_from
+from shardwise.config import CHAT, Config, DataConfig, data_from
 from shardwise.data import hub
 from shardwise.data.cache import digest_of
-from shardwise.data.formats import common, datasets, hdf5, inspecting, megatron, mixture, stream, text, user_samples
+from shardwise.data.formats import (
+    chat,
+    common,
+    datasets,
+    hdf5,
+    inspecting,
+    megatron,
+    mixture,
+    stream,
+    text,
+    user_samples,
+)
 from shardwise.data.reading import dataset_tables, hdf5_files, megatron_files
 from shardwise.data.samples.sentence_pairs import chunk_room
+from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
 
-Contents = Literal["tokens", "masked pairs", "text", "text or tokens"]
-"""Kinds of samples: tokens in a row, sentence pairs whose tokens are masked already, or text that becomes tokens."""
+Contents = Literal["tokens", "masked pairs", "text", "text or tokens", "conversations"]
+"""Kinds of samples: tokens in a row, sentence pairs whose tokens are masked already, text that becomes tokens, or
+conversations whose answers are learned."""
 
 
 class OpenData(Protocol):
@@ -101,6 +114,14 @@ FORMATS: Mapping[str, DataFormat] = {
             has_splits=True,
         ),
         DataFormat(
+            name="chat",
+            contents="conversations",
+            is_at=lambda _path: False,  # its files are named as those of text are
+            open_data=chat.open_data,
+            glance=chat.glance,
+            inspect=chat.inspect,
+        ),
+        DataFormat(
             name="text",
             contents="text",
             is_at=lambda _path: True,
@@ -123,6 +144,8 @@ def format_of(data: DataConfig) -> DataFormat:
     """
     if data.blend is not None:  # of prefixes
         return FORMATS["megatron"]
+    if data.is_chat:
+        return FORMATS[CHAT]
     if data.path is None:
         return FORMATS["datasets" if data.is_hub_dataset else "text"]
     if data.format != "auto":
@@ -313,9 +336,9 @@ def _glance_at_sources(config: Config) -> Glance:
 def _glance_at_tokenizer(config: Config, contents: Contents) -> str:
     vocabulary = config.model.vocab_size
     if config.data.tokenizer is not None:
-        return _glance_at_user_tokenizer(config, config.data.tokenizer)
-    if contents == "text":
-        trained_special_tokens(vocabulary, pairs=common.in_pairs(config))
+        return _glance_at_user_tokenizer(config, config.data.tokenizer, contents)
+    if contents in ("text", "conversations"):
+        trained_special_tokens(vocabulary, pairs=common.in_pairs(config), chat=contents == "conversations")
         return f"byte-level BPE of {vocabulary:,} tokens, trained on the data when the run starts"
     if contents == "text or tokens":
         return "where the data hold text, one is trained on them"
@@ -325,14 +348,18 @@ def _glance_at_tokenizer(config: Config, contents: Contents) -> str:
     return "none, as the data hold tokens"
 
 
-def _glance_at_user_tokenizer(config: Config, name: str) -> str:
+def _glance_at_user_tokenizer(config: Config, name: str, contents: Contents) -> str:
     vocabulary = config.model.vocab_size
     place = hub.place_of_tokenizer(name)
     if not isinstance(place, Path) and (location := hub.find(place)) != "cache":
         return f"{name}: {hub.FOUND[location]}"
     tokenizer = open_user_tokenizer(name, vocabulary, pairs=common.in_pairs(config))
-    common.document_marks(config.data, tokenizer)
     note = "" if tokenizer.note is None else f"; {tokenizer.note}"
+    if contents == "conversations":
+        template = ChatTemplate.or_built_in(hub.resolve_tokenizer(name, cached=True), name)
+        note += f"; chat template: {template.name}"
+    else:
+        common.document_marks(config.data, tokenizer)
     return f"{name}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({vocabulary:,}){note}"
 
 
@@ -355,7 +382,7 @@ def inspect(path: str, samples: int, keys: Mapping[str, Any]) -> inspecting.Insp
     format = format_of(data)
     if format.holds_tokens and (problems := common.mark_problems(data)):
         raise DataError(problems)
-    if format.name == "text" and not place.exists():
+    if format.name in ("text", CHAT) and not place.exists():
         where = "" if place.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
             f"PATH ({path}) does not exist{where}: name Megatron's PREFIX, HDF5 shards, an arrow folder or text"

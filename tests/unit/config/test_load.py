@@ -92,7 +92,7 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("data.format=datasets", "data.format (datasets) needs data.path, a folder that save_to_disk wrote"),
         ("data.split=1,2,3,4", "data.split ('1,2,3,4') must be two weights"),
         ("data.split=1,2,-3", "data.split ('1,2,-3') must be two weights, training (above 0) and evaluation, such as"),
-        ("data.format=csv", "data.format ('csv') must be auto, text, jsonl, parquet, datasets, megatron or hdf5"),
+        ("data.format=csv", "data.format ('csv') must be auto, text, jsonl, parquet, datasets, megatron, hdf5 or chat"),
         ("data.format=megatron", "data.format (megatron) needs data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]"),
         ("data.format=hdf5", "data.format (hdf5) needs data.path: a shard, a folder of *_training_*.hdf5 or a glob"),
         ("data.blend=[0.7,a,0.3]", "data.blend ([0.7, 'a', 0.3]) must hold weights and prefixes in turn: [0.7, PREFI"),

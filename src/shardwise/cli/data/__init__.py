@@ -17,6 +17,7 @@ _ARGUMENTS = {
     "data.split": "--split",
     "data.tokenizer": "--tokenizer",
     "data.text_key": "--text-key",
+    "data.format=chat": "--read-as chat",
     "set data.append_eod=false": "give --no-append-eod",
     "data.append_eod": "--append-eod",
     "data.prepend_bos": "--prepend-bos",
@@ -34,12 +35,12 @@ def arguments_named(path: str) -> AbstractContextManager[None]:
     return keys_renamed({"data.path": path, "data.dataset": path, **_ARGUMENTS})
 
 
-def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for reading files of text."""
-    parser.add_argument("--text-key", metavar="KEY", default="text", help="the field or column with the text (text)")
+def add_reading(parser: argparse.ArgumentParser, *others: str) -> None:
+    """Adds the options for reading files of text; `others`: further values of data.format that the command reads."""
+    parser.add_argument("--text-key", metavar="KEY", help="the field or column with the text (text)")
     parser.add_argument(
         "--read-as",
-        choices=("text", "jsonl", "parquet"),
+        choices=("text", "jsonl", "parquet", *others),
         help="how files of text are read (default: as their content says)",
     )
 

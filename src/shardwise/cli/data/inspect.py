@@ -1,7 +1,8 @@
 """Show what data hold: documents, tokens, lengths, and the first of them decoded.
 
 PATH is Megatron's PREFIX, .bin or .idx; an HDF5 shard, their folder or a glob; a folder that datasets saved; or text
-as training reads it. Of large data a part is looked at that is spread over them, and the lines say so.
+as training reads it. With --read-as chat it is conversations, and what is trained on is shown in ⟦ ⟧. Of large data a
+part is looked at that is spread over them, and the lines say so.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", metavar="PATH|ID", help="shows samples as text (default: the one that the manifest names)"
     )
     parser.add_argument("--samples", metavar="N", type=int, default=3, help="how many are shown (default: 3)")
-    add_reading(parser)
+    add_reading(parser, "chat")
     add_marks(parser.add_argument_group("options of text, whose tokens are counted by a --tokenizer"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.data.open_data import inspect
 
     names = ("tokenizer", "text_key", "append_eod", "prepend_bos")
-    keys = {name: getattr(arguments, name) for name in names}
+    keys = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     keys["format"] = arguments.read_as or "auto"
     with arguments_named("PATH"):
         inspection = inspect(arguments.path, arguments.samples, keys)

@@ -10,6 +10,7 @@ Formats:
     megatron.py       Megatron's .bin and .idx, one or several in a blend
     hdf5.py           HDF5 shards of masked sentence pairs
     datasets.py       data sets of the library `datasets`
+    chat.py           conversations, whose answers are trained on
     text.py           text that is tokenized once; random text for measurements
     stream.py         text that is tokenized while it is trained on
     user_samples.py   samples of the object that `hooks.data` names

@@ -333,11 +333,22 @@ def other_layout(record: Mapping[str, Any], key: str) -> str | None:
     if (by_number and len(inner) == len(record)) or record.keys() >= {"columns", "index", "data"}:
         return f"is a whole table, as pandas writes it: {PANDAS_ADVICE}"
     has_text = any(isinstance(value, str) for value in record.values())
+    conversation = next((name for name, value in record.items() if _are_messages(value)), None)
+    if conversation is not None and (conversation == key or not has_text):
+        return f"holds a conversation in {conversation!r}, which data.format=chat reads"
     for name, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], dict) and (key in value[0] or not has_text):
             command = f"jq -c '{entries(name)}'"
             return f"holds objects in the list {name!r}: put each on its own line, for example with `{command}`"
     return None
+
+
+def _are_messages(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, dict) and message.keys() >= {"role", "content"} for message in value)
+    )
 
 
 def entries(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -151,13 +151,13 @@ def _lines(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[
             stop += len(line)
             if line.strip():
                 is_empty_file = False
-                if text := _line_text(line, partial(_line_name, path, start, number), key, empty):
+                if text := _line_text(line, partial(line_name, path, start, number), key, empty):
                     yield stop, slices(text)
     if is_empty_file:
         raise DataError(f"{path} is empty: remove it or put one JSON object on each line")
 
 
-def _line_name(path: Path | HubFile, start: int, number: int) -> str:
+def line_name(path: Path | HubFile, start: int, number: int) -> str:
     """The file and the number of a line, `number` lines after byte `start`.
 
     Only a message needs it, so the lines before `start` are counted here and not while reading.
@@ -171,6 +171,20 @@ def _line_name(path: Path | HubFile, start: int, number: int) -> str:
 
 
 def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> str:
+    record = line_record(line, where, key)
+    text = record_field(record, where, key, "text")
+    if isinstance(text, dict | list) and (layout := other_layout(record, key)) is not None:
+        raise DataError(f"{where()} {layout}")
+    if not isinstance(text, str):
+        raise DataError(f"{where()}: the field {key!r} must hold text, not {type(text).__name__} (data.text_key)")
+    if not (text or empty):
+        raise DataError(f"{where()}: the field {key!r} is empty: remove the line")
+    require_characters(text, where, key)
+    return text
+
+
+def line_record(line: bytes, where: Callable[[], str], key: str) -> dict[str, Any]:
+    """The JSON object of a line, for which messages give the field `key` as an example; DataError if it holds none."""
     try:
         record = read_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -182,29 +196,31 @@ def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> 
         ) from None
     if not isinstance(record, dict):
         raise DataError(f'{where()} is JSON but not an object: each line must read like {{"{key}": "…"}}')
+    return record
+
+
+def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, content: str) -> Any:
+    """A field of a line's object; DataError if there is none, whose message says that the field holds the `content`."""
     try:
-        text = field_of(record, key)
+        return field_of(record, key)
     except KeyError:
-        if (layout := other_layout(record, key)) is not None:
+        if content == "text" and (layout := other_layout(record, key)) is not None:
             raise DataError(f"{where()} {layout}") from None
         fields = ", ".join(sorted(field_names(record))) or "no fields"
         raise DataError(
-            f"{where()} has no field {key!r}: set data.text_key to the field that holds the text ({fields})"
+            f"{where()} has no field {key!r}: set data.text_key to the field that holds the {content} ({fields})"
             f"{see('data#no-such-field')}"
         ) from None
-    if isinstance(text, dict | list) and (layout := other_layout(record, key)) is not None:
-        raise DataError(f"{where()} {layout}")
-    if not isinstance(text, str):
-        raise DataError(f"{where()}: the field {key!r} must hold text, not {type(text).__name__} (data.text_key)")
-    if not (text or empty):
-        raise DataError(f"{where()}: the field {key!r} is empty: remove the line")
+
+
+def require_characters(text: str, where: Callable[[], str], key: str) -> None:
+    """Raises DataError for a text with half a character, which JSON can spell, and which has no UTF-8."""
     try:
-        text.encode()  # JSON can spell half a character, which has no UTF-8
+        text.encode()
     except UnicodeEncodeError:
         raise DataError(
             f"{where()}: the field {key!r} has half a surrogate pair (\\ud800 to \\udfff): fix it"
         ) from None
-    return text
 
 
 def _rows(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[tuple[int, Iterable[str]]]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DataError, RunError, ShardwiseError, listing
-from shardwise.config import DataConfig
+from shardwise.config import CHAT, DataConfig
 from shardwise.data.reading import stories, text_files
 from shardwise.data.reading.content import BLOCK, HubFile, first_line, readable, unpacked_name
 from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
@@ -41,7 +41,7 @@ _PYTHON_SKIPPED = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
 )
 _TOPICS = "pydoc_data/topics.py"
-_TINY = Path(__file__).parent.parent / "corpus" / "tiny.jsonl"
+_CORPUS = Path(__file__).parent.parent / "corpus"
 # Files that programs leave in a folder of data: marks of complete jobs, checksums, descriptions of columns, locks.
 _BOOKKEEPING = re.compile(
     r"_[\w-]*|.*\.(crc|md5|sha1|sha256|sha512|lock)|(md5|sha1|sha256|sha512)sums?(\.txt)?"
@@ -202,7 +202,9 @@ def open_source(data: DataConfig) -> Source:
     if data.dataset is None:
         raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=python")
     if data.dataset == "tiny":
-        return FileSource("tiny", (_TINY,), "jsonl", "text")
+        return FileSource("tiny", (_CORPUS / "tiny.jsonl",), "jsonl", "text")
+    if data.dataset == CHAT:
+        return FileSource(CHAT, (_CORPUS / "chat.jsonl",), "jsonl", data.text_key)
     if data.dataset == "stories":
         return StorySource()
     root = Path(sysconfig.get_path("stdlib"))

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import numpy as np
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
 from jinja2.parser import Parser
@@ -26,6 +27,8 @@ from jinja2.utils import Namespace
 
 from shardwise.base.errors import DataError
 from shardwise.base.user_code import RAISED
+from shardwise.data.reading.conversations import ASSISTANT
+from shardwise.data.samples.order import IntArray
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.tokenizer_files import (
     BEGIN_MESSAGE,
@@ -37,7 +40,8 @@ from shardwise.data.tokens.tokenizer_files import (
     read_object,
 )
 
-ASSISTANT = "assistant"
+BUILT_IN = "shardwise (built in)"
+"""The name of a built-in template, in place of that of its file."""
 Message = Mapping[str, Any]
 """A message has at least a `role` and a `content`."""
 
@@ -55,25 +59,19 @@ _BUILT_IN = (
 )
 
 
-def add_template(folder: Path, tokenizer: Tokenizer, name: str) -> None:
-    """Gives the tokenizer in `folder` a built-in template if it has none, so that transformers has the same one.
+def add_template(folder: Path, name: str) -> ChatTemplate:
+    """The template of the tokenizer in `folder`, which gets a built-in one if it has none, for transformers too.
 
     Args:
         name: the tokenizer's name, for messages.
 
     Raises:
-        DataError: no token could end a message.
+        DataError: as `ChatTemplate.or_built_in`.
     """
-    if read_template(TokenizerFiles.find(folder)) is not None:
-        return
-    template = built_in_template(tokenizer)
-    if template is None:
-        raise DataError(
-            f"data.tokenizer {name} has no chat template, no {BEGIN_MESSAGE} and {END_MESSAGE}, and no token that ends "
-            f"a document, of which a template could be made: put a {CHAT_TEMPLATE} beside it, or name its eos_token "
-            f"in a {CONFIG}"
-        )
-    (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+    template = ChatTemplate.or_built_in(folder, name)
+    if template.name == BUILT_IN:
+        (folder / CHAT_TEMPLATE).write_text(template.source, encoding="utf-8")
+    return template
 
 
 def built_in_template(tokenizer: Tokenizer) -> str | None:
@@ -132,13 +130,41 @@ class ChatTemplate:
         template = read_template(files)
         if template is None:
             return None
-        name, source = template
+        return cls._made(*template, Tokenizer.load(tokenizer_folder), files)
+
+    @classmethod
+    def or_built_in(cls, path: Path, name: str) -> ChatTemplate:
+        """The template of a tokenizer, else the one that is built in.
+
+        Args:
+            path: folder or file of the tokenizer.
+            name: the tokenizer's name, for messages.
+
+        Raises:
+            DataError: as `of`; or no built-in template fits, as no token could end a message.
+        """
+        files = TokenizerFiles.find(path)
+        tokenizer = Tokenizer.load(path)
+        template = read_template(files)
+        if template is None:
+            source = built_in_template(tokenizer)
+            if source is None:
+                raise DataError(
+                    f"data.tokenizer {name} has no chat template, no {BEGIN_MESSAGE} and {END_MESSAGE}, and no token "
+                    f"that ends a document, of which a template could be made: put a {CHAT_TEMPLATE} beside it, or "
+                    f"name its eos_token in a {CONFIG}"
+                )
+            template = (BUILT_IN, source)
+        return cls._made(*template, tokenizer, files)
+
+    @classmethod
+    def _made(cls, name: str, source: str, tokenizer: Tokenizer, files: TokenizerFiles) -> ChatTemplate:
         variables = {role: token for role in ROLES if (token := files.named(role)) is not None}
         try:
             code = _environment().from_string(source)
         except TemplateError as error:
             raise DataError(f"the chat template in {name} is no jinja2 template ({error}): mend it") from None
-        return cls(source, name, code, Tokenizer.load(tokenizer_folder), variables)
+        return cls(source, name, code, tokenizer, variables)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The text of a conversation, as `apply_chat_template` gives it.
@@ -183,7 +209,7 @@ class ChatTemplate:
         return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
 
     def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        if any(_ANSWER.search(str(message["content"])) for message in messages):
+        if any(_ANSWER.search(str(text)) for message in messages for text in message.values()):
             raise DataError(
                 "a message must be without the characters U+FDD0 and U+FDD1, which no text has: remove them"
             )
@@ -217,6 +243,31 @@ class ChatTemplate:
         answer = text[begin:end].rstrip()
         is_ended = any(answer.endswith(token) for token in self.tokenizer.added_tokens.values())
         return begin + len(answer) if is_ended else end
+
+
+def encode_chats(
+    template: ChatTemplate, chats: Iterable[tuple[Callable[[], str], Sequence[Message]]]
+) -> Iterator[tuple[IntArray, IntArray]]:
+    """The tokens of each conversation, and the first and the next token of each of its answers, [answers, 2].
+
+    A token that an answer shares with the text before or after belongs to the answer, as in transformers.
+
+    Raises:
+        DataError: the template refuses a conversation; names the place, which its function gives.
+    """
+    rendered = []
+    for where, messages in chats:
+        try:
+            rendered.append(template.rendered_chat(messages))
+        except DataError as error:
+            raise DataError(f"{where()}: {error}") from None
+    encodings = template.tokenizer.encodings([chat.text for chat in rendered])
+    for chat, encoding in zip(rendered, encodings, strict=True):
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        places = np.array(chat.answers, dtype=np.int64).reshape(-1, 2)
+        first = np.searchsorted(offsets[:, 1], places[:, 0], side="right")
+        stop = np.searchsorted(offsets[:, 0], places[:, 1], side="left")
+        yield np.array(encoding.ids, dtype=np.int64), np.stack([first, stop], axis=1)
 
 
 def read_template(files: TokenizerFiles) -> tuple[str, str] | None:
@@ -281,7 +332,7 @@ def _raise_exception(message: str) -> NoReturn:
 class _Generation(jinja2.ext.Extension):
     """The tag `{% generation %}`, which puts a private character before and after the text of an answer."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

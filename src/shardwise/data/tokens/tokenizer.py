@@ -153,6 +153,11 @@ class Tokenizer:
         self._read_special_tokens(literally=False)
         return self._backend.encode(text, add_special_tokens=False)
 
+    def encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        """As `encoding`, of all texts, on all cores."""
+        self._read_special_tokens(literally=False)
+        return self._backend.encode_batch(texts, add_special_tokens=False)
+
     def _read_special_tokens(self, *, literally: bool) -> None:
         # Set only if it differs, as it must not be set while another thread encodes.
         if self._backend.encode_special_tokens != literally:

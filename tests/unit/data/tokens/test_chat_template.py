@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 from transformers import AutoTokenizer
 
 from shardwise.base.errors import DataError
-from shardwise.data.tokens.chat_template import ChatTemplate, add_template
-from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
+from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
 
 TEXT = ["Who are you?\nI am a model. <system> user assistant\n" * 9, "Tell me a story! Once upon a time, a fox.\n" * 9]
@@ -50,9 +52,10 @@ def folder_with(path: Path, template: str | None, *, chat: bool = True) -> Path:
     """A tokenizer that was trained here; it has this template, or a built-in one if None is given."""
     tokenizer = train_tokenizer(TEXT, 300, "text", chat=chat)
     tokenizer.save(path)
-    if template is not None:
+    if template is None:
+        add_template(path, "trained")
+    else:
         (path / CHAT_TEMPLATE).write_text(template)
-    add_template(path, tokenizer, "trained")
     return path
 
 
@@ -110,6 +113,18 @@ def test_an_answer_without_a_token_that_ends_it_is_trained_on_with_the_text_afte
     assert template.stop_tokens == ("<|im_end|>",)  # of the tokenizer
 
 
+def test_white_space_around_an_answer_belongs_to_it(tmp_path: Path) -> None:
+    """GPT-NeoX's tokenizer leaves white space out of the offsets of a token, which a search for its start must bear."""
+    folder = folder_with(tmp_path / "tokenizer", None)
+    file = folder / "tokenizer.json"
+    trimming = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": trimming}))
+    template = template_of(folder)
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "  I am\n\n "}] * 2
+    ((ids, found),) = encode_chats(template, [(lambda: "here", messages)])
+    assert [template.tokenizer.decode(ids[begin:end]) for begin, end in found.tolist()] == ["  I am\n\n <|im_end|>"] * 2
+
+
 def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
     folder = tmp_path / "tokenizer"
     train_tokenizer(TEXT, 300, "text", chat=True).save(folder)
@@ -121,7 +136,7 @@ def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
         assert template_of(folder).source == expected
     (folder / CHAT_TEMPLATE).write_text("F")
     assert template_of(folder).source == "F"
-    add_template(folder, Tokenizer.load(folder), "it")
+    add_template(folder, "it")
     assert template_of(folder).source == "F"
 
 
@@ -153,9 +168,8 @@ def test_a_message_with_a_private_character_is_refused(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_an_end_has_no_built_in_template(tmp_path: Path) -> None:
     folder = tmp_path / "tokenizer"
-    tokenizer = train_tokenizer(TEXT, 300, "text")
-    tokenizer.save(folder)
-    tokenizer.end_of_document = None
-    tokenizer.end_of_document_id = None
+    folder.mkdir()
+    backend = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    backend.save(str(folder / "tokenizer.json"))
     with pytest.raises(DataError, match=r"its name has no chat template, no <.im_start.> and <.im_end.>, and no token"):
-        add_template(folder, tokenizer, "its name")
+        add_template(folder, "its name")

@@ -1,0 +1,349 @@
+"""Conversations for supervised fine-tuning: a chat template makes text of them, whose answers are the targets.
+
+They are tokenized once and cached, as text is (`formats.text`). A cache entry has the tokens of all conversations, and
+where conversations and answers begin and end; `ConversationBatches` packs them for the sequence length of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.base.errors import DataError, see
+from shardwise.base.units import counted, size
+from shardwise.config import Config, DataConfig
+from shardwise.data import cache, hub
+from shardwise.data.formats import common, inspecting
+from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations
+from shardwise.data.reading.text_sources import FileSource, open_source
+from shardwise.data.samples.conversations import ConversationBatches, Conversations
+from shardwise.data.samples.order import IntArray
+from shardwise.data.split import PART_NAMES, PARTS, Part, describe_sizes, plan_split
+from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
+from shardwise.data.tokens.encoding import group_by_size, token_writers
+from shardwise.data.tokens.tokenizer import keep_user_tokenizer, train_tokenizer, user_tokenizer_digest
+
+_RULE = 1
+"""Belongs to the key of every cache entry: raise it when a built-in template or the places of answers change."""
+# Text that is encoded at once.
+_BATCH_CHARACTERS = 1 << 20
+# Characters around an answer where an inspection shows it.
+_ANSWER_MARKS = ("⟦", "⟧")
+
+
+@dataclass(frozen=True)
+class PreparedChat(common.PreparedData):
+    """Tokenized conversations of each part."""
+
+    conversations: Mapping[Part, Conversations]
+
+    def count(self, part: Part) -> int:
+        return len(self.conversations[part].tokens)
+
+    def beginning(self, part: Part, tokens: int) -> list[int]:
+        return [int(token) for token in self.conversations[part].tokens[:tokens]]
+
+    def batches(
+        self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False
+    ) -> ConversationBatches | None:
+        """The batches of a part, see `PreparedData`; every conversation is in a sample, so there is no tail."""
+        chats = self.conversations[part]
+        length = config.train.sequence_length
+        if not len(chats.usable(length)):
+            return None
+        return ConversationBatches(chats, length, 0 if evaluation else config.train.seed)
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """The results of reading conversations once.
+
+    Attributes:
+        content: digest of all messages.
+        bytes: size of their text.
+        characters: length of each conversation, [conversations].
+    """
+
+    content: str
+    bytes: int
+    characters: IntArray
+
+
+def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedChat:
+    """Opens the conversations of `config`, tokenizing them first if the cache `root` has no tokens of them."""
+    _require_fitting(config)
+    source = _source(config.data)
+    stamp = source.stamp()
+    known = None if stamp is None else cache.digest_of({"chat": stamp})
+    content = cache.known_content(root, known)
+    scan = None
+    if content is None:
+        scan = _scan(source)
+        content = scan.content
+        cache.remember_content(root, known, content)
+    named = config.data.tokenizer
+    weights = config.data.split_weights
+    key = {
+        "chat": _RULE,
+        "content": content,
+        "split": weights[1] / sum(weights),
+        "tokenizer": "byte-level BPE" if named is None else user_tokenizer_digest(named),
+        "vocab_size": config.model.vocab_size,
+    }
+    entry = cache.open_or_build_tokens(
+        root,
+        cache.key_of(key),
+        lambda folder: _build(folder, source, scan or _scan(source), config, announce),
+        f"{source.name}: once",
+        announce,
+    )
+    return _prepared(entry, source, config, any_size)
+
+
+def _require_fitting(config: Config) -> None:
+    """Raises DataError if the model cannot be trained on conversations, or its ids would get other meanings."""
+    data = config.data
+    load = config.checkpoint.load
+    if config.model.objectives != ("lm",):
+        raise DataError(f"model.family ({config.model.family}) must predict the next token to learn from {data.name}")
+    if load is not None and data.tokenizer is None:
+        raise DataError(
+            f"data.tokenizer must be that of the weights in checkpoint.load ({load}), to which other ids have no "
+            "meaning: name the folder of the checkpoint, or of the model"
+        )
+
+
+def _source(data: DataConfig) -> FileSource:
+    source = open_source(data)
+    assert isinstance(source, FileSource), "data.format=chat names files"
+    return source
+
+
+def _conversations(source: FileSource) -> Iterator[Chat]:
+    for file, reading in zip(source.files, source.readings, strict=True):
+        yield from conversations(file, reading.kind, source.text_key)
+
+
+def _scan(source: FileSource) -> _Scan:
+    digest = _ContentDigest()
+    characters = [*map(_characters, digest.watch(_conversations(source)))]
+    return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
+
+
+def _characters(chat: Chat) -> int:
+    return sum(len(message["content"]) for message in chat[1])
+
+
+def _texts(messages: Conversation) -> Iterator[str]:
+    """The texts of a conversation that a tokenizer is trained on."""
+    for message in messages:
+        yield f"{message['role']}\n{message['content']}"
+
+
+class _ContentDigest:
+    """A digest of all conversations that pass through `watch`, and the size of their texts in bytes."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self.bytes = 0
+
+    def watch(self, chats: Iterable[Chat]) -> Iterator[Chat]:
+        """The conversations, unchanged, each added to the digest."""
+        for where, messages in chats:
+            self._digest.update(json.dumps(messages, sort_keys=True).encode() + b"\n")
+            self.bytes += sum(len(message["content"].encode()) for message in messages)
+            yield where, messages
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def _held_out(scan: _Scan, weights: Sequence[float]) -> npt.NDArray[np.bool_]:
+    """True for each conversation that is evaluated: those that `plan_split` holds out, or whole ones at the end."""
+    split = plan_split(scan.characters, weights)
+    if split.held_out is not None:
+        return split.held_out
+    return np.cumsum(scan.characters) > split.boundary
+
+
+def _build(folder: Path, source: FileSource, scan: _Scan, config: Config, announce: common.Announce) -> dict[str, Any]:
+    is_held_out = _held_out(scan, config.data.split_weights)
+    named = config.data.tokenizer
+    kept = folder / "tokenizer"
+    if named is None:
+        train = (chat for chat, is_out in zip(_conversations(source), is_held_out, strict=False) if not is_out)
+        texts = (text for _, messages in train for text in _texts(messages))
+        tokenizer = train_tokenizer(texts, config.model.vocab_size, source.name, chat=True)
+        tokenizer.save(kept)
+    else:
+        tokenizer = keep_user_tokenizer(named, config.model.vocab_size, kept, announce)
+    template = add_template(kept, named or source.name)
+    digest = _ContentDigest()
+    chats = digest.watch(_conversations(source))
+    parts = _encode(chats, is_held_out, template, folder)
+    if digest.hexdigest() != scan.content:
+        raise DataError(
+            f"{source.name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
+        )
+    digests = [scan.content]
+    for facts in parts.values():
+        digests += [facts["sha256"], *(row["sha256"] for row in facts["bounds"].values())]
+    return {
+        "dtype": cache.token_dtype(tokenizer.vocab_size).str,
+        "vocab_size": tokenizer.vocab_size,
+        "content": scan.content,
+        "bytes": scan.bytes,
+        **parts,
+        "tokenizer": cache.tokenizer_digest(kept),
+        "fingerprint": cache.fingerprint_of(digests),
+    }
+
+
+def _encode(
+    chats: Iterable[Chat],
+    is_held_out: npt.NDArray[np.bool_],
+    template: ChatTemplate,
+    folder: Path,
+) -> dict[str, Any]:
+    """Writes each part's tokens, the bounds of its conversations and those of its answers; returns their records."""
+    names = ("conversations", "answers")
+    with ExitStack() as files:
+        writers = token_writers(files, cache.token_dtype(template.tokenizer.vocab_size), folder)
+        bounds = {
+            part: {
+                name: cache.ArrayWriter(
+                    files.enter_context((folder / f"{part}.{name}.bin").open("wb")), cache.BOUNDS_DTYPE
+                )
+                for name in names
+            }
+            for part in PARTS
+        }
+        for part in PARTS:
+            bounds[part]["conversations"].write([0])
+        is_out = iter(is_held_out.tolist())
+        for batch in group_by_size(chats, _characters, _BATCH_CHARACTERS):
+            for ids, answers in encode_chats(template, batch):
+                chosen: Part = "eval" if next(is_out, False) else "train"
+                writer = writers[chosen]
+                bounds[chosen]["answers"].write((answers + writer.length).ravel())
+                writer.write(ids)
+                writer.documents += 1
+                bounds[chosen]["conversations"].write([writer.length])
+    return {
+        part: {**writer.facts(), "bounds": {name: row.facts() for name, row in bounds[part].items()}}
+        for part, writer in writers.items()
+    }
+
+
+def _prepared(entry: cache.CacheEntry, source: FileSource, config: Config, any_size: bool) -> PreparedChat:
+    facts = entry.manifest
+    chats = {
+        part: Conversations(
+            entry.tokens(part), entry.bounds(part, "conversations"), entry.bounds(part, "answers").reshape(-1, 2)
+        )
+        for part in PARTS
+    }
+    length = config.train.sequence_length
+    needed = [] if any_size else common.needed_parts(config)
+    problems = [
+        f"the {PART_NAMES[part]} part of {config.data.key} {source.name} "
+        f"({counted(facts[part]['documents'], 'conversation')} at data.split={config.data.split}) must have an answer "
+        f"that begins within the first train.sequence_length + 1 ({length + 1:,}) tokens of a conversation: give more "
+        "conversations, a longer sequence or another split"
+        for part in needed
+        if not len(chats[part].usable(length))
+    ]
+    if problems:
+        raise DataError(problems)
+    return PreparedChat(entry.tokenizer_path, facts["fingerprint"], _summary(facts, source, chats, length), chats)
+
+
+def _summary(facts: Mapping[str, Any], source: FileSource, chats: Mapping[Part, Conversations], length: int) -> str:
+    sizes = {part: facts[part]["tokens"] for part in PARTS}
+    number = sum(facts[part]["documents"] for part in PARTS)
+    answered = sum(int(np.diff(part.answers).sum()) for part in chats.values())
+    cut = sum(int((part.lengths[part.usable(length)] > length + 1).sum()) for part in chats.values())
+    left_out = number - sum(len(part.usable(length)) for part in chats.values())
+    summary = (
+        f"{source.name}: {size(facts['bytes'])}, {counted(number, 'conversation')}, {describe_sizes(sizes)} tokens, "
+        f"{answered / max(1, sum(sizes.values())):.0%} of them in answers, vocabulary {facts['vocab_size']:,}"
+    )
+    if cut:
+        summary += f"; {counted(cut, 'conversation')} cut at train.sequence_length + 1 ({length + 1:,} tokens)"
+    if left_out:
+        summary += f"; {counted(left_out, 'conversation')} left out, whose first answer begins after that"
+    return summary + source.left_out_note()
+
+
+def glance(config: Config) -> str:
+    """The size of the files; no more is read than the first conversation of each."""
+    _require_fitting(config)
+    source = _source(config.data)
+    for file, reading in zip(source.files, source.readings, strict=True):
+        next(conversations(file, reading.kind, source.text_key))
+    total = sum(file.stat().st_size for file in source.files)
+    return (
+        f"conversations, {counted(len(source.files), 'file')}, {size(total)}, prepared when the run starts, unless the "
+        f"cache has them{source.left_out_note()}"
+    )
+
+
+def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
+    """Files of conversations, as training reads them; in those that are shown, answers stand in ⟦ ⟧."""
+    source = _source(data)
+    template = None
+    if data.tokenizer is not None:
+        template = ChatTemplate.or_built_in(hub.resolve_tokenizer(data.tokenizer), data.tokenizer)
+    scan = _scan(source)
+    total = sum(path.stat().st_size for path in source.files)
+    number = len(scan.characters)
+    rows = [("files", f"{len(source.files):,}, {source.described()}"), ("conversations", f"{number:,}")]
+    lengths = inspecting.Lengths.of("characters of a conversation", scan.characters, number)
+    counts: dict[str, Any] = {"files": len(source.files), "conversations": number}
+    if template is not None:
+        batches = group_by_size(_conversations(source), _characters, _BATCH_CHARACTERS)
+        encoded = [chat for batch in batches for chat in encode_chats(template, batch)]
+        lengths = inspecting.Lengths.of("tokens of a conversation", np.array([len(ids) for ids, _ in encoded]), number)
+        counts["tokens"] = sum(len(ids) for ids, _ in encoded)
+        counts["trained"] = sum(int(np.diff(answers).sum()) for _, answers in encoded)
+        rows += [
+            ("template", template.name),
+            ("tokens", f"{counts['tokens']:,}, {counts['trained']:,} of them in answers, which are trained on"),
+        ]
+    rows.append(("shown in ⟦ ⟧", "what is trained on"))
+    shown = [_shown(messages, template) for _, messages in islice(_conversations(source), samples)]
+    return inspecting.Inspection(
+        source.name,
+        "chat",
+        total,
+        rows,
+        counts,
+        lengths,
+        [inspecting.InspectedSample(n, text[: inspecting.SAMPLE_CHARACTERS], None) for n, text in enumerate(shown)],
+    )
+
+
+def _shown(messages: Conversation, template: ChatTemplate | None) -> str:
+    """The text of a conversation with marks around its answers; without a template, the messages and their roles."""
+    begin, end = _ANSWER_MARKS
+    if template is None:
+        return " ".join(
+            f"{message['role']}: {begin}{message['content']}{end}"
+            if message["role"] == ASSISTANT
+            else f"{message['role']}: {message['content']}"
+            for message in messages
+        )
+    rendered = template.rendered_chat(messages)
+    text = rendered.text
+    for first, last in reversed(rendered.answers):
+        text = f"{text[:first]}{begin}{text[first:last]}{end}{text[last:]}"
+    return text
