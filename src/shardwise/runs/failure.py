@@ -16,7 +16,7 @@ from shardwise.runs.lost_time import seconds_of
 
 HEADING = "FAILED "
 """Beginning of each block."""
-_ADDRESS = r" \((docs/troubleshooting/[^\s()]+)\)"
+_ADDRESS = r" \(`?((?:docs/troubleshooting/|shardwise explain )[^()`]+)`?\)"
 """What `errors.see` appends to a message."""
 _STEP = r"step ([\d,]+): (.*)"
 """A message that names the step which failed."""

@@ -29,7 +29,7 @@ def test_the_block_says_what_failed_where_to_look_what_is_lost_and_how_to_go_on(
         "log: runs/live/logs/rank-0001.log",
         "131 steps since checkpoint 600 are lost",
         "resume: shardwise train quickstart --nproc 2 --run-dir runs/live",
-        "see: docs/troubleshooting/training.md#killed-rank",
+        f"see: {see('training#killed-rank').strip(' ()`')}",
     ]
 
 
