@@ -94,6 +94,8 @@ def _steps_done(run: Path, began: float, steps: int) -> int | None:
     The last record may be older than the last step, if not every step is recorded.
     """
     done = steps
+    # Events have their times in whole milliseconds.
+    began = int(1000 * began) / 1000
     for kind in ("step", "stop"):
         event = last_event(run, kind) or {}
         if seconds_of(event) >= began:

@@ -268,7 +268,9 @@ class Supervisor:
         script = self._run_path / "job.sh"
         resume = shlex.join(["sbatch", str(script)]) if script.exists() else None
         steps = 0 if ending.first_step is None else ending.step
-        return failure_text(Failure(ending.rank or 0, ending.text, code), self._run_path, ending.began, resume, steps)
+        # The beginning of a start that no supervisor saw the end of is unknown.
+        began = ending.began if ending.seconds else 0.0
+        return failure_text(Failure(ending.rank or 0, ending.text, code), self._run_path, began, resume, steps)
 
     def _leave(self, text: str, ending: AttemptEnding) -> NoReturn:
         """End this start of the job; SLURM starts it again where it was the cluster that ended it."""
