@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import sys
 from datetime import UTC, datetime
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import redacted_arguments
+from shardwise.launch.environment import REPLAY
 from shardwise.launch.first_failure import TRACEBACK, Failure
 from shardwise.runs.failure import FailureRecord, failure_of
 from shardwise.runs.folder import RunDirectory, now, read_config
@@ -53,9 +55,12 @@ def failure_text(failure: Failure, run: Path | None, began: float, resume: str |
 
 
 def resume_command(run: Path) -> str | None:
-    """Return the command line of this process with the run's folder, as a user types it; None of a program."""
+    """Return the command line of this process with the run's folder, as a user types it.
+
+    None of a program, and of a replay, whose folder is removed.
+    """
     words = redacted_arguments(sys.argv[1:])
-    if words[:1] != ["train"]:
+    if words[:1] != ["train"] or REPLAY in os.environ:
         return None
     kept = [
         word
