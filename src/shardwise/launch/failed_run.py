@@ -38,7 +38,7 @@ def failure_text(failure: Failure, run: Path | None, began: float, resume: str |
     lines = [line for line in failure.text.splitlines() if line.strip() and not line.startswith(TRACEBACK)]
     record = FailureRecord(
         time=now(),
-        cause=lines[0] if lines else "",
+        cause=lines[0] if lines else "no reason is known",
         details="\n".join(lines[1:]),
         exit_code=failure.exit_code,
         rank=failure.rank,

@@ -66,8 +66,8 @@ class FailureRecord:
         return f"{HEADING}{where}: {cause.rstrip('.')}."
 
     @property
-    def loss(self) -> str | None:
-        """The steps that are lost, as the user reads it; None if this start had done none."""
+    def lost_text(self) -> str | None:
+        """Sentence on the steps that are lost; None if this start had done none."""
         if self.step is None:
             return None
         lost = self.step - self.checkpoint
@@ -83,8 +83,8 @@ class FailureRecord:
         lines = [self.heading, *re.sub(_ADDRESS, "", self.details).splitlines()]
         if self.log is not None:
             lines.append(f"log: {run / self.log}")
-        if self.loss is not None:
-            lines.append(self.loss)
+        if self.lost_text is not None:
+            lines.append(self.lost_text)
         if self.resume is not None:
             lines.append(f"resume: {self.resume}")
         addresses = dict.fromkeys(re.findall(_ADDRESS, f"{self.cause}\n{self.details}"))

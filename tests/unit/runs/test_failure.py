@@ -34,7 +34,7 @@ def test_the_block_says_what_failed_where_to_look_what_is_lost_and_how_to_go_on(
 
 
 @pytest.mark.parametrize(
-    ("changes", "heading", "loss"),
+    ("changes", "heading", "lost"),
     [
         ({"step": 601}, "FAILED at step 601: x.", "1 step since checkpoint 600 is lost"),
         ({"step": 600}, "FAILED at step 600: x.", "no step is lost: checkpoint 600 is of the last one"),
@@ -49,9 +49,9 @@ def test_the_block_says_what_failed_where_to_look_what_is_lost_and_how_to_go_on(
         ),
     ],
 )
-def test_lines_that_do_not_apply_are_left_out(changes: dict[str, object], heading: str, loss: str | None) -> None:
+def test_lines_that_do_not_apply_are_left_out(changes: dict[str, object], heading: str, lost: str | None) -> None:
     record = replace(FailureRecord(KILLED.time, "x", step=731, checkpoint=600, every=200), **changes)
-    assert record.lines(Path("run")) == [heading, *([] if loss is None else [loss])]
+    assert record.lines(Path("run")) == [heading, *([] if lost is None else [lost])]
 
 
 def test_details_stay_below_the_cause() -> None:
