@@ -129,7 +129,7 @@ def test_each_start_is_recorded_with_its_cause(survivor: Submission) -> None:
     assert (requeued["requeues"], killed["requeues"], stopped["requeues"]) == (0, 1, 1)
     assert requeued["checkpoint"] == requeued["step"] == killed["first_step"], "a warning costs no step"
     assert killed["rank"] == 1
-    assert killed["text"].startswith("rank 1 was killed by SIGKILL"), killed["text"]
+    assert killed["text"].startswith("rank 1 was killed (SIGKILL"), killed["text"]
     assert killed["step"] - stopped["first_step"] <= 5, "no more than the steps since the last checkpoint"
     log = survivor.log.read_text()
     assert "restart 1 of 100 (launch.max_restarts), in the same allocation" in log
@@ -144,7 +144,7 @@ def test_jobs_tell_how_it_does_and_did(survivor: Submission) -> None:
     ), listed
     shown = survivor.shardwise("jobs", "show", survivor.id).succeeded().out
     assert re.search(r"^state +stopped$", shown, re.MULTILINE), shown
-    assert re.search(r"^start 2 .*failed: rank 1 was killed by SIGKILL", shown, re.MULTILINE), shown
+    assert re.search(r"^start 2 .*failed: rank 1 was killed \(SIGKILL", shown, re.MULTILINE), shown
     for part in ("goodput", "  lost steps", "  detection", "  restart", "  load", "  first step"):
         assert re.search(rf"^{part} +\d", shown, re.MULTILINE), shown
     assert survivor.shardwise("jobs", "log", survivor.id).succeeded().out.strip() == survivor.log.read_text().strip()

@@ -97,7 +97,7 @@ def test_a_task_that_fails_by_itself_says_why(slurm: Slurm, tmp_path: Path) -> N
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     ended = shardwise("train", "recipe.yaml", "--run-dir", "run", at=tmp_path, program=SRUN, **slurm.variables)
     assert ended.code != 0
-    assert ended.err.count("rank 2: failed: RuntimeError: no such kernel") == 1, ended.err
+    assert ended.err.count("rank 2 failed: RuntimeError: no such kernel") == 1, ended.err
     assert "Traceback" not in ended.err
 
 

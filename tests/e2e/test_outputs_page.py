@@ -34,5 +34,5 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path) -> None:
         for block in re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
         for line in block.splitlines()
     ]
-    assert len(shown) == 8
+    assert len(shown) == 11
     assert [line for line in shown if shape(line) not in shapes] == [], "the page shows lines that are not printed"

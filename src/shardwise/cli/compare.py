@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise.base import files, parsing, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
-from shardwise.runs.folder import RunDirectory, last_that_counts
-from shardwise.runs.report.numbers import difference
+from shardwise.runs.folder import RunDirectory, last_that_counts, read_config
+from shardwise.runs.report.numbers import config_differences, difference
 
 if TYPE_CHECKING:
     from shardwise.runs.state_records import StateRecords
@@ -89,9 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.bits:
         differing += [facts["first_difference"] for facts in (norms, states) if facts["first_difference"] is not None]
     largest_difference = {"difference": differences[largest], "step": largest, "a": a[largest], "b": b[largest]}
+    final = {name: {"step": max(curve), "loss": curve[max(curve)]} for name, curve in (("a", a), ("b", b))}
+    keys = _differing_keys(*paths)
     if arguments.json:
         names = {"a": str(paths[0]), "b": str(paths[1]), "steps": len(differences)}
         facts = {"largest": largest_difference, "tolerance": tolerance, "beyond": beyond, "within": not differing}
+        facts |= {"final": final, "keys": keys}
         if arguments.bits:
             facts["norms"] = norms
         if arguments.bits or states["steps"]:
@@ -102,6 +105,10 @@ def run(arguments: argparse.Namespace) -> int:
         ("A", f"{paths[0]}: {_steps(a)}"),
         ("B", f"{paths[1]}: {_steps(b)}"),
         ("both", _steps(differences)),
+        (
+            "final",
+            ", ".join("loss {loss:.8g} at step {step:,} in ".format(**final[name]) + name.upper() for name in "ab"),
+        ),
         ("largest", "{difference:.3g} at step {step:,}: loss {a:.8g} in A, {b:.8g} in B".format(**largest_difference)),
     ]
     if arguments.bits:
@@ -115,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append(("result", _result(beyond, tolerance)))
     if arguments.bits or states["steps"]:
         rows.append(("states", _compared_text(states, "with hashes in both")))
-    output.table(rows)
+    output.table([*rows, *_key_rows(keys)])
     return int(bool(differing))
 
 
@@ -141,6 +148,21 @@ def _result(beyond: Sequence[int], tolerance: float) -> str:
 
 
 # ---- what only the folders of two runs have
+
+
+def _differing_keys(a: Path, b: Path) -> list[list[Any]] | None:
+    """Return [key, value in A, value in B] of each key of the configuration that differs; None unless both are runs."""
+    runs = [RunDirectory(path) for path in (a, b)]
+    if not all(run.config.is_file() for run in runs):
+        return None
+    return config_differences(*map(read_config, runs))
+
+
+def _key_rows(keys: Sequence[Sequence[Any]] | None) -> list[tuple[str, str]]:
+    if keys is None:
+        return []
+    texts = [f"{key}: {_shown(json.dumps(a))} in A, {_shown(json.dumps(b))} in B" for key, a, b in keys]
+    return [("" if number else "keys", text) for number, text in enumerate(texts or ["no key differs"])]
 
 
 def _records_of(path: Path) -> StateRecords | None:

@@ -20,6 +20,7 @@ from shardwise.launch.slurm import commands, jobs
 from shardwise.launch.slurm.script import job_log
 from shardwise.runs.folder import RUNS, RunDirectory
 from shardwise.runs.lost_time import seconds_of
+from shardwise.runs.run import open_run
 from shardwise.runs.summary import how_it_ended
 
 _HEAD = ("job", "state", "step", "s/step", "loss", "elapsed", "nodes", "run")
@@ -107,6 +108,11 @@ def _show(state: jobs.JobState) -> None:
     resumed = [event for event in RunDirectory(state.run).events("resume") if seconds_of(event) >= began]
     loading = sum(event.get("load_seconds") or 0.0 for event in resumed)
     output.table([*rows, *jobs.goodput(endings, loading)])
+    failure = open_run(state.run, all_steps=False).failure if RunDirectory(state.run).holds_run else None
+    # A failure of an earlier job of the run is told by the record of that job's starts.
+    if failure is not None and seconds_of(asdict(failure)) >= began:
+        for line in failure.lines(state.run):
+            output.line(line)
 
 
 def _told(ending: AttemptEnding) -> str:

@@ -13,22 +13,25 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.cli.plan_against_run import compare_with_run
+from shardwise.cli.plan_devices import compare_devices
+from shardwise.cli.plan_rows import DAY, plan_facts, row, time_unit
 from shardwise.config import Config, dump_yaml, load_config, recipe_name
 from shardwise.planner.device_specs import cluster
 from shardwise.planner.memory import offloaded_bytes
-from shardwise.planner.search import Plan, Search, search
+from shardwise.planner.search import Plan, Search, distinct, search
 from shardwise.planner.step_time import timeline_of
 
-_DAY = 86_400
-_SECONDS_OF = {"hour": 3600, "day": _DAY, "week": 7 * _DAY}
+_SECONDS_OF = {"hour": 3600, "day": DAY, "week": 7 * DAY}
+_MOST_PLANS = 30
+"""Layouts of the list before those that differ in details are left out."""
+_MOST_ROWS = 10
+"""Rows of the list, and layouts of `--json` and `--plot`."""
 _NODE_COUNTS = sorted({2**power for power in range(15)} | {3 * 2**power for power in range(13)})
 """Numbers of nodes that are tried: 1, 2, 3, 4, 6, 8, 12, 16 and so on, up to 16,384."""
 _LEGEND = (
@@ -45,12 +48,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as train.steps=100"
     )
-    parser.add_argument("--device", metavar="DEVICE[:N]", help="a device's name or YAML file, and how many a node has")
+    parser.add_argument(
+        "--device",
+        metavar="DEVICE[:N]",
+        help="a device's name or YAML file, and how many a node has; several with commas are compared",
+    )
     parser.add_argument("--nodes", metavar="N", type=int, help="machines (default: 1)")
     parser.add_argument("--budget", metavar="TIME", help="how many nodes train it in this time, such as '30 days'")
     parser.add_argument(
         "--why", metavar=("A", "B"), nargs=2, type=int, help="explain why layout A is faster than layout B"
     )
+    parser.add_argument("--all", action="store_true", help="list layouts that differ in details too")
     parser.add_argument(
         "--write", metavar="FILE", type=Path, help="write the recipe with the best layout to FILE; of a run, a device"
     )
@@ -80,32 +88,34 @@ def run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
     config = load_config(recipe, arguments.overrides)
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
-    result = _searched(arguments, config, fixed)
+    if "," in arguments.device:
+        return compare_devices(arguments, lambda device: _searched(arguments, device, config, fixed))
+    result = _searched(arguments, arguments.device, config, fixed)
     if arguments.why is not None:
         _show_differences(result.plans, *arguments.why)
     elif arguments.json:
-        plans = [_plan_facts(plan) for plan in result.plans]
+        plans = [plan_facts(plan) for plan in result.plans[:_MOST_ROWS]]
         output.json({"valid": result.valid, "dropped": dict(result.too_large), "plans": plans})
     else:
-        _show(recipe_name(recipe), result)
+        _show(recipe_name(recipe), result, has_all=arguments.all)
     if arguments.write is not None:
         _write(arguments.write, recipe_name(recipe), result.plans[0])
     if arguments.plot is not None:
-        draw(result.plans, arguments.plot)
+        draw(result.plans[:_MOST_ROWS], arguments.plot)
         output.progress(f"wrote {arguments.plot}")
     return 0
 
 
-def _searched(arguments: argparse.Namespace, config: Config, fixed: set[str]) -> Search:
+def _searched(arguments: argparse.Namespace, device: str, config: Config, fixed: set[str]) -> Search:
     """Return the best layouts on the nodes that are given, or on the fewest that keep to the budget."""
     if arguments.budget is not None:
         if arguments.nodes is not None:
             raise ConfigError("--budget must go without --nodes: it answers how many nodes are needed")
-        return _search_within_budget(config, arguments.device, arguments.budget, fixed)
+        return _search_within_budget(config, device, arguments.budget, fixed)
     nodes = 1 if arguments.nodes is None else arguments.nodes
-    result = search(config, cluster(arguments.device, nodes), fixed=fixed)
+    result = search(config, cluster(device, nodes), best=_MOST_PLANS, fixed=fixed)
     if not result.plans:
-        raise ConfigError(_why_nothing_fits(result, config, arguments.device, nodes, fixed))
+        raise ConfigError(_why_nothing_fits(result, config, device, nodes, fixed))
     return result
 
 
@@ -123,7 +133,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(name: str, result: Search) -> None:
+def _show(name: str, result: Search, *, has_all: bool) -> None:
     best = result.plans[0]
     train = best.config.train
     tokens = train.steps * train.global_batch * train.sequence_length
@@ -131,51 +141,25 @@ def _show(name: str, result: Search) -> None:
     dropped = "".join(f"; {number:,} dropped: {reason}" for reason, number in result.too_large.items())
     output.prose(f"{result.valid:,} layouts are valid{dropped}")
     output.line()
-    head = ("", "layout", "step", "tokens/s", "MFU", "memory", "free", "bubble", "comm.", "days", "device-hours")
-    rows = [(str(number), *_row(plan)) for number, plan in enumerate(result.plans, 1)]
+    chosen = list(range(len(result.plans))) if has_all else distinct(result.plans)[:_MOST_ROWS]
+    unit = time_unit(best)
+    head = ("", "layout", "step", "tokens/s", "MFU", "memory", "free", "bubble", "comm.", unit, "device-hours")
+    rows = [(str(index + 1), *row(result.plans[index], unit)) for index in chosen]
     output.table(rows, head, right=(0, 2, 3, 4, 5, 6, 7, 8, 9, 10))
     output.line()
+    left_out = chosen[-1] + 1 - len(chosen)
+    if left_out:
+        differ = "differs" if left_out == 1 else "differ"
+        output.prose(
+            f"{units.counted(left_out, 'layout')} between them {differ} from a faster one in schedule, micro-batch, "
+            "recompute or SP alone, by at most 4% of the time: --all shows each."
+        )
+    if any(result.plans[index].is_tight for index in chosen):
+        output.line("(tight): less than 10% of the device's memory is free.")
     for line in _LEGEND:
         output.line(line)
     if on_host := offloaded_bytes(best.config, best.layout, best.cluster.device.is_accelerator):
         output.prose(f"Layout 1 needs {units.size(on_host)} of the host's memory for each rank, which is not checked.")
-
-
-def _device_hours(plan: Plan) -> float:
-    return plan.seconds * plan.cluster.world / 3600
-
-
-def _row(plan: Plan) -> tuple[str, ...]:
-    time = plan.time
-    mfu = plan.mfu
-    return (
-        plan.text(),
-        units.duration(time.total),
-        f"{plan.tokens_per_second:,.0f}",
-        "" if mfu is None else f"{mfu:.1%}",
-        units.size(plan.memory.total),
-        units.size(plan.headroom),
-        f"{time.bubble / time.total:.1%}",
-        f"{time.communication / time.total:.1%}",
-        f"{plan.seconds / _DAY:,.1f}",
-        f"{_device_hours(plan):,.0f}",
-    )
-
-
-def _plan_facts(plan: Plan) -> dict[str, Any]:
-    return {
-        "layout": asdict(plan.choice),
-        "data": plan.layout.data,
-        "devices": plan.cluster.world,
-        "step_seconds": plan.time.total,
-        "parts_seconds": dict(plan.time.rows()),
-        "tokens_per_second": plan.tokens_per_second,
-        "mfu": plan.mfu,
-        "memory_bytes": plan.memory.total,
-        "headroom_bytes": plan.headroom,
-        "days": plan.seconds / _DAY,
-        "device_hours": _device_hours(plan),
-    }
 
 
 def _show_differences(plans: list[Plan], first: int, second: int) -> None:
@@ -241,7 +225,7 @@ def _search_within_budget(config: Config, device: str, budget: str, fixed: set[s
             fastest = plans[0]
         if plans[0].seconds <= limit:
             output.progress(f"{units.counted(nodes, 'node')} of {machines.per_node} train it in {budget}")
-            return search(config, machines, fixed=fixed)
+            return search(config, machines, best=_MOST_PLANS, fixed=fixed)
     shortest = "nothing fits" if fastest is None else f"{units.duration(fastest.seconds)} on {fastest.cluster}"
     raise ConfigError(f"--budget ({budget}) must be longer: the shortest training found takes {shortest}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
@@ -21,7 +21,7 @@ from shardwise.runs.folder import RunDirectory, RunLock, new_run_path
 
 
 def claim(locks: ExitStack, run_path: Path) -> None:
-    """Hold the folder's lock until `locks` is left, and forget stop requests that were for an earlier run.
+    """Hold the folder's lock until `locks` is left; forget stop requests to, and the failure of, an earlier start.
 
     Raises:
         ConfigError: another process runs there; it is named, and nothing of its run is touched.
@@ -31,6 +31,9 @@ def claim(locks: ExitStack, run_path: Path) -> None:
         output.progress(f"warning: cannot lock {run_path} ({lock.problem}); do not start a second run in it")
     # After the lock is taken: else a request to the run that has it would be lost.
     stop_requests.clear(run_path)
+    # Without success it is told from a later failure by its time.
+    with suppress(OSError):
+        RunDirectory(run_path).failure.unlink(missing_ok=True)
 
 
 def is_finished(locks: ExitStack, config: Config, run_path: Path, place: Rank | None) -> bool:

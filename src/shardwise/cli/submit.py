@@ -23,7 +23,7 @@ from shardwise.base.redaction import redacted
 from shardwise.cli import output
 from shardwise.cli.jobs import follow
 from shardwise.cli.train import glance_at_inputs, with_batch
-from shardwise.config import Layout, load_config, recipe_name, recipe_text, require_data
+from shardwise.config import Config, Layout, load_config, recipe_name, recipe_text, require_data
 from shardwise.launch.slurm import commands, submission
 from shardwise.launch.slurm.script import JobPlan, compile_script, job_log, job_script, job_set, ranks_per_node
 from shardwise.planner.device_specs import Cluster, cluster
@@ -78,10 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     gres = submission.reserved(config)
     on = None if arguments.device is None else cluster(arguments.device, nodes[1])
     # Where neither the recipe nor SLURM tells the number, `--device h100:8` does.
-    if on is not None and config.launch.ranks_per_node is None and gres is None:
-        ranks = on.per_node
-    else:
-        ranks = ranks_per_node(config, nodes, gres)
+    is_unknown = config.launch.ranks_per_node is None and gres is None
+    ranks = on.per_node if on is not None and is_unknown else ranks_per_node(config, nodes, gres)
     layout, notes = submission.check_counts(
         config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, run_path)
     )
@@ -89,7 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
         from shardwise.models.user_model import check_user_model
 
         check_user_model(config)
-    submission.check_run_folder((run_path or RUNS / recipe_name(recipe)).absolute(), config)
+    folder = (run_path or RUNS / recipe_name(recipe)).absolute()
+    submission.check_run_folder(folder, config)
+    warnings = _disk_warnings(folder, config, is_shown_only)
     inputs, problems = ([], []) if arguments.kubernetes is not None else glance_at_inputs(recipe, config)
     if problems and not is_shown_only:
         raise ConfigError(problems)
@@ -101,7 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     try:
         accelerator = None if on is None else on.device.is_accelerator
-        output.table([*submission.rows(job, layout, notes, accelerator), *_predicted(job, layout, on), *inputs])
+        rows = [*submission.rows(job, layout, notes, accelerator), *_predicted(job, layout, on), *inputs, *warnings]
+        output.table(rows)
         scripts = [compile_script(job), job_script(job)] if arguments.precompile else [job_script(job)]
         for script in scripts:
             output.line()
@@ -119,6 +120,17 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         output.line("nothing was submitted")
     return 0
+
+
+def _disk_warnings(folder: Path, config: Config, is_shown_only: bool) -> list[tuple[str, str]]:
+    """Check the disk of the run's folder; of a job that is only shown, return what is wrong: it may run elsewhere."""
+    try:
+        submission.check_disk(folder, config)
+    except ConfigError as error:
+        if not is_shown_only:
+            raise
+        return [("warning", f"on this machine: {error}")]
+    return []
 
 
 def _is_wanted() -> bool:

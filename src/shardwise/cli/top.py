@@ -38,7 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.interval >= _LEAST_SECONDS:
         raise ConfigError(f"--interval ({arguments.interval:g}) must be at least {_LEAST_SECONDS} seconds")
     if arguments.once:
-        output.table(_rows(frame_of(open_run(arguments.run, all_steps=False))))
+        frame = frame_of(open_run(arguments.run, all_steps=False))
+        output.table(_rows(frame))
+        for line in frame.failure_lines:
+            output.line(line)
         return 0
     _require_screen()
     reader = Reader(arguments.run)
@@ -70,9 +73,10 @@ def _rows(frame: Frame) -> list[tuple[str, str]]:
     left = "" if frame.eta_seconds is None else f", {drawing.seconds(frame.eta_seconds)} left"
     rows = [
         ("run", str(frame.path.resolve())),
-        ("state", f"{frame.state}{f' ({frame.reason})' if frame.state in ('failed', 'stopped') else ''}{heard}"),
+        ("state", f"{frame.state}{_reason(frame)}{heard}"),
         ("step", f"{frame.step:,}{total}{pace}{left}"),
         ("loss", _loss(frame)),
+        *([("evaluation", _evaluation(frame.evaluation))] if frame.evaluation else []),
         ("speed", f"{drawing.rate(last.get('tokens_per_second'))} tokens/s, MFU {drawing.percent(last.get('mfu'))}"),
         *([("sources", _sources(last))] if last.get("sources") else []),
         ("split", _shares(frame.split)),
@@ -95,6 +99,16 @@ def _rows(frame: Frame) -> list[tuple[str, str]]:
     if warnings:
         rows.append(("warning", f"{warnings[-1].get('text', '')} ({units.counted(len(warnings), 'warning')})"))
     return rows
+
+
+def _reason(frame: Frame) -> str:
+    """Why the run ended, unless the lines below the table say it."""
+    return f" ({frame.reason})" if frame.state in ("failed", "stopped") and not frame.failure_lines else ""
+
+
+def _evaluation(event: Mapping[str, Any]) -> str:
+    loss = drawing.plain(event.get("loss"), ".4f")
+    return f"loss {loss}, perplexity {drawing.plain(event.get('perplexity'), '.4g')} at step {event.get('step'):,}"
 
 
 def _loss(frame: Frame) -> str:

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.exit_codes import FAILED
 from shardwise.base.hardware import accelerators
-from shardwise.base.terminal import COMMAND, width_of, wrapped
+from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.config import (
@@ -334,26 +332,11 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 
 def _launch(arguments: argparse.Namespace, world: int) -> int:
     """Train on several local ranks."""
-    from shardwise.launch.local import EndedError, LaunchError, launch
-    from shardwise.runs.summary import newest_checkpoint, what_is_lost, what_is_saved
+    from shardwise.launch.local import EndedError, launch
+    from shardwise.runs.summary import what_is_saved
 
     try:
         launch(_command_of_rank(arguments, world), world, arguments.run_dir)
     except EndedError as error:
         raise EndedError(f"{error}; {what_is_saved(arguments.run_dir)}") from None
-    except LaunchError as error:
-        lost = what_is_lost(arguments.run_dir)
-        if error.exit_code != FAILED or lost is None:
-            raise
-        resume = f"\n{COMMAND}{_command_of_user(arguments)}" if newest_checkpoint(arguments.run_dir) else ""
-        raise LaunchError(f"{error}\n{lost}{resume}", error.exit_code) from None
     return 0
-
-
-def _command_of_user(arguments: argparse.Namespace) -> str:
-    """The command that continues the run."""
-    command = ["shardwise", "train", arguments.recipe, *arguments.overrides, "--run-dir", str(arguments.run_dir)]
-    command += [f"--change={key}" for key in arguments.change]
-    if arguments.nproc is not None:
-        command += ["--nproc", str(arguments.nproc)]
-    return shlex.join(command)

@@ -16,7 +16,12 @@ from shardwise.base import files, parsing, redaction, terminal
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError, see
 from shardwise.launch import output
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, Rank
+from shardwise.runs.failure import HEADING
 
+TRACEBACK = "traceback: "
+"""Beginning of the line of a failure's text that names the log with the traceback."""
+_WAITED = " waited for "
+"""Words of a `LostPeerError` that names whom its rank waited for."""
 _TURN_SECONDS = 2.0
 _INPUT_TURNS = 5
 """Turns that a rank waits with wrong input, which all ranks usually have: on a busy machine rank 0 may come late."""
@@ -25,8 +30,8 @@ _INPUT_TURNS = 5
 _OWN_DEATHS: dict[int, str] = {
     signal.SIGKILL: "usually out of memory",
     signal.SIGSEGV: "a crash in native code",
-    signal.SIGBUS: "often: shared memory or a disk is full",
-    signal.SIGILL: "often: a library built for another processor",
+    signal.SIGBUS: "usually shared memory or a disk is full",
+    signal.SIGILL: "usually a library built for another processor",
     signal.SIGFPE: "a crash in native code",
 }
 
@@ -40,19 +45,32 @@ class Failure:
         text: text for the user.
         exit_code: exit code of the command.
         waited: True if the rank lost another one: the text says only what it was doing then, and is no cause.
+        log: path of the log in which the user reads more; None without one.
     """
 
     rank: int
     text: str
     exit_code: int
     waited: bool = False
+    log: str | None = None
+
+    @property
+    def told(self) -> str:
+        """The text, with the log below it."""
+        return self.text if self.log is None else f"{self.text}\nlog: {self.log}"
 
 
 def complain(text: str) -> None:
     """Print an error for the user."""
     sys.stdout.flush()
-    sys.stderr.write(f"{terminal.fitted(f'shardwise: {redaction.redacted(text)}', sys.stderr)}\n")
+    sys.stderr.write(_complaint(text))
     sys.stderr.flush()
+
+
+def _complaint(text: str) -> str:
+    """Return the lines of an error. The block of a failed run stands by itself."""
+    program = "" if text.startswith(HEADING) else "shardwise: "
+    return f"{terminal.fitted(f'{program}{redaction.redacted(text)}', sys.stderr)}\n"
 
 
 def error_text(error: ShardwiseError) -> str:
@@ -62,15 +80,16 @@ def error_text(error: ShardwiseError) -> str:
     return str(error)
 
 
-def show_failure(failure: Failure, place: Rank | None) -> None:
+def show_failure(failure: Failure, place: Rank | None, words: Callable[[Failure], str] | None = None) -> None:
     """Show a failure once for the whole job: through the launcher, else from the first rank that meets it.
 
     Args:
         place: place of this process in a job; None if it is alone.
+        words: function that records the failure and returns the text for the user; None for the text of the failure.
     """
-    text = failure.text
+    is_late = False
     if place is not None:
-        if report_failure(replace(failure, text=redaction.redacted(text))):
+        if report_failure(replace(failure, text=redaction.redacted(failure.text))):
             return
         if place.rank != 0 and not failure.waited:
             # The launcher ends every rank when the first one exits. So rank 0 goes first, for an error that all ranks
@@ -78,8 +97,13 @@ def show_failure(failure: Failure, place: Rank | None) -> None:
             signal.signal(signal.SIGTERM, lambda *_: os._exit(failure.exit_code))
             turns = _INPUT_TURNS if failure.exit_code == ConfigError.exit_code else 1
             time.sleep(_TURN_SECONDS * turns * (2 if place.local_rank else 1))
-            text = f"rank {place.rank}: {text.removeprefix(f'rank {place.rank} ')}"
-            output.tell_past_log(f"shardwise: {redaction.redacted(text)}\n")
+            if words is None:
+                text = f"rank {place.rank}: {failure.text.removeprefix(f'rank {place.rank} ')}"
+                failure = replace(failure, text=text)
+            is_late = True
+    text = failure.told if words is None else words(failure)
+    if is_late:
+        output.tell_past_log(_complaint(text))
     complain(text)
 
 
@@ -136,8 +160,8 @@ def ended_early(folder: Path, ranks: Iterable[int], logs: Path) -> Failure | Non
     rank = next((rank for rank in ranks if not _done_mark(folder, rank).exists()), None)
     if rank is None:
         return None
-    text = f"rank {rank} ended with exit code 0 before its work was done"
-    return Failure(rank, f"{text}: code of your own must not end the process{_log_of(rank, logs)}", RunError.exit_code)
+    text = f"rank {rank} ended with exit code 0 before its work was done: code of your own must not end the process"
+    return Failure(rank, text, RunError.exit_code, log=_log_of(rank, logs))
 
 
 def _done_mark(folder: Path, rank: int) -> Path:
@@ -191,24 +215,24 @@ def root_cause(
     if not suspects or (reported is not None and reported.rank in suspects):
         return reported
     rank = suspects[0]
-    text = _death_text(rank, exit_codes[rank], logs)
-    if reported is not None and reported.waited:
-        text += f"; {reported.text}"
-    return Failure(rank, text, RunError.exit_code)
+    text = _death_text(rank, exit_codes[rank])
+    # Whom a rank waited for tells more of the death; that a connection was lost does not.
+    if reported is not None and reported.waited and _WAITED in reported.text:
+        text += f"\n{reported.text}"
+    return Failure(rank, text, RunError.exit_code, log=_log_of(rank, logs))
 
 
-def _death_text(rank: int, code: int, logs: Path) -> str:
-    where = _log_of(rank, logs)
+def _death_text(rank: int, code: int) -> str:
     if code >= 0:
-        return f"rank {rank} ended with exit code {code} and named no reason{where}"
+        return f"rank {rank} ended with exit code {code} and named no reason"
     hint = _OWN_DEATHS.get(-code)
     name = signal_name(-code)
-    return f"rank {rank} was killed by {name}{f' ({hint})' if hint else ''}{where}{see('training#killed-rank')}"
+    return f"rank {rank} was killed ({name}{f'; {hint}' if hint else ''}){see('training#killed-rank')}"
 
 
-def _log_of(rank: int, logs: Path) -> str:
+def _log_of(rank: int, logs: Path) -> str | None:
     log = logs / f"rank-{rank:04d}.log"
-    return f"; its log: {log}" if log.exists() else ""
+    return str(log) if log.exists() else None
 
 
 def signal_name(number: int) -> str:

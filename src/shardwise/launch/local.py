@@ -27,6 +27,7 @@ from shardwise.base.hardware import cpu_count
 from shardwise.base.parsing import json_value
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID, RANK_PROCESS
+from shardwise.launch.failed_run import failure_text, resume_command
 from shardwise.launch.first_failure import (
     Failure,
     ended_early,
@@ -77,6 +78,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     before = logs.stat()
     stop = _Stop(run_path, logs)
+    began = time.time()
     # Before the start: a signal in between would kill this process and leave the ranks to the kernel.
     handlers = stop_requests.handle_signals(stop.handle)
     try:
@@ -85,7 +87,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     try:
-        _raise_failure(ended, stop, logs)
+        _raise_failure(ended, stop, run_path, began)
     finally:
         _remove_stub(run_path, logs, before)
 
@@ -100,7 +102,7 @@ def _remove_stub(run_path: Path, logs: Path, before: os.stat_result) -> None:
             run_path.rmdir()
 
 
-def _raise_failure(ended: LocalRanksEnd, stop: _Stop, logs: Path) -> None:
+def _raise_failure(ended: LocalRanksEnd, stop: _Stop, run_path: Path, began: float) -> None:
     """Raise the error that describes the end of the ranks, unless they have done their work."""
     if ended.stopped is not None:
         raise StoppedError(ended.stopped)
@@ -111,12 +113,16 @@ def _raise_failure(ended: LocalRanksEnd, stop: _Stop, logs: Path) -> None:
             # A rank that is killed leaves the cursor hidden by its progress line.
             sys.stdout.write(_SHOW_CURSOR)
         raise EndedError(f"the run was stopped by {stop.ended_by}")
+    logs = run_path / "logs"
     failure = root_cause(ended.reported, ended.exit_codes, logs, lambda: heartbeat.missing(ended.beats))
-    if failure is not None:
-        raise LaunchError(failure.text, failure.exit_code)
-    code = ended.code
-    ending = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    raise LaunchError(f"the process that starts the ranks {ending}; its log: {logs / 'launcher.log'}")
+    if failure is None:
+        code = ended.code
+        ending = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        text = f"the process that starts the ranks {ending}"
+        failure = Failure(0, text, RunError.exit_code, log=str(logs / "launcher.log"))
+    steps = max((beat.step for beat in ended.beats), default=0)
+    text = failure_text(failure, run_path, began, resume_command(run_path), steps)
+    raise LaunchError(text, failure.exit_code)
 
 
 @dataclass(frozen=True)

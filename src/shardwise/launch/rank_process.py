@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import NoReturn
 
 from shardwise.base import redaction, user_code
 from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError, see
-from shardwise.launch import external_launchers, first_failure, local, output, stop_requests
+from shardwise.launch import external_launchers, failed_run, first_failure, local, output, stop_requests
 from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
 from shardwise.runs import folder, summary
 
@@ -79,6 +80,7 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[RankEx
         run_path: folder of the run that is trained. Its logs get the traceback of an unexpected error.
     """
     rank_exit = RankExit()
+    began = time.time()
     rank = 0 if place is None else place.rank
     log = None
     if run_path is not None:
@@ -104,10 +106,14 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[RankEx
             raise
         failure = _failure(error, rank, run_path, log)
         # The text before the end of the other tasks: they may be killed as soon as srun is asked to.
-        first_failure.show_failure(failure, place)
+        # A request of the user to end at once is no failure of the run.
+        is_request = isinstance(error, KeyboardInterrupt)
+        first_failure.show_failure(
+            failure, place, None if is_request else lambda failed: _words(failed, place, run_path, began)
+        )
         rank_exit.code = failure.exit_code
         external_launchers.end_step(failure)
-        if place is not None or isinstance(error, KeyboardInterrupt):
+        if place is not None or is_request:
             # Without waiting for threads that still write.
             _leave(place, rank_exit.code)
     else:
@@ -129,9 +135,20 @@ def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path |
         text = "the reader of the output has closed it"
     else:
         is_logged = _write_traceback(error, log)
-        details = f"traceback: {log}" if is_logged else "".join(traceback.format_exception(error))
+        details = f"{first_failure.TRACEBACK}{log}" if is_logged else "".join(traceback.format_exception(error))
         text = f"rank {rank} failed: {user_code.error_text(error)}\n{details}"
     return first_failure.Failure(rank, text, RunError.exit_code)
+
+
+def _words(failure: first_failure.Failure, place: Rank | None, run_path: Path | None, began: float) -> str:
+    """Record the failure of a rank that no launcher of this package started; returns the text for the user."""
+    if run_path is None:
+        return failure.told
+    resume = failed_run.resume_command(run_path)
+    if place is not None and resume is not None:
+        # The words of torchrun, srun or mpirun before those of the rank are unknown.
+        resume = f"the same command with --run-dir {run_path}"
+    return failed_run.failure_text(failure, run_path, began, resume)
 
 
 def _write_traceback(error: BaseException, log: Path | None) -> bool:

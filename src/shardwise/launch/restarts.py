@@ -70,8 +70,8 @@ class AttemptEnding:
     @property
     def root(self) -> tuple[int, int | None, str]:
         """Key that is equal for two equal failures."""
-        # Process numbers, seconds and the path of the log differ from attempt to attempt.
-        return self.step, self.rank, re.sub(r"\d+", "N", self.text.partition("\n")[0].partition("; its log")[0])
+        # Process numbers and seconds differ from attempt to attempt, and so may what other ranks met.
+        return self.step, self.rank, re.sub(r"\d+", "N", self.text.partition("\n")[0])
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,9 @@ CONSTANTS: dict[str, tuple[float, float]] = {
     "action": (0, 1),
 }
 """The constants that a file may give in place of the fitted `device_seconds.Constants`, with their ranges."""
+_PRICE = "dollars_per_hour"
+_PRICE_RANGE = (0.0, 10_000.0)
+"""A figure that a file may have: prices differ by contract, so no shipped file has it."""
 _WHOLE = ("processors", "devices_per_node")
 _TEXTS = ("name", "node_link.topology", "network.topology")
 _TYPES = ("cpu", "accelerator")
@@ -91,6 +94,7 @@ class Device:
         sources: source of each figure.
         is_accelerator: True if it computes while the host goes on; a rank on a CPU does one after the other.
         constants: constants of `planner.device_seconds.Constants` that were measured on this device.
+        dollars_per_hour: price of one device for an hour; None if it is unknown.
     """
 
     key: str
@@ -107,6 +111,7 @@ class Device:
     sources: tuple[tuple[str, str], ...] = ()
     is_accelerator: bool = True
     constants: tuple[tuple[str, float], ...] = ()
+    dollars_per_hour: float | None = None
 
     def peak(self, dtype: DtypeName) -> float:
         """FLOP/s of matrix products without sparsity."""
@@ -195,7 +200,8 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     values = parse_yaml(text, where)
     flat = _flat(values if isinstance(values, dict) else {})
     constants = {f"constants.{name}": limits for name, limits in CONSTANTS.items()}
-    known = {*_RANGES, *_TEXTS, *constants, "type"}
+    optional = {_PRICE: _PRICE_RANGE, **constants}
+    known = {*_RANGES, *_TEXTS, *optional, "type"}
     problems = [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
     problems += [f"{where}: {key} is missing" for key in (*_RANGES, *_TEXTS) if key not in flat]
     kind = flat.get("type", "accelerator")
@@ -203,8 +209,8 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         problems.append(f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}")
     sources: list[tuple[str, str]] = []
     numbers: dict[str, Any] = {}
-    given_constants = {key: limits for key, limits in constants.items() if key in flat}
-    for key, (least, most) in (_RANGES | given_constants).items():
+    given = {key: limits for key, limits in optional.items() if key in flat}
+    for key, (least, most) in (_RANGES | given).items():
         entry = flat.get(key)
         if isinstance(entry, dict):
             value = entry.get("value")
@@ -241,7 +247,8 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         network=link("network"),
         sources=tuple(sources),
         is_accelerator=kind == "accelerator",
-        constants=tuple((key.removeprefix("constants."), float(numbers[key])) for key in given_constants),
+        constants=tuple((key.removeprefix("constants."), float(numbers[key])) for key in given if key in constants),
+        dollars_per_hour=numbers.get(_PRICE),
     )
 
 
@@ -281,6 +288,8 @@ def described(device: Device, constants: Mapping[str, float], source: str) -> st
         "processors": {**own("processors", 0), "value": device.processors},
         "devices_per_node": {**own("devices_per_node", 0), "value": device.per_node},
     }
+    if device.dollars_per_hour is not None:
+        values[_PRICE] = own(_PRICE, device.dollars_per_hour)
     for name, link in (("node_link", device.node), ("network", device.network)):
         values[name] = {
             "gb_per_second": own(f"{name}.gb_per_second", link.bandwidth / 1e9),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import get_args
 
@@ -26,6 +26,9 @@ from shardwise.planner.step_time import StepTime, least_times, step_time
 
 RESERVED = 0.06
 """The part of a device's memory that its context, the collectives' buffers and the allocator's gaps take."""
+_TIGHT = 0.1
+_SAME_TIME = 1.04
+"""Ratio of two predicted times up to which a difference in details alone is no reason to list both layouts."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,24 @@ class Plan:
         return self.cluster.device.memory * (1 - RESERVED) - self.memory.total
 
     @property
+    def is_tight(self) -> bool:
+        """True if less than a tenth of the device's memory is free."""
+        return self.headroom < _TIGHT * self.cluster.device.memory
+
+    @property
     def seconds(self) -> float:
         """Seconds of all steps, without evaluations, checkpoints and restarts."""
         return self.time.total * self.config.train.steps
+
+    @property
+    def device_hours(self) -> float:
+        return self.seconds * self.cluster.world / 3600
+
+    @property
+    def dollars(self) -> float | None:
+        """Price of all steps; None if that of the device is unknown."""
+        price = self.cluster.device.dollars_per_hour
+        return None if price is None else price * self.device_hours
 
 
 @dataclass
@@ -100,6 +118,25 @@ class Search:
         self.too_large[reason] += 1
         if self.smallest is None or size < self.smallest[1]:
             self.smallest = (choice, size)
+
+
+def distinct(plans: Sequence[Plan]) -> list[int]:
+    """Return the indices of the plans that differ from each faster one by more than details.
+
+    Details are the schedule, its stages, the micro-batch, recompute and sequence parallelism, where the times differ by
+    at most 4%. A plan whose memory is not tight is listed beside a faster one whose memory is.
+    """
+    listed: dict[tuple[object, ...], Plan] = {}
+    indices = []
+    for index, plan in enumerate(plans):
+        choice = plan.choice
+        key = (choice.tensor, choice.pipeline, choice.zero, choice.replicate)
+        former = listed.get(key)
+        is_detail = former is not None and plan.time.total <= _SAME_TIME * former.time.total
+        if not is_detail or (former is not None and former.is_tight and not plan.is_tight):
+            listed[key] = plan
+            indices.append(index)
+    return indices
 
 
 def search(config: Config, cluster: device_specs.Cluster, *, best: int = 10, fixed: Collection[str] = ()) -> Search:

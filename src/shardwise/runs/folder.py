@@ -11,6 +11,7 @@
         checkpoints/step-00000100/
         logs/rank-0000.log
         results.json         of a run that reached its end; results-0001.json is that before it was continued
+        failure.json         why the last start of the run failed; without it none did, or its process was killed
         stop.json            a request to stop
         restarts.jsonl       how each start of a submitted job ended
         jobs.jsonl           the jobs that were submitted for it
@@ -195,6 +196,7 @@ class RunDirectory:
         self.branch = self.path / "branch.json"
         self.metrics = self.path / "metrics.jsonl"
         self.results = self.path / "results.json"
+        self.failure = self.path / "failure.json"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
 
@@ -353,6 +355,12 @@ class RunDirectory:
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         write_atomic(self.results, json_text(results, indent=2) + "\n")
+
+    def recorded_failure(self) -> dict[str, Any]:
+        """Return the content of failure.json; {} if it is missing or damaged."""
+        with contextlib.suppress(OSError, ValueError):
+            return read_record(self.failure)
+        return {}
 
     def set_results_aside(self) -> None:
         """Keep the results of a run that is being continued under a number: until it ends again, it has none."""

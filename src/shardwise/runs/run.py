@@ -11,12 +11,13 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shardwise.base import files, parsing, redaction
 from shardwise.base.errors import ConfigError
+from shardwise.runs.failure import failure_of
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
 from shardwise.runs.json_lines import GrowingFile, last_lines, last_lines_of_rank
 from shardwise.runs.lost_time import LostTime, number, seconds_of
@@ -48,6 +49,7 @@ class RunView:
         id: id of the run; None if it has none.
         config, environment, results, branch: contents of the files of these names; {} for one that is missing or
             damaged.
+        failure: failure with which the run ended, as its launcher recorded it; None without one.
         series: steps of the run.
         evaluations: "eval" events in their order.
         set_evaluations, task_evaluations: "eval_set" and "eval_task" events in their order, which `events` has too.
@@ -109,12 +111,14 @@ class RunView:
         self.environment = self._file(self.directory.environment, parsing.read_record)
         self.results = self._file(self.directory.results, parsing.read_record)
         self.branch = self._file(self.directory.branch, parsing.read_record)
+        failure = self._file(self.directory.failure, parsing.read_record)
         is_new = self._metrics.was_replaced()
         if is_new:
             self._clear()
         for event in self._metrics.new():
             self._take(event)
             is_new = True
+        self.failure = failure_of(failure, self.start)
         return is_new
 
     @property
@@ -145,6 +149,9 @@ class RunView:
     @property
     def reason(self) -> str:
         """Recorded reason of the end; empty for a run that goes on, or whose last event is no "stop"."""
+        # Rank 0 records what it met itself, which may follow from the failure of another rank, or nothing.
+        if self.failure is not None:
+            return f"failed: {self.failure.cause}"
         last_event = self.events[-1] if self.events else {}
         return str(last_event.get("reason", "")) if last_event.get("event") == "stop" else ""
 
@@ -274,7 +281,8 @@ class RunView:
         A process takes the lock long before its ranks record their "start" event.
         """
         holder = RunLock.holder(self.path) or {}
-        return seconds_of({"time": holder.get("started")}) > seconds_of(self.events[-1]) and RunLock.is_held(self.path)
+        ended = seconds_of(self.events[-1] if self.failure is None else asdict(self.failure))
+        return seconds_of({"time": holder.get("started")}) > ended and RunLock.is_held(self.path)
 
     def _is_alive(self) -> bool:
         """True if the run's process exists, on this host or on another one."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from shardwise.base.files import open_plain
 from shardwise.base.parsing import record_of
-from shardwise.base.units import counted
+from shardwise.runs.failure import FailureRecord
 from shardwise.runs.folder import RunDirectory, event_mark
 from shardwise.runs.rank_views import NodeView, RankView
 from shardwise.runs.run import RunView, Unreadable
@@ -87,6 +88,7 @@ def snapshot(run: RunView) -> dict[str, Any]:
         "memory_bytes": last.get("memory_bytes"),
         "straggler": last.get("straggler"),
         "eval": evaluation and {name: evaluation.get(name) for name in ("step", "loss", "perplexity")},
+        "failure": None if run.failure is None else _failure(run.failure, run.path),
         "starts": lost.starts,
         "lost_steps": lost.steps,
         "lost_seconds": lost.by_cause,
@@ -96,6 +98,10 @@ def snapshot(run: RunView) -> dict[str, Any]:
         "ranks": [_rank(view) for view in ranks],
         "nodes": [_node(view) for view in run.nodes(ranks)],
     }
+
+
+def _failure(failure: FailureRecord, path: Path) -> dict[str, Any]:
+    return {**asdict(failure), "text": "\n".join(failure.lines(path))}
 
 
 def _rank(view: RankView) -> dict[str, Any]:
@@ -132,7 +138,7 @@ def _stamp(seconds: float | None) -> str | None:
 
 def how_it_ended(run_path: Path) -> str:
     """Return the words to add to a message on a run that is over; empty if no event is known of its end."""
-    stop = _last(run_path, "stop")
+    stop = last_event(run_path, "stop")
     saved = what_is_saved(run_path, "")
     ending = f": {stop.get('reason', 'ended')} after step {stop.get('step') or 0:,}" if stop is not None else ""
     return f"{ending}; {saved or 'no checkpoint is recorded'}" if ending or saved else ""
@@ -144,20 +150,8 @@ def what_is_saved(run_path: Path, nothing: str = "no checkpoint was saved") -> s
     Args:
         nothing: text to return if there is none.
     """
-    event = _last(run_path, "checkpoint", "resume")
+    event = last_event(run_path, "checkpoint", "resume")
     return nothing if event is None else f"its newest checkpoint is of step {event.get('step') or 0:,}"
-
-
-def what_is_lost(run_path: Path) -> str | None:
-    """Tell how far a failed run came, and the steps that no checkpoint has; None if it has taken no step."""
-    step = last_step(run_path)
-    saved = newest_checkpoint(run_path)
-    if not step:
-        return None
-    if not saved:
-        return f"failed after step {step:,}: no checkpoint was saved"
-    lost = "no step is lost" if step == saved else f"{counted(step - saved, 'step')} lost"
-    return f"failed after step {step:,}: {lost}, the newest checkpoint is of step {saved:,}"
 
 
 def newest_checkpoint(run_path: Path) -> int:
@@ -167,7 +161,7 @@ def newest_checkpoint(run_path: Path) -> int:
 
 def last_step_event(run_path: Path) -> dict[str, Any] | None:
     """Return the last "step" event that a run has recorded; None without one."""
-    return _last(run_path, "step")
+    return last_event(run_path, "step")
 
 
 def last_step(run_path: Path) -> int:
@@ -177,16 +171,16 @@ def last_step(run_path: Path) -> int:
 
 def first_step(run_path: Path) -> int:
     """Return the number of steps that were done when the run was started last."""
-    event = _last(run_path, "start", "resume") or {}
+    event = last_event(run_path, "start", "resume") or {}
     return int(event.get("step") or 0) if event.get("event") == "resume" else 0
 
 
 def _last_step(run_path: Path, *kinds: str) -> int:
-    event = _last(run_path, *kinds) or {}
+    event = last_event(run_path, *kinds) or {}
     return int(event.get("step") or 0)
 
 
-def _last(run_path: Path, *kinds: str) -> dict[str, Any] | None:
+def last_event(run_path: Path, *kinds: str) -> dict[str, Any] | None:
     """Return the last event of these kinds. The file is searched from its end, because it may have gigabytes."""
     try:
         with open_plain(RunDirectory(run_path).metrics) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:

@@ -93,14 +93,12 @@ def _sum_on_ranks() -> dict[str, Any]:
 
 def _without_paths(text: str, folder: Path) -> str:
     """Remove the files of a folder that is about to be removed from a text; a log's end stands in place of its path."""
-    path_pattern = re.escape(str(folder)) + r"[^\s;]*"
-    logs = [Path(path) for path in re.findall(rf"; its log: ({path_pattern})", text)]
-    without_logs = re.sub(rf"; its log: {path_pattern}", "", text)
-    lines = [line for line in without_logs.splitlines() if str(folder) not in line]
+    logs = [Path(path) for path in re.findall(rf"^log: ({re.escape(str(folder))}.*)$", text, re.MULTILINE)]
+    lines = [line for line in text.splitlines() if str(folder) not in line]
     for log in logs:
         if log.is_file():
             lines += _last_lines(log)
-    return "\n".join(lines) or without_logs.replace(f"{folder}/", "")
+    return "\n".join(lines) or text.replace(f"{folder}/", "")
 
 
 def _last_lines(log: Path) -> list[str]:

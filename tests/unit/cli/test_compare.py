@@ -14,6 +14,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from shardwise.cli import main
 from shardwise.cli.compare import read_curve
+from tests.monitor_runs import Mesh, Start, loss_of, write_run
 
 LOSSES = {1: 4.0, 2: 3.0, 3: 2.0}
 EVENTS = [{"event": "start"}, *({"event": "step", "step": step, "loss": loss} for step, loss in LOSSES.items())]
@@ -299,7 +300,22 @@ def test_steps_of_one_curve_alone_do_not_count(capsys: pytest.CaptureFixture[str
         "tolerance": 0.01,
         "beyond": [],
         "within": True,
+        "final": {"a": {"step": 3, "loss": 2.0}, "b": {"step": 4, "loss": 9.0}},
+        "keys": None,
     }
+
+
+def test_of_two_runs_the_final_losses_and_the_keys_that_differ_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("a"), [Start(0, 12)], mesh=Mesh(2, 1, 1, 1), steps=20)
+    write_run(Path("b"), [Start(0, 10)], mesh=Mesh(1, 1, 2, 1), steps=20)
+    assert main(["compare", "a", "b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"final    loss {loss_of(12):.8g} at step 12 in A, loss {loss_of(10):.8g} at step 10 in B" in lines
+    assert lines[-2:] == ["keys     parallel.tensor: 1 in A, 2 in B", "         parallel.pipeline: 2 in A, 1 in B"]
+    assert main(["compare", "a", "a"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "keys     no key differs"
+    assert main(["compare", "a", "b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["keys"] == [["parallel.tensor", 1, 2], ["parallel.pipeline", 2, 1]]
 
 
 def test_a_plot_shows_both_curves_and_their_difference() -> None:

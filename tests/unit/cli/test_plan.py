@@ -10,6 +10,7 @@ import pytest
 
 from shardwise.cli.entry import main
 from shardwise.config import check_layout, load_config
+from shardwise.planner import device_specs
 from shardwise.planner.device_specs import cluster
 from shardwise.planner.search import search
 
@@ -62,6 +63,46 @@ def test_given_keys_are_kept_and_two_are_compared(capsys: pytest.CaptureFixture[
     assert text.count("TP 4") == 2
     assert text.count("recompute full") == 2
     assert "difference" in text
+
+
+def test_layouts_that_differ_in_details_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["plan", "llama2-7b", "--device", "h100:8", "parallel.pipeline=1", "train.global_batch=64"]
+    assert main(small) == 0
+    out = capsys.readouterr().out
+    assert main([*small, "--all"]) == 0
+    every = capsys.readouterr().out
+    listed, all_rows = (re.findall(r"^ *(\d+)  (TP .*?)  ", text, re.MULTILINE) for text in (out, every))
+    assert [number for number, _ in all_rows] == [str(number) for number in range(1, len(all_rows) + 1)]
+    assert set(listed) < set(all_rows), "a row keeps its number, which --why takes"
+    left_out = int(listed[-1][0]) - len(listed)
+    assert re.search(rf"^{left_out} layouts? between them differs? from a faster one in ", out, re.MULTILINE)
+    assert "between them" not in every
+    assert "  hours  " in out, "the training takes less than ten days"
+    assert re.search(r"^ *1  TP .*\(tight\) [\d.]+ GiB", out, re.MULTILINE)
+    assert "(tight): less than 10% of the device's memory is free." in out
+
+
+def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cheap = tmp_path / "cheap.yaml"
+    text = (Path(device_specs.__file__).parent / "devices/h200.yaml").read_text(encoding="utf-8")
+    cheap.write_text(f"{text}\ndollars_per_hour: 2\n", encoding="utf-8")
+    small = ["plan", "llama2-7b", "train.global_batch=64", "parallel.pipeline=1"]
+    devices = f"h100:8,{cheap}:8, a100-40gb:1"
+    assert main([*small, "--device", devices]) == 0
+    head, h100, h200, problem = capsys.readouterr().out.splitlines()
+    assert head.split()[-4:] == ["free", "hours", "device-hours", "dollars"]
+    assert h100.startswith("8 × NVIDIA H100 SXM")
+    hours, dollars = h200.split()[-2:]
+    assert int(dollars.replace(",", "")) == pytest.approx(2 * int(hours.replace(",", "")), abs=2)
+    assert problem.startswith("a100-40gb:1: no layout fits ")
+    assert main([*small, "--device", devices, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["devices"]["h100:8"]["dollars"] is None
+    assert facts["devices"][f"{cheap}:8"]["layout"]["tensor"] >= 1
+    assert list(facts["problems"]) == ["a100-40gb:1"]
+    for option in (["--why", "1", "2"], ["--all"]):
+        assert main([*small, "--device", devices, *option]) == 2
+        assert f"{option[0]} must go with one device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,19 @@ def test_the_memory_of_copies_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     assert told("checkpoint.every=20", "checkpoint.memory_every=0") == ""
 
 
+def test_a_dry_run_warns_of_the_disk_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job may run elsewhere: its script is printed. To submit it from here is refused."""
+    monkeypatch.setattr("shardwise.runs.folder.free_bytes", lambda _path: 1000)
+    assert main([*TWO, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^warning +on this machine: the free disk space under \S+ \(1000 B\) must be at least", out, re.M)
+    assert "#SBATCH --nodes=2" in out
+    assert main([*TWO, "-y"]) == 2
+    assert "must be at least what one checkpoint takes" in capsys.readouterr().err
+
+
 def test_a_warning_before_the_job_starts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TWO, "--time", "04:00", "--dry-run"]) == 2
     assert "launch.warning_seconds (300) must be less than launch.time (04:00, 240 s)" in capsys.readouterr().err

@@ -15,14 +15,12 @@ from shardwise.base.errors import DataError
 from shardwise.cli import main
 from shardwise.config import check_layout, config_from, dump_yaml, load_config, parse_yaml, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.launch.local import LaunchError
 from shardwise.launch.stop_requests import request, requested
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.planner.memory import checkpoint_bytes, expected_memory
 from shardwise.runs.folder import RunDirectory, RunLock
 from tests.arch.source import config_fields
-from tests.monitor_runs import Start, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -426,25 +424,3 @@ def test_fault_21_a_dry_run_takes_each_key(capsys: pytest.CaptureFixture[str]) -
                 accepted[key] = config_from(parse_yaml(out, "dry run"))
                 assert accepted[key] == load_config("llama2-tiny", ["data.dataset=python", override]), override
     assert {"compile.cache_dir", "compile.options", "launch.environment", "launch.sbatch"} <= accepted.keys()
-
-
-@pytest.mark.parametrize(("code", "until"), [(1, 13), (1, 4), (1, 0), (2, 13)])
-def test_a_failed_run_names_what_is_lost_and_the_command_that_resumes_it(
-    code: int, until: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(command: Sequence[str], nproc: int, run_path: Path) -> None:
-        if until:
-            write_run(run_path, [Start(0, until)], checkpoint_every=10)
-        raise LaunchError("rank 1 was killed by SIGKILL", code)
-
-    monkeypatch.setattr("shardwise.launch.local.launch", fail)
-    monkeypatch.setattr("shardwise.cli.run_preparation.prepare_run", lambda *_: Path("runs/a b"))
-    assert main(["train", "llama2-tiny", "train.steps=40", "--nproc", "2", "--change", "data.stages"]) == code
-    told = ["shardwise: rank 1 was killed by SIGKILL"]
-    if code == 1 and until == 13:
-        told.append("failed after step 13: 3 steps lost, the newest checkpoint is of step 10")
-        command = "shardwise train llama2-tiny train.steps=40 --run-dir 'runs/a b' --change=data.stages --nproc 2"
-        told.append(f"resume: {command}")
-    elif code == 1 and until:
-        told.append("failed after step 4: no checkpoint was saved")
-    assert capsys.readouterr().err.splitlines() == told

@@ -37,28 +37,32 @@ WAITED = Failure(
 )
 
 
-def killed(rank: int, signal_name: str) -> str:
-    return f"rank {rank} was killed by {signal_name}{see('training#killed-rank')}"
+LOST = Failure(0, "rank 0 lost the connection to another rank during forward", 1, waited=True)
+
+
+def killed(rank: int, reason: str) -> str:
+    return f"rank {rank} was killed ({reason}){see('training#killed-rank')}"
 
 
 @pytest.mark.parametrize(
     ("reported", "exit_codes", "text"),
     [
         (REPORT, {0: 1, 1: -signal.SIGTERM}, REPORT.text),
-        (REPORT, {0: 1, 1: -signal.SIGKILL}, killed(1, "SIGKILL (usually out of memory)")),
+        (REPORT, {0: 1, 1: -signal.SIGKILL}, killed(1, "SIGKILL; usually out of memory")),
         (
             WAITED,
             {0: 1, 1: -signal.SIGKILL},
-            killed(1, "SIGKILL (usually out of memory)") + f"; {WAITED.text}",
+            killed(1, "SIGKILL; usually out of memory") + f"\n{WAITED.text}",
         ),
-        (WAITED, {0: 1, 1: 1, 2: 3}, f"rank 2 ended with exit code 3 and named no reason; {WAITED.text}"),
+        (LOST, {0: 1, 1: -signal.SIGKILL}, killed(1, "SIGKILL; usually out of memory")),
+        (WAITED, {0: 1, 1: 1, 2: 3}, f"rank 2 ended with exit code 3 and named no reason\n{WAITED.text}"),
         (WAITED, {0: 1, 1: 1, 2: -signal.SIGTERM}, WAITED.text),
         (REPORT, {0: -signal.SIGSEGV, 1: 1}, REPORT.text),
         (REPORT, {0: 1, 1: -signal.SIGABRT}, REPORT.text),
         (
             None,
             {1: -signal.SIGBUS, 0: 1},
-            killed(1, "SIGBUS (often: shared memory or a disk is full)"),
+            killed(1, "SIGBUS; usually shared memory or a disk is full"),
         ),
         (None, {2: -signal.SIGTERM, 0: -signal.SIGTERM}, killed(2, "SIGTERM")),
         (None, {5: 3}, "rank 5 ended with exit code 3 and named no reason"),
@@ -71,7 +75,9 @@ def test_root_cause(reported: Failure | None, exit_codes: dict[int, int], text: 
 def test_the_log_is_named_where_there_is_one(tmp_path: Path) -> None:
     log = tmp_path / "rank-0005.log"
     log.touch()
-    assert root_cause(None, {5: 3}, tmp_path).text.endswith(f"; its log: {log}")
+    failure = root_cause(None, {5: 3}, tmp_path)
+    assert failure.log == str(log)
+    assert failure.told == f"rank 5 ended with exit code 3 and named no reason\nlog: {log}"
 
 
 def test_signal_names() -> None:

@@ -119,7 +119,7 @@ sys.exit(1)
 """
     log = tmp_path / "logs" / "rank-0001.log"
     assert failure(tmp_path, command(tmp_path, body)) == (
-        f"1: rank 1 was killed by SIGKILL (usually out of memory); its log: {log} (`shardwise explain killed-rank`)\n"
+        f"1: rank 1 was killed (SIGKILL; usually out of memory) (`shardwise explain killed-rank`)\nlog: {log}\n"
     )
 
 
@@ -234,7 +234,7 @@ if rank == 1:
 
 def test_a_launcher_that_cannot_start_its_ranks_names_the_log(tmp_path: Path) -> None:
     text = failure(tmp_path, ["/no/such/program"])
-    assert re.search(r"ended with exit code 1; its log: .*launcher.log\n$", text)
+    assert re.search(r"ended with exit code 1\nlog: .*launcher.log\n$", text)
     assert "/no/such/program" in (tmp_path / "logs" / "launcher.log").read_text()
 
 
@@ -288,5 +288,5 @@ def test_fault_23_no_stub_is_left_of_a_folder_that_was_removed_while_the_run_tra
 
 def test_a_launcher_that_is_killed_is_told_with_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_wait", lambda agent, *_: agent.kill() or agent.wait())
-    with pytest.raises(LaunchError, match=r"starts the ranks was killed by SIGKILL; its log: .*launcher\.log$"):
+    with pytest.raises(LaunchError, match=r"starts the ranks was killed by SIGKILL\nlog: .*launcher\.log$"):
         launch([sys.executable, "-c", "pass"], 1, tmp_path)

@@ -11,6 +11,7 @@ import pytest
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID
 from shardwise.launch.first_failure import Failure, read_failure, stop_record
 from shardwise.launch.stop_requests import NOTICE, training_mark
+from tests.monitor_runs import Start, write_run
 
 SCRIPT = """
 import os, signal, sys
@@ -71,6 +72,24 @@ def test_alone(body: str, code: int, text: str, tmp_path: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (code, "", f"shardwise: {shown}\n" if shown else "")
     if "traceback" in text:
         assert "in run\n" in log.read_text()
+
+
+@pytest.mark.parametrize("variables", [{}, {**PLACE, "RANK": "0"}], ids=["alone", "torchrun"])
+def test_the_failure_of_a_run_that_has_begun_is_a_block_and_recorded(variables: dict[str, str], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [Start(0, 25, None)])
+    step = "{'event': 'step', 'step': 26, 'time': now()}"
+    record = f"from shardwise.runs.folder import JsonLines, now; JsonLines(path / 'metrics.jsonl').write({step}); "
+    result = train(f"{record} raise RunError('step 27: the loss (nan) must be finite')", run, variables)
+    assert result.returncode == 1
+    assert result.stderr == "FAILED at step 27: the loss (nan) must be finite.\n6 steps since checkpoint 20 are lost\n"
+    assert json.loads((run / "failure.json").read_text())["checkpoint"] == 20
+
+
+def test_a_run_that_the_user_ends_at_once_has_not_failed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [Start(0, 25, None)])
+    result = train("os.kill(os.getpid(), signal.SIGINT)", run, {})
+    assert result.stderr.startswith("shardwise: the run was stopped by Ctrl-C (SIGINT); its newest checkpoint is of ")
+    assert not (run / "failure.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ CRASH = AttemptEnding(
     step=5,
     checkpoint=0,
     rank=3,
-    text="rank 3 was killed by SIGKILL (usually out of memory); its log: /a/b.log; rank 1 lost the connection",
+    text="rank 3 was killed (SIGKILL; usually out of memory)\nrank 1 waited for x of micro-batch 3",
     exit_code=1,
 )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.planner.device_specs import cluster, device_names, load_device
+from shardwise.planner.device_specs import cluster, described, device_names, load_device
 from tests.arch.source import ROOT
 
 OWN = """
@@ -26,6 +26,18 @@ network: {gb_per_second: 50, latency_us: 10, topology: rail}
 def test_every_figure_has_a_source(name: str) -> None:
     assert len(load_device(name).sources) == 11
     assert all(source for _, source in load_device(name).sources)
+
+
+def test_a_file_may_have_a_price(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(f"{OWN}dollars_per_hour: 2.5\n")
+    device = load_device(str(path))
+    assert device.dollars_per_hour == 2.5
+    path.write_text(described(device, {"matmul": 1.0}, "measured"))
+    assert load_device(str(path)).dollars_per_hour == 2.5
+    path.write_text(f"{OWN}dollars_per_hour: -1\n")
+    with pytest.raises(ConfigError, match=r"dollars_per_hour \(-1\) must be a number from 0 to 10,000"):
+        load_device(str(path))
 
 
 def test_own_file_gives_the_same_device(tmp_path: Path) -> None:

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
-from shardwise.runs.folder import json_text
+from shardwise.runs.failure import FailureRecord
+from shardwise.runs.folder import RunDirectory, json_text
 from shardwise.runs.report.chart import line_chart, short, stacked_chart, time_ticks
 from shardwise.runs.report.numbers import columns
+from shardwise.runs.report.verdict import verdict
 from shardwise.runs.step_metrics import PARTS, Column, Curve
-from tests.monitor_runs import FIRST, SPLIT, Mesh, Start, ending, loss_of, write_big, write_run
+from tests.monitor_runs import FIRST, SPLIT, Mesh, Start, ending, loss_of, stamp, write_big, write_run
 
 HOSTILE = "<script>alert('x')</script>"
 BROWSER = next(
@@ -87,11 +89,85 @@ def test_two_runs_are_laid_over_each_other(tmp_path: Path, capsys: pytest.Captur
     charts = [data["curves"] for data in page.charts if "percent" in data]
     assert charts
     assert all(list(curves) == ["A", "B"] for curves in charts), "each chart has both"
-    assert page.dots == 3, "evaluations of A at the steps 10 and 20, of B at the step 10"
+    assert page.dots == 5, "evaluations of both at step 10 in the common part; with that of A at step 20 in the whole"
+    opening, *_ = charts
+    assert {name: rows[-1][0] for name, rows in opening.items()} == {"A": 12, "B": 12}
+    assert f"loss at step 12, the last in common{loss_of(12):.5f}{loss_of(12):.5f}" in page.text
+    assert f"final loss (step 20 and 12){loss_of(20):.5f}{loss_of(12):.5f}" in page.text
     compared = numbers(capsys, str(a), str(b))["compared"]
+    assert compared["losses"][-1] == ["last evaluation", loss_of(20) + 0.1, loss_of(10) + 0.1]
+    assert ["train.steps", 20, 12] in compared["config"]
     largest = {"difference": pytest.approx(0.5), "step": 7, "a": loss_of(7) * 1.5, "b": loss_of(7)}
     assert compared["largest"] == largest
     assert not (b / "report.html").exists()
+
+
+def test_the_page_opens_with_the_verdict_the_curve_the_lost_time_and_the_text(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [Start(0, 25, None), Start(20, 60)])
+    results = json.loads((run / "results.json").read_text()) | {"sample": f"To be {HOSTILE}"}
+    (run / "results.json").write_text(json.dumps(results))
+    text = Text(report(run)).text
+    verdict = "Finished 60 steps in 1 min 58 s at loss 2.516 (evaluation 2.616); 1 restart; 50 % of the time was lost."
+    parts = (
+        verdict,
+        "Training loss, dots: evaluation",
+        "in steps that count",
+        f"To be {HOSTILE}",
+        "goodput",
+        "Learning rate",
+    )
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places), "the order of the page"
+    assert text.count("The run: ") == 1
+    assert text.count("Training loss, dots: evaluation") == 1
+
+
+def test_a_failure_stands_at_the_top(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [Start(0, 25, None)], steps=60)
+    cause = f"rank 1 failed: ValueError: {HOSTILE}"
+    FailureRecord(stamp(FIRST + 40), cause, step=25, checkpoint=20).write(RunDirectory(run))
+    page = Text(report(run))
+    block = f"FAILED at step 25: {cause}.\n5 steps since checkpoint 20 are lost"
+    assert block in page.text
+    assert "Failed after 25 of 60 steps in " in page.text
+    assert page.text.count(cause) == 1
+    assert page.tags.count("script") == 1
+    assert numbers(capsys, str(run))["failure"] == block.splitlines()
+
+
+NUMBERS = {"final_loss": 0.9321, "final_eval_loss": None}
+FACTS = {"state": "finished", "step": 480, "steps": 480, "seconds": 182.0, "useful_seconds": 178.4, "starts": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers", "sentence"),
+    [
+        ({}, {}, "Finished 480 steps in 3 min 02 s at loss 0.9321; no restarts; 2 % of the time was lost."),
+        (
+            {"starts": 3, "useful_seconds": 181.9},
+            {"final_eval_loss": 0.97},
+            "Finished 480 steps in 3 min 02 s at loss 0.9321 (evaluation 0.97); 2 restarts; "
+            "less than 0.5 % of the time was lost.",
+        ),
+        (
+            {"state": "killed", "steps": 1000},
+            {"final_loss": math.nan},
+            "Was killed after 480 of 1,000 steps in 3 min 02 s at loss NaN; no restarts; 2 % of the time was lost.",
+        ),
+        (
+            {"state": "running", "steps": None, "seconds": None},
+            {},
+            "Is running, with 480 steps done at loss 0.9321.",
+        ),
+        (
+            {"state": "failed", "step": 0, "seconds": None},
+            {"final_loss": None},
+            "Failed before the first step.",
+        ),
+    ],
+)
+def test_verdict(changes: dict[str, object], numbers: dict[str, object], sentence: str) -> None:
+    assert verdict({**FACTS, **changes, "numbers": {**NUMBERS, **numbers}}) == sentence
 
 
 def _with_evaluations(run: Path) -> Path:

@@ -275,7 +275,7 @@ def test_a_field_of_another_type_counts_as_not_recorded(tmp_path: Path, capsys: 
     (run / "ranks/rank-0007.jsonl").write_text("\n".join([changed, *others]) + "\n")
     assert RunView(run, all_steps=False).ranks()[7].place == {}
     assert main(["top", str(run), "--once"]) == 0
-    assert "ranks  8 on 2 nodes" in " ".join(capsys.readouterr().out.split("  "))
+    assert "ranks 8 on 2 nodes" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

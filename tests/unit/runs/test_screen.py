@@ -15,11 +15,14 @@ import pytest
 from textual.pilot import Pilot
 
 from shardwise.base.errors import ConfigError
-from shardwise.cli import top
-from shardwise.runs.screen import drawing, views
+from shardwise.cli import main, top
+from shardwise.runs.failure import FailureRecord
+from shardwise.runs.folder import RunDirectory
+from shardwise.runs.run import open_run
+from shardwise.runs.screen import drawing, panels, views
 from shardwise.runs.screen.app import Panel, Top
-from shardwise.runs.screen.frame import Frame, Reader, Span
-from tests.monitor_runs import FIRST, Mesh, Start, write_run
+from shardwise.runs.screen.frame import Frame, Reader, Span, frame_of
+from tests.monitor_runs import FIRST, Mesh, Start, stamp, write_run
 
 STARTS = (Start(0, 80, "failed: RankLost: rank 3 on node-000 has ended"), Start(60, 400, None))
 NOW = FIRST + 500
@@ -303,6 +306,57 @@ def test_once(run: Path) -> None:
     assert rows["ranks"] == "16 on 2 nodes, memory 14.0 GiB to 14.2 GiB"
     assert "1 restart" in rows["goodput"]
     assert "lost steps 19.6 s" in rows["lost"]
+
+
+@pytest.fixture
+def failed(run: Path) -> Path:
+    """The run, after its rank 5 was killed."""
+    failure = FailureRecord(
+        time=stamp(NOW),
+        cause="rank 5 was killed (SIGKILL; usually out of memory)",
+        rank=5,
+        step=400,
+        checkpoint=350,
+        resume="shardwise train gpt3-tiny parallel.tensor=2 parallel.pipeline=2 --nproc 16 --run-dir runs/gpt3-tiny-1",
+    )
+    failure.write(RunDirectory(run))
+    return run
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
+def test_a_failure_is_on_the_screen_with_the_command_that_resumes(failed: Path, size: tuple[int, int]) -> None:
+    app = Top(Reader(failed).read, 0)
+
+    async def body(_: Pilot[None]) -> None:
+        words = " ".join(picture(app).split())
+        assert (
+            "FAILED at step 400: rank 5 was killed (SIGKILL; usually out of memory). 50 steps since checkpoint" in words
+        )
+        assert "parallel.pipeline=2 --nproc 16 --run-dir runs/gpt3-tiny-1" in words
+        assert "lost time" in words
+
+    on_screen(app, body, size)
+
+
+def test_once_shows_the_evaluation_and_the_failure(failed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", str(failed), "--once"]) == 0
+    *rows, heading, lost, resume = capsys.readouterr().out.splitlines()
+    assert heading == "FAILED at step 400: rank 5 was killed (SIGKILL; usually out of memory)."
+    assert lost == "50 steps since checkpoint 350 are lost"
+    assert resume.startswith("resume: shardwise train gpt3-tiny ")
+    named = dict(line.split(maxsplit=1) for line in rows)
+    assert named["evaluation"] == "loss 2.3000, perplexity 9.974 at step 400"
+    assert named["state"].startswith("failed, heard")
+
+
+def test_bars_of_lost_time_are_shares_of_the_whole_time(run: Path) -> None:
+    frame = frame_of(open_run(run, all_steps=False))
+    lines = panels.lost(frame, 60, 8)
+    bar = 25
+    for line, (cause, seconds) in zip(lines[1:], frame.lost.by_cause.items(), strict=True):
+        assert line.plain.startswith(f" {cause}")
+        cells = sum({"█": 8, **{mark: eighth for eighth, mark in enumerate(" ▏▎▍▌▋▊▉")}}.get(c, 0) for c in line.plain)
+        assert abs(cells / 8 - bar * seconds / frame.lost.whole) <= 1 / 8, line.plain
 
 
 def test_no_screen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

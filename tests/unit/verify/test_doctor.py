@@ -148,7 +148,7 @@ def test_the_end_of_a_log_stands_in_place_of_its_path(monkeypatch: pytest.Monkey
         (folder / "logs").mkdir()
         log = folder / "logs" / "launcher.log"
         log.write_text("".join(f"line {number}\n\n" for number in range(20)) + "ValueError: https://me:word@host\n")
-        raise RunError(f"the process that starts the ranks ended with exit code 1; its log: {log}")
+        raise RunError(f"the process that starts the ranks ended with exit code 1\nlog: {log}")
 
     monkeypatch.setattr("shardwise.verify.rank_calls.launch", launch)
     first, *log = ranks.collective().found.splitlines()

@@ -95,7 +95,7 @@ def check_counts(
 
 
 def check_run_folder(run_path: Path, config: Config) -> None:
-    """Refuse a folder in which a run is under way, or whose disk lacks room for a checkpoint, by a ConfigError."""
+    """Refuse a folder in which a run is under way, or in whose path SLURM replaces characters, by a ConfigError."""
     directory = RunDirectory(run_path)
     directory.require_folder()
     replaced = {sign for sign in in_one_line("--run-dir", str(run_path)) if sign in _REPLACED}
@@ -117,6 +117,10 @@ def check_run_folder(run_path: Path, config: Config) -> None:
                 f"--run-dir ({run_path}) is that of job {job.id} ({job.state.lower()}): end it by `shardwise stop "
                 f"{run_path}`, or choose another folder"
             )
+
+
+def check_disk(run_path: Path, config: Config) -> None:
+    """Refuse a folder that cannot be written, or whose disk lacks room for a checkpoint, by a ConfigError."""
     existing = next(folder for folder in (run_path, *run_path.parents) if folder.exists())
     if not os.access(existing, os.W_OK):
         raise ConfigError(

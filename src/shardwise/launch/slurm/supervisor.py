@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,8 @@ from shardwise.base.files import reason_of
 from shardwise.config import Config
 from shardwise.launch import stop_requests
 from shardwise.launch.external_launchers import address_of
-from shardwise.launch.first_failure import signal_name
+from shardwise.launch.failed_run import failure_text
+from shardwise.launch.first_failure import Failure, signal_name
 from shardwise.launch.local import LaunchError
 from shardwise.launch.node import BEAT_SECONDS, Attempt
 from shardwise.launch.restarts import AttemptEnding, Decision, How, decide, history, record
@@ -251,14 +253,24 @@ class Supervisor:
     def _starts_again(self, ending: AttemptEnding) -> bool:
         """After a failure, return True if another attempt is to be made in this allocation; raises if none is."""
         decision = decide(self._endings, self._config.launch.max_restarts)
-        text = f"{ending.text}; {_saved(ending)}"
         if not decision.starts_again:
-            raise LaunchError(f"{text}\n{decision.why}", ending.exit_code or RunError.exit_code)
+            code = ending.exit_code or RunError.exit_code
+            raise LaunchError(f"{self._failure_text(ending, code)}\n{decision.why}", code)
+        text = f"{ending.text}; {_saved(ending)}"
         if ending.how == "failed" and ending.until_joined is None and self._watch is not None:
             # No launcher joined: a machine may be gone, which SLURM has not noticed yet.
             self._requeue(text, decision)
         self._say(f"{text}\n{decision.why}, in the same allocation")
         return True
+
+    def _failure_text(self, ending: AttemptEnding, code: int) -> str:
+        """Record the failure with which the job ends; returns the text for the user."""
+        script = self._run_path / "job.sh"
+        resume = shlex.join(["sbatch", str(script)]) if script.exists() else None
+        steps = 0 if ending.first_step is None else ending.step
+        # The beginning of a start that no supervisor saw the end of is unknown.
+        began = ending.began if ending.seconds else 0.0
+        return failure_text(Failure(ending.rank or 0, ending.text, code), self._run_path, began, resume, steps)
 
     def _leave(self, text: str, ending: AttemptEnding) -> NoReturn:
         """End this start of the job; SLURM starts it again where it was the cluster that ended it."""

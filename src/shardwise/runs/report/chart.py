@@ -11,18 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.runs.step_metrics import Column, Curve
 
-WIDTH = 420
-HEIGHT = 236
 LEFT = 62
 RIGHT = 10
 TOP = 10
 BOTTOM = 26
-_PLOT_WIDTH = WIDTH - LEFT - RIGHT
-_PLOT_HEIGHT = HEIGHT - TOP - BOTTOM
 _TICK_STEPS = (1, 2, 2.5, 5, 10)
 _FEW_COLUMNS = 40
 """A curve with fewer columns shows all its values."""
@@ -37,6 +33,17 @@ _UNITS = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e5, " k"))
 Rows = Sequence[Sequence[float]]
 
 
+class Size(NamedTuple):
+    """The size of a chart, in pixels of its picture, which is drawn as wide as its place in the page."""
+
+    width: int
+    height: int
+
+
+SMALL = Size(420, 236)
+LARGE = Size(640, 300)
+
+
 @dataclass(frozen=True)
 class _PlotArea:
     """The area of a chart: the numbers at its edges, and the pixels of numbers on it."""
@@ -45,22 +52,42 @@ class _PlotArea:
     high_x: float
     low_y: float
     high_y: float
+    size: Size = SMALL
+
+    @property
+    def width(self) -> int:
+        return self.size.width - LEFT - RIGHT
+
+    @property
+    def height(self) -> int:
+        return self.size.height - TOP - BOTTOM
+
+    @property
+    def bottom(self) -> int:
+        """Pixel of the lower edge."""
+        return self.size.height - BOTTOM
 
     def x(self, value: float) -> float:
         share = (value - self.low_x) / (self.high_x - self.low_x) if self.high_x > self.low_x else 0.5
-        return LEFT + share * _PLOT_WIDTH
+        return LEFT + share * self.width
 
     def y(self, value: float) -> float:
         share = (value - self.low_y) / (self.high_y - self.low_y) if self.high_y > self.low_y else 0.5
         # A value far outside stays outside, without a coordinate that some browsers cannot draw.
-        return HEIGHT - BOTTOM - max(-1.0, min(2.0, share)) * _PLOT_HEIGHT
+        return self.bottom - max(-1.0, min(2.0, share)) * self.height
 
     def path(self, points: Sequence[tuple[float, float]]) -> str:
         return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
 
 
 def line_chart(
-    title: str, curves: Mapping[str, Curve], *, percent: bool = False, is_cut: bool = True, notes: Sequence[str] = ()
+    title: str,
+    curves: Mapping[str, Curve],
+    *,
+    percent: bool = False,
+    is_cut: bool = True,
+    notes: Sequence[str] = (),
+    size: Size = SMALL,
 ) -> str:
     """Draw curves over the steps of a run: a line of means in a band from the least to the largest value of a column.
 
@@ -82,12 +109,12 @@ def line_chart(
     largest = max(column.largest for column in columns)
     low, high = _shown_range(columns) if is_cut else (least, largest)
     ticks = _ticks([low, high])
-    area = _PlotArea(min(steps), max(steps), min(ticks[0], low), max(ticks[-1], high))
+    area = _PlotArea(min(steps), max(steps), min(ticks[0], low), max(ticks[-1], high), size)
     drawn = [_y_axis(area, ticks, percent=percent), _x_axis(area, "step")]
     # The inner picture cuts off the lines that leave the chart. Dots at its edge would be cut too: they come after it.
     drawn.append(
-        f'<svg x="{LEFT}" y="{TOP}" width="{_PLOT_WIDTH}" height="{_PLOT_HEIGHT}" '
-        f'viewBox="{LEFT} {TOP} {_PLOT_WIDTH} {_PLOT_HEIGHT}">'
+        f'<svg x="{LEFT}" y="{TOP}" width="{area.width}" height="{area.height}" '
+        f'viewBox="{LEFT} {TOP} {area.width} {area.height}">'
     )
     coloured = [(number % _COLOURS, name, curve) for number, (name, curve) in enumerate(known.items())]
     drawn += [_curve(area, curve, colour) for colour, _, curve in coloured]
@@ -106,7 +133,7 @@ def line_chart(
     if breaks:
         data["breaks"] = breaks
     legend = [(f"c{colour}", name) for colour, name, _ in coloured] if len(known) > 1 else []
-    return _figure(title, legend, drawn, [area.low_x, area.high_x], data, notes=notes)
+    return _figure(title, legend, drawn, area, data, notes=notes)
 
 
 def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[float]]) -> str:
@@ -130,7 +157,7 @@ def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[floa
     drawn += [_y_axis(area, ticks, " s"), _x_axis(area, "step")]
     data = {"names": list(names), "rows": _exact(rows)}
     legend = [(f"b{number}", names[number]) for number in used]
-    return _figure(title, legend, drawn, [area.low_x, area.high_x], data)
+    return _figure(title, legend, drawn, area, data)
 
 
 def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, note: str) -> str:
@@ -148,7 +175,7 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
     begins = [columns[0].step - 0.5, *(column.step + 0.5 for column in columns[:-1])]
     area = _PlotArea(begins[0], columns[-1].step + 0.5, 0.0, ticks[-1])
     # Bars narrower than this would vanish in their gaps.
-    gap = 1.5 if len(columns) <= _PLOT_WIDTH // 6 else 0.0
+    gap = 1.5 if len(columns) <= area.width // 6 else 0.0
     drawn = [_y_axis(area, ticks, suffix)]
     heights = {"most": [column.largest for column in columns], "least": [column.least for column in columns]}
     for style, values in heights.items():
@@ -156,11 +183,11 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
         for begin, column, value in zip(begins, columns, values, strict=True):
             left = f"{area.x(begin) + gap / 2:.1f}"
             right = f"{area.x(column.step + 0.5) - gap / 2:.1f}"
-            bars.append(f"M{left},{HEIGHT - BOTTOM}V{area.y(value):.1f}H{right}V{HEIGHT - BOTTOM}")
+            bars.append(f"M{left},{area.bottom}V{area.y(value):.1f}H{right}V{area.bottom}")
         drawn.append(f'<path class="{style}" d="{"".join(bars)}"/>')
     drawn.append(_x_axis(area, axis))
     data = {"curves": {"": _column_data(columns)}, "suffix": suffix, "axis": axis}
-    return _figure(title, [], drawn, [area.low_x, area.high_x], data, notes=[note] if note else [])
+    return _figure(title, [], drawn, area, data, notes=[note] if note else [])
 
 
 def timeline(facts: Mapping[str, Any], names: Mapping[str, str]) -> str:
@@ -241,19 +268,22 @@ def _figure(
     title: str,
     legend: Sequence[tuple[str, str]],
     drawn: Sequence[str],
-    ends: Sequence[float],
+    area: _PlotArea,
     data: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> str:
     """Surround a chart with its title, its legend (style and name) and the data that the script shows at the cursor."""
     keys = "".join(f'<span class="key {style}">{escape(name)}</span>' for style, name in legend)
     small_print = "".join(f"<small>{escape(note)}</small>" for note in notes)
+    width, height = area.size
+    style = "chart" if area.size == SMALL else "chart large"
+    ends = [area.low_x, area.high_x]
     return (
-        f"<figure class=\"chart\" data-chart='{attribute({'ends': ends, **data})}'>"
+        f"<figure class=\"{style}\" data-chart='{attribute({'ends': ends, **data})}'>"
         f"<figcaption>{escape(title)}{keys}{small_print}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
+        f'<svg viewBox="0 0 {width} {height}" role="img" tabindex="0" '
         f'aria-label="{escape(title)}: arrow keys show values">{"".join(drawn)}'
-        f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/></svg><output></output></figure>'
+        f'<line class="cursor" y1="{TOP}" y2="{area.bottom}" visibility="hidden"/></svg><output></output></figure>'
     )
 
 
@@ -273,7 +303,7 @@ def _curve(area: _PlotArea, curve: Curve, number: int) -> str:
         first, last = curve.breaks
         left = area.x(first)
         width = max(2.0, area.x(last) - left)
-        parts.append(f'<rect class="break" x="{left:.1f}" y="{TOP}" width="{width:.1f}" height="{_PLOT_HEIGHT}"/>')
+        parts.append(f'<rect class="break" x="{left:.1f}" y="{TOP}" width="{width:.1f}" height="{area.height}"/>')
     columns = _drawn_columns(curve)
     if any(column.least < column.largest for column in columns):
         edge = [(column.step, column.largest) for column in columns]
@@ -296,23 +326,24 @@ def _y_axis(area: _PlotArea, ticks: Sequence[float], suffix: str = "", *, percen
     texts = [_tick_text(tick, percent) for tick in ticks] if percent else short(ticks)
     for tick, text in zip(ticks, texts, strict=True):
         y = area.y(tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + area.width}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}{suffix}</text>')
     return "".join(parts)
 
 
 def _x_axis(area: _PlotArea, name: str) -> str:
-    parts = [f'<text class="axis" x="{LEFT - 6}" y="{HEIGHT - 8}" text-anchor="end">{name}</text>']
+    below = area.size.height - 8
+    parts = [f'<text class="axis" x="{LEFT - 6}" y="{below}" text-anchor="end">{name}</text>']
     ticks = [tick for tick in _ticks([area.low_x, area.high_x], are_whole=True) if area.low_x <= tick <= area.high_x]
     for tick, text in zip(ticks, short(ticks), strict=True):
         x = area.x(tick)
         anchor = "middle"
         # A text in the middle of its tick would leave the picture.
-        if x > WIDTH - 3 * RIGHT:
+        if x > area.size.width - 3 * RIGHT:
             anchor = "end"
         elif x < LEFT + 4:
             anchor = "start"
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{text}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{below}" text-anchor="{anchor}">{text}</text>')
     return "".join(parts)
 
 

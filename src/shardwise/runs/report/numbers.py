@@ -18,6 +18,7 @@ from shardwise.base.mesh_axes import AXES, layout_text
 from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.runs.lost_time import CAUSES, number, seconds_of
 from shardwise.runs.report.chart import attribute
+from shardwise.runs.report.verdict import verdict
 from shardwise.runs.run import RunView
 from shardwise.runs.step_metrics import (
     PARTS,
@@ -53,22 +54,28 @@ _LISTED_EVENTS = (
 
 
 def report_of(run: RunView) -> dict[str, Any]:
-    """Collect the numbers of a report on one run, of which all steps were read."""
+    """Collect the numbers of a report on one run, of which all steps were read, with a sentence of verdict."""
+    report = _report(run)
+    return {**report, "verdict": verdict(report)}
+
+
+def _report(run: RunView) -> dict[str, Any]:
     series = run.series
     events = _events(run)
     listed = _last_of_each_kind(events)
     is_timed = run.lost.whole > 0
     diverged = {metric.name: _not_finite(run, metric.name) for metric in STEP_METRICS if metric.is_in_every_step}
-    losses = [[event.get("step"), event["loss"]] for event in run.evaluations if _known(event.get("loss"))]
     return {
         "schema": SCHEMA,
         **row(run),
         "created": _stamp(time.time()),
+        "failure": None if run.failure is None else run.failure.lines(run.path),
+        "sample": str(run.results.get("sample") or ""),
         "numbers": _headline(run),
         "curves": {metric.name: columns(series.steps, series.numbers[metric.name]) for metric in REPORT_CURVES},
         "source_curves": {name: columns(series.steps, losses) for name, losses in series.sources.items()},
         "not_finite": {name: steps for name, steps in diverged.items() if steps is not None},
-        "evaluations": _spread(losses),
+        "evaluations": _spread(_evaluations(run)),
         "set_curves": _as_curves(_set_losses(run)),
         "task_curves": {metric: _as_curves(scores) for metric, scores in _task_scores(run).items()},
         "split_seconds": _split(run),
@@ -92,32 +99,77 @@ def report_of(run: RunView) -> dict[str, Any]:
 
 
 def comparison(a: RunView, b: RunView) -> dict[str, Any]:
-    """Compare two runs: the largest difference of training loss, relative to B, and the keys of configuration.
+    """Compare two runs: the largest difference of training loss, relative to B, the keys of configuration, the losses.
 
-    Steps at which a loss is no finite number are counted by themselves.
+    Steps at which a loss is no finite number are counted by themselves. The curves reach from the first to the last
+    step that both have.
     """
     losses_of_b = dict(zip(b.series.steps, b.series.numbers["loss"], strict=True))
     comparable = []
     not_finite = []
-    common_steps = 0
+    common_steps: list[int] = []
     for step, loss in zip(a.series.steps, a.series.numbers["loss"], strict=True):
         if step not in losses_of_b:
             continue
-        common_steps += 1
+        common_steps.append(step)
         losses = {"step": step, "a": loss, "b": losses_of_b[step]}
         if math.isfinite(losses["a"]) and math.isfinite(losses["b"]):
             comparable.append({"difference": difference(losses["a"], losses["b"]), **losses})
         else:
             not_finite.append(losses)
-    config_of_a = dict(_flat(redaction.without_secrets(a.config)))
-    config_of_b = dict(_flat(redaction.without_secrets(b.config)))
-    keys = [key for key in {**config_of_a, **config_of_b} if config_of_a.get(key) != config_of_b.get(key)]
     return {
-        "steps": common_steps,
+        "steps": len(common_steps),
+        "curves": _common_curves((a, b), common_steps),
+        "losses": _compared_losses(a, b, common_steps[-1] if common_steps else None),
         "largest": max(comparable, key=lambda losses: losses["difference"], default=None),
         "not_finite": {"steps": len(not_finite), **not_finite[0]} if not_finite else None,
-        "config": [[key, config_of_a.get(key), config_of_b.get(key)] for key in keys],
+        "config": config_differences(a.config, b.config),
     }
+
+
+def config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[Any]]:
+    """Return [key, value in A, value in B] of each key by which two configurations differ, without secrets."""
+    keys_of_a = dict(_flat(redaction.without_secrets(a)))
+    keys_of_b = dict(_flat(redaction.without_secrets(b)))
+    differing = [key for key in {**keys_of_a, **keys_of_b} if keys_of_a.get(key) != keys_of_b.get(key)]
+    return [[key, keys_of_a.get(key), keys_of_b.get(key)] for key in differing]
+
+
+def _common_curves(runs: Sequence[RunView], steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the curve of training loss and the evaluations of each run from the first to the last common step."""
+    if not steps:
+        return []
+    curves = []
+    for run in runs:
+        recorded = zip(run.series.steps, run.series.numbers["loss"], strict=True)
+        within = [(step, loss) for step, loss in recorded if steps[0] <= step <= steps[-1]]
+        evaluations = [point for point in _evaluations(run) if steps[0] <= point[0] <= steps[-1]]
+        curves.append(
+            {
+                "loss": columns([step for step, _ in within], [loss for _, loss in within]),
+                "evaluations": _spread(evaluations),
+            }
+        )
+    return curves
+
+
+def _compared_losses(a: RunView, b: RunView, last: int | None) -> list[list[Any]]:
+    """Return [name, loss in A, loss in B] of the last common step, of the last steps and of the last evaluations."""
+    rows = []
+    if last is not None:
+        losses = [dict(zip(run.series.steps, run.series.numbers["loss"], strict=True))[last] for run in (a, b)]
+        rows.append([f"loss at step {last:,}, the last in common", *losses])
+    if a.step != b.step:
+        rows.append([f"final loss (step {a.step:,} and {b.step:,})", _final_loss(a), _final_loss(b)])
+    evaluated = [_evaluations(run) for run in (a, b)]
+    if any(evaluated):
+        rows.append(["last evaluation", *(points[-1][1] if points else None for points in evaluated)])
+    return rows
+
+
+def _evaluations(run: RunView) -> list[list[Any]]:
+    """Return [step, loss] of each evaluation."""
+    return [[event.get("step"), event["loss"]] for event in run.evaluations if _known(event.get("loss"))]
 
 
 def difference(a: float, b: float) -> float:

@@ -14,7 +14,8 @@ function said(shown, row) {
 
 for (const figure of document.querySelectorAll("[data-chart]")) {
   const shown = JSON.parse(figure.dataset.chart), svg = figure.querySelector("svg"), [low, high] = shown.ends;
-  const cursor = svg.querySelector(".cursor"), output = figure.querySelector("output"), left = {{ left }}, width = {{ width }};
+  const cursor = svg.querySelector(".cursor"), output = figure.querySelector("output");
+  const whole = svg.viewBox.baseVal.width, left = {{ left }}, width = whole - left - {{ right }};
   const curves = Object.entries(shown.names ? { "": shown.rows } : shown.curves).filter(([, rows]) => rows.length);
   const isOdd = (name, x) => shown.breaks?.[name]?.[0] <= x && x <= shown.breaks[name][1];
   const first = curves.length ? curves[0][1] : [];
@@ -39,7 +40,7 @@ for (const figure of document.querySelectorAll("[data-chart]")) {
   }
   hide();
   function point(event) {
-    const box = svg.getBoundingClientRect(), share = (((event.clientX - box.left) / box.width) * {{ whole }} - left) / width;
+    const box = svg.getBoundingClientRect(), share = (((event.clientX - box.left) / box.width) * whole - left) / width;
     const x = low + Math.min(1, Math.max(0, share)) * (high - low);
     if (first.length) show(shown.breaks && curves.some(([name]) => isOdd(name, x)) ? Math.round(x) : near(first, x)[0]);
   }

@@ -18,7 +18,7 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.runs.report import chart
 from shardwise.runs.report.numbers import columns, layout_of, ranks_picture
-from shardwise.runs.step_metrics import PARTS, REPORT_CURVES, Curve
+from shardwise.runs.step_metrics import PARTS, REPORT_CURVES, Curve, StepMetric
 
 # Numbers of the page's colours (page.css), in the order of the parts. Green stands for the steps that count.
 _TIME_COLOURS = (4, 1, 2, 0, 5, 7, 3, 6)
@@ -43,15 +43,16 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
     )
     environment.filters["pretty"] = lambda value: json.dumps(_counted(value), indent=2, ensure_ascii=False)
     environment.filters["loss"] = lambda value: _number(value, ".8g")
+    environment.filters["final"] = lambda value: _number(value, ".5f")
     names = _names(reports)
     return environment.get_template("page.html").render(
         title=" and ".join(str(report["run"]) for report in reports),
         runs=[_run(report, name) for report, name in zip(reports, names, strict=True)],
-        charts=[Markup(drawn) for drawn in _charts(reports, names) if drawn],
+        opening=Markup(_common_losses(compared) if compared else _loss_chart(reports, names, chart.LARGE)),
+        charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=compared is not None) if drawn],
         compared=compared,
         left=chart.LEFT,
-        width=chart.WIDTH - chart.LEFT - chart.RIGHT,
-        whole=chart.WIDTH,
+        right=chart.RIGHT,
     )
 
 
@@ -61,31 +62,61 @@ def _names(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{letter}: {report['run']}" for letter, report in zip(ascii_uppercase, reports, strict=False)]
 
 
-def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+def _common_losses(compared: Mapping[str, Any]) -> str:
+    """Draw the losses of two runs over the steps that both have; an empty text if there are none."""
+    curves = {
+        name: Curve(curve["loss"], curve["evaluations"]) for name, curve in zip("AB", compared["curves"], strict=False)
+    }
+    title = "Training loss over the common steps"
+    if any(curve.dots for curve in curves.values()):
+        title += ", dots: evaluation"
+    return chart.line_chart(title, curves, size=chart.LARGE)
+
+
+def _loss_chart(reports: Sequence[Mapping[str, Any]], names: Sequence[str], size: chart.Size) -> str:
+    """Draw the training loss of each run, with its evaluations."""
+    return _metric_chart(reports, names, next(metric for metric in REPORT_CURVES if metric.name == "loss"), size)
+
+
+def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str], *, is_loss_whole: bool) -> list[str]:
+    """Draw the curves of the runs.
+
+    Args:
+        is_loss_whole: True if the loss is drawn here too, as the page opens with a part of it.
+    """
     charts = []
-    is_comparison = len(reports) > 1
     for metric in REPORT_CURVES:
-        curves: dict[str, Curve] = {}
-        notes = []
-        for name, report in zip(names, reports, strict=True):
-            label = name[:1] if is_comparison else name
-            not_finite = report["not_finite"].get(metric.name)
-            dots = report["evaluations"] if metric.name == "loss" else ()
-            breaks = None
-            if not_finite is not None:
-                breaks = (not_finite["first"], not_finite["last"])
-                prefix = f"{label}: " if is_comparison else ""
-                steps = units.counted(not_finite["steps"], "step")
-                notes.append(f"{prefix}not finite at {steps}, first {not_finite['first']:,}")
-            curves[label] = Curve(report["curves"][metric.name], dots, breaks)
-        has_dots = any(curve.dots for curve in curves.values())
-        title = f"{metric.title}, dots: evaluation" if has_dots else metric.title
-        charts.append(chart.line_chart(title, curves, percent=metric.is_share, is_cut=metric.is_cut, notes=notes))
         if metric.name == "loss":
+            charts += [_metric_chart(reports, names, metric)] * is_loss_whole
             charts.append(chart.line_chart("Training loss by source", _named_curves(reports, names, "source_curves")))
             charts.append(chart.line_chart("Loss of evaluation sets", _named_curves(reports, names, "set_curves")))
             charts += _task_charts(reports, names)
+        else:
+            charts.append(_metric_chart(reports, names, metric))
     return charts
+
+
+def _metric_chart(
+    reports: Sequence[Mapping[str, Any]], names: Sequence[str], metric: StepMetric, size: chart.Size = chart.SMALL
+) -> str:
+    """Draw a metric of each run; the steps at which it is not finite are shaded, and named below the title."""
+    curves: dict[str, Curve] = {}
+    notes = []
+    is_comparison = len(reports) > 1
+    for name, report in zip(names, reports, strict=True):
+        label = name[:1] if is_comparison else name
+        not_finite = report["not_finite"].get(metric.name)
+        dots = report["evaluations"] if metric.name == "loss" else ()
+        breaks = None
+        if not_finite is not None:
+            breaks = (not_finite["first"], not_finite["last"])
+            prefix = f"{label}: " if is_comparison else ""
+            steps = units.counted(not_finite["steps"], "step")
+            notes.append(f"{prefix}not finite at {steps}, first {not_finite['first']:,}")
+        curves[label] = Curve(report["curves"][metric.name], dots, breaks)
+    has_dots = any(curve.dots for curve in curves.values())
+    title = f"{metric.title}, dots: evaluation" if has_dots else metric.title
+    return chart.line_chart(title, curves, percent=metric.is_share, is_cut=metric.is_cut, notes=notes, size=size)
 
 
 def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], key: str) -> dict[str, Curve]:
@@ -134,7 +165,7 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
         "name": name,
         "report": report,
         "tiles": _tiles(report),
-        "reason": "" if report["reason"] == report["state"] else str(report["reason"] or ""),
+        "reason": "" if report["failure"] or report["reason"] == report["state"] else str(report["reason"] or ""),
         "split": Markup(chart.bar(split, _durations(split))),
         "split_by_step": Markup(chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"])),
         "goodput": _or_dash(report["goodput"], "{:.1%}".format),

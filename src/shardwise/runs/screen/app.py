@@ -110,6 +110,7 @@ class Top(App[None]):
                         yield Panel(lambda f, w, h: panels.curve(f, w, h, "tokens_per_second", span()))
                         yield Panel(lambda f, w, h: panels.curve(f, w, h, "grad_norm", span()))
                     yield Panel(panels.speed, id="speed")
+                yield Panel(panels.failure, id="failure")
                 yield Panel(panels.split, id="split")
                 yield Panel(views.strips, id="strips")
                 with Horizontal(id="ending"):
@@ -176,6 +177,7 @@ class Top(App[None]):
     def _redraw(self) -> None:
         if self.frame is not None:
             is_high = self.size.height >= 36
+            self.screen.set_class(bool(self.frame.failure_lines), "-failed")
             self.query_one("#grid").styles.height = views.grid_height(self.frame, 18 if is_high else 11)
             # Room for the header and the footer, and for eight pipeline ranks with their headings.
             room = self.size.height - 3 - 10

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.base import errors, files, redaction
+from shardwise.runs.failure import FailureRecord
 from shardwise.runs.lost_time import LostTime, number
 from shardwise.runs.rank_views import NodeView, PipelineView, RankView, pipeline_views, silent_ranks
 from shardwise.runs.run import RunView, State, open_run
@@ -31,6 +32,7 @@ class Frame:
     """A run at the moment `now` (seconds since the epoch), with the facts of `RunView`.
 
     Attributes:
+        evaluation: last "eval" event; {} without one.
         curves: curves by the names of `SCREEN_CURVES`.
         silent: ranks that have written nothing for long.
         events: recorded events, with an event "ended" for each line of `restarts.jsonl`.
@@ -43,12 +45,14 @@ class Frame:
     now: float
     state: State = "starting"
     reason: str = ""
+    failure: FailureRecord | None = None
     heard: float | None = None
     step: int = 0
     steps: int | None = None
     step_seconds: float | None = None
     eta_seconds: float | None = None
     last: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
     start: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     split: Mapping[str, float] = field(default_factory=dict)
@@ -62,6 +66,11 @@ class Frame:
     lost: LostTime = field(default_factory=LostTime)
     has_history: bool = True
     problem: str = ""
+
+    @property
+    def failure_lines(self) -> list[str]:
+        """Lines that say why the run failed; [] if it did not, or has been started since."""
+        return self.failure.lines(self.path) if self.failure is not None and self.state == "failed" else []
 
     @property
     def slowest(self) -> RankView | None:
@@ -123,12 +132,14 @@ def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_histor
         now=time.time(),
         state=run.state,
         reason=run.reason,
+        failure=run.failure,
         heard=run.heard,
         step=run.step,
         steps=run.steps,
         step_seconds=run.step_seconds,
         eta_seconds=run.eta_seconds,
         last=run.last,
+        evaluation=run.evaluations[-1] if run.evaluations else {},
         start=run.start,
         config=run.config,
         split=run.split_seconds(),

@@ -24,7 +24,7 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
     colour = drawing.STATE_COLOURS[frame.state]
     name = Text.assemble((f" {frame.name}", f"bold {TEXT}"))
     state = Text.assemble(("● ", colour), (frame.state, f"bold {colour}"))
-    if frame.state in ("failed", "stopped") and frame.reason:
+    if frame.state in ("failed", "stopped") and frame.reason and not frame.failure_lines:
         state.append(f"  {frame.reason.removeprefix('failed: ')}", colour)
     if paused:
         state.append("  ❚❚ paused", f"bold {WARN}")
@@ -75,9 +75,20 @@ def curve(frame: Frame, width: int, height: int, name: str, span: Span = "whole"
     title, colour, last, scale = _CURVE_STYLES[name]
     # The loss is the largest panel: one notice that the history is still being read is enough.
     right = "reading all steps…" if name == "loss" and not frame.has_history else _SPAN_NAMES[span]
-    head = drawing.heading(width, title, Text(last(frame.last.get(name)), f"bold {colour}"), right)
+    summary = Text(last(frame.last.get(name)), f"bold {colour}")
+    if name == "loss" and frame.evaluation:
+        summary.append("  evaluation ", FAINT).append(last(frame.evaluation.get("loss")), f"bold {WARN}")
+    head = drawing.heading(width, title, summary, right)
     lines = plot(frame.curves[name], width, height - 1, colour, scale) if name in frame.curves else []
     return [head, *(lines or [Text(" no step is recorded yet" if not frame.step else " not recorded", FAINT)])]
+
+
+def failure(frame: Frame, width: int, height: int) -> list[Text]:
+    """Say why the run failed, what is lost, and how it goes on."""
+    lines = [drawing.heading(width, "failed")]
+    for number, line in enumerate(frame.failure_lines):
+        lines += drawing.sentences(width, clean(line), TEXT if number else f"bold {BAD}")
+    return lines[:height]
 
 
 def speed(frame: Frame, width: int, height: int) -> list[Text]:
@@ -150,7 +161,8 @@ def lost(frame: Frame, width: int, height: int) -> list[Text]:
     causes = sorted(frame.lost.by_cause.items(), key=lambda pair: -pair[1])
     if height - 1 >= len(causes):
         causes = list(frame.lost.by_cause.items())
-    most = max((seconds for _, seconds in causes), default=0.0) or 1.0
+    # A bar as long as the panel would be the whole time of the run.
+    whole = max(frame.lost.whole, sum(seconds for _, seconds in causes)) or 1.0
     longest = max(map(len, CAUSES)) + (8 if width >= 50 else 0)
     rows = []
     for cause, seconds in causes[: height - 1]:
@@ -158,7 +170,7 @@ def lost(frame: Frame, width: int, height: int) -> list[Text]:
         amount = Text(f"{drawing.seconds(seconds)} ", TEXT) if seconds else Text("– ", FAINT)
         name = Text(f" {cause}{count}".ljust(longest + 2), FAINT)
         bar = width - name.cell_len - 15
-        line = Text.assemble(name, drawing.meter(seconds / most, bar, _LOST) if bar > 3 else "")
+        line = Text.assemble(name, drawing.meter(seconds / whole, bar, _LOST) if bar > 3 else "")
         rows.append(_between(width, line, amount))
     return [head, *rows]
 

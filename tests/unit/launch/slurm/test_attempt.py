@@ -73,8 +73,8 @@ def test_the_cause_is_told_before_what_followed_from_it_on_another_node(tmp_path
     lost = {"rank": 0, "text": "rank 0 lost the connection to another rank", "exit_code": 1, "waited": True}
     ends = [{"code": 1, "reported": lost}, {"code": 1, "exit_codes": {"3": -9}}]
     outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, **ends[number]))
-    killed = f"rank 3 was killed by SIGKILL (usually out of memory){see('training#killed-rank')}"
-    assert outcome.failure == Failure(3, f"{killed}; rank 0 lost the connection to another rank", 1)
+    killed = f"rank 3 was killed (SIGKILL; usually out of memory){see('training#killed-rank')}"
+    assert outcome.failure == Failure(3, killed, 1)
     assert outcome.lost == ()
 
 

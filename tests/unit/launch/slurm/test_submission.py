@@ -7,7 +7,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.script import JobPlan, job_script, ranks_per_node
-from shardwise.launch.slurm.submission import check_counts, check_run_folder, reserved, rows, write_inputs
+from shardwise.launch.slurm.submission import check_counts, check_disk, check_run_folder, reserved, rows, write_inputs
 
 
 def config(*overrides: str) -> Config:
@@ -57,7 +57,7 @@ def test_a_folder_whose_log_slurm_could_not_write_is_refused(tmp_path: Path) -> 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda _path, _mode: False)  # root may write everywhere
     with pytest.raises(ConfigError, match=rf"must be in a folder that can be written: {tmp_path} cannot"):
-        check_run_folder(tmp_path / "run", config())
+        check_disk(tmp_path / "run", config())
 
 
 def job(tmp_path: Path, *overrides: str, ranks: int) -> tuple[JobPlan, Layout]:

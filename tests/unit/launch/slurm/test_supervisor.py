@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.base.errors import StoppedError
+from shardwise.base.errors import StoppedError, see
 from shardwise.config import load_config
 from shardwise.launch import stop_requests
 from shardwise.launch.first_failure import Failure
@@ -23,6 +23,7 @@ from shardwise.launch.slurm import commands, supervisor
 from shardwise.launch.slurm.attempt import AttemptOutcome
 from shardwise.launch.slurm.commands import Allocation
 from shardwise.launch.slurm.supervisor import JobMachines, Supervisor
+from tests.monitor_runs import Start, write_run
 from tests.unit.launch.test_restarts import CRASH
 
 DONE = AttemptOutcome(None, None, (), 9, 1.0, 2.0, 0.1, {})
@@ -153,6 +154,22 @@ def test_a_supervisor_that_was_killed_is_counted_as_a_crash(job: Job) -> None:
     assert (how(job), job.ids) == (["failed", "finished"], ["7.0.1"])
     with pytest.raises(LaunchError, match="the same failure came twice at step 0"):
         job.supervise(killed_by=9)
+
+
+def test_the_failure_that_ends_the_job_is_a_block_and_recorded(job: Job) -> None:
+    write_run(job.run, [Start(0, 25, None)], first=time.time())
+    (job.run / "job.sh").touch()
+    with pytest.raises(LaunchError) as raised:
+        job.supervise(replace(FAILED, step=25), replace(FAILED, step=25))
+    assert str(raised.value).splitlines() == [
+        f"FAILED at step 25: {KILLED.text}.",
+        "5 steps since checkpoint 20 are lost",
+        f"resume: sbatch {job.run / 'job.sh'}",
+        "the job is not started again: the same failure came twice at step 25 "
+        f"{see('jobs#same-failure-twice').strip()}",
+    ]
+    assert json.loads((job.run / "failure.json").read_text())["rank"] == KILLED.rank
+    assert "FAILED" not in job.told[0], "it goes on"
 
 
 def test_failures_of_an_earlier_job_of_the_run_are_not_counted(job: Job) -> None:

@@ -1,0 +1,67 @@
+"""The best layout of a recipe on each of several devices, side by side: `shardwise plan --device h100:8,b200:8`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from shardwise.base import units
+from shardwise.base.errors import ConfigError
+from shardwise.cli import output
+from shardwise.cli.plan_rows import free_memory, plan_facts, time_unit, training_time
+from shardwise.planner.search import Plan, Search
+
+
+def compare_devices(arguments: argparse.Namespace, searched: Callable[[str], Search]) -> int:
+    """Print the fastest layout on each device that `--device` names.
+
+    Args:
+        searched: function that returns the layouts on a device.
+    """
+    options = {"--why": arguments.why, "--write": arguments.write, "--plot": arguments.plot}
+    given = [option for option, value in options.items() if value is not None]
+    if given or arguments.all:
+        raise ConfigError(
+            f"{(given or ['--all'])[0]} must go with one device: --device ({arguments.device}) has several"
+        )
+    plans: dict[str, Plan] = {}
+    problems: dict[str, str] = {}
+    for device in filter(None, (part.strip() for part in arguments.device.split(","))):
+        try:
+            plans[device] = searched(device).plans[0]
+        except ConfigError as error:
+            problems[device] = str(error)
+    if not plans:
+        raise ConfigError([f"{device}: {problem}" for device, problem in problems.items()])
+    if arguments.json:
+        output.json({"devices": {name: plan_facts(plan) for name, plan in plans.items()}, "problems": problems})
+        return 0
+    _show(plans)
+    for device, problem in problems.items():
+        output.line(f"{device}: {problem}")
+    return 0
+
+
+def _show(plans: dict[str, Plan]) -> None:
+    fastest = min(plans.values(), key=lambda plan: plan.seconds)
+    unit = time_unit(fastest)
+    has_prices = any(plan.dollars is not None for plan in plans.values())
+    head = ("devices", "layout", "step", "tokens/s", "MFU", "memory", "free", unit, "device-hours")
+    rows = []
+    for plan in plans.values():
+        cost = () if not has_prices else ("" if plan.dollars is None else f"{plan.dollars:,.0f}",)
+        rows.append(
+            (
+                str(plan.cluster),
+                plan.choice.text(),
+                units.duration(plan.time.total),
+                f"{plan.tokens_per_second:,.0f}",
+                "" if plan.mfu is None else f"{plan.mfu:.1%}",
+                units.size(plan.memory.total),
+                free_memory(plan),
+                training_time(plan, unit),
+                f"{plan.device_hours:,.0f}",
+                *cost,
+            )
+        )
+    output.table(rows, (*head, *(("dollars",) if has_prices else ())), right=tuple(range(2, 10)))

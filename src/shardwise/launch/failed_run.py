@@ -1,0 +1,117 @@
+"""The failure of a run: recorded in its folder, where `top`, `report` and `jobs` read it, and put into words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.redaction import redacted_arguments
+from shardwise.launch.environment import REPLAY
+from shardwise.launch.first_failure import TRACEBACK, Failure
+from shardwise.runs.failure import FailureRecord, failure_of
+from shardwise.runs.folder import RunDirectory, now, read_config
+from shardwise.runs.lost_time import seconds_of
+from shardwise.runs.summary import first_step, last_event, newest_checkpoint
+
+
+def failure_text(failure: Failure, run: Path | None, began: float, resume: str | None, steps: int = 0) -> str:
+    """Return the text of a failure for the user. That of a run which has begun is a block, and is recorded.
+
+    Args:
+        run: the run's folder; None if it is unknown.
+        began: beginning of this start of the run, in seconds since the epoch.
+        resume: command that continues the run; None if it is unknown.
+        steps: steps that were done, as the ranks' heartbeats show them.
+    """
+    if failure.exit_code == ConfigError.exit_code or run is None or not _has_begun(run):
+        return failure.told
+    directory = RunDirectory(run)
+    # A rank that lost another one names no cause: what that one has recorded stays.
+    if failure.waited and _is_recorded(directory, began):
+        return failure.told
+    # The block has a line for the log.
+    lines = [line for line in failure.text.splitlines() if line.strip() and not line.startswith(TRACEBACK)]
+    record = FailureRecord(
+        time=now(),
+        cause=lines[0] if lines else "no reason is known",
+        details="\n".join(lines[1:]),
+        exit_code=failure.exit_code,
+        rank=failure.rank,
+        log=_log(run, failure),
+        step=_steps_done(run, began, steps),
+        checkpoint=newest_checkpoint(run),
+        every=_checkpoint_every(directory),
+        resume=resume,
+    )
+    # A full disk must not hide the failure.
+    with contextlib.suppress(OSError):
+        record.write(directory)
+    return "\n".join(record.lines(run))
+
+
+def resume_command(run: Path) -> str | None:
+    """Return the command line of this process with the run's folder, as a user types it.
+
+    None of a program, and of a replay, whose folder is removed.
+    """
+    words = redacted_arguments(sys.argv[1:])
+    if words[:1] != ["train"] or REPLAY in os.environ:
+        return None
+    kept = [
+        word
+        for number, word in enumerate(words)
+        if word != "--run-dir" and words[number - 1] != "--run-dir" and not word.startswith("--run-dir=")
+    ]
+    folder = [f"--run-dir={run}"] if str(run).startswith("-") else ["--run-dir", str(run)]
+    return shlex.join(["shardwise", *kept, *folder])
+
+
+def _has_begun(run: Path) -> bool:
+    """Return True if a run is in the folder, of this start or of an earlier one."""
+    try:
+        return RunDirectory(run).holds_run
+    except ConfigError:
+        return False
+
+
+def _is_recorded(directory: RunDirectory, began: float) -> bool:
+    """Return True if this start of the run has a record of its failure."""
+    start = {"time": datetime.fromtimestamp(began, UTC).isoformat()}
+    return failure_of(directory.recorded_failure(), start) is not None
+
+
+def _log(run: Path, failure: Failure) -> str | None:
+    """Return the path of the log to read, relative to the run's folder; None without one."""
+    if failure.log is not None:
+        return str(Path(failure.log).relative_to(run)) if Path(failure.log).is_relative_to(run) else failure.log
+    log = RunDirectory(run).log(failure.rank)
+    return str(log.relative_to(run)) if log.exists() else None
+
+
+def _steps_done(run: Path, began: float, steps: int) -> int | None:
+    """Return the number of steps that are done; None if this start of the run has done none.
+
+    The last record may be older than the last step, if not every step is recorded.
+    """
+    done = steps
+    # Events have their times in whole milliseconds.
+    began = int(1000 * began) / 1000
+    for kind in ("step", "stop"):
+        event = last_event(run, kind) or {}
+        if seconds_of(event) >= began:
+            done = max(done, int(event.get("step") or 0))
+    return done if done > first_step(run) else None
+
+
+def _checkpoint_every(directory: RunDirectory) -> int | None:
+    """Return `checkpoint.every` of the run; None if its configuration cannot be read."""
+    try:
+        every = read_config(directory).get("checkpoint", {}).get("every")
+    except (ConfigError, AttributeError):
+        return None
+    return every if isinstance(every, int) else None

@@ -1,0 +1,83 @@
+"""What a launcher records and shows of a run that failed."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.launch.failed_run import failure_text, resume_command
+from shardwise.launch.first_failure import Failure
+from tests.monitor_runs import FIRST, Start, write_run
+
+KILLED = Failure(1, "rank 1 was killed (SIGKILL; usually out of memory)", 1)
+LOST = Failure(0, "rank 0 lost the connection to another rank during forward", 1, waited=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose rank 1 was killed after step 25, and its log; checkpoints are of steps 10 and 20."""
+    path = write_run(tmp_path / "run", [Start(0, 25, None)])
+    (path / "logs/rank-0001.log").touch()
+    return path
+
+
+def test_the_failure_of_a_run_is_recorded_and_put_into_a_block(run: Path) -> None:
+    text = failure_text(KILLED, run, FIRST, "shardwise train x --run-dir run")
+    assert text.splitlines() == [
+        "FAILED at step 25: rank 1 was killed (SIGKILL; usually out of memory).",
+        f"log: {run}/logs/rank-0001.log",
+        "5 steps since checkpoint 20 are lost",
+        "resume: shardwise train x --run-dir run",
+    ]
+    recorded = json.loads((run / "failure.json").read_text())
+    assert (recorded["rank"], recorded["log"], recorded["step"], recorded["every"]) == (1, "logs/rank-0001.log", 25, 10)
+
+
+def test_steps_after_the_last_record_count_too(run: Path) -> None:
+    assert failure_text(KILLED, run, FIRST, None, steps=29).startswith("FAILED at step 29: ")
+
+
+def test_a_start_that_took_no_step_loses_none(run: Path) -> None:
+    lines = failure_text(KILLED, run, FIRST + 3600, None).splitlines()
+    assert lines[0].startswith("FAILED before the first step after checkpoint 20: ")
+    assert not any("lost" in line for line in lines)
+
+
+def test_the_line_of_the_traceback_is_that_of_the_log(run: Path) -> None:
+    log = run / "logs/rank-0001.log"
+    failure = Failure(1, f"rank 1 failed: ValueError: x\ntraceback: {log}", 1)
+    lines = failure_text(failure, run, FIRST, None).splitlines()
+    assert lines[:2] == ["FAILED at step 25: rank 1 failed: ValueError: x.", f"log: {log}"]
+
+
+def test_a_rank_that_lost_another_one_leaves_its_record(run: Path) -> None:
+    assert failure_text(LOST, run, FIRST, None).startswith("FAILED at step 25: rank 0 lost")
+    failure_text(KILLED, run, FIRST, None)
+    assert failure_text(LOST, run, FIRST, None) == LOST.text
+    assert json.loads((run / "failure.json").read_text())["rank"] == 1
+
+
+def test_wrong_input_and_what_is_no_run_stay_as_they_are(run: Path, tmp_path: Path) -> None:
+    wrong = Failure(0, "data.path (x) must be there", 2)
+    assert failure_text(wrong, run, FIRST, None) == wrong.text
+    assert failure_text(KILLED, tmp_path / "new", FIRST, None) == KILLED.text
+    assert failure_text(KILLED, None, FIRST, None) == KILLED.text
+    assert not (run / "failure.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["train", "llama2-tiny", "--nproc", "2"], "shardwise train llama2-tiny --nproc 2 --run-dir runs/a"),
+        (["train", "--run-dir", "b", "my recipe.yaml"], "shardwise train 'my recipe.yaml' --run-dir runs/a"),
+        (["train", "--run-dir=b", "x.yaml", "train.steps=3"], "shardwise train x.yaml train.steps=3 --run-dir runs/a"),
+        (["--verbose"], None),
+        ([], None),
+    ],
+)
+def test_the_command_that_continues_the_run(
+    words: list[str], command: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shardwise", *words])
+    assert resume_command(Path("runs/a")) == command
