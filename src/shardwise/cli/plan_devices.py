@@ -53,7 +53,7 @@ def _show(plans: dict[str, Plan]) -> None:
         rows.append(
             (
                 str(plan.cluster),
-                plan.choice.text(),
+                plan.text(),
                 units.duration(plan.time.total),
                 f"{plan.tokens_per_second:,.0f}",
                 "" if plan.mfu is None else f"{plan.mfu:.1%}",

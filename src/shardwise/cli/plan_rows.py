@@ -30,7 +30,7 @@ def row(plan: Plan, unit: str) -> tuple[str, ...]:
     time = plan.time
     mfu = plan.mfu
     return (
-        plan.choice.text(),
+        plan.text(),
         units.duration(time.total),
         f"{plan.tokens_per_second:,.0f}",
         "" if mfu is None else f"{mfu:.1%}",
