@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.base import files, parsing, units
+from shardwise.base import files, parsing, terminal, units
 from shardwise.base.redaction import redacted
 from shardwise.runs.folder import RunDirectory, json_text
 from shardwise.runs.lost_time import seconds_of
@@ -86,7 +86,7 @@ class FailureRecord:
         if self.lost_text is not None:
             lines.append(self.lost_text)
         if self.resume is not None:
-            lines.append(f"resume: {self.resume}")
+            lines.append(f"{terminal.COMMAND}{self.resume}")
         addresses = dict.fromkeys(re.findall(_ADDRESS, f"{self.cause}\n{self.details}"))
         return [*lines, *(f"see: {address}" for address in addresses)]
 

@@ -19,7 +19,7 @@ from shardwise.runs.report.numbers import report_of
 from shardwise.runs.run import RunView, Unreadable, folders, open_run, runs
 from shardwise.runs.screen.frame import Reader, frame_of
 from shardwise.runs.screen.panels import told_event
-from shardwise.runs.summary import snapshot, what_is_lost
+from shardwise.runs.summary import snapshot
 from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, ending, loss_of, write_big, write_run
 
 RESTARTED = [Start(0, 27, "failed: RunError: a rank ended"), Start(20, 25, None), Start(20, 130)]
@@ -353,17 +353,3 @@ def test_fault_21_every_view_bears_a_field_of_any_type(
     assert len(run.ranks()) == 8
     assert main(["top", str(path), "--once"]) == 0
     assert f"{run.step} of 130" in capsys.readouterr().out
-
-
-def test_a_failed_run_tells_the_steps_that_are_lost(tmp_path: Path) -> None:
-    assert what_is_lost(tmp_path) is None
-    saved = "the newest checkpoint is of step 10"
-    for number, (until, every, text) in enumerate(
-        (
-            (13, 10, f"failed after step 13: 3 steps lost, {saved}"),
-            (11, 10, f"failed after step 11: 1 step lost, {saved}"),
-            (10, 10, f"failed after step 10: no step is lost, {saved}"),
-            (4, 10, "failed after step 4: no checkpoint was saved"),
-        )
-    ):
-        assert what_is_lost(write_run(tmp_path / str(number), [Start(0, until)], checkpoint_every=every)) == text
