@@ -8,7 +8,8 @@ from shardwise.cli import main
 def test_an_entry_is_message_cause_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "killed-rank"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("Message: rank … was killed by SIGKILL\n\nCause: Something outside ended the process")
+    message = "rank … was killed (SIGKILL; usually out of memory)"
+    assert said.startswith(f"Message: {message}\n\nCause: Something outside ended the process")
     assert "\n\nFix: Look at the system's log (`dmesg`)" in said
     assert main(["explain", "training#killed-rank"]) == 0
     assert capsys.readouterr().out == said
@@ -23,7 +24,7 @@ def test_a_message_that_was_pasted_is_found(capsys: pytest.CaptureFixture[str]) 
 def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("killed-rank ") and line.endswith("rank … was killed by SIGKILL") for line in lines)
+    assert any(line.startswith("killed-rank ") and line.endswith("(SIGKILL; usually out of memory)") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -355,7 +355,7 @@ def test_another_model_or_data_is_refused_with_every_difference(
         "shardwise: the run in this folder can be resumed only with the model and data that it began with:\n"
         "  model.num_hidden_layers (2) must be 4\n"
         "  train.seed (7) must be 1234\n"
-        "  data.dataset (tiny) must be python\n"
+        "  data.dataset (tiny) must be stories\n"
         "set them back, or start a new run in another --run-dir, with checkpoint.load for the weights of this one\n"
     )
     assert not started
