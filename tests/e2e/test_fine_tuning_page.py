@@ -11,7 +11,7 @@ from tests.arch.source import ROOT
 from tests.e2e.command import metrics, shardwise, within
 
 SMALL = ["log.tensorboard=false", "log.sample_tokens=0", "train.eval_batches=1"]
-STEPS = 4
+STEPS = 12  # more than warm up
 MESSAGES = [{"role": "user", "content": "What does a baker make?"}, {"role": "assistant", "content": "Bread."}]
 
 
@@ -40,7 +40,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
     # Stopped, and resumed at another layout.
     wanted = [line["loss"] for line in metrics(tmp_path / "runs" / "answers", "step")]
     again = ["runs/again" if argument == "runs/answers" else argument for argument in tuned]
-    shardwise(*again, *SMALL, "train.stop_after=2", at=tmp_path).succeeded()
+    shardwise(*again, *SMALL, "train.stop_after=6", at=tmp_path).succeeded()
     shardwise(*again, *SMALL, "parallel.tensor=2", "parallel.sequence=true", at=tmp_path).succeeded()
     found = [line["loss"] for line in metrics(tmp_path / "runs" / "again", "step")]
     assert len(found) == len(wanted) == STEPS

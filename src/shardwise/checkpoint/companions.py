@@ -8,13 +8,14 @@ token, so ids are kept only where the tokenizer of the data has the same tokens 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
@@ -22,6 +23,7 @@ from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, ModelConfig, shapes_of
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.hub import GENERATION
+from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids
 
 
@@ -98,7 +100,10 @@ def find_companions(config: Config, weights: Root | None, tokenizer: Path | None
             f"checkpoint.companions ({named}) must hold a config.json with ids of special tokens, or a "
             "generation_config.json or tokenizer, and it holds none of them: name a model's folder, or a run's"
         )
-    return _first_fitting(sources, tokenizer)
+    companions = _first_fitting(sources, tokenizer)
+    if tokenizer is None or not config.data.holds_chat:
+        return companions
+    return _with_ends_of_answers(companions, tokenizer)
 
 
 def resumed_companions(checkpoint: Root, tokenizer: Path | None) -> Companions:
@@ -146,6 +151,28 @@ def _first_fitting(sources: Sequence[FilesBesideWeights], tokenizer: Path | None
                 f"{source.place}, whose ids mean other tokens"
             )
     return Companions(notes=tuple(notes))
+
+
+def _with_ends_of_answers(companions: Companions, tokenizer_folder: Path) -> Companions:
+    """The companions of a run on conversations: a text also ends where the chat template ends an answer."""
+    template = ChatTemplate.of(tokenizer_folder)
+    if template is None:
+        return companions
+    tokenizer = template.tokenizer
+    known = flat_ids({END_ID: companions.ids.get(END_ID, tokenizer.end_of_document_id)})
+    ends = _joined(known, flat_ids({END_ID: [tokenizer.token_id(token) for token in template.stop_tokens]}))
+    if ends == known:
+        return companions
+    files = dict(companions.files)
+    if GENERATION in files:
+        # transformers prefers the ids of this file.
+        generation = json_value(files[GENERATION])
+        files[GENERATION] = to_json({**generation, END_ID: _joined(flat_ids(generation, END_ID), ends)})
+    return replace(companions, ids={**companions.ids, END_ID: ends}, files=files)
+
+
+def _joined(ids: Sequence[int], others: Sequence[int]) -> list[int]:
+    return [*dict.fromkeys([*ids, *others])]
 
 
 def _fitting(source: FilesBesideWeights, tokenizer_folder: Path) -> Companions | None:

@@ -340,6 +340,11 @@ class DataConfig(SourceConfig):
         return any(section.split_weights[1] > 0 for section in sections)
 
     @property
+    def holds_chat(self) -> bool:
+        """True if the data, or any source of the mixture, are conversations."""
+        return self.is_chat or any(source.is_chat for source in self.mixture.values())
+
+    @property
     def sources_read(self) -> list[str]:
         """The sources of the mixture that are read at any step, in the order of the alphabet."""
         in_stages = {name for stage in self.stages for name in stage.weights}

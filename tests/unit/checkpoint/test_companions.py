@@ -13,7 +13,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.companions import Companions, find_companions, model_files
 from shardwise.checkpoint.format.model_files import files_beside_weights
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, UserModelConfig, load_config
+from shardwise.config import Config, UserModelConfig, data_from, load_config
 from shardwise.data import hub
 from shardwise.data.cache import tokenizer_digest
 from shardwise.data.hub import BESIDE_WEIGHTS
@@ -66,6 +66,26 @@ def test_fault_09_ids_and_generation_stay_where_they_mean_the_same_tokens(tmp_pa
     alone = tmp_path / "alone.json"
     alone.write_bytes((weights / "config.json").read_bytes())
     assert find_companions(run_of(companions=alone), None, own) == Companions(IDS)
+
+
+def test_a_run_on_conversations_ends_a_text_where_the_template_ends_an_answer(tmp_path: Path) -> None:
+    weights = published(tmp_path / "published")
+    template = "{% for m in messages %}{{ m.role + m.content + '<|pad|>' }}{% endfor %}"
+    (weights / "chat_template.jinja").write_text(template)
+    chat = load_config("sft-tiny")
+    found = find_companions(chat, Root.of(weights), weights)
+    assert found.ids == IDS | {"eos_token_id": [END, TURN, PAD]}
+    assert generation_of(found) == GENERATION | {"eos_token_id": [TURN, END, PAD]}
+    assert find_companions(run_of(), Root.of(weights), weights).ids == IDS
+    mixed = chat.model_copy(update={"data": data_from({"mixture": {"a": {"dataset": "chat", "weight": 1.0}}})})
+    assert find_companions(mixed, None, weights).ids == {"eos_token_id": [END, PAD]}
+    own = tokenizer(tmp_path / "own")
+    (own / "chat_template.jinja").write_text(template)
+    files = model_files(chat.model, torch.float32, own, find_companions(chat, None, own))
+    assert json.loads(files["generation_config.json"])["eos_token_id"] == [END, PAD]
+    # Where the end of a document ends an answer, nothing changes.
+    (weights / "chat_template.jinja").write_text(template.replace("<|pad|>", "<|endoftext|>"))
+    assert find_companions(chat, Root.of(weights), weights).ids == IDS
 
 
 def test_fault_09_what_the_user_names_goes_first(tmp_path: Path) -> None:
