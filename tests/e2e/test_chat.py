@@ -59,7 +59,7 @@ def test_commands_and_refusals(trained: Trained) -> None:
         (["chat", "missing"], "shardwise: CHECKPOINT (missing)"),
         (["chat", "RUN", "--temperature", "-1"], "shardwise: --temperature (-1.0) must be at least 0"),
         (["chat", "RUN", "--nproc", "2"], "shardwise: --nproc (2) must be parallel.tensor (1)"),
-        (["generate", "RUN", "--interactive", "--prompt", "a"], "shardwise: argument --prompt: not allowed with"),
+        (["generate", "RUN", "--interactive", "--prompt", "a"], "shardwise: --prompt must not go with --interactive"),
     ],
 )
 def test_bad_input(trained: Trained, arguments: list[str], problem: str) -> None:

@@ -49,7 +49,7 @@ def answer(outcome: Outcome) -> dict[str, Any]:
 
 
 def test_the_page_names_every_way_to_cut_a_model() -> None:
-    keys = {key for key in (*evaluate._KEYS, *generate._KEYS) if key.startswith("parallel.")}
+    keys = {key for key in (*evaluate.KEYS, *generate.KEYS) if key.startswith("parallel.")}
     assert "parallel.pipeline" in keys
     assert [key for key in sorted(keys) if key not in PAGE] == []
 

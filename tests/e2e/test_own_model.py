@@ -337,6 +337,6 @@ def test_what_only_the_ranks_can_see_is_told_once(tmp_path: Path) -> None:
 def test_a_forward_that_returns_no_sum_is_told(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLE, tmp_path / "examples" / "own_model")
     sharded = tmp_path / "examples/own_model/sharded.py"
-    sharded.write_text(SHARDED.replace("return self.head.loss(", "return ids_SB, self.head.loss("))
+    sharded.write_text(SHARDED.replace("return self.head.loss(", "return ids, self.head.loss("))
     said = shardwise("train", RECIPE, at=tmp_path).failed(2)
     assert "forward must return the sum of its targets' losses (1 in all), not a tuple" in said

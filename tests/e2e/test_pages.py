@@ -96,7 +96,7 @@ class Block:
 def blocks(page: str) -> list[Block]:
     """The page's commands in their order."""
     parts, found, heading = list(_BLOCK.finditer(PAGES[page])), [], ""
-    for part, following in zip(parts, [*parts[1:], None], strict=True):
+    for part, following in zip(parts, [*parts[1:], None], strict=False):
         heading = part["heading"] or heading
         if part["language"] in ("sh", "console", "bash", "shell"):
             shown = following["code"] if following and following["language"] == "text" else None

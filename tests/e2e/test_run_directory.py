@@ -170,7 +170,9 @@ def test_plain_lines_off_a_terminal(trained: Trained) -> None:
     assert "2 micro batch × 4 accumulation × 1 DP = 8 global batch" in summary["batch"]
     assert " per rank, plus " in summary["memory"]
     assert sum(line.startswith("step ") for line in out.splitlines()) == 4
-    assert out.splitlines()[-1].startswith("sample: ")
+    sample, chat = out.splitlines()[-2:]
+    assert sample.startswith("sample: ")
+    assert chat == f"chat: shardwise chat runs/{trained.run.name}"
     for ending in ("evaluation perplexity ", f"run: runs/{trained.run.name}", "weights: runs/"):
         assert ending in out
 

@@ -179,6 +179,6 @@ def run_conversation(
     with joined(config) as mesh:
         model: nn.Module = load_model(config, weights, mesh)
         if not isinstance(model, Generator | Stages):
-            raise ConfigError(f"model.family ({config.model.family}) has no logits(ids_SB): it cannot continue a text")
+            raise ConfigError(f"model.family ({config.model.family}) has no logits(ids): it cannot continue a text")
         reader = open_reader(model, mesh, text.window, parallel=config.parallel)
         Conversation(model, mesh, config, reader, text, stops, channel).run()

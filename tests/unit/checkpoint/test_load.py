@@ -370,7 +370,9 @@ def test_another_family_is_all_that_is_said(tmp_path: Path) -> None:
     save("gpt", tmp_path / "gpt")
     save("neox", tmp_path / "neox")
     model, config, mesh = build(described(tmp_path / "neox"))
-    with pytest.raises(ConfigError, match=r"^model.family \(gpt_neox\) must be that of .*/config.json \(gpt\) \(docs"):
+    with pytest.raises(
+        ConfigError, match=r"^model.family \(gpt_neox\) must be that of .*/config.json \(gpt\) \(`shardwise explain "
+    ):
         load_hugging_face(model, config, mesh, tmp_path / "gpt")
 
 

@@ -48,5 +48,5 @@ def test_a_model_without_logits_continues_no_text(tmp_path: Path) -> None:
     values = load_config("llama2-tiny").model_dump() | {"model": {"family": family, "vocab_size": 300}}
     tokenizer = train_tokenizer(["a b"], 257, "text")
     prompt = Prompt((1,), 1, frozenset(), 0.0, 1.0, 1)
-    with pytest.raises(ConfigError, match=r"Silent\) has no logits\(ids_SB\): it cannot continue a text"):
+    with pytest.raises(ConfigError, match=r"Silent\) has no logits\(ids\): it cannot continue a text"):
         run_generation(config_from(values), Root.of(tmp_path), tokenizer, prompt, lambda _: None)

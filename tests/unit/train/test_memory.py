@@ -55,7 +55,8 @@ def remedies(chosen: Config, layout: Layout) -> list[str]:
 def test_it_names_rank_phase_step_and_bytes_by_kind() -> None:
     chosen, layout = config(), Layout(2)
     said = text(chosen, layout, step=1200, phase="gradient reduction")
-    assert "rank 1 ran out of memory on cpu during gradient reduction, after step 1,200 (docs/" in said
+    address = "(`shardwise explain out-of-memory`)"
+    assert f"rank 1 ran out of memory on cpu during gradient reduction, after step 1,200 {address}" in said
     for kind, amount in expected_memory(chosen, layout).rows():
         assert f"{kind} {units.size(amount)}" in said, f"the bytes of {kind} are missing"
     assert said.endswith("cause: no room"), "the first line of the error itself is missing"
