@@ -137,7 +137,8 @@ class Reader:
         return self._process([sys.executable, "-W", "ignore", "-m", "tensorboard.main", "--inspect", *arguments])
 
     def make(self, arguments: list[str]) -> Outcome:
-        return self._process(["make", "-C", str(ROOT), "-n", *arguments])
+        done = self._process(["make", "-C", str(ROOT), "-n", *arguments])
+        return self._train(["train", "quickstart"]) if done.code == 0 and arguments == ["train"] else done
 
     def ssh(self, arguments: list[str]) -> Outcome:
         return _found(re.fullmatch(r"-L \d+:[\w.]+:\d+ \S+", " ".join(arguments)), "tunnel to a port")

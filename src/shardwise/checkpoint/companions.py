@@ -171,8 +171,8 @@ def _with_ends_of_answers(companions: Companions, tokenizer_folder: Path) -> Com
     return replace(companions, ids={**companions.ids, END_ID: ends}, files=files)
 
 
-def _joined(ids: Sequence[int], others: Sequence[int]) -> list[int]:
-    return [*dict.fromkeys([*ids, *others])]
+def _joined(ids: Sequence[int], further_ids: Sequence[int]) -> list[int]:
+    return [*dict.fromkeys([*ids, *further_ids])]
 
 
 def _fitting(source: FilesBesideWeights, tokenizer_folder: Path) -> Companions | None:

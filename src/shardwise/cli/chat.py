@@ -188,7 +188,7 @@ class _Terminal:
         output.line()
         if self._shows_stats:
             first = message["first_seconds"]
-            rest = message["seconds"] - first
-            speed = f", then {(message['tokens'] - 1) / rest:,.0f} tokens/s" if message["tokens"] > 1 else ""
+            seconds_after = message["seconds"] - first
+            speed = f", then {(message['tokens'] - 1) / seconds_after:,.0f} tokens/s" if message["tokens"] > 1 else ""
             output.progress(f"{message['tokens']:,} tokens; the first after {first:.2f} s{speed}")
         return True

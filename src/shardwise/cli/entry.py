@@ -101,17 +101,17 @@ def _dispatch(arguments: list[str]) -> int:
     # Otherwise pydantic looks for plugins in every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     module = _imported(f"shardwise.cli.{name}")
-    rest = arguments[1:]
+    further = arguments[1:]
     if hasattr(module, "ACTIONS"):
-        if not rest or rest[0] not in module.ACTIONS:
-            return _without_action(name, module, rest)
-        action = rest.pop(0)
+        if not further or further[0] not in module.ACTIONS:
+            return _without_action(name, module, further)
+        action = further.pop(0)
         # The module of the action `import` is `import_`.
         module = _imported(f"{module.__name__}.{action}{'_' * keyword.iskeyword(action)}")
         name = f"{name} {action}"
     parser = _parser(name, module)
-    parser.arguments = rest
-    parsed = parser.parse_intermixed_args(rest)
+    parser.arguments = further
+    parsed = parser.parse_intermixed_args(further)
     try:
         code: int = module.run(parsed)
     except SystemExit as error:

@@ -40,12 +40,12 @@ class Entry:
 
 def entries() -> dict[str, Entry]:
     """The entries of all pages by their names."""
-    found = {}
+    by_name = {}
     for path in sorted(_PAGES.glob("*.md")):
         for name, *texts in re.findall(_ENTRY, path.read_text(encoding="utf-8")):
             message, cause, fix = (" ".join(re.sub(_LINK, r"\1", text).split()) for text in texts)
-            found[name] = Entry(name, path.stem, message, cause, fix)
-    return found
+            by_name[name] = Entry(name, path.stem, message, cause, fix)
+    return by_name
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -111,8 +111,8 @@ def _narrow_table(
         margin = " " * (len(before) + gap * (widest > 0))
         for number, line in enumerate(wrapped(row[widest], width - len(margin)) or [""]):
             raw(f"{before:<{len(margin)}}{line}".rstrip() if number == 0 else f"{margin}{line}")
-        rest = [i - widest - 1 for i in right if i > widest]
-        raw(_row(row[widest + 1 :], widths[widest + 1 :], rest, len(margin), gap))
+        right_after = [i - widest - 1 for i in right if i > widest]
+        raw(_row(row[widest + 1 :], widths[widest + 1 :], right_after, len(margin), gap))
 
 
 @contextlib.contextmanager

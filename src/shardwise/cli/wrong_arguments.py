@@ -73,23 +73,25 @@ def problems_of_arguments(
 
 def _sentence(parser: argparse.ArgumentParser, message: str) -> str:
     """What argparse says, as `quantity (value) must …`."""
-    if found := re.fullmatch(_FLAG_WITH_VALUE, message):
-        return f"{found[1]} takes no value, and {found[2]} is given: leave the value out"
-    if found := re.fullmatch(_WRONG_NUMBER, message):
-        return f"{found[1]} ({found[3]}) must be {_NUMBERS[found[2]]}"
-    if found := re.fullmatch(_WITHOUT_VALUE, message):
-        count = "a value" if found[2] in ("one", "1") else f"{found[2]} values"
-        return f"{found[1]} must have {count}"
-    if found := re.fullmatch(_EXCLUSIVE, message):
-        return f"{found[1]} must not go with {found[2]}: leave one of them out"
-    if found := re.fullmatch(_ONE_OF, message):
-        return f"{listing(found[1].split(), 'or')} must be given"
-    if found := re.fullmatch(_WRONG_CHOICE, message):
-        choices = [str(choice) for choice in _choices(parser, found[1])]
-        near = nearest_name(found[2].strip("'\""), choices)
-        return f"{found[1]} ({found[2]}) must be {listing(choices, 'or')}" + (f"; did you mean {near}?" if near else "")
-    if found := re.fullmatch(_MISSING, message):
-        names = [name for name in found[1].split(", ") if name != "key=value"]
+    if matched := re.fullmatch(_FLAG_WITH_VALUE, message):
+        return f"{matched[1]} takes no value, and {matched[2]} is given: leave the value out"
+    if matched := re.fullmatch(_WRONG_NUMBER, message):
+        return f"{matched[1]} ({matched[3]}) must be {_NUMBERS[matched[2]]}"
+    if matched := re.fullmatch(_WITHOUT_VALUE, message):
+        count = "a value" if matched[2] in ("one", "1") else f"{matched[2]} values"
+        return f"{matched[1]} must have {count}"
+    if matched := re.fullmatch(_EXCLUSIVE, message):
+        return f"{matched[1]} must not go with {matched[2]}: leave one of them out"
+    if matched := re.fullmatch(_ONE_OF, message):
+        return f"{listing(matched[1].split(), 'or')} must be given"
+    if matched := re.fullmatch(_WRONG_CHOICE, message):
+        choices = [str(choice) for choice in _choices(parser, matched[1])]
+        near = nearest_name(matched[2].strip("'\""), choices)
+        return f"{matched[1]} ({matched[2]}) must be {listing(choices, 'or')}" + (
+            f"; did you mean {near}?" if near else ""
+        )
+    if matched := re.fullmatch(_MISSING, message):
+        names = [name for name in matched[1].split(", ") if name != "key=value"]
         sentence = "missing {names}; `{command} --help` says what it needs"
         if len(names) == 1:
             sentence = _EXAMPLES.get(names[0], sentence)

@@ -178,12 +178,12 @@ def load_device(name: str) -> Device:
 
 def _with_count(name: str) -> str | None:
     """`h100:8` of `h100x8` or `8xh100`; None where the name is no device with a count."""
-    found = re.fullmatch(r"(?P<before>\d+)[x×*](?P<a>.+)|(?P<b>.+)[x×*](?P<after>\d+)", name)
-    if found is None:
+    matched = re.fullmatch(r"(?P<before>\d+)[x×*](?P<a>.+)|(?P<b>.+)[x×*](?P<after>\d+)", name)
+    if matched is None:
         return None
-    device = str(found["a"] or found["b"])
+    device = str(matched["a"] or matched["b"])
     is_known = _ALIASES.get(device, device) in device_names()
-    return f"{device}:{found['before'] or found['after']}" if is_known else None
+    return f"{device}:{matched['before'] or matched['after']}" if is_known else None
 
 
 @cache

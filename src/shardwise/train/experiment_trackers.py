@@ -117,9 +117,11 @@ class MlflowRun:
         """MLflow's id of the run that an earlier start made; None where there is none."""
         if id_ is None:
             return None
-        for found in self._client.search_runs([self._experiment()], f"tags.`{_MLFLOW_TAG}` = '{id_}'", max_results=1):
-            self._client.update_run(found.info.run_id, status="RUNNING")
-            return str(found.info.run_id)
+        for earlier_run in self._client.search_runs(
+            [self._experiment()], f"tags.`{_MLFLOW_TAG}` = '{id_}'", max_results=1
+        ):
+            self._client.update_run(earlier_run.info.run_id, status="RUNNING")
+            return str(earlier_run.info.run_id)
         return None
 
     def _created(self, name: str, id_: str | None, settings: Mapping[str, Any]) -> str:

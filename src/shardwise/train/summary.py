@@ -312,8 +312,8 @@ def _neediest(config: Config, layout: Layout, accelerator: bool) -> tuple[int, s
 
 def _memory(total: int, layout: Layout, rank: str, accelerator: bool) -> str:
     where = f"on {rank}, which needs most" if layout.pipeline > 1 else "per rank"
-    more = "the device's own context" if accelerator else _PYTHON_AND_TORCH
-    return f"{units.size(total)} {where}, plus {more}"
+    overhead = "the device's own context" if accelerator else _PYTHON_AND_TORCH
+    return f"{units.size(total)} {where}, plus {overhead}"
 
 
 def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:

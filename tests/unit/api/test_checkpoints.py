@@ -169,7 +169,9 @@ def test_a_save_that_fails_names_arguments_and_no_options(tmp_path: Path, monkey
         with pytest.raises(RunError, match=r"step 1 could not be saved: .* are free: make room \(`shardwise explain "):
             shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
     monkeypatch.setattr("shardwise.checkpoint.save._SEEN_WITHIN_SECONDS", 0.0)  # as if another machine had written
-    with pytest.raises(RunError, match=r"which all machines share, or to a URL: give it as folder \(docs/"):
+    with pytest.raises(
+        RunError, match=r"which all machines share, or to a URL: give it as folder \(`shardwise explain "
+    ):
         shardwise.save_checkpoint(tmp_path, *parts(0), step=1)
 
 

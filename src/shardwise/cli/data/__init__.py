@@ -35,12 +35,12 @@ def arguments_named(path: str) -> AbstractContextManager[None]:
     return keys_renamed({"data.path": path, "data.dataset": path, **_ARGUMENTS})
 
 
-def add_reading(parser: argparse.ArgumentParser, *others: str) -> None:
-    """Adds the options for reading files of text; `others`: further values of data.format that the command reads."""
+def add_reading(parser: argparse.ArgumentParser, *formats: str) -> None:
+    """Adds the options for reading files of text; `formats`: further values of data.format that the command reads."""
     parser.add_argument("--text-key", metavar="KEY", help="the field or column with the text (text)")
     parser.add_argument(
         "--read-as",
-        choices=("text", "jsonl", "parquet", *others),
+        choices=("text", "jsonl", "parquet", *formats),
         help="how files of text are read (default: as their content says)",
     )
 

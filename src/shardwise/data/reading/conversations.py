@@ -33,9 +33,9 @@ def conversations(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
     """
     if kind == "text":
         raise DataError(f"{path} is plain text, and conversations must be JSON lines or parquet: leave it out")
-    found = _in_rows(path, key) if kind == "parquet" else _in_lines(path, key)
+    located = _in_rows(path, key) if kind == "parquet" else _in_lines(path, key)
     is_empty = True
-    for where, values in found:
+    for where, values in located:
         is_empty = False
         yield where, _conversation(values, where, key)
     if is_empty:

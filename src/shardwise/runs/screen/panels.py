@@ -162,7 +162,7 @@ def lost(frame: Frame, width: int, height: int) -> list[Text]:
     if height - 1 >= len(causes):
         causes = list(frame.lost.by_cause.items())
     # A bar as long as the panel would be the whole time of the run.
-    whole = max(frame.lost.whole, sum(seconds for _, seconds in causes)) or 1.0
+    run_seconds = max(frame.lost.whole, sum(seconds for _, seconds in causes)) or 1.0
     longest = max(map(len, CAUSES)) + (8 if width >= 50 else 0)
     rows = []
     for cause, seconds in causes[: height - 1]:
@@ -170,7 +170,7 @@ def lost(frame: Frame, width: int, height: int) -> list[Text]:
         amount = Text(f"{drawing.seconds(seconds)} ", TEXT) if seconds else Text("– ", FAINT)
         name = Text(f" {cause}{count}".ljust(longest + 2), FAINT)
         bar = width - name.cell_len - 15
-        line = Text.assemble(name, drawing.meter(seconds / whole, bar, _LOST) if bar > 3 else "")
+        line = Text.assemble(name, drawing.meter(seconds / run_seconds, bar, _LOST) if bar > 3 else "")
         rows.append(_between(width, line, amount))
     return [head, *rows]
 
