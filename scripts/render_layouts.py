@@ -56,7 +56,10 @@ def draw(curves: dict[str, Any]) -> None:
         axes.plot(steps[CHANGE - 1 :], changed[CHANGE - 1 :], color=common.VERMILION, label="… that continues at DP 2")
         axes.axvline(CHANGE, color=common.INK, linewidth=0.8, linestyle=":")
         axes.set(yscale="log", xlabel="step", ylabel="loss", xlim=(0, STEPS))
-        axes.set_title(f"largest difference of a loss: {largest:.1e}", loc="right", fontsize="small")
+        axes.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"], minor=False)
+        axes.yaxis.set_minor_formatter("")
+        axes.text(CHANGE + 3, max(reference), "checkpoint", va="top", fontsize="small")
+        axes.set_title(f"losses differ by at most {largest:.2%}, float32", loc="right", fontsize="small")
         axes.legend(frameon=False)
         TARGET.draw(figure)
 
