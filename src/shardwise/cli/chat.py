@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -31,6 +32,8 @@ from shardwise.launch.environment import joined
 
 _POLL_SECONDS = 0.2
 _PROMPT = "> "
+_LONGEST_PLACE = 70
+"""Bytes of the path of the temporary folder, below which the path of a socket in it is short enough."""
 _COMMANDS = "/reset begins anew, /temperature T changes the temperature, /quit leaves; Ctrl-C stops an answer"
 
 
@@ -62,7 +65,12 @@ def talk(arguments: argparse.Namespace, *, completes: bool) -> int:
     if joined() is not None:
         raise ConfigError("a conversation must be started by itself, and not by torchrun, srun or mpirun: give --nproc")
     output.progress(f"loading {arguments.checkpoint} …")
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, socket.socket(socket.AF_UNIX) as listener:
+    # The path of a socket has at most 107 bytes on Linux, and 103 elsewhere.
+    place = None if len(os.fsencode(tempfile.gettempdir())) < _LONGEST_PLACE else "/tmp"
+    with (
+        tempfile.TemporaryDirectory(prefix="shardwise-", dir=place) as folder,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
         path = Path(folder) / "socket"
         listener.bind(str(path))
         listener.listen(1)
