@@ -46,7 +46,7 @@ def fitted(text: str, stream: TextIO) -> str:
         margin = " " * (len(line) - len(line.lstrip()) + 2)
         if len(line) <= width:
             lines.append(line)
-        elif line.startswith(COMMAND):
+        elif line.startswith((f"{COMMAND}shardwise ", f"{COMMAND}sbatch ")):
             lines += _command_lines(line, width, margin)
         else:
             lines += wrapped(line, width, margin)
@@ -55,7 +55,7 @@ def fitted(text: str, stream: TextIO) -> str:
 
 def _command_lines(line: str, width: int, margin: str) -> list[str]:
     """A command whose lines end as a shell continues them, so that they can be pasted; a quoted word stays whole."""
-    first, *words = shlex.split(line, posix=False)
+    first, *words = map(shlex.quote, shlex.split(line))
     lines = [first]
     for word in words:
         if len(lines[-1]) + len(word) + 3 > width:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, RunError
 from shardwise.cli import output
 from shardwise.cli.model_argument import HELP
 from shardwise.cli.sampling import add_sampling, require_valid
@@ -87,14 +89,19 @@ def talk(arguments: argparse.Namespace, *, completes: bool) -> int:
             if channel is not None:
                 with contextlib.closing(channel):
                     _Terminal(channel, arguments).run()
-            return model.wait()
+            code = model.wait()
         finally:
             model.terminate()
             model.wait()
+    if code < 0:
+        raise RunError(
+            f"the process of the model was killed ({signal.Signals(-code).name}), usually for want of memory"
+        )
+    return code
 
 
 def _accept(listener: socket.socket, model: subprocess.Popen[bytes]) -> Channel | None:
-    """The connection to the model; None if its process has ended, which has said why."""
+    """The connection to the model; None if its process has ended."""
     while model.poll() is None:
         with contextlib.suppress(TimeoutError):
             connection = listener.accept()[0]
@@ -110,12 +117,17 @@ class _Terminal:
         self._channel = channel
         self._sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "seed")}
         self._shows_stats = getattr(arguments, "stats", False)
+        self._max_tokens = arguments.max_tokens
         self._is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self) -> None:
         ready = self._channel.receive()
         if ready is None:
             return
+        if ready["max_tokens"] < self._max_tokens:
+            output.progress(f"an answer has at most {ready['max_tokens']:,} tokens, half of what the model reads")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
         if self._is_interactive:
             # Only its import is needed: input() then edits lines and knows earlier ones.
             with contextlib.suppress(ImportError):
@@ -126,7 +138,8 @@ class _Terminal:
                 else "write the beginning of a text, and the model continues it"
             )
             output.line(f"{kind}; {_COMMANDS}")
-        with contextlib.suppress(EOFError):
+        # An OSError: the model has gone, and its exit code says why.
+        with contextlib.suppress(EOFError, OSError):
             while True:
                 request = self._command(self._read())
                 if request is not None and not self._answer(request):
@@ -149,7 +162,9 @@ class _Terminal:
     def _command(self, line: str) -> dict[str, Any] | None:
         """The request for the model; None if there is none. EOFError: the person leaves."""
         if not line.startswith("/"):
-            return {"text": line, **self._sampling}
+            request = {"text": line, **self._sampling}
+            self._sampling["seed"] += 1
+            return request
         name, _, value = line.partition(" ")
         if name in ("/quit", "/exit", "/bye"):
             raise EOFError
@@ -172,17 +187,18 @@ class _Terminal:
             output.progress(f"/temperature ({value}) must be a number of at least 0, such as /temperature 0.7")
 
     def _answer(self, request: dict[str, Any]) -> bool:
-        """Send a request and show the answer; returns False if the model has gone."""
+        """Send a request and show the answer, which Ctrl-C stops; returns False if the model has gone."""
         self._channel.send(request)
-        while True:
-            try:
+        previous = signal.signal(signal.SIGINT, lambda *_: self._channel.send({"stop": True}))
+        try:
+            while True:
                 message = self._channel.receive()
                 if message is None:
                     return False
                 if self._show(message):
                     return True
-            except KeyboardInterrupt:
-                self._channel.send({"stop": True})
+        finally:
+            signal.signal(signal.SIGINT, previous)
 
     def _show(self, message: dict[str, Any]) -> bool:
         """Show a part of an answer; returns True if it was the last."""

@@ -24,9 +24,12 @@ def compare_devices(arguments: argparse.Namespace, searched: Callable[[str], Sea
         raise ConfigError(
             f"{(given or ['--all'])[0]} must go with one device: --device ({arguments.device}) has several"
         )
+    devices = [device for part in arguments.device.split(",") if (device := part.strip())]
+    if not devices:
+        raise ConfigError(f"--device ({arguments.device}) must name a device, such as h100:8")
     plans: dict[str, Plan] = {}
     problems: dict[str, str] = {}
-    for device in filter(None, (part.strip() for part in arguments.device.split(","))):
+    for device in devices:
         try:
             plans[device] = searched(device).plans[0]
         except ConfigError as error:

@@ -47,9 +47,9 @@ class Channel:
         message: dict[str, Any] = json.loads(line)
         return message
 
-    def has_message(self) -> bool:
-        """True if `receive` returns at once, with a message or because the other process has closed its end."""
-        return b"\n" in self._received or bool(select.select([self._connection], [], [], 0)[0])
+    def has_message(self, seconds: float = 0.0) -> bool:
+        """Wait at most so long for a message; True if there is one, or the other process has closed its end."""
+        return b"\n" in self._received or bool(select.select([self._connection], [], [], seconds)[0])
 
     def close(self) -> None:
         self._connection.close()

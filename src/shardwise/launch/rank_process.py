@@ -7,6 +7,7 @@ code.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -147,7 +148,7 @@ def _words(failure: first_failure.Failure, place: Rank | None, run_path: Path | 
     resume = failed_run.resume_command(run_path)
     if place is not None and resume is not None:
         # The words of torchrun, srun or mpirun before those of the rank are unknown.
-        resume = f"the same command with --run-dir {run_path}"
+        resume = f"the same command with --run-dir {shlex.quote(str(run_path))}"
     return failed_run.failure_text(failure, run_path, began, resume)
 
 

@@ -251,10 +251,11 @@ _TARGETS = object()
 
 def _forward_problems(config: Config, model_class: type[nn.Module]) -> list[str]:
     """Return an error if the run's arguments do not fit `forward`."""
+    sources = [config.data, *config.evaluation.sets.values()]
     named = []
-    if config.data.reset_position_ids:
+    if any(source.reset_position_ids for source in sources):
         named.append("positions_SB")
-    if config.data.reset_attention_mask:
+    if any(source.reset_attention_mask for source in sources):
         named.append("starts_SB")
     # The method of an instance, even of one that was never initialised, has a signature without `self`.
     forward = signature(object.__new__(model_class).forward)

@@ -1,6 +1,7 @@
 """A conversation with a causal language model: a person writes, and the model answers token by token, at any layout.
 
-Rank 0 gets the requests over a channel and sends the answers; all ranks keep the same text and draw the same tokens.
+Rank 0 gets the requests over a channel, keeps the text and sends the answers. The other ranks get the tokens of each
+turn from it, and draw the same answer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from shardwise.models.blocks import Stages
 from shardwise.train.generation import Detokenizer, Generator, Reader, Sampler, generate, open_reader
 from shardwise.train.inference_jobs import joined, load_model
 from shardwise.train.saving import agree_to_stop
+
+_LONGEST_WAIT = 20.0
+"""Seconds for which rank 0 waits for the person before it tells the other ranks that there is no request yet."""
 
 
 @dataclass
@@ -67,18 +71,34 @@ class Text:
         if self.template is None:
             return self.tokenizer.encode_prompt(self.messages[0]["content"])[-room:]
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages = list(self.messages)
         while True:
-            text = self.template.render(first + self.messages, add_generation_prompt=True)
+            text = self.template.render(first + messages, add_generation_prompt=True)
             ids: list[int] = self.tokenizer.encode(text).tolist()
             if len(ids) <= room:
+                self.messages = messages
                 return ids
-            if len(self.messages) == 1:
+            if len(messages) == 1:
                 raise ConfigError(
-                    f"your text ({len(ids):,} tokens with its marks) must be at most {room:,} tokens, so that "
-                    f"--max-tokens ({self.max_tokens:,}) fit into the {self.window:,} that the model reads"
+                    f"your text ({len(ids):,} tokens with its marks) must be at most {room:,} tokens, so that an "
+                    f"answer of {self.max_tokens:,} fits into the {self.window:,} that the model reads"
                 )
             # A question goes with its answer.
-            del self.messages[: 2 if len(self.messages) > 2 else 1]
+            del messages[: 2 if len(messages) > 2 else 1]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What all ranks need for an answer.
+
+    Attributes:
+        ids: tokens that the answer follows; empty if the person has asked for nothing.
+    """
+
+    ids: Sequence[int] = ()
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,32 +120,41 @@ class Conversation:
 
     def run(self) -> None:
         """Answer until the terminal is closed."""
-        self._send({"ready": True, "has_template": self.text.template is not None})
-        turn = 0
+        self._send({"ready": True, "has_template": self.text.template is not None, "max_tokens": self.text.max_tokens})
         while True:
-            request = None if self.channel is None else self.channel.receive()
-            request = collectives.broadcast_object(request, self.mesh.world)
-            if request is None:
+            turn = None if self.channel is None else self._next_turn(self.channel)
+            turn = collectives.broadcast_object(turn, self.mesh.world)
+            if turn is None:
                 return
-            if request.get("reset"):
-                self.text.messages.clear()
-            # A request to stop that came after the end of the answer asks for nothing more.
-            if "text" not in request:
-                continue
-            turn += 1
-            self.text.add("user", request["text"])
-            try:
-                ids = self.text.ids()
-            except ConfigError as error:
-                if self.text.messages:
-                    self.text.messages.pop()
-                self._send({"refused": str(error)})
-                continue
-            sampler = Sampler(request["temperature"], request["top_p"], request["seed"] + turn)
-            self._answer(ids, sampler)
+            if turn.ids:
+                self._answer(turn)
 
-    def _answer(self, ids: Sequence[int], sampler: Sampler) -> None:
-        detokenizer = Detokenizer(self.text.tokenizer, ids)
+    def _next_turn(self, channel: Channel) -> Turn | None:
+        """The next request of the person; None once the terminal is closed."""
+        # The other ranks wait in a collective, which gives up after minutes.
+        if not channel.has_message(_LONGEST_WAIT):
+            return Turn()
+        request = channel.receive()
+        if request is None:
+            return None
+        if request.get("reset"):
+            self.text.messages.clear()
+        # A request to stop that came after the end of the answer asks for nothing more.
+        if "text" not in request:
+            return Turn()
+        before = [dict(message) for message in self.text.messages]
+        self.text.add("user", request["text"])
+        try:
+            ids = self.text.ids()
+        except ConfigError as error:
+            self.text.messages = before
+            self._send({"refused": str(error)})
+            return Turn()
+        return Turn(ids, request["temperature"], request["top_p"], request["seed"])
+
+    def _answer(self, turn: Turn) -> None:
+        sampler = Sampler(turn.temperature, turn.top_p, turn.seed)
+        detokenizer = Detokenizer(self.text.tokenizer, turn.ids)
         pieces: list[str] = []
         count = 0
         end = "max_tokens"
@@ -134,7 +163,7 @@ class Conversation:
         drawn = generate(
             self.model,
             self.mesh,
-            ids,
+            turn.ids,
             self.text.max_tokens,
             sampler,
             stop=self.stops,

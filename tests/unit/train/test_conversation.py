@@ -54,14 +54,15 @@ def test_the_oldest_messages_give_way(tokenizer: Tokenizer, tmp_path: Path) -> N
         text.add("assistant", "x")
     text.add("user", "5")
     assert read(text) == "s:be\nu:34\na:x\nu:5\na:"
-    text.messages.clear()
+    before = [*text.messages]
     text.add("user", "0123456789abcdef")
     with pytest.raises(ConfigError) as caught:
         text.ids()
     assert str(caught.value) == (
-        "your text (26 tokens with its marks) must be at most 20 tokens, so that --max-tokens (5) fit into the 24 that "
+        "your text (26 tokens with its marks) must be at most 20 tokens, so that an answer of 5 fits into the 24 that "
         "the model reads"
     )
+    assert text.messages[:-1] == before, "what was said before a refused message is forgotten"
 
 
 class Alphabet(nn.Module):
@@ -83,6 +84,7 @@ class Person:
         self.heard: list[dict[str, Any]] = []
         self._requests = requests
         self._patience = patience
+        self._waits = 0
 
     def receive(self) -> dict[str, Any] | None:
         return self._requests.pop(0) if self._requests else None
@@ -90,7 +92,11 @@ class Person:
     def send(self, message: dict[str, Any]) -> None:
         self.heard.append(message)
 
-    def has_message(self) -> bool:
+    def has_message(self, seconds: float = 0.0) -> bool:
+        if seconds:
+            self._waits += 1
+            # At first the person has written nothing for a while.
+            return self._waits > 1
         return sum("piece" in message for message in self.heard) == self._patience
 
 
@@ -104,7 +110,7 @@ def test_an_answer_ends_by_a_token_by_its_length_or_by_a_stop(tokenizer: Tokeniz
     stops = {int(tokenizer.encode("x")[0])}
     Conversation(model, mesh, load_config("llama2-tiny"), open_reader(model, mesh, 20), text, stops, person).run()
     ready, *heard = person.heard
-    assert ready == {"ready": True, "has_template": False}
+    assert ready == {"ready": True, "has_template": False, "max_tokens": 4}
     answers = "".join(message.get("piece", "") + ("|" if "end" in message else "") for message in heard)
     # The second answer is stopped at its first letter, and the last one ends before the x.
     assert answers == "cdef|g|vw|"

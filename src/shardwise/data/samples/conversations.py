@@ -137,8 +137,9 @@ class ConversationBatches(Batches):
         super().__init__(len(self._packs(0)), seed)
 
     def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
-        indices = []
-        epochs = []
+        # A global batch of a mixture may have no sample of a source.
+        indices = [np.empty(0, dtype=np.int64)]
+        epochs = [np.empty(0, dtype=np.int64)]
         epoch = 0
         while count > 0:
             while consumed >= self._end(epoch):

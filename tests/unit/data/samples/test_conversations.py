@@ -71,6 +71,8 @@ def test_samples_are_a_function_of_the_seed_and_the_number_before(monkeypatch: p
     whole = ConversationBatches(chats(50), ROOM, seed=7).global_batch(0, 120)
     # A resumed run asks for any part first, and for others again.
     batches = ConversationBatches(chats(50), ROOM, seed=7)
+    # A batch of a mixture may have none of them.
+    assert [len(part) for part in batches.draw(3, 0)] == [0, 0]
     for consumed in (100, 40, 0, 60):
         part = batches.global_batch(consumed, 20)
         for name, array in part.inputs.items():

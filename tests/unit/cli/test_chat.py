@@ -1,0 +1,64 @@
+"""The person's side of a conversation, with a model that a thread plays. Real ones: tests/e2e/test_chat.py."""
+
+import argparse
+import io
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardwise.cli.chat import _Terminal
+from shardwise.launch.channel import Channel
+
+Model = Callable[[Channel], None]
+
+
+def talk(model: Model, lines: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Write the lines to a model, to which the other end of the channel is given."""
+    here, there = map(Channel, socket.socketpair())
+    thread = threading.Thread(target=model, args=(there,))
+    thread.start()
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    values = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 16, "stats": False, **options}
+    _Terminal(here, argparse.Namespace(**values)).run()
+    here.close()
+    thread.join()
+    there.close()
+
+
+def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests: list[Any] = []
+
+    def model(channel: Channel) -> None:
+        channel.send({"ready": True, "has_template": False, "max_tokens": 8})
+        requests.append(channel.receive())
+        channel.send({"piece": "a long"})
+        os.kill(os.getpid(), signal.SIGINT)
+        # Without a stop this waits for ever.
+        requests.append(channel.receive())
+        channel.send({"piece": "", "end": "stopped", "tokens": 2, "first_seconds": 0.5, "seconds": 1.0})
+        requests.append(channel.receive())
+        channel.send({"piece": "short", "end": "eos", "tokens": 1, "first_seconds": 0.5, "seconds": 0.5})
+        requests.append(channel.receive())
+
+    talk(model, "one\n/temperature 0\ntwo\n", monkeypatch)
+    first = {"text": "one", "temperature": 0.8, "top_p": 0.9, "seed": 5}
+    assert requests == [first, {"stop": True}, {**first, "text": "two", "temperature": 0.0, "seed": 6}, None]
+    shown = capsys.readouterr()
+    assert shown.out == "a long\nshort\n"
+    assert shown.err == "an answer has at most 8 tokens, half of what the model reads\n"
+
+
+def test_a_model_that_goes_ends_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(channel: Channel) -> None:
+        channel.send({"ready": True, "has_template": True, "max_tokens": 16})
+        channel.receive()
+        channel.close()
+
+    talk(model, "one\ntwo\n", monkeypatch)
