@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
-from shardwise.cli.plan_rows import free_memory, plan_facts, time_unit, training_time
+from shardwise.cli.plan_rows import plan_facts, row, time_unit
 from shardwise.planner.search import Plan, Search
 
 
@@ -53,18 +52,7 @@ def _show(plans: dict[str, Plan]) -> None:
     rows = []
     for plan in plans.values():
         cost = () if not has_prices else ("" if plan.dollars is None else f"{plan.dollars:,.0f}",)
-        rows.append(
-            (
-                str(plan.cluster),
-                plan.text(),
-                units.duration(plan.time.total),
-                f"{plan.tokens_per_second:,.0f}",
-                "" if plan.mfu is None else f"{plan.mfu:.1%}",
-                units.size(plan.memory.total),
-                free_memory(plan),
-                training_time(plan, unit),
-                f"{plan.device_hours:,.0f}",
-                *cost,
-            )
-        )
+        cells = row(plan, unit)
+        # Without bubble and communication.
+        rows.append((str(plan.cluster), *cells[:6], *cells[8:], *cost))
     output.table(rows, (*head, *(("dollars",) if has_prices else ())), right=tuple(range(2, 10)))

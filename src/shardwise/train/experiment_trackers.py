@@ -74,8 +74,8 @@ class EventFile:
 class MlflowRun:
     """A run in MLflow, with the methods that the modules `wandb` and `trackio` have.
 
-    A thread sends the numbers, since each request waits for its answer. After an error it sends no more, and the next
-    call raises it.
+    A thread makes all requests, since each waits for its answer, and a server that is away for minutes. After an error
+    it makes no more, and the next call raises it.
 
     Args:
         id_: id of the run; a run with this tag is continued.
@@ -86,10 +86,9 @@ class MlflowRun:
         mlflow: Any = importlib.import_module("mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client = mlflow.MlflowClient()
-        self._id = self._found(id_) or self._created(name, id_, settings)
         self._queue: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
+        self._thread = threading.Thread(target=self._send, args=(name, id_, settings), name="mlflow", daemon=True)
         self._thread.start()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -107,13 +106,12 @@ class MlflowRun:
             raise self._error
         if self._thread.is_alive():
             raise TimeoutError(f"no answer within {_MLFLOW_SECONDS:.0f} s")
-        self._client.set_terminated(self._id)
 
     def _experiment(self) -> str:
         experiment = self._client.get_experiment_by_name(_PROJECT)
         return str(self._client.create_experiment(_PROJECT) if experiment is None else experiment.experiment_id)
 
-    def _found(self, id_: str | None) -> str | None:
+    def _earlier_run(self, id_: str | None) -> str | None:
         """MLflow's id of the run that an earlier start made; None where there is none."""
         if id_ is None:
             return None
@@ -136,11 +134,13 @@ class MlflowRun:
             self._client.log_batch(run_id, params=parameters[first : first + _MLFLOW_PARAMETERS])
         return run_id
 
-    def _send(self) -> None:
+    def _send(self, name: str, id_: str | None, settings: Mapping[str, Any]) -> None:
         try:
+            run_id = self._earlier_run(id_) or self._created(name, id_, settings)
             while (metrics := self._queue.get()) is not None:
                 for first in range(0, len(metrics), _MLFLOW_METRICS):
-                    self._client.log_batch(self._id, metrics=metrics[first : first + _MLFLOW_METRICS])
+                    self._client.log_batch(run_id, metrics=metrics[first : first + _MLFLOW_METRICS])
+            self._client.set_terminated(run_id)
         except Exception as error:  # noqa: BLE001  whatever the client raises, the training's thread reports it
             self._error = error
 
