@@ -188,9 +188,9 @@ class _Terminal:
 
     def _answer(self, request: dict[str, Any]) -> bool:
         """Send a request and show the answer, which Ctrl-C stops; returns False if the model has gone."""
-        self._channel.send(request)
         previous = signal.signal(signal.SIGINT, lambda *_: self._channel.send({"stop": True}))
         try:
+            self._channel.send(request)
             while True:
                 message = self._channel.receive()
                 if message is None:
