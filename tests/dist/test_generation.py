@@ -15,7 +15,7 @@ from shardwise.models.build import build_model
 from shardwise.models.causal import CausalLM
 from shardwise.models.llama import Llama
 from shardwise.pipeline.stages import build_stages
-from shardwise.train.generation import Sampler, generate
+from shardwise.train.generation import Sampler, generate, open_reader
 from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config
 from tests.hugging_face import VOCABULARY, described, save
@@ -205,12 +205,14 @@ def test_scaled_positions_go_on_beyond_the_longest(kind: str, chunk: int) -> Non
     )
     model = Llama(config, seed=1).eval()
     fill(model, scale=0.3)
-    for prompt in ([4, 2], list(range(14))):
+    # Kept over the texts: the last one is the beginning of one whose keys had the angles of a greater length.
+    reader = open_reader(model, mesh(1), 34, chunk=chunk)
+    for prompt in ([4, 2], list(range(14)), list(range(8))):
         tokens = list(prompt)
         for _ in range(20):
             with torch.no_grad():
                 tokens.append(int(model.logits(torch.tensor(tokens).unsqueeze(1))[-1, 0].argmax()))
-        found = list(generate(model, mesh(1), prompt, 20, Sampler(0.0), chunk=chunk))
+        found = list(generate(model, mesh(1), prompt, 20, Sampler(0.0), reader=reader))
         assert found == tokens[len(prompt) :]
 
 

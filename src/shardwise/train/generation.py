@@ -128,10 +128,9 @@ class _Cached:
     def next_logits(self, tokens: list[int]) -> Tensor | None:
         part, cache = next(iter(self._caches.items()))
         assert isinstance(part, CausalLM), "only a causal model continues a text"
-        known = _common_length(self._known, tokens[:-1])
         # Some rotations change with the length of the text: the keys in the caches are then of another length.
-        if part.outdates(known, len(tokens)):
-            known = 0
+        is_outdated = part.outdates(len(self._known), len(tokens))
+        known = 0 if is_outdated else _common_length(self._known, tokens[:-1])
         for kept in self._caches.values():
             kept.length = known
         self._known = list(tokens)
