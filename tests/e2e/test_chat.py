@@ -1,14 +1,12 @@
 """A conversation as a person holds it: over pipes and in a terminal, at several layouts."""
 
-import os
-import pty
-import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from tests.e2e import processes
-from tests.e2e.command import ALONE, Outcome, environment, shardwise
+from tests.e2e.command import ALONE, Outcome, environment, shardwise, within
 from tests.e2e.conftest import Trained
 
 
@@ -65,42 +63,23 @@ def test_commands_and_refusals(trained: Trained) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["chat", "missing"], "shardwise: CHECKPOINT (missing)"),
-        (["chat", "RUN", "--temperature", "-1"], "shardwise: --temperature (-1.0) must be at least 0"),
-        (["chat", "RUN", "--nproc", "2"], "shardwise: --nproc (2) must be parallel.tensor (1)"),
-        (["generate", "RUN", "--interactive", "--prompt", "a"], "shardwise: --prompt must not go with --interactive"),
+        (["chat", "runs", "--temperature", "-1"], "shardwise: --temperature (-1.0) must be at least 0"),
+        (["generate", "runs", "--interactive", "--json"], "shardwise: --json must not go with --interactive"),
+        (["generate", "runs", "--interactive", "--prompt", "a"], "shardwise: --prompt must not go with --interactive"),
     ],
 )
-def test_bad_input(trained: Trained, arguments: list[str], problem: str) -> None:
-    done = chat(trained, *(str(trained.run) if word == "RUN" else word for word in arguments), lines="x\n")
-    assert done.code == 2
+def test_wrong_options_are_refused_before_the_model_is_loaded(
+    arguments: list[str], problem: str, tmp_path: Path
+) -> None:
+    assert within(*arguments, at=tmp_path).failed(2).startswith(problem)
+
+
+def test_what_the_model_refuses_is_told(trained: Trained) -> None:
+    done = chat(trained, "chat", str(trained.run), "--nproc", "2", "--system", "Be brief.", lines="x\n")
+    assert done.failed(2).endswith(
+        "shardwise: --nproc (2) must be parallel.tensor (1): one copy of the model writes one text\n"
+    )
     assert not done.out
-    assert problem in done.err.removeprefix("loading")
-    assert "Traceback" not in done.err
-
-
-def test_ctrl_c_stops_an_answer_and_not_the_conversation(trained: Trained) -> None:
-    """A model of the miniature reads 32 tokens: without a stop, an answer has 16."""
-    controller, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [*ALONE, "chat", str(trained.run), "--stats"],
-        cwd=trained.at, env=environment(), stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
-    )  # fmt: skip
-    os.close(terminal)
-    shown = ""
-
-    def until(text: str, since: int = 0) -> None:
-        nonlocal shown
-        while text not in shown[since:]:
-            shown += os.read(controller, 4096).decode(errors="replace")
-
-    until("> ")
-    os.write(controller, b"The ring\n")
-    process.send_signal(signal.SIGINT)
-    until("> ", len(shown))
-    os.write(controller, b"/quit\n")
-    assert process.wait(60) == 0
-    os.close(controller)
 
 
 def test_the_terminal_and_the_model_end_together(trained: Trained) -> None:

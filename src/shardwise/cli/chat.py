@@ -34,7 +34,7 @@ from shardwise.launch.environment import joined
 
 _POLL_SECONDS = 0.2
 _PROMPT = "> "
-_LONGEST_PLACE = 70
+_LONGEST_PARENT = 70
 """Bytes of the path of the temporary folder, below which the path of a socket in it is short enough."""
 _COMMANDS = "/reset begins anew, /temperature T changes the temperature, /quit leaves; Ctrl-C stops an answer"
 
@@ -52,10 +52,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     require_valid(arguments)
-    return talk(arguments, completes=False)
+    return talk(arguments, system=arguments.system, shows_stats=arguments.stats)
 
 
-def talk(arguments: argparse.Namespace, *, completes: bool) -> int:
+def talk(
+    arguments: argparse.Namespace, *, completes: bool = False, system: str | None = None, shows_stats: bool = False
+) -> int:
     """Start the process of the model, and pass texts between it and the terminal.
 
     The model is in a process of its own, so that the first line appears at once, and Ctrl-C stops an answer and not the
@@ -63,14 +65,16 @@ def talk(arguments: argparse.Namespace, *, completes: bool) -> int:
 
     Args:
         completes: True to continue texts even if the model has a chat template.
+        system: instruction before the conversation.
+        shows_stats: True to print the number of tokens and the speed of each answer.
     """
     if joined() is not None:
         raise ConfigError("a conversation must be started by itself, and not by torchrun, srun or mpirun: give --nproc")
     output.progress(f"loading {arguments.checkpoint} …")
     # The path of a socket has at most 107 bytes on Linux, and 103 elsewhere.
-    place = None if len(os.fsencode(tempfile.gettempdir())) < _LONGEST_PLACE else "/tmp"
+    parent = None if len(os.fsencode(tempfile.gettempdir())) < _LONGEST_PARENT else "/tmp"
     with (
-        tempfile.TemporaryDirectory(prefix="shardwise-", dir=place) as folder,
+        tempfile.TemporaryDirectory(prefix="shardwise-", dir=parent) as folder,
         socket.socket(socket.AF_UNIX) as listener,
     ):
         path = Path(folder) / "socket"
@@ -79,7 +83,7 @@ def talk(arguments: argparse.Namespace, *, completes: bool) -> int:
         listener.settimeout(_POLL_SECONDS)
         command = [sys.executable, "-P", "-m", "shardwise", "converse", arguments.checkpoint, *arguments.overrides]
         command += [f"--socket={path}", f"--max-tokens={arguments.max_tokens}"]
-        command += [f"--system={arguments.system}"] if getattr(arguments, "system", None) is not None else []
+        command += [f"--system={system}"] if system is not None else []
         command += [f"--nproc={arguments.nproc}"] if arguments.nproc is not None else []
         command += ["--completes"] if completes else []
         # In a session of its own, Ctrl-C in the terminal does not reach it.
@@ -88,7 +92,7 @@ def talk(arguments: argparse.Namespace, *, completes: bool) -> int:
             channel = _accept(listener, model)
             if channel is not None:
                 with contextlib.closing(channel):
-                    _Terminal(channel, arguments).run()
+                    _Terminal(channel, arguments, shows_stats=shows_stats).run()
             code = model.wait()
         finally:
             model.terminate()
@@ -113,10 +117,10 @@ def _accept(listener: socket.socket, model: subprocess.Popen[bytes]) -> Channel 
 class _Terminal:
     """The person's side of a conversation."""
 
-    def __init__(self, channel: Channel, arguments: argparse.Namespace) -> None:
+    def __init__(self, channel: Channel, arguments: argparse.Namespace, *, shows_stats: bool) -> None:
         self._channel = channel
         self._sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "seed")}
-        self._shows_stats = getattr(arguments, "stats", False)
+        self._shows_stats = shows_stats
         self._max_tokens = arguments.max_tokens
         self._is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
 

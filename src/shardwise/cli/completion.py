@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import keyword
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.cli.help import COMMAND_GROUPS
+from shardwise.cli.help import COMMAND_GROUPS, module_of_action
 from shardwise.config.error_texts import known_paths
 from shardwise.config.recipe_files import recipe_names
 
@@ -50,7 +49,7 @@ def _add_command(
         return
     actions = parser.add_subparsers()
     for action, action_summary in module.ACTIONS.items():
-        action_module = importlib.import_module(f"{module.__name__}.{action}{'_' * keyword.iskeyword(action)}")
+        action_module = importlib.import_module(module_of_action(module.__name__, action))
         action_parser = actions.add_parser(action, help=action_summary)
         action_module.configure(action_parser)
         _set_candidates(action_parser._actions, shtab)

@@ -6,7 +6,6 @@ import argparse
 import gc
 import importlib
 import io
-import keyword
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import NoReturn
 from shardwise import __version__
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError
 from shardwise.cli import output
-from shardwise.cli.help import COMMAND_GROUPS, HelpFormatter, help_of_actions, help_of_commands
+from shardwise.cli.help import COMMAND_GROUPS, HelpFormatter, help_of_actions, help_of_commands, module_of_action
 from shardwise.launch.environment import joined, keep_own, may_be_a_task
 
 COMMANDS = [name for group in COMMAND_GROUPS.values() for name in group]
@@ -106,8 +105,7 @@ def _dispatch(arguments: list[str]) -> int:
         if not further or further[0] not in module.ACTIONS:
             return _without_action(name, module, further)
         action = further.pop(0)
-        # The module of the action `import` is `import_`.
-        module = _imported(f"{module.__name__}.{action}{'_' * keyword.iskeyword(action)}")
+        module = _imported(module_of_action(module.__name__, action))
         name = f"{name} {action}"
     parser = _parser(name, module)
     parser.arguments = further

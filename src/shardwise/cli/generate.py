@@ -69,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     announce = output.progress if place is None or place.local_rank == 0 else None
     require_valid(arguments)
     if arguments.interactive:
+        if arguments.json:
+            raise ConfigError("--json must not go with --interactive: leave one of them out")
         return talk(arguments, completes=True)
     text = _prompt_text(arguments)
     with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import keyword
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +59,11 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return wrapped(text, width)
+
+
+def module_of_action(package: str, action: str) -> str:
+    """The name of the module of a command's action; that of the action `import` is `import_`."""
+    return f"{package}.{action}{'_' * keyword.iskeyword(action)}"
 
 
 def help_of_commands() -> str:

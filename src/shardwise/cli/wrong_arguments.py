@@ -72,7 +72,7 @@ def problems_of_arguments(
 
 
 def _sentence(parser: argparse.ArgumentParser, message: str) -> str:
-    """What argparse says, as `quantity (value) must …`."""
+    """The message of argparse as `quantity (value) must …`."""
     if matched := re.fullmatch(_FLAG_WITH_VALUE, message):
         return f"{matched[1]} takes no value, and {matched[2]} is given: leave the value out"
     if matched := re.fullmatch(_WRONG_NUMBER, message):

@@ -20,13 +20,13 @@ def plain_name(name: str) -> str:
 
 
 def reason_without_key(name: str) -> str | None:
-    """Why no key or option sets what `name` says; None for other names."""
+    """The reason why no key or option sets what `name` says; None for other names."""
     plain = plain_name(name)
     return WITHOUT_KEY.get(plain, WITHOUT_KEY.get(plain.rpartition(".")[2]))
 
 
 def suggestion(name: str, keys: Collection[str], options: Collection[str] | None = None) -> str | None:
-    """What `name` stands for: a key, a key with its value or an option; None if nothing is similar.
+    """The meaning of `name`: a key, a key with its value or an option; None if nothing is similar.
 
     The order is: another spelling of a name, a name of another library, the most similar name of any section.
 

@@ -23,7 +23,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.launch.channel import Channel
 from shardwise.models.blocks import Stages
 from shardwise.train.generation import Detokenizer, Generator, Reader, Sampler, generate, open_reader
-from shardwise.train.inference_jobs import joined, load_model
+from shardwise.train.inference_jobs import joined_mesh, load_model
 from shardwise.train.saving import agree_to_stop
 
 _LONGEST_WAIT = 20.0
@@ -89,7 +89,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Turn:
-    """What all ranks need for an answer.
+    """The tokens and the settings of an answer, as all ranks get them.
 
     Attributes:
         ids: tokens that the answer follows; empty if the person has asked for nothing.
@@ -142,7 +142,7 @@ class Conversation:
         # A request to stop that came after the end of the answer asks for nothing more.
         if "text" not in request:
             return Turn()
-        before = [dict(message) for message in self.text.messages]
+        before = list(self.text.messages)
         self.text.add("user", request["text"])
         try:
             ids = self.text.ids()
@@ -205,7 +205,7 @@ def run_conversation(
         ConfigError: the folder has another model, or one that gives no logits. DamageError: a checkpoint's bytes do
         not match their checksums. RunError: memory ran out.
     """
-    with joined(config) as mesh:
+    with joined_mesh(config) as mesh:
         model: nn.Module = load_model(config, weights, mesh)
         if not isinstance(model, Generator | Stages):
             raise ConfigError(f"model.family ({config.model.family}) has no logits(ids): it cannot continue a text")

@@ -78,7 +78,7 @@ def run_evaluation(
         ConfigError: the data have nothing to predict, or the folder has another model. DamageError: a checkpoint's
         bytes do not match their checksums. RunError: memory ran out.
     """
-    with joined(config) as mesh:
+    with joined_mesh(config) as mesh:
         # A part that is smaller than one training sample can be evaluated.
         data = prepare(config, any_size=True)
         batches = make_evaluation(config, data, part)
@@ -102,7 +102,7 @@ def run_generation(
         ConfigError: the folder has another model, or one that gives no logits. DamageError: a checkpoint's bytes do
         not match their checksums. RunError: memory ran out.
     """
-    with joined(config) as mesh:
+    with joined_mesh(config) as mesh:
         model = load_model(config, weights, mesh)
         if not isinstance(model, Generator | Stages):
             raise ConfigError(f"model.family ({config.model.family}) has no logits(ids): it cannot continue a text")
@@ -145,13 +145,13 @@ def run_tasks(config: Config, weights: Root, tokenizer: Tokenizer, stops: frozen
     # It imports lm_eval, an extra.
     from shardwise.train.task_evaluation import BOOTSTRAPS, evaluate_tasks
 
-    with joined(config) as mesh:
+    with joined_mesh(config) as mesh:
         model = load_model(config, weights, mesh)
         return evaluate_tasks(config, model, mesh, tokenizer, stops, bootstraps=BOOTSTRAPS)
 
 
 @contextmanager
-def joined(config: Config) -> Iterator[Mesh]:
+def joined_mesh(config: Config) -> Iterator[Mesh]:
     """Join the job and give its mesh; inside, an out-of-memory error becomes a sentence."""
     join()
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)

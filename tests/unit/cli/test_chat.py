@@ -17,14 +17,14 @@ from shardwise.launch.channel import Channel
 Model = Callable[[Channel], None]
 
 
-def talk(model: Model, lines: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+def talk(model: Model, lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the lines to a model, to which the other end of the channel is given."""
     here, there = map(Channel, socket.socketpair())
     thread = threading.Thread(target=model, args=(there,))
     thread.start()
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    values = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 16, "stats": False, **options}
-    _Terminal(here, argparse.Namespace(**values)).run()
+    values = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 16}
+    _Terminal(here, argparse.Namespace(**values), shows_stats=False).run()
     here.close()
     thread.join()
     there.close()

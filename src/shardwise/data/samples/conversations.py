@@ -84,7 +84,8 @@ def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
         place = bisect_left(rooms, sizes[number])
         if place == len(rooms):
             packs.append([])
-            pack, left = len(packs) - 1, room
+            pack = len(packs) - 1
+            left = room
         else:
             left = rooms[place]
             pack = by_room[left].pop()
