@@ -187,12 +187,33 @@ def apply_by_part(
     return torch.cat(outputs, dim) if count > 1 else outputs[0]
 
 
-def head_products(a: Tensor, b: Tensor, count: int) -> Tensor:
-    """Return the product of each head, computed for each of `count` parts: a `[B, n, S, K]`, b `[B, n, K, N]`."""
-    if count == 1:
+def head_products(a: Tensor, b: Tensor, group: Group) -> Tensor:
+    """Return the product of each head, by parts where the group has a grain: a `[B, n, S, K]`, b `[B, n, K, N]`."""
+    if not group.has_parts:
         return a @ b
-    # The elements of all heads together decide which kernel multiplies them.
-    return torch.cat([x @ y for x, y in zip(a.chunk(count, 1), b.chunk(count, 1), strict=True)], 1)
+    return cast(Tensor, _HeadProducts.apply(a, b, group.parts))  # type: ignore[no-untyped-call]
+
+
+class _HeadProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.count = count
+        return _products_of_heads(a, b, count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        da = _products_of_heads(grads[0], b.transpose(-1, -2), ctx.count) if ctx.needs_input_grad[0] else None
+        db = _products_of_heads(a.transpose(-1, -2), grads[0], ctx.count) if ctx.needs_input_grad[1] else None
+        return da, db, None
+
+
+def _products_of_heads(a: Tensor, b: Tensor, count: int) -> Tensor:
+    """Return the products of each part's heads: their number and the strides decide which kernel multiplies them."""
+    parts = zip(a.chunk(count, 1), b.chunk(count, 1), strict=True)
+    return torch.cat([x.contiguous() @ y.contiguous() for x, y in parts], 1)
 
 
 _VECTOR = 64

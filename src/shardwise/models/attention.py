@@ -50,7 +50,7 @@ class AttentionCore(nn.Module):
         self.p = config.attention_dropout_p
         self.place = Place(layer, ATTENTION, factory.group.rank)
         self.recompute = factory.recompute == "selective"
-        self.parts = factory.group.parts
+        self.group = factory.group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q `[S, B, n, d]`, k and v `[L, B, m, d]`, where m divides n and L ≥ S with a cache → `[S, B, n·d]`."""
@@ -89,7 +89,7 @@ class AttentionCore(nn.Module):
             k = k.repeat_interleave(copies, dim=1)
             v = v.repeat_interleave(copies, dim=1)
         # q is scaled in place of the scores, as it has fewer elements.
-        scores = head_products(q * (1.0 / math.sqrt(q.shape[-1])), k.transpose(-1, -2), self.parts)
+        scores = head_products(q * (1.0 / math.sqrt(q.shape[-1])), k.transpose(-1, -2), self.group)
         if mask is None and self.causal:
             length = q.shape[-2]
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril_()
@@ -99,7 +99,7 @@ class AttentionCore(nn.Module):
             scores = scores.masked_fill(~mask, float("-inf"))
         # In float32, as the fused kernels do: a sum of many bfloat16 terms would lose digits.
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        return head_products(self._drop(probabilities, key), v, self.parts)
+        return head_products(self._drop(probabilities, key), v, self.group)
 
     def _drop(self, probabilities_BnSS: Tensor, key: AnyKey) -> Tensor:
         if key.mode == "fast":

@@ -337,10 +337,10 @@ def test_results_that_hide_the_order_of_a_sum_have_the_exact_form() -> None:
     assert torch.equal(part_products._in_fastest_form((never, exact), 2, x), x * 2)
 
 
-def two_ranks(rank: int = 0) -> Group:
-    """Return the group of a rank that computes one part of two."""
+def two_ranks(rank: int = 0, *, grain: int = 2) -> Group:
+    """Return the group of one of two ranks, each of which computes half of the parts."""
     group = pretend_group(rank, 2)
-    group.grain = 2
+    group.grain = grain
     return group
 
 
@@ -392,15 +392,24 @@ def test_activations_do_not_depend_on_the_width(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [2, 4])
-def test_products_of_heads_do_not_depend_on_their_number(count: int, dtype: torch.dtype) -> None:
-    """Torch takes another kernel in bfloat16 where all heads together have few elements."""
-    for _ in range(100):
-        a = torch.randn(1, 4, 16, 16).to(dtype)
-        b = torch.randn(1, 4, 16, 8).to(dtype)
-        whole = head_products(a, b, count)
-        by_rank = [head_products(*halves, count // 2) for halves in zip(a.chunk(2, 1), b.chunk(2, 1), strict=True)]
-        assert torch.equal(torch.cat(by_rank, 1), whole)
+@pytest.mark.parametrize("grain", [2, 4])
+def test_products_of_heads_do_not_depend_on_their_number(grain: int, dtype: torch.dtype) -> None:
+    """Torch takes another kernel for other strides, and in bfloat16 where all heads together have few elements."""
+
+    def results(q_SBnd: Tensor, k_SBnd: Tensor, d_scores_BnSS: Tensor, group: Group) -> list[Tensor]:
+        """The scores, and the gradients of q and k, all with their heads in dim 1."""
+        q, k = (x.permute(1, 2, 0, 3).detach().requires_grad_() for x in (q_SBnd, k_SBnd))
+        scores = head_products(q, k.transpose(-1, -2), group)
+        return [scores.detach(), *torch.autograd.grad(scores, (q, k), d_scores_BnSS.contiguous())]
+
+    for batch in (1, 2) * 25:
+        q, k = torch.randn(2, 16, batch, 4, 8).to(dtype).unbind()
+        d_scores = torch.randn(batch, 4, 16, 16).to(dtype)
+        whole = results(q, k, d_scores, Group(grain=grain))
+        halves = zip(q.chunk(2, 2), k.chunk(2, 2), d_scores.chunk(2, 1), strict=True)
+        parts = [results(q_half.contiguous(), *half, two_ranks(grain=grain)) for q_half, *half in halves]
+        for number, tensor in enumerate(whole):
+            assert torch.equal(torch.cat([part[number] for part in parts], 1), tensor)
 
 
 @torch.no_grad()
