@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--device", default="cpu", help="type of the device of ranks and commands: cpu, strict (tests/strict), cuda, …"
+        "--device",
+        default="cpu",
+        help="type of the device of ranks and commands: cpu, strict (tests/strict), cuda, …; shared: all ranks of "
+        "tests/dist on this machine's accelerator (tests/shared_device)",
     )
 
 
@@ -35,6 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.strict import build  # torch, which most tests do without
 
         build.use_everywhere()
+    elif device == "shared":
+        from tests.shared_device import device as shared_device
+
+        shared_device.use_everywhere()
     elif device != "cpu":
         os.environ["TEST_DEVICE"] = device
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -83,8 +90,8 @@ def _folder(nodeid: str) -> str:
 
 def device_count(device: str) -> float:
     """How many ranks can have a device of this type."""
-    if device in ("cpu", "strict"):
-        return math.inf if device == "cpu" else int(os.environ["STRICT_DEVICES"])
+    if device in ("cpu", "shared", "strict"):
+        return int(os.environ["STRICT_DEVICES"]) if device == "strict" else math.inf
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)

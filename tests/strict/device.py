@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections import Counter
@@ -73,11 +72,7 @@ def load() -> None:
     global _library
     if _library is not None:
         return
-    found = importlib.util.spec_from_file_location(build.NAME, build.library())
-    assert found is not None
-    assert found.loader is not None
-    _library = importlib.util.module_from_spec(found)
-    found.loader.exec_module(_library)
+    _library = build.loaded()
     _library.on_wait(_waited)
     torch.utils.rename_privateuse1_backend("strict")
     torch._register_device_module("strict", sys.modules[__name__])
