@@ -56,8 +56,15 @@ def local_device() -> torch.device:
             f"{see('runs#local-rank')}"
         )
     index = min(index, count - 1)
-    torch.accelerator.set_device_index(index)
-    return torch.device(device.type, index)
+    return _chosen(torch.device(device.type, index))
+
+
+def _chosen(device: torch.device) -> torch.device:
+    """Make a device the process's own, and return it."""
+    torch.accelerator.set_device_index(device.index)
+    # torch's DeviceMesh takes the device of LOCAL_RANK, even where a launcher hides it, unless one is in use before.
+    torch.empty(0, device=device)
+    return device
 
 
 def require_build_for(kind: str) -> None:
