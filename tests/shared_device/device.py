@@ -1,6 +1,6 @@
 """Lets ranks share this machine's accelerator, whose own library of collectives wants a device for each rank.
 
-`pytest --device shared` has it in the ranks of tests/dist: each rank's collectives go over gloo, through the host's memory.
+`pytest --device shared` has it in the ranks of tests/dist: their collectives go over gloo, through the host's memory.
 The numerics and kernels of training are those of the accelerator; its collective library is not tested.
 """
 

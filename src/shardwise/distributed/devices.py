@@ -63,7 +63,7 @@ def _chosen(device: torch.device) -> torch.device:
     """Make a device the process's own, and return it."""
     torch.accelerator.set_device_index(device.index)
     # torch's DeviceMesh takes the device of LOCAL_RANK, even where a launcher hides it, unless one is in use before.
-    torch.empty(0, device=device)
+    torch.empty(1, device=device)
     return device
 
 
