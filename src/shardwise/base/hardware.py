@@ -69,6 +69,11 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
     return "cpu", 0
 
 
+def torch_type(kind: str) -> str:
+    """The type by which torch knows a kind of accelerators."""
+    return "cuda" if kind == "nvidia" else kind
+
+
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Peak dense FLOP/s of one device for matrix products in `dtype` ("bfloat16" or "float32"); None if it is unknown.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import cache_root, reason_of
-from shardwise.base.hardware import accelerators, cpu_count
+from shardwise.base.hardware import accelerators, cpu_count, torch_type
 from shardwise.cli import output
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of, write_errors_explained
@@ -117,7 +117,7 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     ranks = _positive("--nproc", arguments.nproc)
     layout = check_layout(config, ranks or config.parallel.ranks)
     kind, count = accelerators()
-    device = arguments.device or (kind if count else "cpu")
+    device = arguments.device or (torch_type(kind) if count else "cpu")
     only_capture = arguments.capture_only
     threads = _positive("--threads", arguments.threads) or _threads(config, layout, device)
     workers = _positive("--workers", arguments.workers) or cpu_count()

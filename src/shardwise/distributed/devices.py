@@ -118,6 +118,22 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def add_in_one_order(device: torch.device, threads: int) -> None:
+    """Have this process's kernels give the same bits each time: with so many threads on a CPU, without atomic additions
+    on CUDA, which attention's backward pass and embeddings' use otherwise.
+
+    An operator that has no such kernel raises an error.
+    """
+    if device.type == "cpu":
+        torch.set_num_threads(threads)
+        return
+    # cuBLAS reads it with its first product: with its own workspace, products of two streams may differ.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Torch would fill each new tensor, which costs a pass; nothing here reads what was not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 Mark: TypeAlias = float | torch.Event
 """A time by `time.perf_counter`, or an event in an accelerator's stream."""
 

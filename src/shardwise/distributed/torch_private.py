@@ -16,7 +16,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
@@ -348,6 +350,50 @@ class _NamedWork:
     def wait(self) -> None:
         with record_function(self._name):
             self._work.wait()
+
+
+def mend_split_backward() -> None:
+    """Have the second half of a split backward pass begin with the very gradients that the first half has kept.
+
+    Releases before torch 2.13 give the sum of the gradients of all outputs of an autograd function to the first one,
+    and add what comes down from later uses of a weight to the gradient at a use that has it already (pytorch#180952).
+    """
+    if Version(torch.__version__).release < (2, 13):
+        from torch.distributed.pipelining import stage
+
+        stage.stage_backward_weight = add_weight_gradients  # type: ignore[assignment]
+
+
+def add_weight_gradients(weights: Iterator[nn.Parameter], param_groups: list[dict[str, Any]]) -> None:
+    """Add the gradients of a stage's weights to `grad`, from what `stage_backward_input` of torch has kept.
+
+    Args:
+        weights: all parameters of the stage.
+        param_groups: weights (`params`), the nodes of the graph where their gradients leave the way to the stage's
+            input (`intermediates`), and the gradients of each node's outputs (`grads`). They are released.
+    """
+    from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
+
+    by_node = {_get_grad_fn_or_grad_acc(weight): weight for weight in weights}
+    for group in param_groups:
+        nodes = group.pop("intermediates")
+        kept_gradients = group.pop("grads")
+        edges = []
+        gradients = []
+        with ExitStack() as stack:
+            for node, kept in zip(nodes, kept_gradients, strict=True):
+                for number, gradient in enumerate(kept):
+                    if gradient is not None:
+                        edges.append(GradientEdge(node, number))
+                        gradients.append(gradient)
+                if len(nodes) > 1:
+                    stack.callback(node.register_prehook(lambda _, kept=kept: kept).remove)
+            if not edges:
+                continue
+            ends = [GradientEdge(end, 0) for end in group["params"]]
+            for end, gradient in zip(group["params"], torch.autograd.grad(edges, ends, gradients), strict=True):
+                weight = by_node[end]
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
 def open_connections_to_others(stages: Iterable[Any]) -> None:

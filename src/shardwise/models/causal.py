@@ -20,6 +20,9 @@ from shardwise.models.rotary import Rotary
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
 
+_LEAST_FLEX_WIDTH = 16
+"""Elements of a head that FlexAttention's kernels for CUDA take at least."""
+
 
 class CausalLM(Family[_Config]):
     """A decoder, whose layers a family makes in `build`.
@@ -90,7 +93,8 @@ class CausalLM(Family[_Config]):
         if x.device.type == "cpu" and not drops_probabilities:
             define_document_attention()
             return replace(context, starts_SB=starts_SB)
-        if self.is_compiled and not drops_probabilities:
+        has_kernel = x.device.type != "cuda" or self.config.head_dim >= _LEAST_FLEX_WIDTH
+        if self.is_compiled and has_kernel and not drops_probabilities:
             return replace(context, block_mask=block_mask(starts_SB))
         return replace(context, mask=dense_mask(starts_SB, x.dtype))
 

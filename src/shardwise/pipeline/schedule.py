@@ -23,7 +23,7 @@ from shardwise.config.schedules import SCHEDULES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import head_leaf
-from shardwise.distributed.torch_private import open_connections_to_others
+from shardwise.distributed.torch_private import mend_split_backward, open_connections_to_others
 from shardwise.models.blocks import Stages
 from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, StepTiming, name_messages
 from shardwise.pipeline.stages import Compute
@@ -76,6 +76,7 @@ class Pipeline:
         # Stages whose gradient of a parameter is not complete yet; a tied weight may be in two.
         self._incomplete: Counter[nn.Parameter] = Counter()
         self._ready: Callable[[nn.Parameter], None] = _ignore
+        mend_split_backward()
         open_connections_to_others(self.stages)
         self.schedule = make_schedule(parallel, self.stages, micro_batches)
 

@@ -71,8 +71,8 @@ def build_trainer(
         DataError: the data hold less than one sample.
     """
     layout = layout or check_layout(config, mesh.world.size)
-    if config.train.bitwise and mesh.device.type == "cpu":
-        torch.set_num_threads(config.train.threads)
+    if config.train.bitwise:
+        devices.add_in_one_order(mesh.device, config.train.threads)
     precision = config.precision.resolved(mesh.device.type != "cpu")
     feed = Feed.open(config, mesh, data, sets)
     dtype = torch_dtype(precision.parameter)
