@@ -1,0 +1,72 @@
+"""Turns the lines of a session into tables and figures, as the other benchmarks' results are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from report import RESULTS, Report, Table, environment
+
+from first_gpu.questions import QUESTIONS
+
+
+def write(folder: Path, results: Path = RESULTS) -> Report:
+    """Write the report of a folder of lines to `first_gpu.md` and `.json`."""
+    lines = {name: _lines(folder / f"{name}.jsonl") for name in QUESTIONS}
+    found = report(lines)
+    machine = next((line["machine"] for line in lines["environment"] if "machine" in line), None)
+    found.save(results, machine or environment())
+    return found
+
+
+def report(lines: dict[str, list[dict[str, Any]]]) -> Report:
+    tables = []
+    notes = []
+    for name, records in lines.items():
+        if not records:
+            continue
+        module = importlib.import_module(f"first_gpu.{name}")
+        tables.append(_table(module.TITLE, module.COLUMNS, records))
+        notes.append(f"{module.TITLE}: {module.NOTE}")
+    versions = next((line for line in lines["environment"] if "torch" in line), {})
+    device = versions.get("device", "an unknown device")
+    known = ("torch", "cuda", "cudnn", "driver", "python", "memory", "processors")
+    notes.append("; ".join(f"{key} {versions[key]}" for key in known if versions.get(key) is not None))
+    for name, records in lines.items():
+        errors = [line for line in records if "error" in line or "stopped" in line]
+        notes += [f"No figure, {name}: {_described(line)}" for line in errors]
+    return Report("first_gpu", f"One {device} with Llama 2 7B's work", tables, lines, notes=notes)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    # The last line of a process that was killed may be cut off.
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def _table(title: str, columns: dict[str, str], records: list[dict[str, Any]]) -> Table:
+    figures = list(columns)[1:]
+    shown = [record for record in records if "error" not in record and any(key in record for key in figures)]
+    return Table(list(columns.values()), [[_text(key, record.get(key)) for key in columns] for record in shown], title)
+
+
+def _text(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if key in ("peak_allocated", "peak_reserved", "expected_memory"):
+        return f"{value / 2**30:.2f} GiB"
+    if key in ("mfu", "share", "host_share", "ratio"):
+        return f"{value:.1%}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value).replace("|", "/")
+
+
+def _described(line: dict[str, Any]) -> str:
+    labels = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("error", "stopped"))
+    return f"{labels}: {line.get('error') or 'stopped ' + line['stopped']}"
