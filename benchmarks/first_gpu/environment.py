@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 
@@ -67,6 +68,7 @@ _QUESTIONS: dict[str, Callable[[], object]] = {
     "driver": _driver,
     "capability": lambda: ".".join(map(str, torch.cuda.get_device_capability())),
     "processors": lambda: torch.cuda.get_device_properties(0).multi_processor_count,
+    "allocator": lambda: os.environ.get("PYTORCH_ALLOC_CONF"),
     "float32_precision": torch.get_float32_matmul_precision,
 }
 

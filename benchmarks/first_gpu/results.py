@@ -14,7 +14,11 @@ from first_gpu.questions import QUESTIONS
 
 def write(folder: Path, results: Path = RESULTS) -> Report:
     """Write the report of a folder of lines to `first_gpu.md` and `.json`."""
-    lines = {name: _lines(folder / f"{name}.jsonl") for name in QUESTIONS}
+    lines: dict[str, list[dict[str, Any]]] = {name: [] for name in QUESTIONS}
+    for path in sorted(folder.glob("*.jsonl")):
+        # The last line of a process that was killed may be cut off.
+        for line in (json.loads(text) for text in path.read_text().splitlines() if text.endswith("}")):
+            lines[line.pop("question")].append(line)
     found = report(lines)
     machine = next((line["machine"] for line in lines["environment"] if "machine" in line), None)
     found.save(results, machine or environment())
@@ -38,13 +42,6 @@ def report(lines: dict[str, list[dict[str, Any]]]) -> Report:
         errors = [line for line in records if "error" in line or "stopped" in line]
         notes += [f"No figure, {name}: {_described(line)}" for line in errors]
     return Report("first_gpu", f"One {device} with Llama 2 7B's work", tables, lines, notes=notes)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    # The last line of a process that was killed may be cut off.
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
 def _table(title: str, columns: dict[str, str], records: list[dict[str, Any]]) -> Table:

@@ -1,7 +1,8 @@
 """Measures one GPU with Llama 2 7B's work: `python benchmarks/first_gpu/run.py --deadline 300 --out FOLDER`.
 
-One process, without make, torchrun or an index of packages. Each question writes a line of JSON for each configuration
-to FOLDER/QUESTION.jsonl; `--report FOLDER` turns them into `benchmarks/results/first_gpu.md` and `.json`.
+One process, without make, torchrun or an index of packages. Each configuration of a question is a line of JSON in
+FOLDER/lines.jsonl; `--report FOLDER` turns all lines in FOLDER/*.jsonl into `benchmarks/results/first_gpu.md` and
+`.json`.
 """
 
 from __future__ import annotations
@@ -76,10 +77,9 @@ def _ask(chosen: list[str], folder: Path, end: float, *, is_tiny: bool) -> None:
             importlib.import_module(f"first_gpu.{name}").run(session)
         if not session.works():
             # After an error such as an illegal address, only a new process can use the device.
-            remaining = end - time.monotonic()
-            rest = [*chosen[number + 1 :]]
+            rest = chosen[number + 1 :]
             if rest:
-                arguments = ["--deadline", str(remaining), "--out", str(folder), *["--tiny"] * is_tiny, *rest]
+                arguments = ["--deadline", str(end - time.monotonic()), "--out", str(folder), *rest]
                 os.execv(sys.executable, [sys.executable, __file__, *arguments])
 
 

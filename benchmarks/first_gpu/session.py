@@ -93,21 +93,22 @@ class Session:
         is_tiny: True for tiny shapes, which take seconds on any device.
 
     Args:
-        folder: gets `QUESTION.jsonl` of each question.
+        folder: gets `lines.jsonl`, one file, as some machines return only a few.
     """
 
     def __init__(self, device: torch.device, folder: Path, *, is_tiny: bool) -> None:
         self.device = device
         self.is_tiny = is_tiny
         self.sizes = TINY if is_tiny else Sizes()
-        self._folder = folder
+        self._file = folder / "lines.jsonl"
         self._question = ""
 
     @contextmanager
     def asking(self, question: str, seconds: float) -> Iterator[None]:
         """Inside, lines belong to a question, which stops after so many seconds."""
         self._question = question
-        (self._folder / f"{question}.jsonl").unlink(missing_ok=True)
+        earlier = self._file.read_text().splitlines(keepends=True) if self._file.exists() else []
+        self._file.write_text("".join(line for line in earlier if f'"question": "{question}"' not in line))
         before = signal.signal(signal.SIGALRM, _time_is_over)
         # Again and again: Python drops an exception that is raised in a destructor.
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001), _AGAIN)
@@ -154,10 +155,10 @@ class Session:
             self.release()
 
     def write(self, line: Figures) -> None:
-        text = json.dumps(line, default=str)
-        with (self._folder / f"{self._question}.jsonl").open("a") as file:
+        text = json.dumps({"question": self._question, **line}, default=str)
+        with self._file.open("a") as file:
             file.write(text + "\n")
-        print(f"{self._question}: {text[:400]}", flush=True)
+        print(text[:400], flush=True)
 
     def release(self) -> None:
         """Give freed memory back to the device."""
