@@ -10,7 +10,7 @@ import torch
 from report import environment
 
 from first_gpu.session import Figures, Session
-from first_gpu.timing import tflops, timed
+from first_gpu.timing import Nvml, tflops, timed
 from shardwise.distributed import devices
 
 TITLE = "The device"
@@ -36,6 +36,9 @@ def _versions(session: Session) -> Figures:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
+    nvml = Nvml(session.device)
+    found["most_sm_mhz"] = nvml.ask("nvmlDeviceGetMaxClockInfo", 1)
+    found["power_limit_milliwatts"] = nvml.ask("nvmlDeviceGetEnforcedPowerLimit")
     return found | {name: _asked(ask) for name, ask in _QUESTIONS.items()}
 
 

@@ -65,5 +65,5 @@ def _text(key: str, value: Any) -> str:
 
 
 def _described(line: dict[str, Any]) -> str:
-    labels = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("error", "stopped"))
+    labels = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("error", "where", "stopped"))
     return f"{labels}: {line.get('error') or 'stopped ' + line['stopped']}"

@@ -57,7 +57,10 @@ def _problem(is_tiny: bool) -> str | None:
         return "first_gpu: this machine must have a GPU that torch can use, and there is none (--tiny needs none)"
     memory = torch.accelerator.get_memory_info()[1]
     if memory < LEAST_MEMORY:
-        return f"first_gpu: the GPU's memory ({memory / 1e9:.0f} GB) must be at least {LEAST_MEMORY / 1e9:.0f} GB"
+        return (
+            f"first_gpu: the memory of the GPU ({memory / 1e9:.0f} GB) must be at least {LEAST_MEMORY / 1e9:.0f} GB, "
+            "which the trainings need (--tiny needs less)"
+        )
     return None
 
 
@@ -65,11 +68,14 @@ def _ask(chosen: list[str], folder: Path, end: float, *, is_tiny: bool) -> None:
     """Ask questions in turn; each may take its share of the time that is left, so that saved time goes to the next."""
     import importlib
 
+    import torch
+
     from first_gpu.questions import QUESTIONS
     from first_gpu.session import Session
     from shardwise.distributed import devices
 
     session = Session(devices.local_device(), folder, is_tiny=is_tiny)
+    torch.manual_seed(0)
     for number, name in enumerate(chosen):
         remaining = end - time.monotonic()
         share = remaining * QUESTIONS[name] / sum(QUESTIONS[other] for other in chosen[number:])

@@ -93,7 +93,7 @@ class Session:
         is_tiny: True for tiny shapes, which take seconds on any device.
 
     Args:
-        folder: gets `lines.jsonl`, one file, as some machines return only a few.
+        folder: gets `lines.jsonl`, and `errors.txt` with the whole of each error.
     """
 
     def __init__(self, device: torch.device, folder: Path, *, is_tiny: bool) -> None:
@@ -101,6 +101,7 @@ class Session:
         self.is_tiny = is_tiny
         self.sizes = TINY if is_tiny else Sizes()
         self._file = folder / "lines.jsonl"
+        self._errors = folder / "errors.txt"
         self._question = ""
 
     @contextmanager
@@ -118,8 +119,7 @@ class Session:
             _end_alarm()
             self.write({"stopped": f"after {seconds:.0f} s, its share of the time"})
         except RAISED as error:
-            traceback.clear_frames(error.__traceback__)
-            self.write({"error": _first_line(error)})
+            self._write_error({}, error)
         finally:
             _end_alarm()
             signal.signal(signal.SIGALRM, before)
@@ -149,8 +149,7 @@ class Session:
             self.write({**labels, "error": "the time of the question was over"})
             raise TimeIsOver from None
         except RAISED as error:
-            traceback.clear_frames(error.__traceback__)
-            self.write({**labels, "error": _first_line(error)})
+            self._write_error(labels, error)
         finally:
             self.release()
 
@@ -159,6 +158,15 @@ class Session:
         with self._file.open("a") as file:
             file.write(text + "\n")
         print(text[:400], flush=True)
+
+    def _write_error(self, labels: Figures, error: BaseException) -> None:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        first_line = str(error).strip().partition("\n")[0][:300]
+        with self._errors.open("a") as file:
+            file.write(f"{self._question} {labels}\n{''.join(traceback.format_exception(error))}\n")
+        traceback.clear_frames(error.__traceback__)
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        self.write({**labels, "error": f"{type(error).__name__}: {first_line}", "where": where})
 
     def release(self) -> None:
         """Give freed memory back to the device."""
@@ -215,11 +223,6 @@ def _time_is_over(*_: object) -> None:
 
 def _end_alarm() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.0)
-
-
-def _first_line(error: BaseException) -> str:
-    line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {line[:300]}"
 
 
 @contextmanager

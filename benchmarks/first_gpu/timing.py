@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from statistics import mean, median
+from contextlib import suppress
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,66 +18,74 @@ from shardwise.base.user_code import RAISED
 from shardwise.distributed import devices
 
 ROUNDS = 5
-_PERIOD = 0.02
+_PERIOD = 0.03
 """Seconds between two readings of the clocks."""
 _BEYOND_CACHES = 2**28
 """Bytes of inputs that no cache of a device holds."""
 Call = Callable[[], object]
 
 
-class Clocks:
-    """Clock, power and temperature of a GPU while a block of code runs, read by a thread; nothing without NVML."""
+class Nvml:
+    """Questions to the driver about a GPU; the answer is None without a GPU, a library or an answer."""
 
     def __init__(self, device: torch.device) -> None:
-        self._nvml: Any = None
-        self._readings: list[tuple[float, float, float]] = []
-        self._ended = threading.Event()
+        self._library: Any = None
         if device.type != "cuda":
             return
-        try:
-            nvml: Any = importlib.import_module("pynvml")
-            nvml.nvmlInit()
+        with suppress(*RAISED):
+            library: Any = importlib.import_module("pynvml")
+            library.nvmlInit()
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
-            find = nvml.nvmlDeviceGetHandleByIndex if visible.isdecimal() else nvml.nvmlDeviceGetHandleByUUID
-            self._handle = find(int(visible) if visible.isdecimal() else visible)
-            self._nvml = nvml
-        except RAISED:
-            pass  # no library or no driver: the figures stand without clocks
+            by_index = visible.isdecimal()
+            find = library.nvmlDeviceGetHandleByIndex if by_index else library.nvmlDeviceGetHandleByUUID
+            self._handle = find(int(visible) if by_index else visible)
+            self._library = library
+
+    def ask(self, name: str, *arguments: int) -> float | None:
+        with suppress(*RAISED):
+            return float(getattr(self._library, name)(self._handle, *arguments))
+        return None
+
+    def clock(self) -> float | None:
+        return self.ask("nvmlDeviceGetClockInfo", 1)  # 1: of the multiprocessors, in MHz
+
+    def watts(self) -> float | None:
+        milliwatts = self.ask("nvmlDeviceGetPowerUsage")
+        return None if milliwatts is None else milliwatts / 1000
+
+    def celsius(self) -> float | None:
+        return self.ask("nvmlDeviceGetTemperature", 0)  # 0: of the GPU
+
+
+class Clocks:
+    """Clock, power and temperature of a GPU while a block of code runs, read by a thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._nvml = Nvml(device)
+        self._readings: list[tuple[float | None, ...]] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
 
     def __enter__(self) -> Clocks:
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        if self._nvml is not None:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        if self._nvml is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _read(self) -> None:
-        nvml = self._nvml
-        try:
-            while True:
-                clock = nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM)
-                watts = nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000
-                celsius = nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)
-                self._readings.append((clock, watts, celsius))
-                if self._ended.wait(_PERIOD):
-                    return
-        except RAISED:
-            return
+        while not self._ended.is_set():
+            self._readings.append((self._nvml.clock(), self._nvml.watts(), self._nvml.celsius()))
+            self._ended.wait(_PERIOD)
 
     def figures(self) -> Figures:
-        if not self._readings:
-            return {}
-        clocks, watts, celsius = zip(*self._readings, strict=True)
-        return {
-            "sm_mhz": median(clocks),
-            "sm_mhz_least": min(clocks),
-            "watts": round(mean(watts)),
-            "celsius": max(celsius),
-        }
+        figures: Figures = {}
+        for name, readings in zip(("sm_mhz", "watts", "celsius"), zip(*self._readings, strict=True), strict=True):
+            known = [reading for reading in readings if reading is not None]
+            if known:
+                figures |= {name: round(median(known)), f"{name}_least": min(known), f"{name}_most": max(known)}
+        return figures
 
 
 def timed(session: Session, calls: Sequence[Call], *, seconds: float | None = None) -> Figures:
