@@ -15,15 +15,7 @@ NOTE = (
     "dW = dYᵀ X of one product of 4,096 tokens, added to a float32 buffer. Bytes a parameter, without the operands of "
     "the product, by arithmetic. Error: of the sum of 4 micro-batches against float64, relative, in the Frobenius norm."
 )
-COLUMNS = {
-    "way": "",
-    "product": "product",
-    "ms": "ms",
-    "bytes": "bytes / parameter",
-    "tflops": "TFLOP/s",
-    "error_of_sum": "error",
-    "watts": "W",
-}
+COLUMNS = "way product ms bytes tflops error_of_sum watts"
 _MICRO_BATCHES = 4
 Add = Callable[[Tensor, Tensor, Tensor], object]
 

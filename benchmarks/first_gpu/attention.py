@@ -22,16 +22,7 @@ NOTE = (
     "count the causal half, 2 products forward and 4 (not 5) backward; with documents too, so that the same time gives "
     "the same rate. Backward: forward and backward, less forward. Repeatable: two backward passes give the same bits."
 )
-COLUMNS = {
-    "kernel": "",
-    "batch": "batch",
-    "forward_ms": "forward, ms",
-    "backward_ms": "backward, ms",
-    "forward_tflops": "TFLOP/s",
-    "backward_tflops": "TFLOP/s",
-    "is_repeatable": "repeatable",
-    "peak_allocated": "peak memory",
-}
+COLUMNS = "kernel batch forward_ms backward_ms forward_tflops backward_tflops is_repeatable peak_allocated"
 _DOCUMENTS = 16
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

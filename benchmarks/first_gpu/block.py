@@ -24,16 +24,7 @@ NOTE = (
     "the host starts all kernels on an idle device; the block is launch-bound where it is near the whole time. TFLOP/s "
     "of the model's work, the causal half of attention counted, recompute not."
 )
-COLUMNS = {
-    "program": "",
-    "recompute": "recompute",
-    "micro_batch": "micro-batch",
-    "ms": "ms",
-    "host_ms": "host, ms",
-    "host_share": "host / whole",
-    "tflops": "TFLOP/s",
-    "peak_allocated": "peak memory",
-}
+COLUMNS = "program recompute micro_batch ms host_ms host_share tflops peak_allocated"
 
 
 def run(session: Session) -> None:
@@ -61,7 +52,6 @@ def figures_of(session: Session, config: Config, mesh: Mesh) -> Figures:
 
 def _make(session: Session, config: Config, mesh: Mesh) -> Callable[[], None]:
     """A function that runs a block forward and backward."""
-    torch.compiler.reset()
     part = Part(range(1), is_first=False, is_last=False)
     is_cut = config.parallel.sequence and mesh.tp.size > 1
     with weights_drawn_on_device():
@@ -69,6 +59,7 @@ def _make(session: Session, config: Config, mesh: Mesh) -> Callable[[], None]:
             config, mesh.tp, sequence_parallel=is_cut, device=session.device, dtype=torch.bfloat16, part=part
         )
     if config.compile.enabled:
+        torch.compiler.reset()
         compile_units(model, config.compile, session.device)
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32

@@ -15,7 +15,7 @@ from shardwise.distributed import devices
 
 TITLE = "The device"
 NOTE = "A copy reads and writes each byte once; both are counted."
-COLUMNS = {"what": "", "ms": "ms", "gb_per_second": "GB/s", "tflops": "TFLOP/s"}
+COLUMNS = "what ms gb_per_second tflops"
 
 
 def run(session: Session) -> None:

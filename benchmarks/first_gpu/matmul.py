@@ -16,16 +16,7 @@ NOTE = (
     "product, gate and up too. The head computes a chunk of tokens at a time. fp8: e4m3, one scale for each operand, "
     "fast accumulation, operands converted before. Clock and power are those of dW. A call's inputs are in no cache."
 )
-COLUMNS = {
-    "product": "",
-    "dtype": "dtype",
-    "tokens": "tokens",
-    "y_tflops": "Y, TFLOP/s",
-    "dx_tflops": "dX, TFLOP/s",
-    "dw_tflops": "dW, TFLOP/s",
-    "sm_mhz": "SM clock, MHz",
-    "watts": "W",
-}
+COLUMNS = "product dtype tokens y_tflops dx_tflops dw_tflops sm_mhz watts"
 Make = Callable[[Session, str, int, int, int], Callable[[], torch.Tensor]]
 """Makes the inputs of Y, dX or dW of so many tokens, outputs and inputs; returns the product as a function."""
 

@@ -14,16 +14,7 @@ TITLE = "Memory, expected and measured"
 NOTE = (
     "Peak of allocated bytes in two training steps, beside `shardwise.planner`'s estimate, which is for eager programs."
 )
-COLUMNS = {
-    "program": "",
-    "recompute": "recompute",
-    "blocks": "blocks",
-    "micro_batch": "micro-batch",
-    "peak_allocated": "measured",
-    "expected_memory": "expected",
-    "ratio": "measured / expected",
-    "peak_reserved": "reserved",
-}
+COLUMNS = "program recompute blocks micro_batch peak_allocated expected_memory ratio peak_reserved"
 _CASES = [
     *((Setting(False, recompute, 1), 2) for recompute in ("none", "selective", "full")),
     *((Setting(False, "none", micro_batch), 2) for micro_batch in (2, 4)),

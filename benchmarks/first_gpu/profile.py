@@ -19,7 +19,7 @@ NOTE = (
     "One profiled step of 4 micro-batches of one sequence, no recompute. Shares are of the time from the first kernel "
     "to the last; two kernels at once count twice in their classes, and once for `idle`."
 )
-COLUMNS = {"program": "", "kind": "", "name": "name", "count": "kernels", "ms": "ms", "share": "share"}
+COLUMNS = "program kind name count ms share"
 _LISTED = 40
 _CLASSES = (
     ("optimizer", "adam|multi_tensor"),
@@ -75,7 +75,7 @@ def _kernels(events: Iterable[Any], on_gpu: bool) -> list[Any]:
     return [
         event
         for event in seen
-        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        if str(event.device_type).endswith("CUDA") and not getattr(event, "is_user_annotation", False)
     ]
 
 

@@ -11,6 +11,32 @@ from report import RESULTS, Report, Table, environment
 
 from first_gpu.questions import QUESTIONS
 
+_HEADINGS = {
+    "step_ms": "ms a step",
+    "ms_per_1e9": "ms",
+    "host_ms": "host, ms",
+    "forward_ms": "forward, ms",
+    "backward_ms": "backward, ms",
+    "tokens_per_second": "tokens/s",
+    "gb_per_second": "GB/s",
+    "mfu": "MFU",
+    "bytes": "bytes / parameter",
+    "tflops": "TFLOP/s",
+    "forward_tflops": "TFLOP/s",
+    "backward_tflops": "TFLOP/s",
+    "y_tflops": "Y, TFLOP/s",
+    "dx_tflops": "dX, TFLOP/s",
+    "dw_tflops": "dW, TFLOP/s",
+    "sm_mhz": "SM clock, MHz",
+    "watts": "W",
+    "tensor": "TP",
+    "host_share": "host / whole",
+    "ratio": "measured / expected",
+    "peak_allocated": "peak memory",
+    "first_step_seconds": "first step, s",
+    "is_repeatable": "repeatable",
+}
+
 
 def write(folder: Path, results: Path = RESULTS) -> Report:
     """Write the report of a folder of lines to `first_gpu.md` and `.json`."""
@@ -32,7 +58,7 @@ def report(lines: dict[str, list[dict[str, Any]]]) -> Report:
         if not records:
             continue
         module = importlib.import_module(f"first_gpu.{name}")
-        tables.append(_table(module.TITLE, module.COLUMNS, records))
+        tables.append(_table(module.TITLE, module.COLUMNS.split(), records))
         notes.append(f"{module.TITLE}: {module.NOTE}")
     versions = next((line for line in lines["environment"] if "torch" in line), {})
     device = versions.get("device", "an unknown device")
@@ -44,10 +70,10 @@ def report(lines: dict[str, list[dict[str, Any]]]) -> Report:
     return Report("first_gpu", f"One {device} with Llama 2 7B's work", tables, lines, notes=notes)
 
 
-def _table(title: str, columns: dict[str, str], records: list[dict[str, Any]]) -> Table:
-    figures = list(columns)[1:]
-    shown = [record for record in records if "error" not in record and any(key in record for key in figures)]
-    return Table(list(columns.values()), [[_text(key, record.get(key)) for key in columns] for record in shown], title)
+def _table(title: str, keys: list[str], records: list[dict[str, Any]]) -> Table:
+    shown = [record for record in records if "error" not in record and any(key in record for key in keys[1:])]
+    headings = ["", *(_HEADINGS.get(key, key.replace("_", " ")) for key in keys[1:])]
+    return Table(headings, [[_text(key, record.get(key)) for key in keys] for record in shown], title)
 
 
 def _text(key: str, value: Any) -> str:

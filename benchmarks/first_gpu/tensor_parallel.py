@@ -17,16 +17,7 @@ NOTE = (
     "Eager, with sequence parallelism, in torch's fake process group: its collectives send nothing, "
     "so a real job's host time is longer. Where the host takes longer than the kernels, the block is host-bound."
 )
-COLUMNS = {
-    "program": "",
-    "recompute": "recompute",
-    "tensor": "TP",
-    "micro_batch": "micro-batch",
-    "ms": "ms",
-    "host_ms": "host, ms",
-    "host_share": "host / whole",
-    "tflops": "TFLOP/s",
-}
+COLUMNS = "program recompute tensor micro_batch ms host_ms host_share tflops"
 
 
 def run(session: Session) -> None:

@@ -30,21 +30,10 @@ NOTE = (
     "mixed precision, initial weights drawn by the device. MFU: model FLOPs without recompute, the causal half of "
     "attention counted, over the published dense bfloat16 peak. Expected: by `shardwise.planner` from data sheets."
 )
-COLUMNS = {
-    "program": "",
-    "recompute": "recompute",
-    "blocks": "blocks",
-    "micro_batch": "micro-batch",
-    "micro_batches": "micro-batches",
-    "step_ms": "ms a step",
-    "expected_ms": "expected",
-    "tokens_per_second": "tokens/s",
-    "mfu": "MFU",
-    "peak_allocated": "peak memory",
-    "expected_memory": "expected",
-    "peak_reserved": "reserved",
-    "first_step_seconds": "first step, s",
-}
+COLUMNS = (
+    "program recompute blocks micro_batch micro_batches step_ms "
+    "expected_ms tokens_per_second mfu peak_allocated expected_memory peak_reserved first_step_seconds"
+)
 _KNOWN = ("H100", "H200", "B200", "A100")
 
 
@@ -93,7 +82,8 @@ def run(session: Session) -> None:
 
 def build(session: Session, config: Config) -> Trainer:
     """The trainer of a configuration on this device."""
-    torch.compiler.reset()  # else graphs of earlier trainers count as recompilations
+    if config.compile.enabled:
+        torch.compiler.reset()  # else graphs of earlier trainers count as recompilations
     with weights_drawn_on_device():
         return build_trainer(config, Mesh(device=session.device), session.text)
 

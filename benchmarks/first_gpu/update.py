@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from first_gpu.session import Figures, Session
 from first_gpu.timing import timed
+from shardwise.config.sections import Rounding
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.random_bits import INCREMENT_32, scramble_
@@ -23,14 +24,7 @@ NOTE = (
     "Milliseconds for 10⁹ parameters: bfloat16 weights, float32 gradients, masters and moments in one bucket. Bytes a "
     "parameter by arithmetic. Stochastic rounding is measured on a tenth of the parameters."
 )
-COLUMNS = {
-    "part": "",
-    "ms_per_1e9": "ms",
-    "bytes": "bytes / parameter",
-    "gb_per_second": "GB/s",
-    "peak_allocated": "peak memory",
-    "watts": "W",
-}
+COLUMNS = "part ms_per_1e9 bytes gb_per_second peak_allocated watts"
 _WIDTH = 4096
 _KEY = 12345
 
@@ -123,7 +117,7 @@ def _rounded_adamw(weight: Tensor, first: Tensor, second: Tensor, gradient: Tens
     round_into(second, new_second, scramble_(words, _KEY + 1) & 0xFFFF, keeps_nan=False)
 
 
-def _optimizer(session: Session, elements: int, dtype: torch.dtype, rounding: str) -> ZeroRedundancyOptimizer:
+def _optimizer(session: Session, elements: int, dtype: torch.dtype, rounding: Rounding) -> ZeroRedundancyOptimizer:
     """shardwise's optimizer over one bfloat16 matrix, as a training makes it."""
     width = min(_WIDTH, elements)
     weight = nn.Parameter(session.random(elements // width, width, std=0.02))
