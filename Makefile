@@ -1,5 +1,5 @@
 # What CI runs, and what a fresh machine needs: `make train` and `make test` set everything up themselves.
-.PHONY: test-packages env train test test-all test-device test-lowest test-newest lint typecheck bench pages site docs release-check
+.PHONY: test-packages env train test test-all test-device test-lowest test-newest lint typecheck bench bench-gpu pages site docs release-check
 .DEFAULT_GOAL := test
 
 # Tools run as modules: with a system torch, pip may find one already installed and then leaves no script in .venv.
@@ -60,6 +60,11 @@ typecheck: env
 
 bench: env
 	.venv/bin/python benchmarks/run.py $(ARGS)
+
+# One GPU with Llama 2 7B's work: five minutes, then benchmarks/results/first_gpu.md (benchmarks/README.md).
+bench-gpu: env
+	.venv/bin/python benchmarks/first_gpu/run.py --out build/first_gpu $(ARGS)
+	.venv/bin/python benchmarks/first_gpu/run.py --report build/first_gpu
 
 # The pages that come from the code; tests/arch fails when they are not current.
 pages: env

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -129,6 +130,8 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
     found = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )

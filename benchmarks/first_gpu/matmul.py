@@ -1,0 +1,76 @@
+"""How fast are Llama 2 7B's matrix products, as our layers make them, in bfloat16 and in fp8?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from first_gpu.session import Figures, Session
+from first_gpu.timing import copies, tflops, timed
+from shardwise.layers.chunks import loss_chunk_elements
+
+TITLE = "Matrix products"
+NOTE = (
+    "Y = X Wᵀ of T tokens, dX = dY W and dW = dYᵀ X, with the operands' layouts as in the layers; Q, K and V are one "
+    "product, gate and up too. The head computes a chunk of tokens at a time. fp8: e4m3, one scale for each operand, "
+    "fast accumulation, operands converted before. Clock and power are those of dW. A call's inputs are in no cache."
+)
+COLUMNS = "product dtype tokens y_tflops dx_tflops dw_tflops sm_mhz watts"
+Make = Callable[[Session, str, int, int, int], Callable[[], torch.Tensor]]
+"""Makes the inputs of Y, dX or dW of so many tokens, outputs and inputs; returns the product as a function."""
+
+
+def products(session: Session) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the weight of each product."""
+    sizes = session.sizes
+    return {
+        "QKV": (3 * sizes.hidden, sizes.hidden),
+        "out": (sizes.hidden, sizes.hidden),
+        "gate and up": (2 * sizes.mlp, sizes.hidden),
+        "down": (sizes.hidden, sizes.mlp),
+        "head": (sizes.vocabulary, sizes.hidden),
+    }
+
+
+def run(session: Session) -> None:
+    chunk = loss_chunk_elements(session.sizes.vocabulary, accelerator=True) // session.sizes.vocabulary // 16 * 16
+    shapes = products(session)
+    for dtype, make in (("bfloat16", _bfloat16), ("fp8", _fp8)):
+        cases = [(product, tokens) for tokens in session.sizes.tokens for product in shapes]
+        for product, tokens in session.few([*cases, ("head", chunk)]):
+            session.measure(
+                {"product": product, "dtype": dtype, "tokens": tokens},
+                lambda make=make, tokens=tokens, shape=shapes[product]: _figures(session, make, tokens, *shape),
+            )
+
+
+def _figures(session: Session, make: Make, tokens: int, outputs: int, inputs: int) -> Figures:
+    figures: Figures = {}
+    nbytes = 2 * (tokens * inputs + outputs * inputs + tokens * outputs)
+    for result in ("y", "dx", "dw"):
+        calls = [make(session, result, tokens, outputs, inputs) for _ in range(copies(nbytes))]
+        found = timed(session, calls)
+        ms = found.pop("ms")
+        figures |= {**found, f"{result}_ms": ms, f"{result}_tflops": tflops(2 * tokens * inputs * outputs, ms)}
+    return figures
+
+
+def _bfloat16(session: Session, result: str, t: int, o: int, i: int) -> Callable[[], torch.Tensor]:
+    if result == "y":
+        x, weight = session.random(t, i), session.random(o, i, std=0.02)
+        return lambda: torch.nn.functional.linear(x, weight)
+    if result == "dx":
+        dy, weight = session.random(t, o), session.random(o, i, std=0.02)
+        return lambda: dy @ weight
+    dy, x = session.random(t, o), session.random(t, i)
+    return lambda: dy.t() @ x
+
+
+def _fp8(session: Session, result: str, t: int, o: int, i: int) -> Callable[[], torch.Tensor]:
+    """The product [M, K] · [K, N]; the kernel takes the first operand by rows and the second by columns."""
+    m, n, k = {"y": (t, o, i), "dx": (t, i, o), "dw": (o, i, t)}[result]
+    first = session.random(m, k).to(torch.float8_e4m3fn)
+    second = session.random(n, k).to(torch.float8_e4m3fn).t()
+    one = torch.ones((), dtype=torch.float32, device=session.device)
+    return lambda: torch._scaled_mm(first, second, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)

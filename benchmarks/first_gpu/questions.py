@@ -1,0 +1,14 @@
+"""The questions in order of value, each a module of this folder, with the seconds that it needs on an H100."""
+
+QUESTIONS = {
+    "environment": 8,
+    "training": 115,
+    "profile": 35,
+    "block": 35,
+    "accumulation": 8,
+    "update": 20,
+    "attention": 25,
+    "matmul": 30,
+    "memory": 20,
+    "tensor_parallel": 10,
+}

@@ -1,0 +1,97 @@
+"""Measures one GPU with Llama 2 7B's work: `python benchmarks/first_gpu/run.py --deadline 300 --out FOLDER`.
+
+One process, without make, torchrun or an index of packages. Each configuration of a question is a line of JSON in
+FOLDER/lines.jsonl; `--report FOLDER` turns all lines in FOLDER/*.jsonl into `benchmarks/results/first_gpu.md` and
+`.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+LEAST_MEMORY = 70e9
+"""Bytes that the trainings need."""
+
+
+def main() -> int:
+    from first_gpu.questions import QUESTIONS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"{', '.join(QUESTIONS)} (default: all)")
+    parser.add_argument("--deadline", type=float, default=300.0, help="seconds for all questions (default: 300)")
+    parser.add_argument("--out", type=Path, help="folder of the lines")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, on any device, in seconds")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write the report of these lines instead")
+    parser.add_argument("--results", type=Path, help="folder of the report (default: benchmarks/results)")
+    options = parser.parse_args()
+    end = time.monotonic() + options.deadline
+    if unknown := [name for name in options.questions if name not in QUESTIONS]:
+        parser.error(f"unknown question {unknown[0]!r}; there are {', '.join(QUESTIONS)}")
+    if options.report is not None:
+        from first_gpu import results
+
+        results.write(options.report, options.results or results.RESULTS)
+        return 0
+    if options.out is None:
+        parser.error("--out must name a folder for the lines")
+    if (problem := _problem(options.tiny)) is not None:
+        print(problem, file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    chosen = [name for name in QUESTIONS if name in options.questions or not options.questions]
+    _ask(chosen, options.out, end, is_tiny=options.tiny)
+    return 0
+
+
+def _problem(is_tiny: bool) -> str | None:
+    """The reason why this machine cannot be measured; None if it can."""
+    import torch
+
+    if is_tiny:
+        return None
+    if not torch.accelerator.is_available():
+        return "first_gpu: this machine must have a GPU that torch can use, and there is none (--tiny needs none)"
+    memory = torch.accelerator.get_memory_info()[1]
+    if memory < LEAST_MEMORY:
+        return (
+            f"first_gpu: the memory of the GPU ({memory / 1e9:.0f} GB) must be at least {LEAST_MEMORY / 1e9:.0f} GB, "
+            "which the trainings need (--tiny needs less)"
+        )
+    return None
+
+
+def _ask(chosen: list[str], folder: Path, end: float, *, is_tiny: bool) -> None:
+    """Ask questions in turn; each may take its share of the time that is left, so that saved time goes to the next."""
+    import importlib
+
+    import torch
+
+    from first_gpu.questions import QUESTIONS
+    from first_gpu.session import Session
+    from shardwise.distributed import devices
+
+    session = Session(devices.local_device(), folder, is_tiny=is_tiny)
+    torch.manual_seed(0)
+    for number, name in enumerate(chosen):
+        remaining = end - time.monotonic()
+        share = remaining * QUESTIONS[name] / sum(QUESTIONS[other] for other in chosen[number:])
+        with session.asking(name, share):
+            importlib.import_module(f"first_gpu.{name}").run(session)
+        if not session.works():
+            # After an error such as an illegal address, only a new process can use the device.
+            rest = chosen[number + 1 :]
+            if rest:
+                arguments = ["--deadline", str(end - time.monotonic()), "--out", str(folder), *rest]
+                os.execv(sys.executable, [sys.executable, __file__, *arguments])
+
+
+if __name__ == "__main__":
+    # Modules of this folder, such as `profile`, must not hide those of Python.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints each of its starts and stops
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""`make bench-gpu` with tiny shapes: each question and the report, on any device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.arch.source import ROOT
+
+PROGRAM = ROOT / "benchmarks" / "first_gpu" / "run.py"
+NOT_ON_A_CPU = ("No viable backend", "from the 'CPU' backend")
+"""Parts of the errors of kernels that only a GPU has."""
+
+
+def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROGRAM), *map(str, arguments)]
+    paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_every_question_has_figures_and_the_report_a_table_for_each(tmp_path: Path) -> None:
+    outcome = run("--tiny", "--deadline", 260, "--out", tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    found = lines(tmp_path)
+    errors = [line for line in found if "error" in line or "stopped" in line]
+    assert not [line for line in errors if not any(part in line.get("error", "") for part in NOT_ON_A_CPU)]
+    with_figures = {line["question"] for line in found if line not in errors}
+    (training, *_) = (line for line in found if line["question"] == "training")
+    assert training["tokens_per_second"] > 0
+    outcome = run("--report", tmp_path, "--results", tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    report = (tmp_path / "first_gpu.md").read_text(encoding="utf-8")
+    assert report.count("\n**") == len(with_figures) == 10
+
+
+def test_a_question_stops_when_its_time_is_over(tmp_path: Path) -> None:
+    outcome = run("--tiny", "--deadline", 0.2, "--out", tmp_path, "matmul")
+    assert outcome.returncode == 0, outcome.stderr
+    assert "its share of the time" in lines(tmp_path)[-1]["stopped"]
+
+
+def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}
+    outcome = run("--out", tmp_path, **hidden)
+    assert outcome.returncode == 2
+    assert outcome.stderr == (
+        "first_gpu: this machine must have a GPU that torch can use, and there is none (--tiny needs none)\n"
+    )
