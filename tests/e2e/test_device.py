@@ -43,12 +43,13 @@ def test_training_finds_the_graphs_of_shardwise_compile(
         pytest.skip("torch compiles nothing for the strict device")
     kept = ("compile.cache_dir=graphs", f"data.reset_attention_mask={str(documents).lower()}")
     recipe = miniature(tmp_path)
+    kept += ("model.hidden_size=64",)  # FlexAttention on CUDA takes heads of at least 16 elements
     shardwise("compile", recipe, *kept, "--nproc", "1", at=tmp_path).succeeded()
     required = ("compile.enabled=true", "compile.require_cached=true")
     shardwise("train", recipe, *kept, *required, *ONE, at=tmp_path).succeeded()
     (event,) = metrics(tmp_path / "run", "compile")
     assert event["misses"] == 0
-    shardwise("train", recipe, kept[1], "--nproc", "1", "--run-dir", "eager", at=tmp_path).succeeded()
+    shardwise("train", recipe, *kept[1:], "--nproc", "1", "--run-dir", "eager", at=tmp_path).succeeded()
     compiled, eager = ([each["loss"] for each in metrics(tmp_path / run, "step")] for run in ("run", "eager"))
     assert compiled == pytest.approx(eager, rel=1e-3), "in mixed precision a compiler rounds less often"
 
@@ -56,7 +57,9 @@ def test_training_finds_the_graphs_of_shardwise_compile(
 def test_bitwise_training_has_the_same_bits_again_and_on_two_devices(
     pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
-    keys = ("train.bitwise=true", "parallel.grain=2", "log.state_hash_every=2")
+    # So wide and long that attention takes the kernels of real trainings.
+    sizes = ("model.hidden_size=256", "model.max_position_embeddings=512", "train.sequence_length=512")
+    keys = ("train.bitwise=true", "parallel.grain=2", "log.state_hash_every=2", *sizes)
     layouts = {"one": ("--nproc", "1"), "again": ("--nproc", "1")}
     if device_count(pytestconfig.getoption("--device")) >= 2:
         layouts["two"] = ("--nproc", "2", "parallel.tensor=2", "parallel.sequence=true")
