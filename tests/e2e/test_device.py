@@ -58,7 +58,7 @@ def test_bitwise_training_has_the_same_bits_again_and_on_two_devices(
     pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
     # So wide and long that attention takes the kernels of real trainings.
-    sizes = ("model.hidden_size=256", "model.max_position_embeddings=512", "train.sequence_length=512")
+    sizes = ("model.hidden_size=128", "model.max_position_embeddings=256", "train.sequence_length=256")
     keys = ("train.bitwise=true", "parallel.grain=2", "log.state_hash_every=2", *sizes)
     layouts = {"one": ("--nproc", "1"), "again": ("--nproc", "1")}
     if device_count(pytestconfig.getoption("--device")) >= 2:
