@@ -132,7 +132,7 @@ def _version(name: str) -> str:
 def _commit() -> str:
     if shutil.which("git") is None:
         return "unknown"
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    # `--exclude` leaves tags out, so that the name is the commit's.
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"

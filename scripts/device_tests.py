@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from shardwise.base.errors import ConfigError
 from shardwise.distributed import devices
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = (
+TESTS_OF_RANKS = (
+    "tests/dist/test_bits.py",
     "tests/dist/test_cells.py",
     "tests/dist/test_composition.py",
     "tests/dist/test_checkpoint.py::test_reshard",
@@ -31,9 +34,11 @@ TESTS = (
     "tests/dist/test_checkpoint.py::test_reshard_over_pipelines",
     "tests/dist/test_checkpoint.py::test_other_precision_and_bucket_size",
     "tests/dist/test_device_benchmark.py",
-    "tests/e2e/test_device.py",
 )
-"""Those whose ranks train on the device. All others compare small parts of the code, on the CPU alone."""
+TESTS_OF_COMMANDS = ("tests/e2e/test_device.py",)
+"""Those that train on the device. All others compare small parts of the code, on the CPU alone."""
+LARGEST_POOL = 4
+"""Ranks of the largest tests: on a machine with fewer accelerators, all ranks share one (tests/shared_device)."""
 
 
 def tested_device(asked: str) -> tuple[str, str]:
@@ -54,7 +59,7 @@ def tested_device(asked: str) -> tuple[str, str]:
     return device.type, f"{torch.accelerator.device_count()} × {devices.name(device)}"
 
 
-def record(kind: str, name: str, counts: dict[str, int], commit: str) -> dict[str, Any]:
+def record(kind: str, name: str, counts: Mapping[str, int], commit: str) -> dict[str, Any]:
     """A row of the page's table."""
     return {
         "type": kind,
@@ -84,13 +89,20 @@ def main(arguments: list[str]) -> int:
         return 2
     git = ("git", "describe", "--always", "--dirty", "--exclude", "*")
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "--device", kind, f"--junitxml={report}", *TESTS, *arguments]
-        if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
-            return code
-        (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
-    row = record(kind, name, {count: int(suite.attrib[count]) for count in ("tests", "skipped")}, commit)
+    runs = [(kind, (*TESTS_OF_RANKS, *TESTS_OF_COMMANDS))]
+    if kind not in ("cpu", "strict") and torch.accelerator.device_count() < LARGEST_POOL:
+        runs = [("shared", TESTS_OF_RANKS), (kind, TESTS_OF_COMMANDS)]
+        name += ", shared by all ranks"
+    counts: Counter[str] = Counter()
+    for option, tests in runs:
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder, "report.xml")
+            command = [sys.executable, "-m", "pytest", "--device", option, f"--junitxml={report}", *tests, *arguments]
+            if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
+                return code
+            (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+        counts.update({count: int(suite.attrib[count]) for count in ("tests", "skipped")})
+    row = record(kind, name, counts, commit)
     if arguments:
         print("not recorded: ARGS may have left tests out")
     elif row["passed"]:

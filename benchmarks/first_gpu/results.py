@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ _HEADINGS = {
     "is_repeatable": "repeatable",
 }
 
+_LISTED_KERNELS = 12
+_LONGEST_TEXT = 70
+"""Characters of a kernel's name in a table."""
+
 
 def write(folder: Path, results: Path = RESULTS) -> Report:
     """Write the report of a folder of lines to `first_gpu.md` and `.json`."""
@@ -58,7 +63,7 @@ def report(lines: dict[str, list[dict[str, Any]]]) -> Report:
         if not records:
             continue
         module = importlib.import_module(f"first_gpu.{name}")
-        tables.append(_table(module.TITLE, module.COLUMNS.split(), records))
+        tables.append(_table(module.TITLE, module.COLUMNS.split(), _without_short_kernels(records)))
         notes.append(f"{module.TITLE}: {module.NOTE}")
     versions = next((line for line in lines["environment"] if "torch" in line), {})
     device = versions.get("device", "an unknown device")
@@ -66,8 +71,21 @@ def report(lines: dict[str, list[dict[str, Any]]]) -> Report:
     notes.append("; ".join(f"{key} {versions[key]}" for key in known if versions.get(key) is not None))
     for name, records in lines.items():
         errors = [line for line in records if "error" in line or "stopped" in line]
-        notes += [f"No figure, {name}: {_described(line)}" for line in errors]
+        notes += [f"No figure: {name}{_described(line)}" for line in errors]
     return Report("first_gpu", f"One {device} with Llama 2 7B's work", tables, lines, notes=notes)
+
+
+def _without_short_kernels(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records without the kernels of a profile that are not among the longest; the figures have all."""
+    shown = []
+    kernels: Counter[str] = Counter()
+    for record in records:
+        if record.get("kind") == "kernel":
+            kernels[record["program"]] += 1
+            if kernels[record["program"]] > _LISTED_KERNELS:
+                continue
+        shown.append(record)
+    return shown
 
 
 def _table(title: str, keys: list[str], records: list[dict[str, Any]]) -> Table:
@@ -87,9 +105,11 @@ def _text(key: str, value: Any) -> str:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return str(value).replace("|", "/")
+    text = str(value).replace("|", "/")
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
 def _described(line: dict[str, Any]) -> str:
-    labels = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("error", "where", "stopped"))
+    """The labels of a line without figures, and the reason."""
+    labels = "".join(f", {key} {value}" for key, value in line.items() if key not in ("error", "where", "stopped"))
     return f"{labels}: {line.get('error') or 'stopped ' + line['stopped']}"
