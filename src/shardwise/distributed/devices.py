@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import psutil
 import torch
@@ -119,19 +119,24 @@ def synchronize(device: torch.device) -> None:
 
 
 def add_in_one_order(device: torch.device, threads: int) -> None:
-    """Have this process's kernels give the same bits each time: with so many threads on a CPU, without atomic additions
-    on CUDA, which attention's backward pass and embeddings' use otherwise.
+    """Have this process's kernels add in the same order each time.
 
-    An operator that has no such kernel raises an error.
+    On a CPU the order depends on the number of threads. On CUDA, attention's backward pass adds in a changing order
+    unless torch is told otherwise; an operator that has no other kernel then raises an error.
     """
     if device.type == "cpu":
         torch.set_num_threads(threads)
         return
-    # cuBLAS reads it with its first product: with its own workspace, products of two streams may differ.
+    # Torch demands it, and cuBLAS reads it with its first product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Torch would fill each new tensor, which costs a pass; nothing here reads what was not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
+
+
+def least_flex_width(device: torch.device) -> int:
+    """Elements of a head that the compiler's kernels for FlexAttention take at least."""
+    return 16 if device.type == "cuda" else 1
 
 
 Mark: TypeAlias = float | torch.Event

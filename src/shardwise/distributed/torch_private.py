@@ -361,7 +361,7 @@ def mend_split_backward() -> None:
     if Version(torch.__version__).release < (2, 13):
         from torch.distributed.pipelining import stage
 
-        stage.stage_backward_weight = add_weight_gradients  # type: ignore[assignment]
+        cast(Any, stage).stage_backward_weight = add_weight_gradients
 
 
 def add_weight_gradients(weights: Iterator[nn.Parameter], param_groups: list[dict[str, Any]]) -> None:

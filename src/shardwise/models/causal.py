@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import FamilyConfig
+from shardwise.distributed import devices
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.models.attention import block_mask, define_document_attention, dense_mask
@@ -19,9 +20,6 @@ from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
 from shardwise.models.rotary import Rotary
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
-
-_LEAST_FLEX_WIDTH = 16
-"""Elements of a head that FlexAttention's kernels for CUDA take at least."""
 
 
 class CausalLM(Family[_Config]):
@@ -93,7 +91,7 @@ class CausalLM(Family[_Config]):
         if x.device.type == "cpu" and not drops_probabilities:
             define_document_attention()
             return replace(context, starts_SB=starts_SB)
-        has_kernel = x.device.type != "cuda" or self.config.head_dim >= _LEAST_FLEX_WIDTH
+        has_kernel = self.config.head_dim >= devices.least_flex_width(x.device)
         if self.is_compiled and has_kernel and not drops_probabilities:
             return replace(context, block_mask=block_mask(starts_SB))
         return replace(context, mask=dense_mask(starts_SB, x.dtype))
