@@ -76,7 +76,7 @@ def _flex(session: Session, batch: int) -> Figures:
 def _deterministic() -> Iterator[None]:
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would be a part of the time
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
