@@ -22,6 +22,11 @@ def make_callable(package: str, home: str) -> None:
             return getattr(import_module(home), name)(*arguments, **options)
 
         @property
+        def __doc__(self) -> str | None:  # type: ignore[override]
+            """The function's, so that `help` shows it."""
+            return inspect.getdoc(getattr(import_module(home), name))
+
+        @property
         def __signature__(self) -> inspect.Signature:
             return inspect.signature(getattr(import_module(home), name))
 

@@ -105,9 +105,9 @@ class ParallelEmbedding(placement.PlacedModule):
 class ReplicatedEmbedding(placement.PlacedModule):
     """A small embedding table, whole on every rank: positions, token types.
 
-    With `sequence_parallel_enabled` each rank looks up its own part of the sequence: the table's gradient is then
-    partial over the group, which its placement says. No communication. Indices `[…]` → `[…, H]`, as in
-    `torch.nn.Embedding`.
+    Forward: the indices of the whole sequence, equal on all ranks, `[S, …]` → `[S, …, H]`, as in `torch.nn.Embedding`.
+    With `sequence_parallel_enabled` the layer takes this rank's part of the indices and returns `[S/g, …, H]`; the
+    gradient of the table is then partial over the group, which its placement says. No communication.
 
     Args:
         num_embeddings: rows of the table.
@@ -152,7 +152,8 @@ class ReplicatedEmbedding(placement.PlacedModule):
 class ParallelLMHead(placement.PlacedModule):
     """`logits = x Wᵀ + b` with W `[V, H]` cut along the vocabulary: rank r holds `ceil(V/g)` rows, the last padded.
 
-    The cut is that of arXiv:1909.08053 §3. Forward: x `[S, B, H]`, or `[S/g, B, H]` with `sequence_parallel_enabled`.
+    The cut is that of arXiv:1909.08053 §3. Forward: x `[S, B, H]`, or `[S/g, B, H]` with `sequence_parallel_enabled` →
+    the logits of the whole vocabulary on each rank, `[S, B, V]`. `loss` needs less memory.
 
     Args:
         hidden_size: H.

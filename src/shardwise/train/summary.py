@@ -107,7 +107,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
     train = config.train
     step_tokens = train.global_batch * train.sequence_length
     parameters = parameter_counts.parameter_count(config.model)
-    shown_parameters = _UNKNOWN
+    shown_parameters = f"{_UNKNOWN}: a dry run does not call its constructor"
     if parameters is not None:
         most = units.count(max(count or 0 for _, count in stages_of_ranks(config, layout)))
         share = "held by each rank" if layout.pipeline == 1 else "held by a rank at most"

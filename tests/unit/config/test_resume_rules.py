@@ -65,7 +65,8 @@ def test_what_must_stay(override: str, difference: str) -> None:
     assert line.strip().startswith(difference)
     key = override.partition("=")[0]
     change = "" if key.startswith(("model", "optimizer")) else f", or let the run go on with it by --change {key}"
-    rest = ", or start a new run in another --run-dir, with checkpoint.load for the weights of this one"
+    load = "" if key.startswith("model") else ", with checkpoint.load for the weights of this one"
+    rest = f", or start a new run in another --run-dir{load}"
     assert fix == f"set it back{change}{rest}"
 
 

@@ -73,9 +73,9 @@ def test_with_a_grain_only_layers_of_shardwise_give_gradients_one_order(paramete
         self.scale = {parameter}
 """)
     assert unbuildable(config(family), Group(grain=4)) == (
-        "model.family (mine:Model): train.bitwise (true) with parallel.grain (4) needs layers of shardwise, made with "
-        "group=group, for scale: nothing gives the sums of their gradients one order; set parallel.grain=1, with which "
-        "parallel.tensor is 1"
+        "model.family (mine:Model): train.bitwise (true) with parallel.grain (4) needs parameters that layers of "
+        "shardwise make, with group=group; gradients of other parameters, scale, are summed in another order at each "
+        "layout: set parallel.grain=1, with which parallel.tensor is 1"
     )
     assert isinstance(build(config(family), Group(grain=1)), nn.Module), "no sum is cut"
 
