@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.base.errors import ConfigError, listing, nearest_multiples, see
+from shardwise.base.errors import ConfigError, divisors, listing, nearest_multiples, see
 from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, PIPELINE, coordinates, layout_text
 from shardwise.base.units import counted
 from shardwise.config.schedules import SCHEDULES
@@ -128,10 +128,13 @@ class Layout:
         """
         portion = train.micro_batch * self.data
         if train.global_batch % portion:
-            near = listing(nearest_multiples(train.global_batch, portion), "or")
+            fix = f"nearest {listing(nearest_multiples(train.global_batch, portion), 'or')}"
+            if train.global_batch % self.data == 0:
+                fitting = max(n for n in divisors(train.global_batch // self.data) if n <= train.micro_batch)
+                fix = f"set train.micro_batch={fitting}, which leaves the training as it is, or another batch ({fix})"
             raise ConfigError(
                 f"train.global_batch ({train.global_batch}) must be a multiple of train.micro_batch × data-parallel "
-                f"degree ({train.micro_batch} × {self.data} = {portion}): nearest {near}"
+                f"degree ({train.micro_batch} × {self.data} = {portion}): {fix}"
                 f"{see('runs#global-batch')}"
             )
         return train.global_batch // portion

@@ -43,7 +43,7 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
             1,
             ["train.global_batch=9"],
             "train.global_batch (9) must be a multiple of train.micro_batch × data-parallel degree (2 × 1 = 2): "
-            "nearest 8 or 10",
+            "set train.micro_batch=1, which leaves the training as it is, or another batch (nearest 8 or 10)",
         ),
         (8, [], "train.global_batch (8) must be a multiple of train.micro_batch × data-parallel degree (2 × 8 = 16)"),
         (
