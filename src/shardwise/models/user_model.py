@@ -298,8 +298,8 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
     problems = {
         f"parallel.tensor ({group.size}) needs layers of shardwise, or shardwise.make_parameter, for {{}}: nothing "
         "says which part of them a rank holds": unplaced,
-        f"train.bitwise (true) with parallel.grain ({group.grain}) needs parameters that layers of shardwise make, with "
-        "group=group; gradients of other parameters, {}, are summed in another order at each layout: set "
+        f"train.bitwise (true) with parallel.grain ({group.grain}) needs parameters that layers of shardwise make, "
+        "with group=group; gradients of other parameters, {}, are summed in another order at each layout: set "
         "parallel.grain=1, with which parallel.tensor is 1": unordered,
         f"parallel.tensor ({group.size}) needs group=group, which the constructor is given, in the layers of {{}}: "
         "they were made without it": outside_group,
