@@ -162,6 +162,8 @@ def test_a_run_starts_from_a_revision_on_the_hub(pretrained: Path, tmp_path: Pat
     assert metrics(run, "start")[0]["loaded"].endswith(f"/snapshots/{site.commit('v1')}")
     wanted = first_loss(pretrained, load_config("gpt-tiny"))
     assert abs(metrics(run, "step")[0]["loss"] - wanted) <= 1e-5 * wanted
+    card = next(run.glob("checkpoints/*/README.md"))
+    assert "base_model: acme/gated\n" in card.read_text()
     written = [path for path in run.rglob("*") if path.is_file()]
     assert not [path for path in written if TOKEN.encode() in path.read_bytes()], "the token is a secret"
     assert TOKEN not in said.out + said.err

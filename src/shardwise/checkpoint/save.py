@@ -149,6 +149,7 @@ class Saver:
         described: fields of the manifest that are the same for every save (`data`, `versions`, `layout`).
         tokenizer: a folder whose files are copied into each checkpoint.
         companions: other files and token ids beside the weights.
+        base_model: hub id of the weights that the training started from, for the model card; None: there is none.
         buffer_bytes: host memory of this rank for copies; None: as much as a save needs, but at most this rank's share
             of half the memory that is free.
         keeping: which checkpoints stay after each save.
@@ -168,6 +169,7 @@ class Saver:
         described: Mapping[str, Any],
         tokenizer: Path | None = None,
         companions: Companions | None = None,
+        base_model: str | None = None,
         buffer_bytes: int | None = None,
         keeping: Keeping | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -181,6 +183,7 @@ class Saver:
         self._mesh = mesh
         self._group = group
         self._described = described
+        self._base_model = base_model
         self._keeping = keeping or Keeping()
         self._weights = WeightPlan(model, mesh, max_shard_bytes, optimizer)
         # Read now: the tokenizer may be gone from its cache by the time of a save.
@@ -464,7 +467,8 @@ class Saver:
         tensors = tensor_entries(entries, [rows for files in gathered for rows in files.rows])
         small_files = dict(self._small_files)
         if self._config is not None:
-            small_files[MODEL_CARD] = model_card(Manifest(**pending.manifest, files=(), tensors=tensors))
+            manifest = Manifest(**pending.manifest, files=(), tensors=tensors)
+            small_files[MODEL_CARD] = model_card(manifest, self._base_model)
         entries += [write_small(staging, name, data) for name, data in small_files.items()]
         # From the tensors of all ranks: this one may have nothing to train, and so no state.
         pending.manifest["optimizer"]["states"] = sorted(tensors.keys() - {MODEL})

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         with as_rank(place) as ending:
             from shardwise.data import hub
             from shardwise.data.tokens.chat_template import ChatTemplate
-            from shardwise.train.conversation import Text, run_conversation
+            from shardwise.train.conversation import Transcript, run_conversation
 
             template = None
             assert config.data.tokenizer is not None
@@ -65,12 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
             limit = config.model.max_position_embeddings
             window = _LONGEST_WINDOW if limit is None else min(limit, _LONGEST_WINDOW)
             # An answer leaves half of the window to the question.
-            text = Text(tokenizer, template, window, min(arguments.max_tokens, window // 2), arguments.system)
+            max_tokens = min(arguments.max_tokens, window // 2)
+            transcript = Transcript(tokenizer, template, window, max_tokens, arguments.system)
             stops = set(folder.stops(tokenizer))
             if template is not None:
                 ids = map(tokenizer.token_id, template.stop_tokens)
                 stops |= {number for number in ids if number is not None}
             channel = Channel.connect(arguments.socket) if place is None or place.rank == 0 else None
             with folder, keys_renamed(ARGUMENTS):
-                run_conversation(config, folder.weights, text, stops, channel)
+                run_conversation(config, folder.weights, transcript, stops, channel)
         return ending.code

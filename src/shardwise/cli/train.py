@@ -23,7 +23,6 @@ from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.config import (
-    BUILT_IN_TEXTS,
     Config,
     Layout,
     check_changes,
@@ -197,8 +196,7 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
     problems: list[str] = []
     data = config.data
     load = config.checkpoint.load
-    is_built_in = data.path is None and data.blend is None and data.dataset in BUILT_IN_TEXTS
-    is_built_in = is_built_in and config.hooks.data is None
+    is_built_in = data.is_built_in and config.hooks.data is None
     # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
     if not is_built_in or data.tokenizer is not None or config.model.vocab_size < _ANY_TOKENIZER:
         from shardwise.data import open_data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -18,8 +19,6 @@ SHUFFLE_BUFFER = 10_000
 """Default of `data.shuffle_buffer`; another value without a stream is refused."""
 CHAT = "chat"
 """The value of `data.format` for conversations, and of `data.dataset` for those of this package."""
-BUILT_IN_TEXTS = ("python", "stories", "tiny", CHAT)
-"""Values of `data.dataset` that are texts of this package, not data sets of the hub."""
 _CHAT_DEFAULTS = {"reset_position_ids": True, "reset_attention_mask": True}
 """Each conversation is a document that is read by itself."""
 CHAT_KEYS = ("text_key", *_CHAT_DEFAULTS)
@@ -37,6 +36,30 @@ PYTHON_NAME = r"\w+(\.\w+)*:\w+"
 _SOURCE_NAME = r"(?a)[A-Za-z_][\w-]*"
 
 
+@dataclass(frozen=True)
+class BuiltInText:
+    """A text of this package.
+
+    Attributes:
+        description: what it holds, in the words of the key `data.dataset`.
+        file: its JSON lines, in the folder `data/corpus`; None: code makes the text.
+        holds_chat: True if it holds conversations.
+    """
+
+    description: str
+    file: str | None = None
+    holds_chat: bool = False
+
+
+BUILT_IN_TEXTS: Mapping[str, BuiltInText] = {
+    "stories": BuiltInText("short stories in simple English"),
+    "python": BuiltInText("the standard library's sources and documentation"),
+    "tiny": BuiltInText("a small corpus in the package", file="tiny.jsonl"),
+    CHAT: BuiltInText("small conversations in the package", file="chat.jsonl", holds_chat=True),
+}
+"""Value of `data.dataset` → the text of this package that it names; any other value is a data set of the hub."""
+
+
 class SourceConfig(Section):
     """The keys that name data."""
 
@@ -44,8 +67,8 @@ class SourceConfig(Section):
         default=None,
         min_length=1,
         description="used when path and blend are null: a data set on the Hugging Face hub (ID or ID@REVISION), or "
-        "built-in text for a trial: stories = short stories in simple English, python = the standard library's sources "
-        "and documentation, tiny = a small corpus in the package, chat = small conversations in the package",
+        "built-in text for a trial: "
+        + ", ".join(f"{name} = {text.description}" for name, text in BUILT_IN_TEXTS.items()),
     )
     config: str | None = Field(
         default=None, min_length=1, description="the configuration of a hub data set that has several"
@@ -133,8 +156,11 @@ class SourceConfig(Section):
 
 def names_chat(values: Mapping[str, Any]) -> bool:
     """True if these keys name conversations."""
-    is_built_in = values.get("path") is None and values.get("blend") is None and values.get("dataset") == CHAT
-    return values.get("format") == CHAT or is_built_in
+    is_dataset = values.get("path") is None and values.get("blend") is None
+    name = values.get("dataset")
+    # The values are not checked yet: a name may be of any type.
+    text = BUILT_IN_TEXTS.get(name) if is_dataset and isinstance(name, str) else None
+    return values.get("format") == CHAT or (text is not None and text.holds_chat)
 
 
 def _sections_in(mixture: Any) -> list[dict[str, Any]]:
@@ -435,9 +461,19 @@ class DataConfig(SourceConfig):
         return "data.dataset" if self.path is None else "data.path"
 
     @property
+    def is_dataset(self) -> bool:
+        """True if `dataset` names the data: a built-in text, or a data set of the hub."""
+        return self.path is None and self.blend is None and self.dataset is not None
+
+    @property
+    def is_built_in(self) -> bool:
+        """True if the data are a text of this package, which `dataset` names."""
+        return self.is_dataset and self.dataset in BUILT_IN_TEXTS
+
+    @property
     def is_hub_dataset(self) -> bool:
         """True if the data are a data set of the hub, which `dataset` names."""
-        return self.path is None and self.blend is None and self.dataset not in (None, *BUILT_IN_TEXTS)
+        return self.is_dataset and self.dataset not in BUILT_IN_TEXTS
 
     @property
     def weighted_prefixes(self) -> list[tuple[float, str]]:

@@ -196,6 +196,7 @@ def build_checkpoints(
         described={**_described(opened), "versions": versions()},
         tokenizer=opened.data.tokenizer_path,
         companions=opened.companions,
+        base_model=opened.base_model,
         buffer_bytes=None if settings.buffer_mib is None else int(settings.buffer_mib * 2**20),
         keeping=Keeping(settings.keep, settings.keep_every),
         find_root=None if opened.followed is None else opened.followed.follow,

@@ -31,14 +31,14 @@ _LONGEST_WAIT = 20.0
 
 
 @dataclass
-class Text:
-    """The text that a model reads, of which each turn adds to the end.
+class Transcript:
+    """The messages of a conversation, as the text that a model reads; each turn adds to its end.
 
     Attributes:
         template: form of a conversation; None: a turn is the beginning of a new text, and an empty turn continues the
             last one.
         window: tokens that the model reads at most.
-        max_tokens: tokens of an answer at most; the text leaves room for them.
+        max_tokens: tokens of an answer at most; the transcript leaves room for them.
         system: instruction before the conversation; None: there is none.
         messages: messages so far, or one with all of the text if there is no template.
     """
@@ -114,13 +114,15 @@ class Conversation:
     mesh: Mesh
     config: Config
     reader: Reader
-    text: Text
+    transcript: Transcript
     stops: Collection[int]
     channel: Channel | None
 
     def run(self) -> None:
         """Answer until the terminal is closed."""
-        self._send({"ready": True, "has_template": self.text.template is not None, "max_tokens": self.text.max_tokens})
+        transcript = self.transcript
+        has_template = transcript.template is not None
+        self._send({"ready": True, "has_template": has_template, "max_tokens": transcript.max_tokens})
         while True:
             turn = None if self.channel is None else self._next_turn(self.channel)
             turn = collectives.broadcast_object(turn, self.mesh.world)
@@ -138,23 +140,23 @@ class Conversation:
         if request is None:
             return None
         if request.get("reset"):
-            self.text.messages.clear()
+            self.transcript.messages.clear()
         # A request to stop that came after the end of the answer asks for nothing more.
         if "text" not in request:
             return Turn()
-        before = list(self.text.messages)
-        self.text.add("user", request["text"])
+        before = list(self.transcript.messages)
+        self.transcript.add("user", request["text"])
         try:
-            ids = self.text.ids()
+            ids = self.transcript.ids()
         except ConfigError as error:
-            self.text.messages = before
+            self.transcript.messages = before
             self._send({"refused": str(error)})
             return Turn()
         return Turn(ids, request["temperature"], request["top_p"], request["seed"])
 
     def _answer(self, turn: Turn) -> None:
         sampler = Sampler(turn.temperature, turn.top_p, turn.seed)
-        detokenizer = Detokenizer(self.text.tokenizer, turn.ids)
+        detokenizer = Detokenizer(self.transcript.tokenizer, turn.ids)
         pieces: list[str] = []
         count = 0
         end = "max_tokens"
@@ -164,7 +166,7 @@ class Conversation:
             self.model,
             self.mesh,
             turn.ids,
-            self.text.max_tokens,
+            self.transcript.max_tokens,
             sampler,
             stop=self.stops,
             parallel=self.config.parallel,
@@ -185,7 +187,7 @@ class Conversation:
                 end = "stopped"
                 break
         pieces.append(detokenizer.finish())
-        self.text.add("assistant", "".join(pieces))
+        self.transcript.add("assistant", "".join(pieces))
         now = time.perf_counter()
         self._send(
             {"piece": pieces[-1], "end": end, "tokens": count, "first_seconds": first - start, "seconds": now - start}
@@ -197,7 +199,7 @@ class Conversation:
 
 
 def run_conversation(
-    config: Config, weights: Root, text: Text, stops: Collection[int], channel: Channel | None
+    config: Config, weights: Root, transcript: Transcript, stops: Collection[int], channel: Channel | None
 ) -> None:
     """Hold a conversation with the model of a folder, on every rank, until the channel is closed.
 
@@ -209,5 +211,5 @@ def run_conversation(
         model: nn.Module = load_model(config, weights, mesh)
         if not isinstance(model, Generator | Stages):
             raise ConfigError(f"model.family ({config.model.family}) has no logits(ids): it cannot continue a text")
-        reader = open_reader(model, mesh, text.window, parallel=config.parallel)
-        Conversation(model, mesh, config, reader, text, stops, channel).run()
+        reader = open_reader(model, mesh, transcript.window, parallel=config.parallel)
+        Conversation(model, mesh, config, reader, transcript, stops, channel).run()

@@ -73,6 +73,7 @@ class OpenedRun:
         weights: folder of `checkpoint.load`; None where weights are drawn or a checkpoint of the run has them.
         followed: folder of the run, on rank 0; None on all other ranks.
         companions: files that each checkpoint has next to the weights; on rank 0 alone.
+        base_model: hub id in `checkpoint.load`; None where it names none.
     """
 
     config: Config
@@ -85,6 +86,7 @@ class OpenedRun:
     weights: Root | None
     followed: FollowedFolder | None
     companions: Companions = field(default_factory=Companions)
+    base_model: str | None = None
 
 
 def open_run(
@@ -99,11 +101,13 @@ def open_run(
     data = while_others_wait(lambda: prepare(config), mesh.world)
     sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
     weights = _find_weights(config, mesh)
+    # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
+    base_model = _base_model(config)
     folder, companions = _open_folder(config, run_path or new_run_path(recipe), mesh, weights, data.tokenizer_path)
     followed = FollowedFolder(folder.directory.path) if mesh.world.rank == 0 else None
     if folder.checkpoints.candidates:
         weights = None
-    return OpenedRun(config, layout, mesh, progress, data, sets, folder, weights, followed, companions)
+    return OpenedRun(config, layout, mesh, progress, data, sets, folder, weights, followed, companions, base_model)
 
 
 def _find_weights(config: Config, mesh: Mesh) -> Root | None:
@@ -127,6 +131,12 @@ def _find_weights(config: Config, mesh: Mesh) -> Root | None:
             f"checkpoint.load ({load}) must be one commit on every machine: set checkpoint.revision={commits[0]}"
         )
     return Root.of(folder)
+
+
+def _base_model(config: Config) -> str | None:
+    """The hub id in `checkpoint.load`; None where it names a folder, a URL or nothing."""
+    load = config.checkpoint.load
+    return load if load is not None and hub.is_hub_id(load) else None
 
 
 def _open_folder(

@@ -11,7 +11,7 @@ from shardwise.config import load_config
 from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.conversation import Conversation, Text
+from shardwise.train.conversation import Conversation, Transcript
 from shardwise.train.generation import open_reader
 
 TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }}\n{% endfor %}a:"
@@ -22,47 +22,47 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(["a b"], 257, "text")  # a token for each byte
 
 
-def read(text: Text) -> str:
-    return text.tokenizer.decode(text.ids())
+def read(transcript: Transcript) -> str:
+    return transcript.tokenizer.decode(transcript.ids())
 
 
 def test_without_a_template_a_turn_begins_a_text_and_an_empty_one_continues_it(tokenizer: Tokenizer) -> None:
-    text = Text(tokenizer, None, window=10, max_tokens=3)
+    transcript = Transcript(tokenizer, None, window=10, max_tokens=3)
     with pytest.raises(ConfigError, match="there is no text yet that could be continued: write some"):
-        text.ids()
-    text.add("user", "")
-    assert not text.messages
-    text.add("user", "abc")
-    text.add("assistant", "def")
-    text.add("user", "")
-    assert read(text) == "abcdef"
-    text.add("assistant", "ghij")
-    text.add("user", "")
+        transcript.ids()
+    transcript.add("user", "")
+    assert not transcript.messages
+    transcript.add("user", "abc")
+    transcript.add("assistant", "def")
+    transcript.add("user", "")
+    assert read(transcript) == "abcdef"
+    transcript.add("assistant", "ghij")
+    transcript.add("user", "")
     # The model reads 10 tokens at most, of which the last of an answer of 3 is not read.
-    assert read(text) == "cdefghij"
-    text.add("user", "new")
-    assert read(text) == "new"
+    assert read(transcript) == "cdefghij"
+    transcript.add("user", "new")
+    assert read(transcript) == "new"
 
 
 def test_the_oldest_messages_give_way(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     template = ChatTemplate.of(tmp_path)
-    text = Text(tokenizer, template, window=24, max_tokens=5, system="be")
+    transcript = Transcript(tokenizer, template, window=24, max_tokens=5, system="be")
     for turn in ("12", "34"):
-        text.add("user", turn)
-        text.add("assistant", "x")
-    text.add("user", "5")
-    assert read(text) == "s:be\nu:34\na:x\nu:5\na:"
-    before = [*text.messages]
-    text.add("user", "0123456789abcdef")
+        transcript.add("user", turn)
+        transcript.add("assistant", "x")
+    transcript.add("user", "5")
+    assert read(transcript) == "s:be\nu:34\na:x\nu:5\na:"
+    before = [*transcript.messages]
+    transcript.add("user", "0123456789abcdef")
     with pytest.raises(ConfigError) as caught:
-        text.ids()
+        transcript.ids()
     assert str(caught.value) == (
         "your text (26 tokens with its marks) must be at most 20 tokens, so that an answer of 5 fits into the 24 that "
         "the model reads"
     )
-    assert text.messages[:-1] == before, "what was said before a refused message is forgotten"
+    assert transcript.messages[:-1] == before, "what was said before a refused message is forgotten"
 
 
 class Alphabet(nn.Module):
@@ -106,9 +106,9 @@ def test_an_answer_ends_by_a_token_by_its_length_or_by_a_stop(tokenizer: Tokeniz
     person: Any = Person([*turns, {"text": "u", **greedy}], patience=6)
     mesh = Mesh(device="cpu")
     model = Alphabet()
-    text = Text(tokenizer, None, window=20, max_tokens=4)
+    transcript = Transcript(tokenizer, None, window=20, max_tokens=4)
     stops = {int(tokenizer.encode("x")[0])}
-    Conversation(model, mesh, load_config("llama2-tiny"), open_reader(model, mesh, 20), text, stops, person).run()
+    Conversation(model, mesh, load_config("llama2-tiny"), open_reader(model, mesh, 20), transcript, stops, person).run()
     ready, *heard = person.heard
     assert ready == {"ready": True, "has_template": False, "max_tokens": 4}
     answers = "".join(message.get("piece", "") + ("|" if "end" in message else "") for message in heard)

@@ -12,7 +12,6 @@ import yaml
 from shardwise.base import units
 from shardwise.checkpoint.format.manifest import MODEL, Manifest
 from shardwise.config.data import BUILT_IN_TEXTS
-from shardwise.data.hub import is_hub_id
 
 MODEL_CARD = "README.md"
 _TASKS = {"bert": "fill-mask"}
@@ -42,38 +41,42 @@ This card states no licence: whoever publishes the model chooses one, as `licens
 """
 
 
-def model_card(manifest: Manifest) -> bytes:
-    """The card of a checkpoint; a manifest that lacks a fact, such as one of an import, has a card without it."""
+def model_card(manifest: Manifest, base_model: str | None = None) -> bytes:
+    """The card of a checkpoint; a manifest that lacks a fact, such as one of an import, has a card without it.
+
+    Args:
+        base_model: hub id of the weights that the training started from. Only the run that loaded them knows whether
+            `checkpoint.load` is a hub id: `runs/base` may be a folder, which another machine does not have.
+    """
     model = _section(manifest.config, "model")
     family = str(model.get("family", "model"))
     parameters = sum(math.prod(tensor.shape) for tensor in manifest.tensors.get(MODEL, {}).values())
     version = manifest.versions.get("shardwise")
     text = _TEXT.format(
-        header=yaml.safe_dump(_header(manifest.config, family), sort_keys=False),
+        header=yaml.safe_dump(_header(manifest.config, family, base_model), sort_keys=False),
         title=f"{_plain(family)}, {units.count(parameters)} parameters",
         version=f" {version}" if version else "",
-        rows="\n".join(f"| {name} | {value} |" for name, value in _rows(manifest, parameters)),
+        rows="\n".join(f"| {name} | {value} |" for name, value in _rows(manifest, parameters, base_model)),
     )
     return text.encode()
 
 
-def _header(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+def _header(config: Mapping[str, Any], family: str, base_model: str | None) -> dict[str, Any]:
     """The fields that the hub reads."""
     # A class of the user's own is opened by its own code, and by no library.
     is_own = ":" in family
     header: dict[str, Any] = {"library_name": "shardwise" if is_own else "transformers"}
     if not is_own:
         header["pipeline_tag"] = _TASKS.get(family, "text-generation")
-    load = _section(config, "checkpoint").get("load")
-    if isinstance(load, str) and is_hub_id(load):
-        header["base_model"] = load
+    if base_model is not None:
+        header["base_model"] = base_model
     dataset = _section(config, "data").get("dataset")
     if isinstance(dataset, str) and dataset not in BUILT_IN_TEXTS:
         header["datasets"] = [dataset.partition("@")[0]]
     return {**header, "tags": ["shardwise"]}
 
 
-def _rows(manifest: Manifest, parameters: int) -> Iterator[tuple[str, str]]:
+def _rows(manifest: Manifest, parameters: int, base_model: str | None) -> Iterator[tuple[str, str]]:
     """Name and value of each fact."""
     config = manifest.config
     model = _section(config, "model")
@@ -94,7 +97,7 @@ def _rows(manifest: Manifest, parameters: int) -> Iterator[tuple[str, str]]:
         yield "training loss", f"{losses[-1]:.4f} at the last step, {mean:.4f} in the mean of the last {len(losses)}"
     load = _section(config, "checkpoint").get("load")
     if isinstance(load, str):
-        yield "began from", f"`{_plain(load if is_hub_id(load) else _last_name(load))}`"
+        yield "began from", f"`{_plain(base_model or _last_name(load))}`"
 
 
 def _data_names(data: Mapping[str, Any]) -> list[str]:

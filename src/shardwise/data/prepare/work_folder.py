@@ -29,7 +29,7 @@ from shardwise.base.parsing import json_value
 from shardwise.base.units import size
 from shardwise.config import DataConfig
 from shardwise.data.reading.content import UTF_8
-from shardwise.data.reading.text_sources import PIECE_CHARACTERS, ColumnSource, FileSource, Source, StorySource
+from shardwise.data.reading.text_sources import PIECE_CHARACTERS, ColumnSource, FileSource, Source
 from shardwise.data.tokens.encoding import ContentDigest, cut_sentences, group_by_size
 from shardwise.data.tokens.tokenizer import Tokenizer
 
@@ -228,9 +228,9 @@ def estimate(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentence
             return None
         files: Sequence[Path] = [path for path in Path(data.path).expanduser().rglob("*") if path.is_file()]
         wrapped = True
-    elif isinstance(source, StorySource):
-        return None
     else:
+        if not source.files:
+            return None
         files = source.files
         wrapped = False
     packed = set()

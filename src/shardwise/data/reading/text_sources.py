@@ -17,7 +17,7 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DataError, RunError, ShardwiseError, listing
-from shardwise.config import CHAT, DataConfig
+from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading import stories, text_files
 from shardwise.data.reading.content import BLOCK, HubFile, first_line, readable, unpacked_name
 from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
@@ -175,9 +175,10 @@ class PythonSource:
 
 @dataclass(frozen=True)
 class StorySource:
-    """The built-in stories, each a document."""
+    """The built-in stories, each a document; code makes them, from no files."""
 
     name: str = "stories"
+    files: tuple[Path, ...] = ()
 
     def stamp(self) -> str | None:
         return _stamp([stories.GRAMMAR, Path(stories.__file__)], ["stories"])
@@ -201,15 +202,15 @@ def open_source(data: DataConfig) -> Source:
             return _user_source(path, data)
     if data.dataset is None:
         raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=python")
-    if data.dataset == "tiny":
-        return FileSource("tiny", (_CORPUS / "tiny.jsonl",), "jsonl", "text")
-    if data.dataset == CHAT:
-        return FileSource(CHAT, (_CORPUS / "chat.jsonl",), "jsonl", data.text_key)
-    if data.dataset == "stories":
-        return StorySource()
-    root = Path(sysconfig.get_path("stdlib"))
-    with readable(root):
-        return _python_source(root)
+    return _built_in_source(data.dataset, data.text_key)
+
+
+def _built_in_source(name: str, text_key: str) -> Source:
+    """The source of a built-in text; `text_key`: the field of conversations."""
+    text = BUILT_IN_TEXTS[name]
+    if text.file is not None:
+        return FileSource(name, (_CORPUS / text.file,), "jsonl", text_key if text.holds_chat else "text")
+    return _MADE_BY_CODE[name]()
 
 
 def _user_source(path: Path, data: DataConfig) -> FileSource:
@@ -275,6 +276,17 @@ def _python_source(root: Path) -> PythonSource:
             "set data.dataset=tiny, or data.path to your own text"
         )
     return PythonSource(root, tuple(files))
+
+
+def _installed_python() -> PythonSource:
+    """The source `python` of the Python that runs this process."""
+    root = Path(sysconfig.get_path("stdlib"))
+    with readable(root):
+        return _python_source(root)
+
+
+_MADE_BY_CODE: dict[str, Callable[[], Source]] = {"stories": StorySource, "python": _installed_python}
+"""Built-in text without a file → what makes its source."""
 
 
 def _python_topics() -> list[str]:

@@ -282,7 +282,7 @@ def test_what_the_hub_refuses(user: User, site: Site) -> None:
         "data.config (fr) must name a configuration of acme/tiny: en or de": tiny | {"config": "fr"},
         "data.split (train,test) must name splits of data.dataset (acme/tiny en): it has train and validation": tiny
         | {"config": "en", "split": "train,test"},
-        "data.dataset (./wiki) must be python, stories, tiny or chat or a hub id, and a path is named by data.path: a "
+        "data.dataset (./wiki) must be stories, python, tiny or chat or a hub id, and a path is named by data.path: a "
         "hub id reads owner/name, of letters, digits, '-', '_' and '.'": {"dataset": "./wiki"},
         "data.dataset (acme/tiny@) must have a branch, tag or commit after @, or no @": {"dataset": "acme/tiny@"},
         f"data.dataset (acme/broken) cannot be fetched: {site.address} answers with status 500; try again later": {

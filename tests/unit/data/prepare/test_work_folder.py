@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.data.prepare.work_folder import WorkFolder
+from shardwise.config import DataConfig
+from shardwise.data.prepare.work_folder import WorkFolder, estimate
+from shardwise.data.reading.text_sources import open_source
+from shardwise.data.tokens.tokenizer import train_tokenizer
 
 
 @pytest.fixture
@@ -69,3 +72,14 @@ def test_the_end_of_one_leaves_the_folder_of_the_next_alone(tmp_path: Path) -> N
             first.remove()  # as when all is published
             held.enter_context(second.locked())
         assert second.folder.exists()
+
+
+def test_a_text_that_code_makes_has_no_estimate() -> None:
+    """The sizes of files are what an estimate is made of."""
+    tokenizer = train_tokenizer(["a b"], 257, "text")
+    stories, tiny = (
+        estimate(data, open_source(data), tokenizer, sentences=False)
+        for data in (DataConfig(dataset="stories"), DataConfig(dataset="tiny"))
+    )
+    assert stories is None
+    assert tiny is not None

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardwise.base.errors import DataError
-from shardwise.config import DataConfig
+from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, TextPiece, open_shard, open_source
@@ -74,6 +74,21 @@ def test_pieces_are_cut_between_a_word_and_the_space_after_it(tmp_path: Path) ->
     for left, right in itertools.pairwise(pieces):
         assert left.text[-1].isalnum()
         assert right.text[0].isspace()
+
+
+@pytest.mark.parametrize("name", BUILT_IN_TEXTS)
+def test_each_built_in_text_has_a_source_and_is_no_data_set_of_the_hub(name: str) -> None:
+    data = DataConfig(dataset=name)
+    assert data.is_built_in
+    assert not data.is_hub_dataset
+    assert data.is_chat == BUILT_IN_TEXTS[name].holds_chat
+    assert open_source(data).name == name
+    assert f"{name} = {BUILT_IN_TEXTS[name].description}" in str(DataConfig.model_fields["dataset"].description)
+
+
+def test_a_path_is_read_instead_of_a_built_in_text() -> None:
+    assert not DataConfig(dataset="tiny", path="a.txt").is_built_in
+    assert not DataConfig(dataset="acme/text").is_built_in
 
 
 def test_the_python_text_is_sources_and_topics_without_tests() -> None:
