@@ -1,8 +1,8 @@
 """Replay steps of a run from one of its checkpoints, at any layout, and compare them with its record to the bit.
 
-Compared are the loss and the gradient norm of each step, and the hashes of the state if the run recorded some
+The loss and the gradient norm of each step are compared, and the hashes of the state if the run recorded them
 (log.state_hash_every). The layout is that of the run, unless --nproc or keys such as parallel.tensor=2 change it. The
-replay has a temporary folder; nothing of the run is changed.
+replay uses a temporary folder; the run is not changed.
 
 Exit code 0: all is equal to the bit; 1: something differs, or the replay failed; 2: the input is wrong.
 """
@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="first",
         metavar="STEP",
         type=int,
-        help="step of a checkpoint, or 0 (default: the newest one with a recorded step after it)",
+        help="step of a checkpoint, or 0 (default: the newest checkpoint with a recorded step after it)",
     )
     parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="last step (default: the last recorded)")
     parser.add_argument(

@@ -1,13 +1,13 @@
-"""Begin a run from a step of another: with its weights, optimizer and place in the data, and with changed keys.
+"""Begin a run from a step of another run: with its weights, optimizer and place in the data, and with changed keys.
 
 For example, a trunk with a constant learning rate is decayed from several of its steps:
 
     shardwise branch runs/trunk@1000 train.steps=1200 optimizer.decay_steps=200
 
-The branch has the configuration of its parent with the keys that are given. Model, data and seed stay, but a mixture
-of data may have other stages, and sources for them, from the step of the branch on. Its folder has
-links to the files of the parent's checkpoint, which thereby stay if the parent prunes it. Then it trains as
-`shardwise train` does, with --nproc. `shardwise train FOLDER/config.yaml --run-dir FOLDER` continues it after a stop.
+The branch has the configuration of its parent with the keys that are given. Model, data and seed stay, but a mixture of
+data may have other stages, and sources for them, from the step of the branch on. Its folder has links to the files of
+the parent's checkpoint, which therefore stay if the parent prunes it. Then the branch trains as with `shardwise train`,
+with --nproc. `shardwise train FOLDER/config.yaml --run-dir FOLDER` continues it after a stop.
 """
 
 from __future__ import annotations

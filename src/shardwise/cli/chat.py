@@ -1,13 +1,13 @@
 """Talk with a model in the terminal.
 
-If the model's tokenizer has a chat template, what you write is your part of a conversation. Without one the model
-continues what you write, and an empty line continues its last text. The text appears while it is written; the keys and
+If the model's tokenizer has a chat template, your lines are your part of a conversation. Without a template the model
+continues your text, and an empty line continues its last text. The text appears while it is generated; the keys and
 values of all tokens so far are cached.
 
 Ctrl-C stops an answer, and Ctrl-D or /quit leaves. /reset begins a new conversation, and /temperature T changes the
 temperature.
 
-Read are the keys of `shardwise generate`.
+The keys of `shardwise generate` can be set.
 """
 
 from __future__ import annotations

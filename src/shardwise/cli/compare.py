@@ -2,11 +2,11 @@
 
 A and B are each a run's folder or a file with a loss curve: metrics.jsonl; text, CSV or JSON with one loss a line (from
 step 1 on), or with steps and losses; trainer_state.json of transformers; Megatron-LM's golden values; TensorBoard's
-event files, or the folder with them. Where a step occurs twice, as in a run that was resumed, the last one counts.
+event files, or the folder with them. If a step occurs twice, as in a run that was resumed, the last one counts.
 
-The difference of a step is |A - B| / |B|. Exit code 0: none is greater than the tolerance; 1: one is; 2: there is
-nothing to compare. With --bits, 1: a loss or a gradient norm differs in any bit, or a hash of the state where both runs
-have hashes (log.state_hash_every). Without it the hashes are shown alone.
+The difference of a step is |A - B| / |B|. Exit code 0: no difference is greater than the tolerance; 1: a difference is
+greater; 2: there is nothing to compare. With --bits, 1: a loss or a gradient norm differs in any bit, or a hash of the
+state if both runs have hashes (log.state_hash_every). Without --bits the hashes are only shown.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _STYLE: dict[str, Any] = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", type=Path, help="a run's folder, or a file with a loss curve")
-    parser.add_argument("b", metavar="B", type=Path, help="what A is compared with, likewise")
+    parser.add_argument("b", metavar="B", type=Path, help="a run's folder or a file that A is compared with")
     parser.add_argument(
         "--tolerance", metavar="X", type=float, help=f"the greatest difference allowed (default: {_TOLERANCE})"
     )
@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--loss", metavar="NAME", help="the column, key or scalar of B with the loss (default: one of the usual names)"
     )
     parser.add_argument(
-        "--shift", metavar="N", type=int, default=0, help="add N to the steps of B: 1 where B counts them from 0"
+        "--shift", metavar="N", type=int, default=0, help="add N to the steps of B: 1 if B counts them from 0"
     )
     parser.add_argument(
         "--bits",

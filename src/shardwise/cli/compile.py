@@ -1,10 +1,11 @@
-"""Compile all graphs of a training before it starts, on one machine that need not be the training's.
+"""Compile all graphs of a training before it starts, on one machine, which can be another than the training's.
 
-Every role of its ranks is played in turn: no other rank, no data and no whole model is needed. The number of graphs
-depends neither on the layers nor on the ranks. The training, with compile.enabled=true and the same keys, finds them in
-the cache (compile.cache_dir) and compiles nothing; with compile.require_cached=true it refuses to start otherwise.
+One process takes the roles of all ranks in turn: it needs no other rank, no data and no whole model. The number of
+graphs depends neither on the number of layers nor on the number of ranks. The training, with compile.enabled=true and
+the same keys, takes them from the cache (compile.cache_dir) and compiles nothing; with compile.require_cached=true it
+refuses to start if a graph is missing.
 
-A graph is of one kind of device, version of torch, processor and number of threads; the training must have the same.
+A graph is for one kind of device, version of torch, processor and number of threads; the training must have the same.
 
 Exit code 0: all graphs are in the cache; 1: some failed; 2: the input is wrong.
 """
@@ -30,18 +31,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as parallel.tensor=8"
     )
-    parser.add_argument("--cache-dir", metavar="DIR", type=Path, help="in place of the recipe's compile.cache_dir")
-    parser.add_argument("--workers", metavar="N", type=int, help="graphs at once (default: one per processor core)")
+    parser.add_argument(
+        "--cache-dir", metavar="DIR", type=Path, help="folder of graphs, instead of the recipe's compile.cache_dir"
+    )
+    parser.add_argument(
+        "--workers", metavar="N", type=int, help="graphs that are compiled at once (default: one per processor core)"
+    )
     parser.add_argument(
         "--threads",
         metavar="N",
         type=int,
         help="threads of each rank of the training (default: OMP_NUM_THREADS, or what `train` gives its ranks here)",
     )
+    parser.add_argument("--nproc", metavar="N", type=int, help="ranks of the training on one machine, as for `train`")
     parser.add_argument(
-        "--nproc", metavar="N", type=int, help="ranks of the training on one machine, as `train` takes it"
+        "--device", metavar="KIND", help="kind of device, such as cpu or cuda (default: this machine's)"
     )
-    parser.add_argument("--device", metavar="KIND", help="such as cpu or cuda (default: this machine's)")
     parser.add_argument(
         "--capture-only", action="store_true", help="trace all graphs, from tensors without data, and compile none"
     )

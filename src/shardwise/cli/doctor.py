@@ -1,8 +1,8 @@
 """Check this machine and suggest fixes.
 
-Checked are Python, torch, packages and extras against the supported versions; devices, network, threads, memory,
-limits; a write to the run folder and to the cache; a collective of two ranks. The exit code is 1 where something is
-wrong. What is printed can be pasted into a bug report: it holds no secrets, and paths of your home begin with ~.
+The command checks Python, torch, packages and extras against the supported versions; devices, network, threads, memory,
+limits; a write to the run folder and to the cache; and a collective of two ranks. The exit code is 1 if something is
+wrong. You can paste the output into a bug report: it holds no secrets, and paths in your home folder begin with ~.
 """
 
 from __future__ import annotations

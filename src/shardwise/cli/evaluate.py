@@ -1,15 +1,16 @@
-"""Loss and perplexity of a model on any text; of BERT the losses and accuracies of masked tokens and sentence pairs.
+"""Loss and perplexity of a model on any text; for BERT, the losses and accuracies of masked tokens and sentence pairs.
 
-Every token but the first is predicted exactly once: the text is cut into sequences of train.sequence_length tokens
-that do not overlap, the last one filled up. A token is predicted from those before it in its sequence: from one at its
-start, from train.sequence_length at its end. Neither the number of ranks nor train.micro_batch changes the result.
+Every token but the first is predicted exactly once: the text is cut into sequences of train.sequence_length tokens that
+do not overlap, and the last sequence is padded. A token is predicted from the tokens before it in its sequence: one at
+the start of the sequence, train.sequence_length at its end. Neither the number of ranks nor train.micro_batch changes
+the result.
 
 With --tasks it prints the scores of tasks of lm_eval instead, as its table.
 
-The text is that of the run where a checkpoint tells it, else the built-in one; data.* keys name another. Read are
-data.*, parallel.* (but vocab_multiple), precision.mode, train.sequence_length, train.micro_batch, train.seed (what BERT
-masks), model.family (which must name the class of your own model: its code runs), model.ignore (fields of config.json
-that change nothing) and checkpoint.revision (of a hub id).
+The text is that of the run, if the checkpoint names it, else the built-in text; data.* keys name another text. These
+keys can be set: data.*, parallel.* (except vocab_multiple), precision.mode, train.sequence_length, train.micro_batch,
+train.seed (for the masks of BERT), model.family (which must name the class of your own model: its code runs),
+model.ignore (fields of config.json that change nothing) and checkpoint.revision (of a hub id).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part",
         choices=("train", "eval", "test", "all"),
-        help="of the data (default: what data.split holds out; all of data.path where no data.split is given)",
+        help="part of the data (default: the part that data.split holds out; all of data.path if no data.split "
+        "is given)",
     )
     parser.add_argument(
         "--nproc",

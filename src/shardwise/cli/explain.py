@@ -1,6 +1,6 @@
 """Explain a message: its cause and what to do about it.
 
-NAME is the name with which the message ends, as in (`shardwise explain killed-rank`), or the message itself in quotes.
+NAME is the name at the end of the message, as in (`shardwise explain killed-rank`), or the message itself in quotes.
 Without NAME all names are listed.
 """
 

@@ -1,12 +1,12 @@
-"""Continue a text, token by token, until the model ends it, or it has --max-tokens or the model's greatest length.
+"""Continue a text, token by token, until the model ends it, or it reaches --max-tokens or the model's longest sequence.
 
 The keys and values of all tokens so far are cached, so that each new token takes one forward pass of one token. The
 same --seed gives the same text, and in float32 at any layout. The tokenizer may add tokens before the prompt, such as
-<s>. The text goes to standard output, the number of tokens and the speed to standard error.
+<s>. The text is printed to standard output, the number of tokens and the speed to standard error.
 
-Read are parallel.tensor, parallel.pipeline, parallel.stages, precision.mode, data.tokenizer, model.family (which must
-name the class of your own model: its code runs), model.ignore (fields of config.json that change nothing) and
-checkpoint.revision (of a hub id).
+These keys can be set: parallel.tensor, parallel.pipeline, parallel.stages, precision.mode, data.tokenizer, model.family
+(which must name the class of your own model: its code runs), model.ignore (fields of config.json that change nothing)
+and checkpoint.revision (of a hub id).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as parallel.tensor=2")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    prompt.add_argument("--prompt-file", metavar="F", type=Path, help="a file that holds it, in UTF-8")
+    prompt.add_argument("--prompt-file", metavar="F", type=Path, help="a file with the text, in UTF-8")
     prompt.add_argument(
         "--interactive", action="store_true", help="continue each text that you write in the terminal, as `chat` does"
     )

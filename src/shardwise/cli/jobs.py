@@ -1,7 +1,7 @@
-"""Submitted jobs: how they are doing, what one of them did, and its log.
+"""List submitted jobs, show what a job did, or print its log.
 
-`shardwise jobs` lists jobs of SLURM that wait or run, and those of the runs in this folder that have ended;
-`jobs show ID` tells the starts of one and where its time went; `jobs log ID` prints its log.
+`shardwise jobs` lists SLURM jobs that wait or run, and jobs of the runs in this folder that have ended. `jobs show ID`
+shows the starts of a job and where its time went; `jobs log ID` prints its log.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="show the starts of job ID, or print its log",
     )
     parser.add_argument("id", metavar="ID", nargs="?", help="a job's number")
-    parser.add_argument("--follow", action="store_true", help="go on printing the log, until the job ends")
+    parser.add_argument("--follow", action="store_true", help="continue to print the log until the job ends")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
 

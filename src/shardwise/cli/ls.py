@@ -1,7 +1,7 @@
 """List this machine's devices (and who uses them) and the runs in runs/, newest first.
 
-Devices are GPUs as NVML tells of them, chips of AWS as neuron-ls does, or else the CPU. A process that is a rank of a
-run in runs/ is shown as such.
+Devices are the GPUs that NVML reports, the chips of AWS that neuron-ls reports, or else the CPU. If a process is a rank
+of a run in runs/, the rank is shown.
 """
 
 from __future__ import annotations

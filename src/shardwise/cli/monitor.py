@@ -1,8 +1,8 @@
 """Print the state of a run: one JSON object per line on stdout, now and every few seconds.
 
-It only reads the run's folder, so it works on any machine that sees the folder. docs/watching.md has the fields. With
---prometheus nothing is printed; the same numbers are served at http://HOST:PORT/metrics, read anew at each scrape.
-Ctrl-C and SIGTERM end it, with exit code 0.
+It only reads the run's folder, so it works on any machine that can read the folder. docs/watching.md describes the
+fields. With --prometheus nothing is printed; the same numbers are served at http://HOST:PORT/metrics, and the folder is
+read at each scrape. Ctrl-C and SIGTERM end it, with exit code 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prometheus", metavar="PORT", type=int, help="serve Prometheus at this port instead")
     parser.add_argument(
-        "--host", metavar="H", default="127.0.0.1", help="the address to serve at (default: 127.0.0.1, this machine)"
+        "--host", metavar="H", default="127.0.0.1", help="the address to listen at (default: 127.0.0.1, this machine)"
     )
 
 

@@ -1,11 +1,11 @@
 """Rank the layouts of a recipe on a cluster, by the predicted time of a step.
 
 Nothing is measured and no device is needed: `--device h100:8 --nodes 16` names a cluster of 16 machines with 8 devices
-each, and a YAML file describes a device of your own. All layouts are tried; parallel.tensor=8 searches only layouts
-with TP 8. docs/planner.md compares predictions with published runs.
+each, and a YAML file can describe any other device. All layouts are tried; parallel.tensor=8 searches only layouts with
+TP 8. docs/planner.md compares predictions with published runs.
 
---calibrate measures this machine and writes a device file, which --device takes. With a run's folder instead of a
-recipe, the run is compared with its prediction, and --write FILE writes the device with constants that explain the run.
+--calibrate measures this machine and writes a device file for --device. With a run's folder instead of a recipe, the
+run is compared with its prediction, and --write FILE writes a device file with constants that fit the run.
 """
 
 from __future__ import annotations
@@ -51,16 +51,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="DEVICE[:N]",
-        help="a device's name or YAML file, and how many a node has; several with commas are compared",
+        help="a device's name or YAML file, and the number of devices of a node; several, separated by commas, "
+        "are compared",
     )
     parser.add_argument("--nodes", metavar="N", type=int, help="machines (default: 1)")
-    parser.add_argument("--budget", metavar="TIME", help="how many nodes train it in this time, such as '30 days'")
+    parser.add_argument(
+        "--budget",
+        metavar="TIME",
+        help="find the smallest number of nodes that train it in this time, such as '30 days'",
+    )
     parser.add_argument(
         "--why", metavar=("A", "B"), nargs=2, type=int, help="explain why layout A is faster than layout B"
     )
-    parser.add_argument("--all", action="store_true", help="list layouts that differ in details too")
+    parser.add_argument("--all", action="store_true", help="also list layouts that differ only in details")
     parser.add_argument(
-        "--write", metavar="FILE", type=Path, help="write the recipe with the best layout to FILE; of a run, a device"
+        "--write",
+        metavar="FILE",
+        type=Path,
+        help="write the recipe with the best layout to FILE; for a run, a device file",
     )
     parser.add_argument("--calibrate", action="store_true", help="measure this machine and write a device file")
     parser.add_argument(

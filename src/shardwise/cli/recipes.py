@@ -1,6 +1,6 @@
 """List the shipped recipes; with NAME print that recipe's commented YAML; with --write copy it to a file to edit.
 
---schema prints the JSON Schema of recipes, with which editors complete keys and check values.
+--schema prints the JSON Schema of recipes, which editors use to complete keys and check values.
 """
 
 from __future__ import annotations

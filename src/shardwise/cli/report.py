@@ -1,7 +1,7 @@
 """Write an HTML report of one run with its branches, or of two runs overlaid.
 
-The page needs no network. It has curves, where the time went, memory, layout, events, configuration and environment.
-`--json` prints every number of it instead, and `--png` draws the curves as pictures. Branches are found beside the run.
+The page needs no network. It has curves, lost time, memory, layout, events, configuration and environment. `--json`
+prints all its numbers instead, and `--png` also draws the curves as pictures. Branches are searched beside the run.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, top_p: flo
         default=top_p,
         help=f"draw from the likeliest tokens that together have probability P (default: {top_p:g})",
     )
-    parser.add_argument("--seed", metavar="S", type=int, default=1234, help="of the random draws (default: 1234)")
+    parser.add_argument("--seed", metavar="S", type=int, default=1234, help="seed of the random draws (default: 1234)")
 
 
 def require_valid(arguments: argparse.Namespace) -> None:

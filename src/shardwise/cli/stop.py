@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", metavar="RUN", nargs="?", type=Path, default=latest, help=f"its folder (default: {latest})"
     )
-    parser.add_argument("--wait", action="store_true", help="return when the run has ended, and tell what it saved")
+    parser.add_argument("--wait", action="store_true", help="return when the run has ended, and print what it saved")
 
 
 def run(arguments: argparse.Namespace) -> int:

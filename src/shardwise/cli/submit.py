@@ -1,8 +1,8 @@
 """Submit a training to SLURM: check it, show what it needs and the job's script, ask, submit, and follow its log.
 
-Partition, account, time limit and what else SLURM wants to know are options here, or keys of the recipe's `launch:`
-block. The job saves before its time limit and is queued again until the training is done; ranks that die are started
-again in place (docs/cluster.md). Ctrl-C ends the following of the log; the job goes on.
+Partition, account, time limit and other settings of SLURM are options here, or keys of the recipe's `launch:` block.
+The job saves before its time limit and is queued again until the training is done; ranks that die are started again in
+the same job (docs/cluster.md). Ctrl-C only stops printing the log; the job continues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KEYS = ("partition", "account", "time", "constraint", "gres")
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe")
-    parser.add_argument("--nodes", metavar="N", help="machines, or the fewest and the most of them: 2-4 (launch.nodes)")
+    parser.add_argument("--nodes", metavar="N", help="number of machines, or a range such as 2-4 (launch.nodes)")
     parser.add_argument(
         "--device", metavar="DEVICE[:N]", help="the nodes' devices: the step's time and memory are predicted for them"
     )
@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="interrupt the job after its first steps as a preemption does, show that it resumes, and end it",
     )
-    parser.add_argument("--ssh", metavar="HOST[:DIR]", help="submit there, in the same folder or in DIR")
+    parser.add_argument("--ssh", metavar="HOST[:DIR]", help="submit on HOST, in the same folder or in DIR")
     parser.add_argument(
         "--kubernetes", metavar="IMAGE", help="print a JobSet manifest for Kubernetes, and submit nothing"
     )

@@ -1,7 +1,7 @@
-"""Watch a run: its curve, where the time of a step goes, every rank, pipeline, nodes, events and lost time.
+"""Watch a run: loss curve, parts of a step, every rank, pipeline, nodes, events and lost time.
 
-It only reads the run's folder, so it works on any machine that sees it, and the run does not notice. `--once` prints a
-table, for scripts and for terminals without a screen.
+It only reads the run's folder, so it works on any machine that can read it, and does not disturb the run. `--once`
+prints a table, for scripts and for terminals without a screen.
 """
 
 from __future__ import annotations

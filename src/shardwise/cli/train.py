@@ -1,10 +1,10 @@
 """Pretrain a model from a recipe.
 
-By itself it starts the local ranks: one per accelerator, rounded down to whole copies of the model, or on CPU one copy
-(parallel.tensor × parallel.pipeline ranks). It also works when launched by torchrun, srun or mpirun. Everything that
-can be wrong is checked before any rank starts.
+The command starts the local ranks: one per accelerator, rounded down to whole copies of the model, or on CPU one copy
+(parallel.tensor × parallel.pipeline ranks). It also works when launched by torchrun, srun or mpirun. Configuration and
+data are checked before any rank starts.
 
-A --run-dir that holds a run continues it: at its newest intact checkpoint, or at that of checkpoint.resume=STEP.
+If --run-dir holds a run, this run is resumed from its newest intact checkpoint, or from that of checkpoint.resume=STEP.
 Ctrl-C, SIGTERM, SIGUSR1 or `shardwise stop` end a run after the current step, with a checkpoint (exit code 75).
 """
 
@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--run-dir",
         metavar="DIR",
         type=Path,
-        help="the run's folder, new or of a run to continue (default: runs/RECIPE-YYYYMMDD-HHMMSS)",
+        help="the run's folder: a new one, or that of a run to resume (default: runs/RECIPE-YYYYMMDD-HHMMSS)",
     )
     parser.add_argument(
         "--change",
@@ -76,7 +76,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--full", action="store_true", help="with --dry-run: print every key, not only those that differ from defaults"
     )
     parser.add_argument(
-        "--device", metavar="DEVICE[:N]", help="with --dry-run: a device that need not be here, N of them on a node"
+        "--device",
+        metavar="DEVICE[:N]",
+        help="with --dry-run: size for this device, which this machine need not have, with N devices on a node",
     )
     parser.add_argument("--nodes", metavar="N", type=int, help="with --device: machines (default: 1)")
 

@@ -1,15 +1,16 @@
 """Prove on this machine that a recipe trains alike at every layout.
 
-The recipe's model in miniature takes a few steps on random tokens in one process and at each layout of the ranks that
-this machine has. Compared are initial weights, the losses of each step, the gradients of the first one, and the losses
-after the checkpoint of another layout was read: each layout reads that of the one before it, and one process the last.
+A miniature of the recipe's model takes a few steps on random tokens, in one process and at each layout of the ranks
+that this machine has. The initial weights, the losses of each step and the gradients of the first step are compared. So
+are the losses after a checkpoint of another layout was read: each layout reads that of the layout before it, and one
+process reads that of the last layout.
 
 The layouts are all combinations of parallel.tensor, parallel.sequence, parallel.pipeline, data parallelism and
 optimizer.zero (0, 1 and the recipe's), with the recipe's parallel.schedule and train.recompute. --layouts chooses
-others: each KEY=VALUE,VALUE limits a key to these values, KEY=all allows all, and keys that are not named stay as said;
-`all` allows everything.
+others: each KEY=VALUE,VALUE limits a key to these values, and KEY=all allows all its values. Keys that are not named
+keep the values above; `all` allows all values of all keys.
 
-Exit code 0: every layout keeps the contract; 1: one breaks it or fails; 2: the input is wrong.
+Exit code 0: every layout trains alike; 1: a layout differs or fails; 2: the input is wrong.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"ranks of each layout (default: one per accelerator, and {_CPU_RANKS} on CPU)",
     )
     parser.add_argument(
-        "--steps", metavar="N", type=int, default=4, help="of each training, half of them from a checkpoint; default: 4"
+        "--steps",
+        metavar="N",
+        type=int,
+        default=4,
+        help="steps of each training, half of them from a checkpoint; default: 4",
     )
     parser.add_argument(
         "--bits",

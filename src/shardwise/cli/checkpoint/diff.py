@@ -1,7 +1,7 @@
 """Compare two checkpoints or Hugging Face folders, tensor by tensor, whatever layouts wrote them.
 
 Exit code 0: both hold the same tensors, to the bit; 1: they do not; 2: one of them cannot be read, or is damaged. The
-configuration is compared too, and does not count: two layouts may hold the same model.
+configuration is compared too, but does not change the exit code: two layouts may hold the same model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    kinds = "a checkpoint, a run's folder (its newest intact one), or a folder with safetensors weights"
+    kinds = "a checkpoint, a run's folder (its newest intact checkpoint), or a folder with safetensors weights"
     parser.add_argument("a", metavar="A", help=f"{kinds}; a path or a URL")
     parser.add_argument("b", metavar="B", help="what to compare it with")
     parser.add_argument(

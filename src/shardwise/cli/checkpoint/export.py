@@ -1,7 +1,7 @@
 """Write a checkpoint as a plain Hugging Face folder, which `transformers` opens as it is.
 
-It has weights, config.json and tokenizer, and nothing that only training needs. Weights in another format than the
-stored one come from the float32 masters, where the checkpoint has them; each byte that is read is verified.
+The folder has weights, config.json and tokenizer, and nothing that only training needs. Weights in another format than
+the stored one come from the float32 masters, if the checkpoint has them. Each byte that is read is verified.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="a checkpoint, or a run's folder (its newest intact one); a path, or a URL such as s3://bucket/run",
+        help="a checkpoint, or a run's folder (its newest intact checkpoint); a path, or a URL such as s3://bucket/run",
     )
     parser.add_argument("dest", metavar="DEST", help="the folder to write, which must not exist; a path or a URL")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are stored)"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="format of the weights (default: as stored)"
     )
     add_max_shard_size(parser)
     parser.add_argument(
         "--push",
         metavar="ID",
-        help="then upload the folder as this repository of the Hugging Face hub, owner/name, which is private where "
-        "it is new; HF_TOKEN or `hf auth login` gives the token",
+        help="also upload the folder to this repository of the Hugging Face hub, owner/name; a new repository "
+        "is private; HF_TOKEN or `hf auth login` gives the token",
     )
 
 
@@ -46,7 +46,7 @@ def add_max_shard_size(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size",
         metavar="SIZE",
         default=_MAX_SHARD_SIZE,
-        help=f"of a file with weights, such as 500MB or 2GiB; a larger tensor has one to itself (default: "
+        help=f"largest file with weights, such as 500MB or 2GiB; a larger tensor gets a separate file (default: "
         f"{_MAX_SHARD_SIZE})",
     )
 

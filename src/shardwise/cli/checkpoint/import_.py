@@ -3,8 +3,8 @@
 SOURCE is a Hugging Face folder or hub id. With --from it is the folder of a sharded checkpoint: megatron (Megatron-LM's
 `torch` format: GPT-2 and Llama models), neuronx-nemo-megatron (GPT and Llama models; FOLDER/NAME.ckpt if the ranks'
 folders hold several) or neuronx-distributed (Llama, GPT-NeoX and BERT models). The shards of all tensor- and
-pipeline-parallel ranks are combined; the optimizer's state is left out. Pickled files are opened so that no code of
-theirs can run. Memory is bounded by some rows of a tensor.
+pipeline-parallel ranks are combined; the optimizer's state is left out. Pickled files are opened in a way that runs no
+code in them. The command needs memory for only some rows of a tensor.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=_HUB,
         help=f"{_HUB} (default), {_MEGATRON}, {_NEMO} or {_NEURONX}",
     )
-    parser.add_argument("--revision", metavar="NAME", help="of a hub id: a branch, tag or commit")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
     parser.add_argument(
         "--config", metavar="PATH", type=Path, help=f"{_NEURONX}: the model's Hugging Face config.json, or its folder"
     )
@@ -66,25 +66,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         metavar="N",
         type=int,
-        help=f"{_MEGATRON}, {_NEMO}: tokens without the embedding's padding (default: what the checkpoint or "
-        "--tokenizer tells)",
+        help=f"{_MEGATRON}, {_NEMO}: tokens without the embedding's padding (default: from the checkpoint or "
+        "--tokenizer)",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="shards: the model's tokenizer, a path or hub id as of data.tokenizer, to be copied along",
+        help="shards: the model's tokenizer, which is copied too; a path or hub id, as for data.tokenizer",
     )
     parser.add_argument(
         "--allow-drift",
         action="store_true",
         default=None,
-        help="shards: take the first of several replicas where they differ, as stochastic rounding lets them (default: "
-        "refused)",
+        help="shards: if replicas differ, as they can with stochastic rounding, take the first one (default: refused)",
     )
     parser.add_argument(
         "--ignore",
         metavar="NAME,…",
-        help="fields of config.json that are left out, as they change nothing that the model computes",
+        help="fields of config.json to leave out, because they do not change what the model computes",
     )
     add_max_shard_size(parser)
 

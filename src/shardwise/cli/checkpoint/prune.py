@@ -1,7 +1,7 @@
 """Remove all checkpoints of a run but the newest.
 
-The newest intact checkpoint always stays, and so does whatever is newer. With the old ones go the leftovers of saves
-that were cut off. The run must not be under way: as long as it is, it removes its own by checkpoint.keep.
+The newest intact checkpoint always stays, and so do newer ones. Leftovers of interrupted saves are removed with the old
+checkpoints. The run must not be in progress: while it is, it removes its checkpoints by checkpoint.keep.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from shardwise.runs.folder import RunDirectory, RunLock
 def configure(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "RUN")
     parser.add_argument(
-        "--keep", metavar="N", type=int, required=True, help="the newest intact ones that stay (from 1)"
+        "--keep",
+        metavar="N",
+        type=int,
+        required=True,
+        help="number of newest intact checkpoints that stay (at least 1)",
     )
     parser.add_argument(
-        "--keep-every", metavar="M", type=int, help="every checkpoint whose step is a multiple of M stays too"
+        "--keep-every", metavar="M", type=int, help="checkpoints whose step is a multiple of M stay too"
     )
     parser.add_argument(
         "--abandoned",
         action="store_true",
-        help="also remove those that were set aside, .abandoned when the run went back and .damaged ones alike",
+        help="also remove checkpoints that were renamed to .abandoned (the run resumed before them) or .damaged",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would go, and remove nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
-"""Read a checkpoint whole, or every one of a run: checksums, missing files, whether each tensor is there exactly once,
-values that are NaN or infinite, and the hash of the state, where the run recorded one (log.state_hash_every).
+"""Read the whole of a checkpoint, or all checkpoints of a run: checksums, missing files, whether each tensor is there
+exactly once, values that are NaN or infinite, and the hash of the state, if the run recorded it (log.state_hash_every).
 
-Exit code 0: all is as it was written and finite; 1: something is not; 2: PATH is no checkpoint.
+Exit code 0: everything is as it was written and finite; 1: something is not; 2: PATH is no checkpoint.
 """
 
 from __future__ import annotations

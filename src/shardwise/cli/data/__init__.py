@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from shardwise.base.errors import keys_renamed
 
 ACTIONS = {
-    "fetch": "copy files from a URL to this machine: resumable, checked, once however many ask",
+    "fetch": "copy files from a URL to this machine: resumable, checked, and only once for all processes",
     "prepare": "make Megatron's .bin and .idx, blocks of arrow or BERT's HDF5 shards of text, once for all runs",
-    "inspect": "show what data hold: documents, tokens, lengths, and the first of them decoded",
+    "inspect": "show what data hold: documents, tokens, lengths, and the first documents as text",
 }
 _ARGUMENTS = {
     "data.config": "--config",
@@ -46,7 +46,7 @@ def add_reading(parser: argparse.ArgumentParser, *formats: str) -> None:
 
 
 def add_marks(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Adds the options for the tokens that each document of text begins and ends with."""
+    """Adds the options for the tokens at the beginning and the end of each document of text."""
     parser.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,

@@ -1,9 +1,9 @@
 """Copy files from a URL to this machine, once.
 
-URL is a file, a folder or a pattern in quotes ('s3://bucket/wiki_training_*.hdf5') at any place that fsspec
-reads: http, https (one file at a time), s3, gs, a path. An interrupted fetch continues where it ended. A file that is
-there as it was fetched is not fetched again, a damaged or truncated one is. Any number of processes may fetch to one
-place at once: one does, the others wait for it.
+URL is a file, a folder or a pattern in quotes ('s3://bucket/wiki_training_*.hdf5') at any place that fsspec reads:
+http, https (one file at a time), s3, gs, a path. An interrupted fetch continues where it ended. A file that is already
+there and intact is not fetched again; a damaged or truncated file is. Any number of processes may fetch to one place at
+once: one process fetches, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.cli import output
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="what to fetch: a URL or a path")
     parser.add_argument(
-        "dest", metavar="DEST", help="a file; a folder where it is one, ends with /, or several files come"
+        "dest", metavar="DEST", help="a file; or a folder, if it exists, ends with /, or several files are fetched"
     )
     parser.add_argument("--sha256", metavar="HEX", help="the SHA-256 that the file must have")
     parser.add_argument("--force", action="store_true", help="replace a file that was not fetched from URL")

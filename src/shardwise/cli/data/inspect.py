@@ -1,8 +1,8 @@
-"""Show what data hold: documents, tokens, lengths, and the first of them decoded.
+"""Show what data hold: documents, tokens, lengths, and the first documents as text.
 
-PATH is Megatron's PREFIX, .bin or .idx; an HDF5 shard, their folder or a glob; a folder that datasets saved; or text
-as training reads it. With --read-as chat it is conversations, and what is trained on is shown in ⟦ ⟧. Of large data a
-part is looked at that is spread over them, and the lines say so.
+PATH is Megatron's PREFIX, .bin or .idx; an HDF5 shard, their folder or a glob; a folder that datasets saved; or text as
+training reads it. With --read-as chat the data are conversations, and the targets are shown in ⟦ ⟧. Of large data,
+parts that are spread over them are read, and the output says so.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Make data of text that runs read as they are: tokenized once, on all cores.
+"""Tokenize text once, on all cores, into data that runs read without conversion.
 
-INPUT is a text file, JSON lines or parquet, the first two also packed (gzip, zstd, xz, bzip2, lz4); a folder of them,
-or one that datasets saved; a data set on the Hugging Face hub; or built-in text: stories, python, tiny. It may also
-be raw tokens: a .bin of ids alone, as nanoGPT writes it, which becomes Megatron's .bin and .idx. With OUTPUT lies a
-manifest that tells what it was made of: a run with another tokenizer is refused. A preparation that was interrupted
-leaves nothing that a run would read, and the same command continues it. What is there already is not made again.
+INPUT is a text file, JSON lines or parquet, the first two also packed (gzip, zstd, xz, bzip2, lz4); a folder of such
+files, or a folder that datasets saved; a data set on the Hugging Face hub; or built-in text: stories, python, tiny. It
+may also be raw tokens: a .bin that holds only ids, as nanoGPT writes it, which becomes Megatron's .bin and .idx. Beside
+OUTPUT is a manifest of its source and tokenizer: a run with another tokenizer is refused. A preparation that was
+interrupted leaves nothing that a run would read, and the same command continues it. Complete output is not made again.
 """
 
 from __future__ import annotations
@@ -49,18 +49,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "output", metavar="OUTPUT", help="megatron: PREFIX of PREFIX.bin and PREFIX.idx; arrow, hdf5: a new folder"
     )
-    parser.add_argument("--format", choices=FORMATS, required=True, help="what is made")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="format of OUTPUT")
     parser.add_argument(
         "--tokenizer", metavar="PATH|ID", help="as data.tokenizer: a file, its folder or a hub id; text needs one"
     )
     add_reading(parser)
     parser.add_argument("--config", metavar="NAME", help="the configuration of a hub data set that has several")
     parser.add_argument("--split", metavar="NAME,…", help="a data set's splits, one after another (default: train)")
-    parser.add_argument("--force", action="store_true", help="replace an OUTPUT that was prepared otherwise")
+    parser.add_argument("--force", action="store_true", help="replace an OUTPUT of other text or options")
     raw = parser.add_argument_group("options of raw tokens")
-    raw.add_argument("--token-dtype", choices=DTYPES, help="of the ids in INPUT (default: as its bytes look)")
     raw.add_argument(
-        "--eod-token", metavar="ID", type=int, help="ends each document (default: the tokenizer's, where one is named)"
+        "--token-dtype", choices=DTYPES, help="dtype of the ids in INPUT (default: guessed from its bytes)"
+    )
+    raw.add_argument(
+        "--eod-token",
+        metavar="ID",
+        type=int,
+        help="id that ends each document (default: that of the tokenizer, if --tokenizer is given)",
     )
     made = parser.add_argument_group("options of megatron and arrow")
     add_marks(made)
@@ -72,13 +77,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--sequence-length", metavar="N", type=int, help="tokens of a block or a pair (arrow: 1024, hdf5: 128)"
     )
     made = parser.add_argument_group("options of hdf5")
-    made.add_argument("--masked-fraction", metavar="F", type=float, help=f"part that is masked ({MASKED_FRACTION})")
-    made.add_argument("--max-predictions", metavar="N", type=int, help="most masked tokens of a pair (⌈F × length⌉)")
-    made.add_argument("--whole-word", action="store_true", default=None, help="mask whole words")
     made.add_argument(
-        "--dupe-factor", metavar="N", type=int, help="times that each text is there, masked differently (1)"
+        "--masked-fraction", metavar="F", type=float, help=f"fraction of tokens that are masked ({MASKED_FRACTION})"
     )
-    made.add_argument("--seed", metavar="N", type=int, help="of pairs and masks (0)")
+    made.add_argument(
+        "--max-predictions", metavar="N", type=int, help="largest number of masked tokens of a pair (⌈F × length⌉)"
+    )
+    made.add_argument("--whole-word", action="store_true", default=None, help="mask whole words")
+    made.add_argument("--dupe-factor", metavar="N", type=int, help="copies of each text, each with other masks (1)")
+    made.add_argument("--seed", metavar="N", type=int, help="seed of pairs and masks (0)")
 
 
 def run(arguments: argparse.Namespace) -> int:
