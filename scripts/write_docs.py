@@ -69,12 +69,12 @@ default depends on other keys. `make pages` writes this page from the code.
 
 NOTES = {
     "model": """\
-`model.config=PATH` takes the model from a Hugging Face `config.json`, or from the folder that holds one, in place of
-the recipe's model. `model.*` keys that are given with it change single values. Fields that change nothing that the
-model computes (names, tools, text generation, other heads) have no effect. A field that describes another model than
-those here is refused, and so is one that shardwise does not know. If you know that an unknown field changes nothing,
-leave it out by `model.ignore=[NAME,…]`, which counts for the `config.json` of `checkpoint.load` too, and in
-`shardwise evaluate` and `shardwise generate`.""",
+`model.config=PATH` takes the model from a Hugging Face `config.json`, or from its folder, instead of the recipe's
+model. `model.*` keys that are given with it change single values. Fields that do not change what the model computes
+(names, tools, text generation, other heads) have no effect. A field that describes another model than those here is
+refused, and so is an unknown field. If you know that an unknown field changes nothing, leave it out by
+`model.ignore=[NAME,…]`. This key also applies to the `config.json` of `checkpoint.load`, and in `shardwise evaluate`
+and `shardwise generate`.""",
     "precision": """\
 [Precision](precision.md) says which dtype each mode has for weights, gradients, masters and moments.""",
     "hooks": """\
@@ -102,11 +102,11 @@ optimizer:
     - {at: 10B, factor: 0.1, shape: sqrt}   # the way from 8B to 10B
 ```
 
-Before the first point the rate is that of the first, after the last one that of the last. `shardwise train --dry-run`
-draws the rates of the whole run.
+Before the first point the rate is that of the first point, and after the last point that of the last point.
+`shardwise train --dry-run` draws the rates of the whole run.
 
-The table compares the rates of a run of 100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0: those of shardwise
-(`cosine`, `linear`), of `transformers` (`get_…_with_warmup`), and of NeMo as neuronx-nemo-megatron has it.
+The table compares the rates of a run of 100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0. It has the rates of
+shardwise (`cosine`, `linear`), of `transformers` (`get_…_with_warmup`), and of NeMo as neuronx-nemo-megatron has it.
 
 | rate of step | 1 | 2 | 10 | 11 | 80 | 81 | 99 | 100 |
 |---|---|---|---|---|---|---|---|---|

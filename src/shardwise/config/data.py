@@ -77,8 +77,8 @@ class SourceConfig(Section):
         default=None,
         min_length=1,
         description="your own text file, .jsonl, .parquet or a directory of them; a directory that save_to_disk of "
-        "the library datasets wrote; the PREFIX of a Megatron PREFIX.bin and PREFIX.idx; or BERT's HDF5 shards: one, "
-        "their folder or a glob",
+        "the library datasets wrote; the PREFIX of a Megatron PREFIX.bin and PREFIX.idx; or BERT's HDF5 shards: "
+        "one file, their folder or a glob",
     )
     blend: tuple[float | str, ...] | None = Field(
         default=None,
@@ -87,7 +87,8 @@ class SourceConfig(Section):
     )
     format: Literal["auto", "text", "jsonl", "parquet", "datasets", "megatron", "hdf5", "chat"] = Field(
         default="auto",
-        description="the format of path; chat = conversations in JSON lines or parquet, whose answers are trained on; "
+        description="the format of path; chat = conversations in JSON lines or parquet, with their answers as "
+        "targets; "
         "auto detects other formats from file names (PREFIX.idx, .hdf5 and .h5, state.json and dataset_dict.json of "
         "datasets), else from the content of each file: JSON lines, parquet or plain text; packed files (gzip, zstd, "
         "xz, bzip2, lz4) are unpacked",
@@ -96,8 +97,9 @@ class SourceConfig(Section):
         default="text",
         min_length=1,
         description="the field of JSON lines, or the column of a .parquet or data set, that holds the text; meta.body "
-        "is the field body within meta; in a data set it may hold tokens (lists of integers) instead, and if it has no "
-        "column text, input_ids is read; for a chat the field of the messages, by default messages",
+        "is the field body within meta; in a data set it may hold tokens (lists of integers) instead, and if "
+        "the data set has no column text, input_ids is read; for conversations, the field of the messages, by "
+        "default messages",
     )
     split: str = Field(
         default="95,5",
@@ -193,7 +195,7 @@ class StageConfig(Section):
 
     at: int = step_field(gt=0, description="the number of steps after which the stage begins")
     weights: dict[str, float] = Field(
-        description="the weights of all sources that are read from then on, by name", examples=[{"web": 0.5}]
+        description="the weights of all sources that are read in the stage, by name", examples=[{"web": 0.5}]
     )
 
 
@@ -203,8 +205,9 @@ class DataConfig(SourceConfig):
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt, the folder of one, "
-        "or a hub id (ID or ID@REVISION); null = a byte-level BPE of model.vocab_size that is trained on the data, or "
+        description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt, the folder of "
+        "such a file, or a hub id (ID or ID@REVISION); null = a byte-level BPE of model.vocab_size that is "
+        "trained on the data, or "
         "none if the data are tokens",
     )
     masked_fraction: float = Field(
@@ -234,11 +237,12 @@ class DataConfig(SourceConfig):
     )
     reset_position_ids: bool = Field(
         default=False,
-        description="positions start at 0 again after the end of a document (causal models); always for a chat",
+        description="positions start at 0 again after the end of a document (causal models); always true for "
+        "conversations",
     )
     reset_attention_mask: bool = Field(
         default=False,
-        description="tokens do not attend to documents before their own (causal models); always for a chat",
+        description="tokens attend only to their own document (causal models); always true for conversations",
     )
     eod_token: int | None = Field(
         default=None,
@@ -255,8 +259,8 @@ class DataConfig(SourceConfig):
         default_factory=dict,
         examples=[{"web": {"path": "web.jsonl", "weight": 0.7}, "code": {"path": "code", "weight": 0.3}}],
         description="several sources by name, each with the keys above that name data (dataset, config, path, blend, "
-        "format, text_key, split, streaming, shuffle_buffer) or with hook, and with its weight; data.tokenizer is that "
-        "of all of them",
+        "format, text_key, split, streaming, shuffle_buffer) or with hook, and with its weight; all sources use "
+        "data.tokenizer",
     )
     stages: tuple[StageConfig, ...] = Field(
         default=(),

@@ -22,8 +22,8 @@ class EvaluationConfig(Section):
         default_factory=dict,
         examples=[{"code": "code.jsonl", "wiki": {"path": "wiki.parquet", "text_key": "body"}}],
         description="further evaluation sets by their names, each a path or keys of the section data; every "
-        "train.eval_every steps the first train.eval_batches global batches of each are read, by data.tokenizer; a set "
-        "has one part (split: 1,0)",
+        "train.eval_every steps the first train.eval_batches global batches of each are read, with "
+        "data.tokenizer; a set has one part (split: 1,0)",
     )
     tasks: tuple[str, ...] = Field(
         default=(),
@@ -35,7 +35,9 @@ class EvaluationConfig(Section):
         default=None, min_length=1, description="a folder of your own task files (.yaml) in the format of lm_eval"
     )
     tasks_every: int = step_field(0, ge=0, description="steps between evaluations on the tasks; 0 = never")
-    limit: int | None = Field(default=None, gt=0, description="the examples of each task that are read; null = all")
+    limit: int | None = Field(
+        default=None, gt=0, description="number of examples of each task that are read; null = all"
+    )
 
     @field_validator("sets", mode="before")
     @classmethod

@@ -47,8 +47,7 @@ class LaunchConfig(Section):
     nodes: int | str | None = Field(
         default=None,
         examples=["2-4"],
-        description="number of machines of a submitted job, or the fewest and the most of them, such as 2-4; null = "
-        "--nodes must be given",
+        description="number of machines of a submitted job, or a range such as 2-4; null = --nodes must be given",
     )
     ranks_per_node: int | None = Field(
         default=None,

@@ -20,8 +20,8 @@ class RatePoint(Section):
     """The learning rate at a step, and the way to it from the point before."""
 
     at: int = step_field(ge=0, description="the step")
-    factor: float = Field(ge=0, description="the rate, in parts of optimizer.lr")
-    shape: DecayShape = Field(default="linear", description="the shape of the way from the point before")
+    factor: float = Field(ge=0, description="the rate, as a fraction of optimizer.lr")
+    shape: DecayShape = Field(default="linear", description="the shape of the curve from the point before")
 
 
 class MuonConfig(Section):
@@ -42,7 +42,7 @@ class MuonConfig(Section):
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
         default="match_rms_adamw",
         description="factor of a matrix's step: original = √max(1, out / in), match_rms_adamw = 0.2 · √max(out, in), "
-        "which suits learning rates of AdamW",
+        "which is for learning rates of AdamW",
     )
     split_heads: bool = Field(default=False, description="each attention head of Q, K and V is a matrix")
 
@@ -70,13 +70,15 @@ class OptimizerConfig(Section):
         None, ge=0, description="with wsd, which needs it: steps of the decay to min_lr; 0 = none, for a trunk of runs"
     )
     decay_shape: DecayShape = Field(
-        default="linear", description="with wsd: the decay's shape over its part p: 1 - p, (1 + cos πp) / 2 or 1 - √p"
+        default="linear",
+        description="with wsd: shape of the decay, where p goes from 0 to 1: 1 - p, (1 + cos πp) / 2 or 1 - √p",
     )
     points: tuple[RatePoint, ...] = Field(
         default=(),
         strict=False,
         examples=[[{"at": 0, "factor": 0}, {"at": "100M", "factor": 1}, {"at": "2B", "factor": 0.1}]],
-        description="with points: the rate at some steps; between them it goes from one to the next",
+        description="with points: the rate at some steps; between two points it changes from the first rate to "
+        "the second",
     )
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay rates of the two moments")
@@ -90,8 +92,8 @@ class OptimizerConfig(Section):
     max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
     zero: Literal[0, 1, 2, 3] = Field(
         default=1,
-        description="stage of ZeRO, what is cut over data parallelism: 0 = nothing, 1 = masters and optimizer state, 2 "
-        "= gradients too, 3 = weights too",
+        description="stage of ZeRO, which says what is cut over data parallelism: 0 = nothing, 1 = masters and "
+        "optimizer state, 2 = gradients too, 3 = weights too",
     )
     reduce: Frequency | None = Field(
         default=None,

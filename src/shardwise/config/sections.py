@@ -28,7 +28,7 @@ class HooksConfig(Section):
     data: str | None = Field(
         default=None,
         description="package.module:Name of a function or class; called with (config, part), it returns the samples "
-        "of that part, in place of data.path",
+        "of that part, instead of data.path",
     )
     loss: str | None = Field(
         default=None,
@@ -43,7 +43,7 @@ class HooksConfig(Section):
     optimizer_options: dict[str, Any] = Field(
         default_factory=dict,
         examples=[{"momentum": 0.9}],
-        description="further arguments of that class, beside those that keys of the section optimizer give",
+        description="further arguments of that class, in addition to those from keys of the section optimizer",
     )
     callbacks: tuple[str, ...] = Field(
         default=(),
@@ -95,7 +95,7 @@ class CompileConfig(Section):
         description="largest size of that folder in GiB; above it, the graphs that were used longest ago are removed",
     )
     require_cached: bool = Field(
-        default=False, description="refuse to train, before the first step, if a graph is not in that folder"
+        default=False, description="refuse to start the training if a graph is not in that folder"
     )
 
 
@@ -147,22 +147,23 @@ class ParallelConfig(Section):
     )
     tensor_overlap: TensorOverlap | None = Field(
         default=None,
-        description="how tensor-parallel layers communicate behind their matmuls: pieces = a quarter of the sequence "
-        "at a time, symmetric_memory = by torch's CUDA operators over NVLink, needs sequence; null = they communicate "
-        "first, then compute; no effect with TP 1",
+        description="how tensor-parallel layers communicate behind their matmuls: pieces = a quarter of the "
+        "sequence at a time; symmetric_memory = by torch's CUDA operators over NVLink, needs parallel.sequence; "
+        "null = first communicate, then compute; no effect with TP 1",
     )
     grain: int = Field(
         default=4,
         gt=0,
-        description="with train.bitwise: parts of which every sum over a dimension that tensor parallelism cuts is "
-        "made, at any layout; a power of two that the tensor-parallel degree divides; no effect without it",
+        description="with train.bitwise: number of parts in which sums over a dimension that tensor parallelism "
+        "cuts are computed, at any layout; a power of two that the tensor-parallel degree divides; no effect "
+        "without train.bitwise",
     )
 
     replicate: int = Field(
         default=1,
         gt=0,
-        description="with optimizer.zero 1, 2 or 3: copies of what is cut over data parallelism, each on neighbouring "
-        "ranks, such as those of a node; divides the data-parallel degree",
+        description="with optimizer.zero 1, 2 or 3: number of copies of the tensors that are cut over data "
+        "parallelism, each on neighbouring ranks, such as the ranks of a node; must divide the data-parallel degree",
     )
 
     @property
@@ -192,8 +193,9 @@ class TrainConfig(Section):
     )
     global_batch: int = Field(
         gt=0,
-        description="sequences per optimizer step, over all ranks; or a rule, N per M ranks, from which the start of "
-        "a new run computes the number; resumed with the same rule, a run keeps the number on any ranks",
+        description="sequences per optimizer step, over all ranks; or a rule, N per M ranks, from which the "
+        "start of a new run computes the number; a run that is resumed with the same rule keeps its number on "
+        "any ranks",
     )
     batch_rule: str | None = Field(
         default=None,
@@ -219,15 +221,16 @@ class TrainConfig(Section):
     data_grain: int | None = Field(
         default=None,
         gt=0,
-        description="with train.bitwise: groups of consecutive micro-batches of a step whose gradients are added up "
-        "by themselves, then in pairs; a power of two that the data-parallel degree divides; null = the largest one "
-        "up to 8 that divides the number of micro-batches; no effect without train.bitwise",
+        description="with train.bitwise: number of groups of consecutive micro-batches of a step; gradients are "
+        "summed in each group, then over pairs of groups; a power of two that the data-parallel degree divides; "
+        "null = the largest power of two up to 8 that divides the number of micro-batches; no effect without "
+        "train.bitwise",
     )
     threads: int = Field(
         default=1,
         gt=0,
-        description="with train.bitwise: threads with which each rank on a CPU computes, whatever OMP_NUM_THREADS is, "
-        "since the order of a sum depends on them; no effect without train.bitwise",
+        description="with train.bitwise: threads of each rank on a CPU, instead of OMP_NUM_THREADS, because the "
+        "order of a sum depends on their number; no effect without train.bitwise",
     )
     eval_every: int = step_field(0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
@@ -375,12 +378,13 @@ class CheckpointConfig(Section):
         default=0.2,
         gt=0,
         le=1,
-        description="largest fraction of a node's memory that these copies may take; if they need more, there are none",
+        description="largest fraction of a node's memory that these copies may take; if they need more, no "
+        "copies are made",
     )
     resume: Literal["auto"] | int = Field(
         default="auto",
-        description="where a run resumes when its folder is given again: auto = its newest intact checkpoint, or the "
-        "STEP of one",
+        description="where a run resumes when its folder is given again: auto = its newest intact checkpoint, "
+        "or the STEP of a checkpoint",
     )
     path: str | None = Field(
         default=None,
@@ -391,21 +395,22 @@ class CheckpointConfig(Section):
     buffer_mib: float | None = Field(
         default=None,
         gt=0,
-        description="host memory in MiB into which each rank copies what it saves, while training waits; a smaller "
-        "buffer makes training wait longer; null = enough for all",
+        description="host memory in MiB for the copy that each rank makes of what it saves, while training "
+        "waits; a smaller buffer makes training wait longer; null = as much as the copy needs",
     )
     load: str | None = Field(
         default=None,
         min_length=1,
-        description="weights to start from: a checkpoint, a run's folder or a folder of checkpoints (the newest one; a "
-        "path or a URL), a Hugging Face folder or a hub id; null = drawn from train.seed",
+        description="weights to start from: a checkpoint, a run's folder or a folder of checkpoints (the newest "
+        "checkpoint; a path or a URL), a Hugging Face folder or a hub id; null = drawn from train.seed",
     )
     revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id in load")
     companions: str | None = Field(
         default=None,
         min_length=1,
-        description="a Hugging Face folder, or its config.json, whose ids of special tokens and generation_config.json "
-        "every checkpoint has; null = those of load, else of model.config, else of the folder of data.tokenizer",
+        description="a Hugging Face folder, or its config.json, from which every checkpoint takes ids of "
+        "special tokens and generation_config.json; null = from load, else from model.config, else from the "
+        "folder of data.tokenizer",
     )
 
     @field_validator("resume", mode="before")
