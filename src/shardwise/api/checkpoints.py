@@ -35,21 +35,21 @@ def save_checkpoint(
     mesh: Mesh | None = None,
     config: Config | None = None,
 ) -> str:
-    """Save a model and its optimizer from however many ranks; collective, and it returns when all is on the disk.
+    """Save a model and its optimizer from any number of ranks; collective. It returns when everything is on the disk.
 
-    The checkpoint does not depend on the layout: `load_checkpoint` reads it on any number of ranks. It appears complete
-    or not at all, and every byte has a checksum.
+    The checkpoint does not depend on the layout: `load_checkpoint` reads it on any number of ranks. It is either
+    complete or does not exist, and every byte has a checksum.
 
     Args:
         folder: the folder of the loop's checkpoints; a path that all ranks share, or a URL.
         model: plain modules, or layers of shardwise. Its parameters are saved, so it may have no persistent buffers,
             such as the running statistics of a BatchNorm.
         optimizer: an optimizer that holds all the model's parameters.
-        step: updates done, the same on all ranks; the checkpoint is `FOLDER/step-0000STEP`, and replaces one of that
-            name.
-        mesh: the one that the model and the optimizer were made with; None: data parallelism alone.
-        config: what `config.json` and the manifest say of the model; `export_checkpoint` needs it. Names and shapes
-            must be the model's; those of a class that `model.family` names are not compared.
+        step: updates done, the same on all ranks; the checkpoint is `FOLDER/step-0000STEP`, and replaces an earlier
+            checkpoint of that name.
+        mesh: the mesh with which the model and the optimizer were made; None: data parallelism alone.
+        config: description of the model for `config.json` and the manifest; `export_checkpoint` needs it. Names and
+            shapes must be the model's; those of a class that `model.family` names are not compared.
 
     Returns:
         the path or URL of the checkpoint.
@@ -102,17 +102,18 @@ def load_checkpoint(
     Args:
         folder: a checkpoint, or a folder of checkpoints or a run's folder (its newest intact one); a path or a URL.
         model: a model with the canonical names and shapes that were saved, in any dtype, without persistent buffers.
-        optimizer: an optimizer that holds all the model's parameters and keeps the same state as the one that was
-            saved, as one of its class with its options does; None: weights alone, before an optimizer is made.
+        optimizer: an optimizer that holds all the model's parameters and keeps the same state as the saved optimizer,
+            such as one of the same class with the same options; None: weights alone, before an optimizer is made.
         mesh: as in `save_checkpoint`.
 
     Returns:
-        the number of updates that were done, with which the loop goes on; learning-rate schedules are the loop's.
+        the number of updates that were done, from which the loop continues; the loop itself restores learning-rate
+        schedules.
 
     Raises:
         ConfigError: an argument is none of those, there is no checkpoint, or it is of another model or optimizer: every
             mismatch. Nothing was changed, unless it says that the weights are not finite. Raised on every rank.
-        DamageError: bytes do not match their checksums. The model is then not to be used.
+        DamageError: bytes do not match their checksums. Do not use the model then.
     """
     from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.load_weights import load_checkpoint as load_weights
@@ -144,14 +145,15 @@ def export_checkpoint(
 ) -> str:
     """Write a checkpoint as a plain Hugging Face folder, as `shardwise checkpoint export` does; not collective.
 
-    It has weights, `config.json`, tokenizer and model card, and nothing that only training needs; `transformers` opens
-    it.
+    The folder has weights, `config.json`, tokenizer and model card, and nothing that only training needs;
+    `transformers` opens it.
 
     Args:
         checkpoint: as in `load_checkpoint`.
         dest: the folder to write, which must not exist; a path or a URL.
-        dtype: `float32`, `bfloat16` or `float16` of the weights; None: as they are stored.
-        max_shard_size: bytes of a file with weights, or a text such as `500MB`; a larger tensor has one to itself.
+        dtype: format of the weights: `float32`, `bfloat16` or `float16`; None: as they are stored.
+        max_shard_size: largest size of a file with weights in bytes, or a text such as `500MB`; a larger tensor gets a
+            separate file.
 
     Returns:
         the path or URL of the folder.

@@ -14,22 +14,21 @@ from shardwise.planner.search import FIXABLE, Search, search
 
 
 def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
-    """The fastest layouts of a training on a cluster that need not be here, as `shardwise plan` ranks them.
+    """The fastest layouts of a training on a cluster, as `shardwise plan` ranks them; the cluster need not exist.
 
-    Nothing is measured, and torch is not imported. docs/planner.md says how far predictions have been from published
-    runs.
+    Nothing is measured, and torch is not imported. docs/planner.md compares predictions with published runs.
 
     Args:
         config: what is trained, of a family of this package.
-        device: a device and how many of them a node has, such as `h100:8`; or a YAML file that describes one.
+        device: a device and the number of devices of a node, such as `h100:8`; or a YAML file that describes a device.
         nodes: machines, at least 1.
         best: layouts to return at most, at least 1.
         fixed: dotted keys of the layout that keep the configuration's values, such as `["parallel.tensor"]`.
 
     Returns:
         `plans`, fastest first: each has the `config` with its layout, `time.total` in seconds a step, `memory.total` in
-        bytes on the rank that needs most, `tokens_per_second`, `mfu`, `seconds` of all steps. It is empty where no
-        layout fits; `valid` counts the layouts that the rules allow, `too_large` those that were dropped, by reason.
+        bytes on the rank that needs most, `tokens_per_second`, `mfu`, `seconds` of all steps. It is empty if no layout
+        fits; `valid` counts the layouts that the rules allow, `too_large` those that were dropped, by reason.
 
     Raises:
         ConfigError: an argument is wrong, there is no such device, or the model is one of your own, whose shapes are

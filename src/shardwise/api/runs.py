@@ -25,7 +25,7 @@ from shardwise.runs.folder import EVENTS, RunDirectory
 
 
 class Run:
-    """A run's folder, of a training that is finished, stopped or under way. Nothing is kept: each call reads again.
+    """The folder of a run that is finished, stopped or in progress. Each call reads the files again.
 
     Args:
         path: the folder, such as `runs/latest`.
@@ -51,8 +51,8 @@ class Run:
     def metrics(self, event: str = "step") -> list[dict[str, Any]]:
         """The events of one kind in `metrics.jsonl`, oldest first; docs/outputs.md has their fields and units.
 
-        Of steps that were done again after a crash or a resume, the last record counts, and steps that were undone are
-        left out, so that the numbers of steps grow. Of other events all records are there.
+        If steps were done again after a crash or a resume, the last record counts, and steps that were undone are left
+        out, so that step numbers increase. All records of other events are returned.
 
         Args:
             event: `step`, `eval`, `checkpoint`, `resume`, `compile`, `warning`, `start` or `stop`.
@@ -82,7 +82,7 @@ class Run:
         return config_from(values)
 
     def results(self) -> dict[str, Any] | None:
-        """The results at the end of the training: losses, tokens, speed, peak memory; None where it has not ended.
+        """The results at the end of the training: losses, tokens, speed, peak memory; None if it has not ended.
 
         Raises:
             ConfigError: `results.json` is damaged.
@@ -122,20 +122,20 @@ def train(
 ) -> Run:
     """Train in this process, as one rank, and return when all steps are done.
 
-    A program that is started by itself is the only rank. Under `torchrun --nproc_per_node=N program.py`, srun or mpirun
-    each process is a rank: all of them call this with the same configuration, which says how the model is cut, and what
-    is not cut is data parallelism. It starts no processes: `shardwise train` does, on the command line.
+    Without a launcher, the process is the only rank. Under `torchrun --nproc_per_node=N program.py`, srun or mpirun
+    each process is a rank: all of them call this function with the same configuration, which says how the model is cut;
+    the remaining ranks are data parallelism. The function starts no processes, unlike the command `shardwise train`.
 
-    Ctrl-C, SIGTERM and `shardwise stop` end the run after the step under way, with a checkpoint. The signal handlers of
-    the program are back afterwards, and so is the output of ranks above 0, which goes to `logs/` while they train.
+    Ctrl-C, SIGTERM and `shardwise stop` end the run after the current step, with a checkpoint. Afterwards the signal
+    handlers of the program are restored, and so is the output of ranks above 0, which goes to `logs/` while they train.
 
     Args:
         config: as `load_recipe` gives it.
         run_dir: the run's folder, the same on all ranks; that of an earlier run is continued, and a finished run is
             returned as it is. None: `runs/NAME-YYYYMMDD-HHMMSS`.
         name: name of that folder, before the date.
-        data, loss, optimizer, callbacks: functions and classes of your own in place of `hooks.*`, whose contracts they
-            have (docs/hooks.md). `config.yaml` records their names.
+        data, loss, optimizer, callbacks: functions and classes of your own instead of `hooks.*`, with the same
+            contracts (docs/hooks.md). `config.yaml` records their names.
 
     Returns:
         the run, on every rank.
