@@ -124,8 +124,8 @@ class FamilyConfig(Section):
         default=(),
         strict=False,
         examples=[["training_notes"]],
-        description="fields of a Hugging Face config.json that are left out, as they change nothing that the model "
-        "computes; fields that are known to change it are refused",
+        description="fields of a Hugging Face config.json to leave out, because they do not change what the "
+        "model computes; fields that are known to change it are refused",
     )
 
     @property
