@@ -71,7 +71,7 @@ def test_it_takes_at_most_60_changed_lines() -> None:
     diff = difflib.unified_diff(PLAIN.splitlines(), SHARDED.splitlines(), lineterm="")
     assert changed_lines(diff) <= MAX_CHANGED
     assert shown <= MAX_CHANGED
-    assert f"all there is between the two files: {shown} lines" in PAGE
+    assert f"all differences between the two files: {shown} lines" in PAGE
 
 
 def test_keys_and_links_of_the_page_exist() -> None:

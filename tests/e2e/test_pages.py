@@ -193,7 +193,7 @@ def test_fault_05_a_tutorial_begins_small_and_says_what_was_never_tried(page: st
     trained = re.findall(r"^ *shardwise train (\S+)", text, re.MULTILINE)
     assert trained[0].endswith("-tiny")
     introduction = " ".join(text.partition("\n## ")[0].split())
-    assert "Nothing has been run on Trainium so far, and the trn1 of the original is out of" in introduction
+    assert "Nothing has been run on Trainium so far. TorchNeuron needs trn2 or trn3" in introduction
     assert "(../devices.md#trainium)" in introduction
     for words in ("shardwise top", "submit --precompile", "shardwise jobs", "squeue", "neuron-top"):
         assert words in text, f"{page} does not say {words}"
