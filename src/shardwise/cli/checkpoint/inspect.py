@@ -1,4 +1,4 @@
-"""Show what a checkpoint holds. Of a run or a folder of checkpoints: list them, newest first.
+"""Show what a checkpoint holds, or list the checkpoints of a run or a folder, newest first.
 
 Reads manifests and the sizes of files; `shardwise checkpoint verify` reads the files.
 """

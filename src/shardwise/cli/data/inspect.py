@@ -1,8 +1,8 @@
 """Show what data hold: documents, tokens, lengths, and the first documents as text.
 
 PATH is Megatron's PREFIX, .bin or .idx; an HDF5 shard, their folder or a glob; a folder that datasets saved; or text as
-training reads it. With --read-as chat the data are conversations, and the targets are shown in ⟦ ⟧. Of large data,
-parts that are spread over them are read, and the output says so.
+training reads it. With --read-as chat the data are conversations, and the targets are shown in ⟦ ⟧. If the data are
+large, only parts that are spread over them are read, and the output says so.
 """
 
 from __future__ import annotations
