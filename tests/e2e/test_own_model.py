@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import shardwise as sw
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import Config, load_config
@@ -250,14 +251,21 @@ def gradients_of_the_page(code: str, tensor: int, sequence: bool) -> tuple[Tenso
     group = dense.mesh(tensor).tp
     options = {"group": group, "sequence_parallel_enabled": sequence}
     layers = nn.ModuleDict(
-        {"attention": scope["Attention"]("attention", 32, 4, 2, options), "scale": scope["Scale"](32, group, sequence)}
+        {
+            "positions": sw.ReplicatedEmbedding(8, 32, name="positions", **options),
+            "attention": scope["Attention"]("attention", 32, 4, 2, options),
+            "mlp": scope["GatedMLP"]("mlp", 32, 48, options),
+            "scale": scope["Scale"](32, group, sequence),
+        }
     )
     dense.fill(layers)
     x_SBH, dy_SBH = (
         whole.chunk(group.size)[group.rank] if sequence else whole
         for whole in (dense.random(seed, 8, 2, 32) for seed in (1, 2))
     )
-    y_SBH = layers["scale"](layers["attention"](x_SBH))
+    y_SBH = x_SBH + layers["positions"](torch.arange(8)[:, None])
+    for name in ("attention", "mlp", "scale"):
+        y_SBH = layers[name](y_SBH)
     y_SBH.backward(dy_SBH)
     whole = collectives.all_gather(y_SBH.detach(), group).view(8, 2, 32) if sequence else y_SBH.detach()
     return whole, gradients_of(layers)
