@@ -19,10 +19,10 @@ from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.cli.plan_against_run import compare_with_run
-from shardwise.cli.plan_devices import compare_devices
-from shardwise.cli.plan_rows import DAY, plan_facts, row, time_unit
+from shardwise.cli.plan_devices import compare_devices, named_devices, prices
+from shardwise.cli.plan_rows import DAY, accuracy, dollars, plan_facts, row, time_unit
 from shardwise.config import Config, dump_yaml, load_config, recipe_name
-from shardwise.planner.device_specs import cluster
+from shardwise.planner.device_specs import cluster, shipped_text
 from shardwise.planner.memory import offloaded_bytes
 from shardwise.planner.search import Plan, Search, distinct, search
 from shardwise.planner.step_time import timeline_of
@@ -56,6 +56,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", metavar="N", type=int, help="machines (default: 1)")
     parser.add_argument(
+        "--price",
+        metavar="DOLLARS",
+        help="price of a device for an hour, or one for each device, such as 2.50,5.00; adds the price of the training",
+    )
+    parser.add_argument(
         "--budget",
         metavar="TIME",
         help="find the smallest number of nodes that train it in this time, such as '30 days'",
@@ -69,6 +74,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         help="write the recipe with the best layout to FILE; for a run, a device file",
+    )
+    parser.add_argument(
+        "--show-device", metavar="DEVICE", help="print the file of a device, as a beginning for your own"
     )
     parser.add_argument("--calibrate", action="store_true", help="measure this machine and write a device file")
     parser.add_argument(
@@ -87,8 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _calibrate(arguments)
     if arguments.output is not None:
         raise ConfigError(f"-o ({arguments.output}) must go with --calibrate; a recipe is written by --write")
+    if arguments.show_device is not None:
+        return _show_device(arguments)
     if arguments.recipe is None:
-        raise ConfigError("RECIPE must be named, or the folder of a run, or --calibrate given")
+        raise ConfigError("RECIPE must be named, or the folder of a run, or --calibrate or --show-device given")
     if arguments.device is None:
         raise ConfigError("--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it")
     if Path(arguments.recipe).is_dir():
@@ -96,9 +106,15 @@ def run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
     config = load_config(recipe, arguments.overrides)
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
-    if "," in arguments.device:
-        return compare_devices(arguments, lambda device: _searched(arguments, device, config, fixed))
-    result = _searched(arguments, arguments.device, config, fixed)
+    devices = named_devices(arguments.device)
+    price_of = prices(arguments.price, devices)
+
+    def searched(device: str) -> Search:
+        return _searched(arguments, device, config, fixed, price_of[device])
+
+    if len(devices) > 1:
+        return compare_devices(arguments, devices, searched)
+    result = searched(devices[0])
     if arguments.why is not None:
         _show_differences(result.plans, *arguments.why)
     elif arguments.json:
@@ -114,21 +130,33 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _searched(arguments: argparse.Namespace, device: str, config: Config, fixed: set[str]) -> Search:
+def _searched(
+    arguments: argparse.Namespace, device: str, config: Config, fixed: set[str], price: float | None
+) -> Search:
     """Return the best layouts on the nodes that are given, or on the fewest that keep to the budget."""
     if arguments.budget is not None:
         if arguments.nodes is not None:
             raise ConfigError("--budget must go without --nodes: it answers how many nodes are needed")
-        return _search_within_budget(config, device, arguments.budget, fixed)
-    nodes = 1 if arguments.nodes is None else arguments.nodes
-    result = search(config, cluster(device, nodes), best=_MOST_PLANS, fixed=fixed)
-    if not result.plans:
-        raise ConfigError(_why_nothing_fits(result, config, device, nodes, fixed))
+        result = _search_within_budget(config, device, arguments.budget, fixed)
+    else:
+        nodes = 1 if arguments.nodes is None else arguments.nodes
+        result = search(config, cluster(device, nodes), best=_MOST_PLANS, fixed=fixed)
+        if not result.plans:
+            raise ConfigError(_why_nothing_fits(result, config, device, nodes, fixed))
+    if price is not None:
+        result.plans = [plan.at_price(price) for plan in result.plans]
     return result
 
 
+def _show_device(arguments: argparse.Namespace) -> int:
+    if arguments.recipe is not None or arguments.device is not None:
+        raise ConfigError(f"--show-device ({arguments.show_device}) must go alone: it plans nothing")
+    output.raw(shipped_text(arguments.show_device).rstrip("\n"))
+    return 0
+
+
 def _calibrate(arguments: argparse.Namespace) -> int:
-    other_options = ("recipe", "overrides", "device", "nodes", "budget", "why", "write", "plot")
+    other_options = ("recipe", "overrides", "device", "nodes", "price", "budget", "why", "write", "plot", "show_device")
     if any(getattr(arguments, option) for option in other_options) or arguments.json:
         raise ConfigError("--calibrate must go alone or with -o FILE: it measures this machine, whatever the recipe")
     # A plan needs neither the launcher of ranks nor what fits constants to measurements.
@@ -151,9 +179,12 @@ def _show(name: str, result: Search, *, has_all: bool) -> None:
     output.line()
     chosen = list(range(len(result.plans))) if has_all else distinct(result.plans)[:_MOST_ROWS]
     unit = time_unit(best)
-    head = ("", "layout", "step", "tokens/s", "MFU", "memory", "free", "bubble", "comm.", unit, "device-hours")
-    rows = [(str(index + 1), *row(result.plans[index], unit)) for index in chosen]
-    output.table(rows, head, right=(0, 2, 3, 4, 5, 6, 7, 8, 9, 10))
+    head = ["", "layout", "step", "tokens/s", "MFU", "memory", "free", "bubble", "comm.", unit, "device-hours"]
+    rows = [[str(index + 1), *row(result.plans[index], unit)] for index in chosen]
+    if best.dollars is not None:
+        head.append("dollars")
+        rows = [[*cells, dollars(result.plans[index])] for cells, index in zip(rows, chosen, strict=True)]
+    output.table(rows, head, right=(0, *range(2, len(head))))
     output.line()
     left_out = chosen[-1] + 1 - len(chosen)
     if left_out:
@@ -164,7 +195,7 @@ def _show(name: str, result: Search, *, has_all: bool) -> None:
         )
     if any(result.plans[index].is_tight for index in chosen):
         output.line("(tight): less than 10% of the device's memory is free.")
-    for line in _LEGEND:
+    for line in (*_LEGEND, *accuracy([best])):
         output.line(line)
     if on_host := offloaded_bytes(best.config, best.layout, best.cluster.device.is_accelerator):
         output.prose(f"Layout 1 needs {units.size(on_host)} of the host's memory for each rank, which is not checked.")

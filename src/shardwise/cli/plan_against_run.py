@@ -21,8 +21,10 @@ from shardwise.runs.run import RunView, open_run
 
 def compare_with_run(arguments: argparse.Namespace) -> int:
     """Print predicted and measured, and write the corrected device where `--write` names a file."""
-    if arguments.overrides or arguments.budget or arguments.why or arguments.plot:
-        raise ConfigError("a run's folder must go without key=value, --budget, --why and --plot: the run is as it was")
+    if arguments.overrides or arguments.price or arguments.budget or arguments.why or arguments.plot:
+        raise ConfigError(
+            "a run's folder must go without key=value, --price, --budget, --why and --plot: the run is as it was"
+        )
     run = open_run(Path(arguments.recipe), all_steps=True)
     if not run.config:
         raise ConfigError(f"RUN ({run.path}) must hold the configuration of the run, config.yaml")

@@ -3,18 +3,60 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
-from shardwise.cli.plan_rows import plan_facts, row, time_unit
+from shardwise.cli.plan_rows import accuracy, dollars, plan_facts, row, time_unit
+from shardwise.planner.device_specs import PRICE_RANGE
 from shardwise.planner.search import Plan, Search
 
 
-def compare_devices(arguments: argparse.Namespace, searched: Callable[[str], Search]) -> int:
-    """Print the fastest layout on each device that `--device` names.
+def named_devices(text: str) -> list[str]:
+    """The devices that `--device` names, separated by commas.
+
+    Raises:
+        ConfigError: it names none, or one twice.
+    """
+    devices = [device for part in text.split(",") if (device := part.strip())]
+    if not devices:
+        raise ConfigError(f"--device ({text}) must name a device, such as h100:8")
+    if len(set(devices)) < len(devices):
+        raise ConfigError(f"--device ({text}) must name each device once")
+    return devices
+
+
+def prices(text: str | None, devices: Sequence[str]) -> dict[str, float | None]:
+    """The dollars for an hour of each device that `--price` gives, by the device; None where its file says it.
+
+    Raises:
+        ConfigError: these are other numbers than one, or one for each device.
+    """
+    if text is None:
+        return dict.fromkeys(devices)
+    least, most = PRICE_RANGE
+    given = []
+    for part in text.split(","):
+        try:
+            given.append(float(part))
+        except ValueError:
+            given.append(math.nan)
+    if not all(least <= price <= most for price in given):
+        raise ConfigError(f"--price ({text}) must be dollars for a device and an hour, from {least:g} to {most:,g}")
+    if len(given) not in (1, len(devices)):
+        raise ConfigError(
+            f"--price ({text}) must be one number, or one for each of the {len(devices)} devices of --device "
+            f"({','.join(devices)})"
+        )
+    return dict(zip(devices, given * (len(devices) if len(given) == 1 else 1), strict=True))
+
+
+def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searched: Callable[[str], Search]) -> int:
+    """Print the fastest layout on each of several devices.
 
     Args:
+        devices: names of `--device`.
         searched: function that returns the layouts on a device.
     """
     options = {"--why": arguments.why, "--write": arguments.write, "--plot": arguments.plot}
@@ -23,9 +65,6 @@ def compare_devices(arguments: argparse.Namespace, searched: Callable[[str], Sea
         raise ConfigError(
             f"{(given or ['--all'])[0]} must go with one device: --device ({arguments.device}) has several"
         )
-    devices = [device for part in arguments.device.split(",") if (device := part.strip())]
-    if not devices:
-        raise ConfigError(f"--device ({arguments.device}) must name a device, such as h100:8")
     plans: dict[str, Plan] = {}
     problems: dict[str, str] = {}
     for device in devices:
@@ -41,6 +80,9 @@ def compare_devices(arguments: argparse.Namespace, searched: Callable[[str], Sea
     _show(plans)
     for device, problem in problems.items():
         output.line(f"{device}: {problem}")
+    output.line()
+    for line in accuracy(plans.values()):
+        output.line(line)
     return 0
 
 
@@ -51,7 +93,7 @@ def _show(plans: dict[str, Plan]) -> None:
     head = ("devices", "layout", "step", "tokens/s", "MFU", "memory", "free", unit, "device-hours")
     rows = []
     for plan in plans.values():
-        cost = () if not has_prices else ("" if plan.dollars is None else f"{plan.dollars:,.0f}",)
+        cost = (dollars(plan),) if has_prices else ()
         cells = row(plan, unit)
         # Without bubble and communication.
         rows.append((str(plan.cluster), *cells[:6], *cells[8:], *cost))

@@ -1,7 +1,7 @@
 """Devices as data: what a cluster that is not here can do, from a YAML file for each device, without torch.
 
 A figure is `{value: NUMBER, source: TEXT}`, or in a user's own file a plain number. Rates are those of one device in
-one direction; GB are 10^9 bytes.
+one direction; GB are 10^9 bytes. A user's file with `base: h100` takes all other figures from that device.
 
 Writing device files: a figure on each line, each with its source.
 """
@@ -53,11 +53,12 @@ CONSTANTS: dict[str, tuple[float, float]] = {
 }
 """The constants that a file may give in place of the fitted `device_seconds.Constants`, with their ranges."""
 _PRICE = "dollars_per_hour"
-_PRICE_RANGE = (0.0, 10_000.0)
-"""A figure that a file may have: prices differ by contract, so no shipped file has it."""
+PRICE_RANGE = (0.0, 10_000.0)
+"""Dollars for a device and an hour that a file may give: prices differ by contract, so no shipped file has one."""
 _WHOLE = ("processors", "devices_per_node")
 _TEXTS = ("name", "node_link.topology", "network.topology")
 _TYPES = ("cpu", "accelerator")
+_OTHER_KEYS = ("type", "accuracy")
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Device:
         is_accelerator: True if it computes while the host goes on; a rank on a CPU does one after the other.
         constants: constants of `planner.device_seconds.Constants` that were measured on this device.
         dollars_per_hour: price of one device for an hour; None if it is unknown.
+        accuracy: how far predictions were from measured steps on this device; empty if none was measured.
     """
 
     key: str
@@ -112,6 +114,7 @@ class Device:
     is_accelerator: bool = True
     constants: tuple[tuple[str, float], ...] = ()
     dollars_per_hour: float | None = None
+    accuracy: str = ""
 
     def peak(self, dtype: DtypeName) -> float:
         """FLOP/s of matrix products without sparsity."""
@@ -154,7 +157,11 @@ def cluster(text: str, nodes: int = 1) -> Cluster:
 
 
 def load_device(name: str) -> Device:
-    """The device of that name, or of that YAML file."""
+    """The device of that name, or of that YAML file.
+
+    Raises:
+        ConfigError: there is no such device or file, or the file is wrong.
+    """
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         try:
@@ -164,6 +171,19 @@ def load_device(name: str) -> Device:
         except UnicodeDecodeError:
             raise ConfigError(f"--device {name} must be a text file in UTF-8") from None
         return parse_device(path.stem, text, name)
+    return _shipped(_shipped_key(name))
+
+
+def shipped_text(name: str) -> str:
+    """The file of a device of that name, as it is shipped.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    return (_FOLDER / f"{_shipped_key(name)}.yaml").read_text(encoding="utf-8")
+
+
+def _shipped_key(name: str) -> str:
     key = _ALIASES.get(name.lower(), name.lower())
     names = device_names()
     if key not in names:
@@ -173,7 +193,7 @@ def load_device(name: str) -> Device:
             f"unknown device {name!r}: {hint}devices are {listing(names)}; a file with the figures of your own ends "
             "with .yaml"
         )
-    return _shipped(key)
+    return key
 
 
 def _with_count(name: str) -> str | None:
@@ -188,7 +208,7 @@ def _with_count(name: str) -> str | None:
 
 @cache
 def _shipped(key: str) -> Device:
-    return parse_device(key, (_FOLDER / f"{key}.yaml").read_text(encoding="utf-8"), f"{key}.yaml")
+    return parse_device(key, shipped_text(key), f"{key}.yaml")
 
 
 def parse_device(device_key: str, text: str, where: str) -> Device:
@@ -198,10 +218,10 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         ConfigError: it is no YAML; or with every figure that is missing, unknown or impossible.
     """
     values = parse_yaml(text, where)
-    flat = _flat(values if isinstance(values, dict) else {})
+    flat = _with_base(_flat(values if isinstance(values, dict) else {}), device_key, where)
     constants = {f"constants.{name}": limits for name, limits in CONSTANTS.items()}
-    optional = {_PRICE: _PRICE_RANGE, **constants}
-    known = {*_RANGES, *_TEXTS, *optional, "type"}
+    optional = {_PRICE: PRICE_RANGE, **constants}
+    known = {*_RANGES, *_TEXTS, *optional, *_OTHER_KEYS}
     problems = [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
     problems += [f"{where}: {key} is missing" for key in (*_RANGES, *_TEXTS) if key not in flat]
     kind = flat.get("type", "accelerator")
@@ -249,7 +269,27 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         is_accelerator=kind == "accelerator",
         constants=tuple((key.removeprefix("constants."), float(numbers[key])) for key in given if key in constants),
         dollars_per_hour=numbers.get(_PRICE),
+        accuracy=str(flat.get("accuracy", "")),
     )
+
+
+def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, Any]:
+    """The figures of a file, with those of the shipped device that its `base` names where the file has none.
+
+    Raises:
+        ConfigError: no device of that name is shipped.
+    """
+    if "base" not in flat:
+        return flat
+    changes = {key: value for key, value in flat.items() if key != "base"}
+    name = str(flat["base"])
+    try:
+        base = _flat(parse_yaml(shipped_text(name), name))
+    except ConfigError as error:
+        raise ConfigError([f"{where}: base: {problem}" for problem in error.problems]) from None
+    # Another device's steps were measured.
+    base.pop("accuracy", None)
+    return {**base, "name": f"{base['name']} ({device_key})", **changes}
 
 
 def _possible(value: Any, least: float, most: float, *, whole: bool) -> bool:

@@ -96,6 +96,11 @@ class Plan:
         price = self.cluster.device.dollars_per_hour
         return None if price is None else price * self.device_hours
 
+    def at_price(self, dollars_per_hour: float) -> Plan:
+        """Return this plan with another price of a device for an hour."""
+        device = replace(self.cluster.device, dollars_per_hour=dollars_per_hour)
+        return replace(self, cluster=replace(self.cluster, device=device))
+
 
 @dataclass
 class Search:

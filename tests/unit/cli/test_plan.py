@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,12 +90,13 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     small = ["plan", "llama2-7b", "train.global_batch=64", "parallel.pipeline=1"]
     devices = f"h100:8,{cheap}:8, a100-40gb:1"
     assert main([*small, "--device", devices]) == 0
-    head, h100, h200, problem = capsys.readouterr().out.splitlines()
+    head, h100, h200, problem, *accuracy = capsys.readouterr().out.splitlines()
     assert head.split()[-4:] == ["free", "hours", "device-hours", "dollars"]
     assert h100.startswith("8 × NVIDIA H100 SXM")
     hours, dollars = h200.split()[-2:]
     assert int(dollars.replace(",", "")) == pytest.approx(2 * int(hours.replace(",", "")), abs=2)
     assert problem.startswith("a100-40gb:1: no layout fits ")
+    assert accuracy[1].startswith("Accuracy: compiled steps within 5% on one H200")
     assert main([*small, "--device", devices, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["devices"]["h100:8"]["dollars"] is None
@@ -105,10 +107,91 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
         assert f"{option[0]} must go with one device" in capsys.readouterr().err
 
 
+def test_a_price_for_each_device_or_one_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["plan", "llama2-7b", "train.global_batch=64", "parallel.pipeline=1", "--device", "h100:8,b200:8"]
+    for price, each in (("2.50,5.00", [2.5, 5.0]), ("4", [4.0, 4.0])):
+        assert main([*small, "--price", price, "--json"]) == 0
+        plans = json.loads(capsys.readouterr().out)["devices"].values()
+        assert [plan["dollars"] / plan["device_hours"] for plan in plans] == pytest.approx(each)
+    assert main([*small, "--price", "2.50,5.00"]) == 0
+    head, h100, b200 = capsys.readouterr().out.splitlines()[:3]
+    assert head.split()[-2:] == ["device-hours", "dollars"]
+    for row, price_of_hour in ((h100, 2.5), (b200, 5)):
+        hours, dollars = (float(cell.replace(",", "")) for cell in row.split()[-2:])
+        assert dollars == pytest.approx(price_of_hour * hours, abs=price_of_hour)
+
+
+def test_a_price_of_one_device_adds_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["plan", "llama2-7b", "train.global_batch=64", "parallel.pipeline=1", "--device", "h100:8"]
+    assert main(small) == 0
+    assert "dollars" not in capsys.readouterr().out
+    assert main([*small, "--price", "2"]) == 0
+    assert re.search(r"device-hours +dollars$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("price", "message"),
+    [
+        (
+            "1,2,3",
+            r"--price \(1,2,3\) must be one number, or one for each of the 2 devices of --device \(h100:8,b200:8\)",
+        ),
+        ("2.50,", r"--price \(2.50,\) must be dollars for a device and an hour, from 0 to 10,000"),
+        ("-1", r"--price \(-1\) must be dollars"),
+        ("nan", r"--price \(nan\) must be dollars"),
+    ],
+)
+def test_other_prices_are_refused(price: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama2-7b", "--device", "h100:8,b200:8", f"--price={price}"]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("device", "shown"),
+    [
+        ("h100:8", "communication between GPUs is not measured"),
+        ("a100:8", "published steps on A100 differ by 7 to 8%"),
+        ("b200:8", "not measured; published steps on other devices differ by 8%"),
+        ("{file}:8", "constants are those of the file"),
+    ],
+)
+def test_the_accuracy_stands_below_the_list(
+    device: str, shown: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "ours.yaml"
+    file.write_text("base: h100\nconstants: {node: 0.6}\n", encoding="utf-8")
+    small = ["plan", "llama2-7b", "train.global_batch=64", "parallel.pipeline=1", "parallel.tensor=2", "--nodes", "2"]
+    assert main([*small, "--device", device.format(file=file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (first,) = (number for number, line in enumerate(lines) if line.startswith("Accuracy: "))
+    *accuracy, compiled = lines[first:]
+    assert shown in " ".join(accuracy)
+    assert accuracy[-1].endswith("(docs/planner.md#how-far-off-it-is)")
+    assert len(accuracy) <= 2
+    assert max(map(len, accuracy)) <= 80
+    assert compiled == "compile.enabled is false, and the times are those of compiled blocks."
+    assert main([*small, "--device", "h100:8", "compile.enabled=true"]) == 0
+    assert "compile.enabled is false" not in capsys.readouterr().out
+
+
+def test_a_shipped_device_is_shown_as_a_file_that_describes_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["plan", "--show-device", "a100"]) == 0
+    file = tmp_path / "ours.yaml"
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert replace(device_specs.load_device(str(file)), key="a100-80gb") == device_specs.load_device("a100")
+    assert main(["plan", "--show-device", "h1000"]) == 2
+    assert "did you mean h100?" in capsys.readouterr().err
+    assert main(["plan", "llama2-7b", "--show-device", "h100"]) == 2
+    assert "--show-device (h100) must go alone" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--device", "h1000"], r"unknown device 'h1000': did you mean h100\? devices are "),
+        (["--device", "h100:8,h100:8"], r"--device \(h100:8,h100:8\) must name each device once"),
         (["--device", "h100x8"], r"did you mean h100:8\?"),
         (["--device", "8xa100"], r"did you mean a100-80gb:8\?|did you mean a100:8\?"),
         (["--device", "h100", "--nodes", "0"], "at least one device"),

@@ -26,7 +26,7 @@ SHORT = ("train.steps=6", "train.eval_every=0", "log.sample_tokens=0", "log.tens
         (["--calibrate", "-o", "there.yaml"], "-o there.yaml: the file exists already"),
         (["--calibrate", "-o", "nowhere/here.yaml"], "-o nowhere/here.yaml: "),
         (["llama2-tiny", "--device", "cpu", "-o", "x.yaml"], "-o (x.yaml) must go with --calibrate"),
-        ([], "RECIPE must be named, or the folder of a run, or --calibrate given"),
+        ([], "RECIPE must be named, or the folder of a run, or --calibrate or --show-device given"),
         (["llama2-tiny"], "--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it"),
     ],
 )

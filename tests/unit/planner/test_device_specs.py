@@ -1,11 +1,12 @@
 """Devices as data: each figure with its source, one's own file, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.planner.device_specs import cluster, described, device_names, load_device
+from shardwise.planner.device_specs import _RANGES, CONSTANTS, cluster, described, device_names, load_device
 from tests.arch.source import ROOT
 
 OWN = """
@@ -40,12 +41,38 @@ def test_a_file_may_have_a_price(tmp_path: Path) -> None:
         load_device(str(path))
 
 
+def test_a_base_gives_the_figures_that_a_file_leaves_out(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text("base: h100\nnetwork: {gb_per_second: 25}\ndollars_per_hour: 3\n")
+    ours, h100 = load_device(str(path)), load_device("h100")
+    assert (ours.name, ours.accuracy) == ("NVIDIA H100 SXM (ours)", "")
+    assert ours.network == replace(h100.network, bandwidth=25e9)
+    changed = {"key": "ours", "name": ours.name, "network": ours.network, "dollars_per_hour": 3, "accuracy": ""}
+    sources = tuple(source for source in h100.sources if source[0] != "network.gb_per_second")
+    assert ours == replace(h100, **changed, sources=sources)
+    path.write_text("base: cpu\nname: Ours\n")
+    assert (load_device(str(path)).name, load_device(str(path)).is_accelerator) == ("Ours", False)
+
+
+@pytest.mark.parametrize("base", ["h10", "ours.yaml", "[h100]"])
+def test_another_base_is_refused(base: str, tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(f"base: {base}\n")
+    with pytest.raises(ConfigError, match=r"ours\.yaml: base: unknown device .* devices are "):
+        load_device(str(path))
+
+
 def test_own_file_gives_the_same_device(tmp_path: Path) -> None:
     path = tmp_path / "ours.yaml"
     path.write_text(OWN)
     own, h100 = load_device(str(path)), load_device("h100")
     assert (own.memory, own.bfloat16, own.network) == (h100.memory, h100.bfloat16, h100.network)
-    assert OWN.strip().splitlines()[1] in (ROOT / "docs" / "planner.md").read_text()
+
+
+def test_the_page_names_every_key() -> None:
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    keys = [key.partition(".")[0] for key in (*_RANGES, *CONSTANTS)]
+    assert not [key for key in (*keys, "base", "accuracy", "dollars_per_hour", "type") if f"`{key}`" not in page]
 
 
 @pytest.mark.parametrize(
