@@ -98,6 +98,34 @@ class ConfigError(ShardwiseError, ValueError):
         return "\n".join(f"- {problem}" for problem in self.problems)
 
 
+class Problems:
+    """The problems of checks that do not depend on each other, to be told at once.
+
+    Each check is in a `with` block of its own: a ConfigError ends the block, and what follows it goes on.
+
+    Attributes:
+        texts: problems of all blocks so far.
+    """
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        if not isinstance(error, ConfigError):
+            return False
+        self.texts += error.problems
+        return True
+
+    def require_none(self, others: Iterable[str] = ()) -> None:
+        """Raise a ConfigError with all problems, and with the others after them, if a check has failed."""
+        if self.texts:
+            # Two checks may find the same.
+            raise ConfigError(list(dict.fromkeys((*self.texts, *others))))
+
+
 class DataError(ConfigError):
     """The input data is missing, empty or unreadable (exit code 2)."""
 

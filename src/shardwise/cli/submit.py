@@ -10,15 +10,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.base.errors import ConfigError, RunError
+from shardwise.base import units
+from shardwise.base.errors import ConfigError, Problems, RunError, listing
 from shardwise.base.redaction import redacted
 from shardwise.cli import output
 from shardwise.cli.jobs import follow
@@ -44,6 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{key}", metavar=key.upper(), help=f"launch.{key}")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the run's folder, on a file system of all nodes")
     parser.add_argument("--dry-run", action="store_true", help="print all, and submit nothing")
+    parser.add_argument(
+        "--write-only", action="store_true", help="write the run's folder with recipe and script, and submit nothing"
+    )
     parser.add_argument("-y", "--yes", action="store_true", help="submit without asking")
     parser.add_argument("--detach", action="store_true", help="do not follow the log")
     parser.add_argument(
@@ -63,53 +68,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.ssh is not None:
         return _by_ssh(arguments.ssh)
+    _check_options(arguments)
     recipe: str = arguments.recipe
-    config = load_config(recipe, _overrides(arguments))
-    require_data(config, recipe)
-    nodes = config.launch.node_range
-    if nodes is None:
-        raise ConfigError("--nodes must be given, or launch.nodes in the recipe: a number of machines, or such as 2-4")
-    is_shown_only = arguments.dry_run or arguments.kubernetes is not None
-    if not is_shown_only:
-        commands.require()
-        if not arguments.yes and not sys.stdin.isatty():
-            raise ConfigError("-y must be given where no terminal can ask whether to submit")
     run_path: Path | None = arguments.run_dir
-    gres = submission.reserved(config)
-    on = None if arguments.device is None else cluster(arguments.device, nodes[1])
-    # Where neither the recipe nor SLURM tells the number, `--device h100:8` does.
-    is_unknown = config.launch.ranks_per_node is None and gres is None
-    ranks = on.per_node if on is not None and is_unknown else ranks_per_node(config, nodes, gres)
-    layout, notes = submission.check_counts(
-        config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, run_path)
-    )
-    if config.shapes is None:
-        from shardwise.models.user_model import check_user_model
-
-        check_user_model(config)
-    folder = (run_path or RUNS / recipe_name(recipe)).absolute()
-    submission.check_run_folder(folder, config)
-    warnings = _disk_warnings(folder, config, is_shown_only)
-    inputs, problems = ([], []) if arguments.kubernetes is not None else glance_at_inputs(recipe, config)
-    if problems and not is_shown_only:
-        raise ConfigError(problems)
+    is_shown_only = arguments.dry_run or arguments.kubernetes is not None
+    checked = _checked(arguments, load_config(recipe, _overrides(arguments)), is_shown_only)
     # What only shows the job reserves no folder for it.
     name = run_path or (RUNS / recipe_name(recipe) if is_shown_only else new_run_path(recipe))
-    job = JobPlan(config, recipe, tuple(_overrides(arguments)), name.absolute(), Path.cwd(), nodes, ranks, gres)
+    job = replace(checked.job, run_path=name.absolute())
     if arguments.kubernetes is not None:
         output.raw(job_set(job, arguments.kubernetes))
         return 0
+    # The job reads the copy of the recipe in its folder: it may wait for days, and the user edits the original.
+    job = replace(job, recipe=str(job.run_path / submission.RECIPE))
     try:
-        accelerator = None if on is None else on.device.is_accelerator
-        rows = [*submission.rows(job, layout, notes, accelerator), *_predicted(job, layout, on), *inputs, *warnings]
-        output.table(rows)
+        output.table([*_rows(job, checked), ("files", _files_text(job, arguments))])
         scripts = [compile_script(job), job_script(job)] if arguments.precompile else [job_script(job)]
         for script in scripts:
             output.line()
             output.raw(redacted(script))
         # Last: the numbers and the script are of use on a machine without the files too.
-        if problems:
-            raise ConfigError(problems)
+        if checked.input_problems:
+            raise ConfigError(checked.input_problems)
+        if arguments.write_only:
+            script_path = submission.write_inputs(job, scripts[0], recipe_text(recipe))
+            output.line(f"nothing was submitted; submit it by: sbatch {shlex.quote(str(script_path))}")
+            return 0
         if not arguments.dry_run and (arguments.yes or _is_wanted()):
             return _submit(job, arguments)
     finally:
@@ -120,6 +104,154 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         output.line("nothing was submitted")
     return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise a ConfigError where options exclude each other, or something that submitting needs is missing."""
+    if arguments.write_only:
+        others = {
+            "--dry-run": arguments.dry_run,
+            "--kubernetes": arguments.kubernetes is not None,
+            "--precompile": arguments.precompile,
+            "--rehearse-preemption": arguments.rehearse_preemption,
+        }
+        given = [option for option, is_given in others.items() if is_given]
+        if given:
+            raise ConfigError(f"--write-only must go without {listing(given)}: it writes the files of one job")
+    elif not arguments.dry_run and arguments.kubernetes is None:
+        commands.require()
+        if not arguments.yes and not sys.stdin.isatty():
+            raise ConfigError("-y must be given where no terminal can ask whether to submit")
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """The nodes of a job and their ranks, with the layout on the most nodes.
+
+    Attributes:
+        gres: resources that SLURM reserves on each node.
+        notes: remarks on numbers of nodes that cannot be filled.
+        machines: devices that `--device` names; None without it.
+    """
+
+    nodes: tuple[int, int]
+    ranks: int
+    gres: str | None
+    layout: Layout
+    notes: list[str]
+    machines: Cluster | None
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A job that can be submitted, but for files that this machine may lack.
+
+    Attributes:
+        job: the job, with a folder whose name may change.
+        inputs: rows on data, tokenizer and weights.
+        warnings: rows on what may go wrong.
+        input_problems: files that cannot be read here.
+    """
+
+    job: JobPlan
+    counts: _Counts
+    inputs: list[tuple[str, str]]
+    warnings: list[tuple[str, str]]
+    input_problems: list[str]
+
+
+def _checked(arguments: argparse.Namespace, config: Config, is_shown_only: bool) -> _Checked:
+    """Check a job.
+
+    Raises:
+        ConfigError: with all problems of data, nodes, layout, batch, folder, disk and files.
+    """
+    recipe: str = arguments.recipe
+    run_path: Path | None = arguments.run_dir
+    folder = (run_path or RUNS / recipe_name(recipe)).absolute()
+    problems = Problems()
+    counts = None
+    warnings: list[tuple[str, str]] = []
+    with problems:
+        require_data(config, recipe)
+    with problems:
+        counts = _counts(arguments, config)
+        submission.check_memory(config, counts.layout, counts.gres)
+    with problems:
+        submission.check_time_limit(config)
+    with problems:
+        if config.shapes is None:
+            from shardwise.models.user_model import check_user_model
+
+            check_user_model(config)
+    with problems:
+        submission.check_run_folder(folder, config)
+        warnings = _disk_warnings(folder, config, is_shown_only)
+    inputs, input_problems = ([], []) if arguments.kubernetes is not None else glance_at_inputs(recipe, config)
+    if input_problems and not is_shown_only:
+        problems.texts += input_problems
+    problems.require_none(input_problems)
+    assert counts is not None, "nodes or a layout that are refused are a problem"
+    job = JobPlan(
+        config, recipe, tuple(_overrides(arguments)), folder, Path.cwd(), counts.nodes, counts.ranks, counts.gres
+    )
+    if counts.machines is not None:
+        warnings += _fewer_devices(arguments.device, counts.machines, counts.gres)
+    return _Checked(job, counts, inputs, warnings, input_problems)
+
+
+def _counts(arguments: argparse.Namespace, config: Config) -> _Counts:
+    nodes = config.launch.node_range
+    if nodes is None:
+        raise ConfigError("--nodes must be given, or launch.nodes in the recipe: a number of machines, or such as 2-4")
+    gres = submission.reserved(config)
+    machines = None if arguments.device is None else cluster(arguments.device, nodes[1])
+    # Where neither the recipe nor SLURM tells the number, `--device h100:8` does.
+    is_unknown = config.launch.ranks_per_node is None and gres is None
+    ranks = machines.per_node if machines is not None and is_unknown else ranks_per_node(config, nodes, gres)
+    layout, notes = submission.check_counts(
+        config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, arguments.run_dir)
+    )
+    return _Counts(nodes, ranks, gres, layout, notes, machines)
+
+
+def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tuple[str, str]]:
+    """A warning where SLURM reserves fewer GPUs on a node than the user names."""
+    gpus = commands.gpus_of(gres or "")
+    if not gpus or gpus >= machines.per_node or not device.endswith(f":{machines.per_node}"):
+        return []
+    text = (
+        f"launch.gres ({gres}) reserves fewer GPUs on a node than --device ({device}) names: the prediction is for "
+        f"{units.counted(gpus, 'rank')} on each node"
+    )
+    return [("warning", text)]
+
+
+def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
+    """What the user reads before the script."""
+    layout = checked.counts.layout
+    machines = checked.counts.machines
+    accelerator = None if machines is None else machines.device.is_accelerator
+    rows = submission.rows(job, layout, checked.counts.notes, accelerator)
+    warnings = list(checked.warnings)
+    if machines is not None:
+        from shardwise.train.summary import memory_text, predicted_rows, prediction
+
+        config = with_batch(job.config, layout.world, None)
+        plan = prediction(config, layout, replace(machines, per_node=job.ranks_per_node))
+        rows += [("device", str(machines)), *predicted_rows(plan)]
+        if plan is not None and plan.headroom < 0:
+            warnings.append(("warning", f"memory {memory_text(plan)}"))
+    return [*rows, *checked.inputs, *warnings]
+
+
+def _files_text(job: JobPlan, arguments: argparse.Namespace) -> str:
+    """The files that are written into the run's folder, and whether this command writes them."""
+    text = f"{submission.RECIPE}, {submission.SCRIPT} and logs/ in the folder of the run"
+    if not arguments.dry_run:
+        return text
+    named = "" if arguments.run_dir is not None else f", whose name will end in the time: {job.run_path.name}-…"
+    return f"{text}{named}; a dry run writes none, --write-only writes them without submitting"
 
 
 def _disk_warnings(folder: Path, config: Config, is_shown_only: bool) -> list[tuple[str, str]]:
@@ -141,16 +273,6 @@ def _is_wanted() -> bool:
         return False
 
 
-def _predicted(job: JobPlan, layout: Layout, on: Cluster | None) -> list[tuple[str, str]]:
-    """The time of a step on the nodes' devices, where these are named."""
-    if on is None:
-        return []
-    from shardwise.train.summary import predicted_rows
-
-    config = with_batch(job.config, layout.world, None)
-    return [("device", str(on)), *predicted_rows(config, layout, replace(on, per_node=job.ranks_per_node))]
-
-
 def _overrides(arguments: argparse.Namespace) -> list[str]:
     """The user's, then those that options stand for."""
     options = {key: getattr(arguments, key) for key in ("nodes", *_KEYS)}
@@ -159,15 +281,12 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
     """Write the run's folder and submit what it holds."""
-    text = recipe_text(job.recipe)
-    # The job reads the copy of the recipe in its folder: it may wait for days, and the user edits the original.
-    kept = JobPlan(**{**vars(job), "recipe": str(job.run_path / "recipe.yaml")})
-    script = submission.write_inputs(kept, job_script(kept), text)
+    script = submission.write_inputs(job, job_script(job), recipe_text(arguments.recipe))
     options = []
     compiling = None
     try:
         if arguments.precompile:
-            compiling = commands.submit(compile_script(kept))
+            compiling = commands.submit(compile_script(job))
             submission.record(job.run_path, compiling, "compile")
             output.line(
                 f"job {compiling} compiles all graphs first; its log: {job.run_path}/logs/compile-{compiling}.log"

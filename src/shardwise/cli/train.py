@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, Problems
 from shardwise.base.hardware import accelerators
 from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
@@ -90,32 +91,17 @@ def run(arguments: argparse.Namespace) -> int:
     run_path: Path | None = arguments.run_dir
     cluster = _cluster(arguments)
     config = _config(arguments)
-    if cluster is not None:
-        place = None
-        arguments.nproc = cluster.world
-    elif arguments.dry_run:
-        place = joined()
-    else:
-        from shardwise.launch.rank_process import as_rank, enter_job
+    if arguments.dry_run:
+        return _dry_run(arguments, config, cluster)
+    from shardwise.launch.rank_process import as_rank, enter_job
 
-        place = enter_job(arguments.nproc)
+    place = enter_job(arguments.nproc)
     world = place.world if place is not None else number_of_ranks(config, arguments.nproc)
     # Only now, as a batch that is given by a rule follows from the number of ranks.
     config = with_batch(config, world, run_path)
-    layout = check_layout(config, world, is_new=run_path is None)
-    if not arguments.dry_run:
-        require_data(config, recipe)
-    # Code of the user's own is imported before any rank starts, so that its errors are told once.
-    if config.shapes is None:
-        from shardwise.models.user_model import check_user_model
-
-        check_user_model(config)
-    if config.hooks.any_named:
-        from shardwise.train.hooks import check_hooks
-
-        check_hooks(config)
-    if arguments.dry_run:
-        return _show(recipe, config, layout, cluster, full=arguments.full)
+    check_layout(config, world, is_new=run_path is None)
+    require_data(config, recipe)
+    _check_user_code(config)
     if place is None:
         from shardwise.launch.rank_process import check_accelerators
 
@@ -164,23 +150,72 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
     return cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
 
 
-def _show(recipe: str, config: Config, layout: Layout, cluster: Cluster | None, *, full: bool) -> int:
-    """Print the dry run. Problems of the files are last: the numbers are of use on a machine without the files too."""
+def _check_user_code(config: Config) -> None:
+    """Import code of the user's own before any rank starts, so that its errors are told once.
+
+    Raises:
+        ConfigError: it cannot be imported, or not be called as it will be.
+    """
+    if config.shapes is None:
+        from shardwise.models.user_model import check_user_model
+
+        check_user_model(config)
+    if config.hooks.any_named:
+        from shardwise.train.hooks import check_hooks
+
+        check_hooks(config)
+
+
+def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | None) -> int:
+    """Print the dry run. Problems of the files are last: the numbers are of use on a machine without the files too.
+
+    Raises:
+        ConfigError: with all problems of ranks, batch, layout, code, data, tokenizer and weights.
+    """
+    run_path: Path | None = arguments.run_dir
+    problems = Problems()
+    layout = None
+    with problems:
+        world = _ranks_of_dry_run(arguments, config, cluster)
+        config = with_batch(config, world, run_path)
+        layout = check_layout(config, world, is_new=run_path is None)
+    with problems:
+        _check_user_code(config)
+    rows, input_problems = glance_at_inputs(arguments.recipe, config)
+    problems.require_none(input_problems)
+    assert layout is not None, "a layout that is refused is a problem"
+    _show(arguments, config, layout, cluster, rows)
+    if input_problems:
+        raise ConfigError(input_problems)
+    return 0
+
+
+def _ranks_of_dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | None) -> int:
+    if cluster is not None:
+        return cluster.world
+    place = joined()
+    return place.world if place is not None else number_of_ranks(config, arguments.nproc)
+
+
+def _show(
+    arguments: argparse.Namespace,
+    config: Config,
+    layout: Layout,
+    cluster: Cluster | None,
+    rows: Sequence[tuple[str, str]],
+) -> None:
     from shardwise.train.summary import dry_run
 
-    rows, problems = glance_at_inputs(recipe, config)
     if cluster is None:
         device, count = accelerators()
         has_accelerator = count > 0
     else:
         device = ""
         has_accelerator = cluster.device.is_accelerator
-    text = dry_run(recipe_name(recipe), config, layout, device, has_accelerator, rows, cluster, full=full)
+    name = recipe_name(arguments.recipe)
+    text = dry_run(name, config, layout, device, has_accelerator, rows, cluster, full=arguments.full)
     width = width_of(sys.stdout)
     output.raw(output.text(text if width is None else _wrapped_comments(text, width)))
-    if problems:
-        raise ConfigError(problems)
-    return 0
 
 
 def _wrapped_comments(text: str, width: int) -> str:

@@ -28,6 +28,7 @@ from shardwise.data.formats import (
     user_samples,
 )
 from shardwise.data.reading import dataset_tables, hdf5_files, megatron_files
+from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT
 from shardwise.data.samples.sentence_pairs import chunk_room
 from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
@@ -77,12 +78,14 @@ class DataFormat(SampleSource):
             the system refuses the path.
         inspect: describes the data, with the first samples, whose number is given.
         has_splits: True if the data may have splits with names.
+        most_tokens: the number that the tokens of the data cannot exceed, in a moment; None if it takes longer.
     """
 
     name: str
     is_at: Callable[[Path], bool]
     inspect: Callable[[DataConfig, int], inspecting.Inspection]
     has_splits: bool = False
+    most_tokens: Callable[[Config], int | None] = lambda _config: None
 
 
 FORMATS: Mapping[str, DataFormat] = {
@@ -95,6 +98,7 @@ FORMATS: Mapping[str, DataFormat] = {
             open_data=megatron.open_data,
             glance=megatron.glance,
             inspect=megatron.inspect,
+            most_tokens=megatron.most_tokens,
         ),
         DataFormat(
             name="hdf5",
@@ -128,6 +132,7 @@ FORMATS: Mapping[str, DataFormat] = {
             open_data=text.open_data,
             glance=text.glance,
             inspect=text.inspect,
+            most_tokens=text.most_tokens,
         ),
     )
 }
@@ -281,6 +286,28 @@ def glance(config: Config) -> Glance:
     """
     if config.data.mixture:
         return _glance_at_sources(config)
+    glanced = _glance_at_source(config)
+    if glanced.problems or not config.data.is_named or config.hooks.data is not None:
+        return glanced
+    repeats = _repeats(config)
+    return glanced if repeats is None else Glance([*glanced.rows, ("warning", repeats)], [])
+
+
+def _repeats(config: Config) -> str | None:
+    """A warning if the training reads the data very often, as far as a glance can tell; else None."""
+    train = config.train
+    most = format_of(config.data).most_tokens(config)
+    needed = train.steps * train.global_batch * train.sequence_length
+    if not most or needed <= MANY_EPOCHS * most:
+        return None
+    return (
+        f"train.steps ({train.steps:,}) read {needed:,} tokens, and the data have at most {most:,}: each is read at "
+        f"least {needed // most:,} times, and {REPEATED_TEXT}: lower train.steps, or give more data"
+    )
+
+
+def _glance_at_source(config: Config) -> Glance:
+    """The rows about the data and the tokenizer of a configuration without a mixture."""
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
     looks: dict[str, Callable[[], str]] = {}
@@ -326,7 +353,7 @@ def _glance_at_sources(config: Config) -> Glance:
     rows: dict[str, str] = {}
     problems: list[str] = []
     for name in config.data.sources_read:
-        glanced = glance(mixture.config_of_source(config, name))
+        glanced = _glance_at_source(mixture.config_of_source(config, name))
         rows |= {"tokenizer" if row == "tokenizer" else f"data, {name}": text for row, text in glanced.rows}
         problems += [f"data.mixture.{name}: {problem}" for problem in glanced.problems]
     tokenizer = rows.pop("tokenizer", None)

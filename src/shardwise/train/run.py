@@ -15,7 +15,7 @@ from shardwise.checkpoint.format.model_files import differ_in_tokens, difference
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, Layout, UserModelConfig, check_layout
-from shardwise.data.samples.batch import Batches, BlendedBatches
+from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
@@ -193,14 +193,20 @@ def _begin(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Memo
 
 
 def _warn_of_repeats(batches: Batches, samples: int, reporter: Reporter) -> None:
-    """Warn of each source of a mixture of which the run of `samples` samples reads a fourth epoch."""
+    """Warn of data that the run of `samples` samples reads too often: a source of a mixture, or all data very often."""
     if not isinstance(batches, BlendedBatches):
+        epochs = samples / batches.num_samples
+        if epochs > MANY_EPOCHS:
+            reporter.warning(
+                f"the data ({units.counted(batches.num_samples, 'sample')}) are read {epochs:,.1f} times by the last "
+                f"step, and {REPEATED_TEXT}: lower train.steps, or give more data"
+            )
         return
     for name, epochs in batches.repeated(samples).items():
         if epochs > _EPOCHS_WITHOUT_WARNING:
             reporter.warning(
-                f"the source {name} is read {epochs:.1f} times by the last step, and a text that is repeated more than "
-                "four times teaches little (arXiv:2305.16264): lower its weight, or give it more text"
+                f"the source {name} is read {epochs:.1f} times by the last step, and {REPEATED_TEXT}: lower its "
+                "weight, or give it more text"
             )
 
 

@@ -32,7 +32,9 @@ from shardwise.planner.memory import (
 from shardwise.train.memory_remedies import remedies_of_machine
 
 if TYPE_CHECKING:
-    from shardwise.planner.device_specs import Cluster  # costly to import, for a cluster alone
+    # Costly to import, for a cluster alone.
+    from shardwise.planner.device_specs import Cluster
+    from shardwise.planner.search import Plan
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -66,12 +68,15 @@ def dry_run(
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if cluster is None else f"{cluster} (--device)"
     rows = _work(config, layout, shown_device, accelerator)
+    plan = None
     if cluster is not None:
-        rows += predicted_rows(config, layout, cluster)
+        plan = prediction(config, layout, cluster)
+        rows += predicted_rows(plan)
     rows += _pipeline(config, layout, accelerator)
     rows += _compute(config)
     rows += _dropout(config, layout, accelerator)
     rows += _needs(config, layout, accelerator)
+    rows.append(("checkpoints", _when_saved(config, None if plan is None else plan.time.total)))
     if cluster is None and not accelerator:
         rows += _host_memory(config, layout)
     rows += inputs
@@ -134,30 +139,38 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
     ]
 
 
-def predicted_rows(config: Config, layout: Layout, cluster: Cluster) -> _Rows:
-    """The time of a step on a cluster, its parts, and the memory that is left or lacks."""
-    from shardwise.planner.search import RESERVED, predicted  # costly to import, for a cluster alone
+def prediction(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
+    """The prediction for a layout on a cluster, whether or not it fits; None for a model of the user's own."""
+    from shardwise.planner.search import predicted  # costly to import, for a cluster alone
 
-    plan = predicted(config, layout, cluster)
+    return predicted(config, layout, cluster)
+
+
+def predicted_rows(plan: Plan | None) -> _Rows:
+    """The time of a step on a cluster, its parts, and the memory that is left or lacks."""
     if plan is None:
         return [("time", _UNKNOWN)]
     time = plan.time
     shares = sorted(time.rows(), key=lambda row: -row[1])
     parts = ", ".join(f"{part.replace('_', ' ')} {seconds / time.total:.0%}" for part, seconds in shares)
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
-    hours = f"{plan.seconds * cluster.world / 3600:,.0f} device-hours"
-    fits = f"{units.size(plan.headroom)} free"
-    if plan.headroom < 0:
-        fits = f"does not fit: {units.size(plan.memory.total)} are needed"
     return [
         ("step", f"{units.duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
         ("  parts", parts),
-        ("  all steps", f"{units.duration(plan.seconds)}, {hours}"),
-        (
-            "  fits",
-            f"{fits} of {units.size(cluster.device.memory)} on each device, of which {RESERVED:.0%} are its own",
-        ),
+        ("  all steps", f"{units.duration(plan.seconds)}, {plan.device_hours:,.0f} device-hours"),
+        ("  memory", memory_text(plan)),
     ]
+
+
+def memory_text(plan: Plan) -> str:
+    """Whether a layout fits on each device of its cluster."""
+    from shardwise.planner.search import RESERVED  # costly to import, for a cluster alone
+
+    state = f"{units.size(plan.headroom)} free"
+    if plan.headroom < 0:
+        state = f"does not fit: {units.size(plan.memory.total)} are needed"
+    memory = units.size(plan.cluster.device.memory)
+    return f"{state} of {memory} on each device, of which {RESERVED:.0%} are its own"
 
 
 def _advice(precision: Precision, accelerator: bool) -> str:
@@ -353,6 +366,24 @@ def _host_memory(config: Config, layout: Layout) -> _Rows:
     if expected > available:
         text += f". What would help: {remedies_of_machine(config, layout, ranks)}"
     return [("host memory", text)]
+
+
+def _when_saved(config: Config, step_seconds: float | None) -> str:
+    """The times at which checkpoints are saved.
+
+    Args:
+        step_seconds: predicted time of a step; None if it is not known.
+    """
+    settings = config.checkpoint
+    times = []
+    if settings.every:
+        taken = "" if step_seconds is None else f" (about {units.duration(settings.every * step_seconds)})"
+        times.append(f"every {units.counted(settings.every, 'step')}{taken}")
+    if settings.every_minutes is not None:
+        times.append("every minute" if settings.every_minutes == 1 else f"every {settings.every_minutes:,g} minutes")
+    times.append("after the last step")
+    copies = f"; copies in memory every {units.counted(settings.memory_every, 'step')}" if settings.memory_every else ""
+    return f"{listing(times)}{copies}"
 
 
 def _disk(config: Config, checkpoint: int) -> str:

@@ -275,6 +275,26 @@ def test_dry_run_for_a_cluster_tells_its_device_and_imports_no_torch() -> None:
     assert "predicted" in text
 
 
+def test_a_dry_run_for_a_cluster_tells_whether_it_fits_and_how_long_checkpoints_are_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["train", "llama2-7b", "--dry-run", "--device", "h100:8", "parallel.pipeline=1", "checkpoint.every=1000"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^#   memory +[\d.]+ GiB free of 74\.5 GiB on each device, of which 6% are its own$", text, re.M)
+    seconds = re.search(r"^# step +([\d.]+) s predicted", text, re.M)
+    every = re.search(
+        r"^# checkpoints +every 1,000 steps \(about (\d) h (\d+) min\), every 30 minutes and ", text, re.M
+    )
+    assert seconds is not None
+    assert every is not None
+    assert 60 * int(every[1]) + int(every[2]) == pytest.approx(1000 / 60 * float(seconds[1]), rel=0.02)
+    assert main([*command, "parallel.tensor=1", "train.micro_batch=8"]) == 0
+    assert re.search(
+        r"^#   memory +does not fit: \d+ GiB are needed of 74\.5 GiB on each ", capsys.readouterr().out, re.M
+    )
+
+
 def test_submission_tells_the_step_on_the_nodes_devices(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

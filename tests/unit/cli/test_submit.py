@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.cli import jobs, main, submit
+from shardwise.config import recipe_text
 from shardwise.launch.slurm import commands
 from shardwise.runs.folder import RunDirectory
 
@@ -79,6 +80,86 @@ def test_a_dry_run_warns_of_the_disk_of_this_machine(
     assert "#SBATCH --nodes=2" in out
     assert main([*TWO, "-y"]) == 2
     assert "must be at least what one checkpoint takes" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_the_script_that_would_be_written_and_says_that_it_writes_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*TWO, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^files +recipe.yaml, job.sh and logs/ in .* llama2-tiny-…; a dry run writes none, ", out, re.M)
+    assert re.search(r"supervise \S+/runs/llama2-tiny/recipe\.yaml data\.dataset=tiny", out)
+    assert made() == []
+    assert main([*TWO, "--dry-run", "--run-dir", "one"]) == 0
+    shown = capsys.readouterr().out
+    assert not Path("one").exists()
+    assert main([*TWO, "--write-only", "--run-dir", "one"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(f"nothing was submitted; submit it by: sbatch {Path('one/job.sh').absolute()}\n")
+    assert Path("one/job.sh").read_text(encoding="utf-8").rstrip("\n") in shown
+    assert Path("one/recipe.yaml").read_text(encoding="utf-8") == recipe_text("llama2-tiny")
+    assert Path("one/logs").is_dir()
+
+
+def test_files_alone_are_written_without_slurm_into_a_new_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "require", lambda: pytest.fail("SLURM was asked for"))
+    assert main([*TWO, "--write-only"]) == 0
+    (name,) = made()
+    assert re.fullmatch(r"llama2-tiny-\d{8}-\d{6}", name)
+    assert f"/runs/{name}/logs/job-%j.log" in Path("runs", name, "job.sh").read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert main([*TWO, "--write-only", "--precompile", "--dry-run"]) == 2
+    assert "--write-only must go without --dry-run and --precompile" in capsys.readouterr().err
+
+
+def test_all_problems_of_a_job_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["data.path=nowhere", "data.tokenizer=none.json", "parallel.tensor=3", "launch.ranks_per_node=3"]
+    assert main(["submit", "llama2-tiny", "--nodes", "2", "--time", "04:00", *wrong, "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    named = ("parallel.tensor (3) must ", "launch.warning_seconds (300)", "data.path (nowhere)", "data.tokenizer (none")
+    assert [text for text in named if f"\n- {text}" not in shown.err] == []
+    too_large = [
+        "submit",
+        "llama2-7b",
+        "--nodes",
+        "1",
+        "--gres",
+        "gpu:t4:8",
+        "--time",
+        "04:00",
+        *wrong[:2],
+        "--dry-run",
+    ]
+    assert main([*too_large, "parallel.tensor=1"]) == 2
+    named = ("the memory expected on each rank (", "launch.warning_seconds (300)", "data.path (nowhere)")
+    err = capsys.readouterr().err
+    assert [text for text in named if f"\n- {text}" not in err] == []
+    assert main(["submit", "llama2-tiny", *wrong[:2], "--dry-run"]) == 2
+    missing = ("--nodes must be given", "data.path (nowhere)", "data.tokenizer (none")
+    err = capsys.readouterr().err
+    assert [text for text in missing if f"\n- {text}" not in err] == []
+
+
+def test_a_job_that_does_not_fit_or_gets_fewer_gpus_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["submit", "llama2-7b", "data.dataset=python", "parallel.pipeline=1", "--nodes", "4", "--dry-run"]
+    assert main([*large, "--device", "h100:8", "parallel.tensor=1", "train.micro_batch=8"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^warning +memory does not fit: \d+ GiB are needed of 74\.5 GiB on each device", out, re.M)
+    assert "launch.gres" not in out
+    assert main([*large, "--device", "h100:8", "--gres", "gpu:4", "parallel.tensor=4"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^warning +launch\.gres \(gpu:4\) reserves fewer GPUs on a node than --device \(h100:8\) names: the "
+        r"prediction is for 4 ranks on each node$",
+        out,
+        re.M,
+    )
+    assert "does not fit" not in out
+    assert main([*large, "--device", "h100", "--gres", "gpu:4", "parallel.tensor=4"]) == 0
+    assert "launch.gres (" not in capsys.readouterr().out
 
 
 def test_a_warning_before_the_job_starts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +278,7 @@ def test_fault_05_a_dry_run_shows_the_script_that_compiles_and_then_the_one_that
     assert training == train
     assert compiling.startswith("# Compiles the graphs of one for 2 ranks")
     assert "which SLURM starts when this one has succeeded" in compiling
-    assert re.search(r"^exec .* -m shardwise compile llama2-tiny .*--nproc 2$", compiling, re.MULTILINE)
+    assert re.search(r"^exec .* -m shardwise compile \S+/one/recipe.yaml .*--nproc 2$", compiling, re.MULTILINE)
     assert "#SBATCH --nodes=1\n" in compiling
     assert "word" not in compiling + training
 

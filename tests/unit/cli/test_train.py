@@ -84,7 +84,25 @@ def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys
     out = capsys.readouterr().out
     assert "\n# data           corpus.jsonl: 1 file, 22 B, read as JSON lines, prepared when the run starts" in out
     assert "\n# tokenizer      byte-level BPE of 512 tokens, trained on the data when the run starts\n" in out
+    assert (
+        "\n# warning        train.steps (20) read 10,240 tokens, and the data have at most 22: each is read at least "
+        "465 times, and a text that is repeated more than four times teaches little (arXiv:2305.16264): lower " in out
+    )
     assert config_from(parse_yaml(out, "dry run")).data.path == "corpus.jsonl"
+
+
+def test_a_dry_run_tells_problems_of_layout_and_files_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["data.path=nowhere", "data.tokenizer=none.json", "hooks.callbacks=[no.module:Name]"]
+    command = ["train", "llama2-tiny", *wrong, "--dry-run"]
+    named = ["hooks.callbacks", "data.path (nowhere) does not", "data.tokenizer (none.json) must be"]
+    for more, problem in (
+        (["parallel.tensor=3", "--nproc", "3"], "parallel.tensor (3) must divide "),
+        (["train.global_batch=7", "--nproc", "2"], "train.global_batch (7) must "),
+        (["train.global_batch=3 per 2 ranks", "--nproc", "1"], "train.global_batch (3 per 2 ranks) must "),
+    ):
+        assert main([*command, *more]) == 2
+        err = capsys.readouterr().err
+        assert [text for text in (problem, *named) if f"\n- {text}" not in err] == []
 
 
 def test_a_dry_run_looks_at_evaluation_sets_and_task_files(capsys: pytest.CaptureFixture[str]) -> None:

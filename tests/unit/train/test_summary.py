@@ -148,6 +148,24 @@ def test_how_many_checkpoints_time_makes_is_not_known() -> None:
     assert found.endswith("for each checkpoint, all of them kept (checkpoint.keep=null)")
 
 
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({}, "every 30 minutes and after the last step"),
+        ({"every": 1000}, "every 1,000 steps, every 30 minutes and after the last step"),
+        ({"every": 1, "every_minutes": None}, "every 1 step and after the last step"),
+        (
+            {"every_minutes": None, "memory_every": 5},
+            "after the last step; copies in memory every 5 steps",
+        ),
+        ({"every_minutes": 1.0}, "every minute and after the last step"),
+    ],
+)
+def test_when_checkpoints_are_saved(settings: dict[str, Any], shown: str) -> None:
+    chosen = config().model_copy(update={"checkpoint": CheckpointConfig(**settings)})
+    assert rows(chosen)["checkpoints"] == shown
+
+
 # ---- a pipeline
 
 

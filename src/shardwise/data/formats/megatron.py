@@ -15,7 +15,7 @@ from shardwise.config import Config, DataConfig
 from shardwise.data import cache, split
 from shardwise.data.formats import common, inspecting
 from shardwise.data.reading.manifest import of_prefix, read_manifest
-from shardwise.data.reading.megatron_files import Documents, IndexedFile, count_sequences, prefix_of
+from shardwise.data.reading.megatron_files import Documents, IndexedFile, count_sequences, count_tokens, prefix_of
 from shardwise.data.samples import batch, causal, order
 from shardwise.data.tokens.tokenizer import PairTokens
 
@@ -125,6 +125,13 @@ def glance(config: Config) -> str:
     """The number of sequences, by the headers of the .idx files."""
     sequences = [count_sequences(prefix) for _, prefix in config.data.weighted_prefixes]
     return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
+
+
+def most_tokens(config: Config) -> int | None:
+    """The tokens of all data sets; None where pairs repeat sentences."""
+    if common.in_pairs(config):
+        return None
+    return sum(count_tokens(prefix) for _, prefix in config.data.weighted_prefixes)
 
 
 def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:

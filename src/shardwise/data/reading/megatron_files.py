@@ -228,6 +228,13 @@ def count_sequences(path: str | Path) -> int:
         return _read_header(idx_path)[1]
 
 
+def count_tokens(path: str | Path) -> int:
+    """The number of tokens of a data set, from the size of its .bin; DataError as from `IndexedFile.open`."""
+    bin_path, idx_path = _existing_files(prefix_of(path))
+    with readable(idx_path):
+        return bin_path.stat().st_size // _read_header(idx_path)[0].itemsize
+
+
 def _existing_files(prefix: Path) -> tuple[Path, Path]:
     bin_path, idx_path = _files(prefix)
     problems = [

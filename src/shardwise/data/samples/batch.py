@@ -68,6 +68,11 @@ class Batch:
             )
 
 
+MANY_EPOCHS = 100
+"""Epochs above which a training is warned: its data are more likely a mistake than meant."""
+REPEATED_TEXT = "a text that is repeated more than four times teaches little (arXiv:2305.16264)"
+
+
 class Batches(ABC):
     """Samples in an order that is a pure function of (seed, samples consumed), cut for any layout.
 

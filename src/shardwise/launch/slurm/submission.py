@@ -22,6 +22,10 @@ from shardwise.launch.slurm.script import _REPLACED, JobPlan, in_one_line, opera
 from shardwise.planner.memory import checkpoint_bytes, expected_memory, memory_copies_bytes, neediest_rank
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 
+RECIPE = "recipe.yaml"
+"""The copy of the recipe in the folder of a run, which the job reads."""
+SCRIPT = "job.sh"
+"""The script of the job in the folder of a run."""
 _JOBS = "jobs.jsonl"
 _SHOWN_COUNTS = 8
 
@@ -141,14 +145,17 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
     launch = job.config.launch
     if accelerator is None:
         accelerator = commands.gpus_of(job.gres or "") > 0
-    rank = neediest_rank(job.config, layout, accelerator)
-    memory = expected_memory(job.config, layout, accelerator, pipeline_rank=rank)
+    memory = _memory_of_rank(job.config, layout, accelerator)
+    device = _device_memory(job.gres)
+    shown = "unknown: the model is your own" if memory is None else f"{units.size(memory)} per rank"
+    if memory is not None and device is not None:
+        shown += f", of {units.size(device)} on its device"
     partition = f", partition {launch.partition}" if launch.partition else ""
     lines = [
         ("run", str(job.run_path)),
         ("nodes", f"{job.where}{partition}"),
         ("layout", layout.product()),
-        ("memory", "unknown: the model is your own" if memory is None else _memory(job, memory.total)),
+        ("memory", shown),
         *_copies(job, layout, accelerator),
         ("time", _node_hours(job)),
         ("restarts", f"at most {launch.max_restarts} without a newer checkpoint (launch.max_restarts)"),
@@ -166,20 +173,30 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
     return [*lines, *(("note", note) for note in (*notes, *_cluster_notes()))]
 
 
-def _memory(job: JobPlan, total: int) -> str:
-    text = f"{units.size(total)} per rank"
-    kind = (job.gres or "").split(":")
-    device = device_memory(kind[1]) if len(kind) == 3 else None
-    if device is None:
-        return text
-    if total > device:
+def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
+    """Refuse a layout that needs more memory than the device that `gres` names has, by a ConfigError."""
+    device = _device_memory(gres)
+    memory = _memory_of_rank(config, layout, accelerator=True)
+    if device is not None and memory is not None and memory > device:
         raise ConfigError(
-            f"the memory expected on each rank ({units.size(total)}) must be at most that of the device of launch.gres "
-            f"({units.size(device)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "
-            "train.recompute=full"
+            f"the memory expected on each rank ({units.size(memory)}) must be at most that of the device of "
+            f"launch.gres ({units.size(device)}): raise parallel.tensor or parallel.pipeline, lower "
+            "train.micro_batch, or set train.recompute=full"
             f"{see('runs#model-does-not-fit')}"
         )
-    return f"{text}, of {units.size(device)} on its device"
+
+
+def _memory_of_rank(config: Config, layout: Layout, accelerator: bool) -> int | None:
+    """Return the bytes of the rank that needs most; None for a model of the user's own."""
+    rank = neediest_rank(config, layout, accelerator)
+    memory = expected_memory(config, layout, accelerator, pipeline_rank=rank)
+    return None if memory is None else memory.total
+
+
+def _device_memory(gres: str | None) -> int | None:
+    """Return the bytes of the device that SLURM's resources name, such as gpu:h100:8; None if they name none."""
+    kind = (gres or "").split(":")
+    return device_memory(kind[1]) if len(kind) == 3 else None
 
 
 def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
@@ -193,19 +210,23 @@ def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, 
     return [("copies", f"every {every:,} steps, {units.size(taken)} of each node's memory; {bound}")]
 
 
-def _node_hours(job: JobPlan) -> str:
-    limit = job.config.launch.time
-    if limit is None:
-        return "the partition's limit (launch.time=null)"
-    warning = job.config.launch.warning_seconds
-    seconds = commands.seconds(limit)
-    if warning >= seconds:
+def check_time_limit(config: Config) -> None:
+    """Refuse a time limit of which SLURM would warn the job as it starts, by a ConfigError."""
+    limit = config.launch.time
+    warning = config.launch.warning_seconds
+    if limit is not None and warning >= (seconds := commands.seconds(limit)):
         raise ConfigError(
             f"launch.warning_seconds ({warning}) must be less than launch.time ({limit}, {seconds:,} s): SLURM would "
             "warn the job as it starts"
             f"{see('jobs#warning-before-the-limit')}"
         )
-    hours = seconds / 3600
+
+
+def _node_hours(job: JobPlan) -> str:
+    limit = job.config.launch.time
+    if limit is None:
+        return "the partition's limit (launch.time=null)"
+    hours = commands.seconds(limit) / 3600
     return f"{limit} for each start, {job.nodes[1] * hours:,.1f} node-hours"
 
 
@@ -241,8 +262,8 @@ def write_inputs(job: JobPlan, script: str, recipe: str) -> Path:
     The job may wait for days, and start again: it must not depend on whether the user edits the recipe meanwhile.
     """
     folder = RunDirectory(job.run_path).create().path
-    for name, text in (("recipe.yaml", recipe), ("job.sh", script)):
+    for name, text in ((RECIPE, recipe), (SCRIPT, script)):
         # A URL may have a secret, which the job needs, and nobody else may read.
         mode = 0o666 if redacted(text) == text else 0o600
         write_atomic(folder / name, text.encode(errors="surrogateescape"), mode=mode)
-    return folder / "job.sh"
+    return folder / SCRIPT
