@@ -96,7 +96,7 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     hours, dollars = h200.split()[-2:]
     assert int(dollars.replace(",", "")) == pytest.approx(2 * int(hours.replace(",", "")), abs=2)
     assert problem.startswith("a100-40gb:1: no layout fits ")
-    assert accuracy[1].startswith("Accuracy: compiled steps within 5% on one H200")
+    assert accuracy[1].startswith("Accuracy: compiled times within 5% on one H200")
     assert main([*small, "--device", devices, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["devices"]["h100:8"]["dollars"] is None

@@ -97,6 +97,42 @@ def test_what_can_be_read_is_described(kind: str, at: Path) -> None:
     assert sorted(at.rglob("*")) == before, "a dry run prepares nothing"
 
 
+@pytest.mark.parametrize(
+    ("data", "most"),
+    [
+        ({"path": "one.jsonl"}, 26),
+        ({"path": "texts"}, 15),
+        ({"path": "tokens"}, 3),
+        ({"blend": [1, "tokens", 2, "tokens"]}, 6),
+        ({"path": "packed.jsonl.gz"}, None),
+        ({"dataset": "stories"}, None),
+    ],
+)
+def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], most: int | None, at: Path) -> None:
+    """As far as files tell without reading: a token takes a byte of text at least."""
+    (at / "packed.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n'))
+    config = chosen(**data)
+    few = 100 * (most or 16) // 16
+
+    def warnings(steps: int) -> list[str]:
+        train = config.train.model_copy(update={"steps": steps, "global_batch": 1})
+        found = glance(config.model_copy(update={"train": train}))
+        assert found.problems == []
+        return [text for name, text in found.rows if name == "warning"]
+
+    assert warnings(few) == []
+    if most is None:
+        assert warnings(10**9) == []
+    else:
+        (text,) = warnings(few + 1)
+        tokens = 16 * (few + 1)
+        assert text.startswith(
+            f"train.steps ({few + 1}) read {tokens:,} tokens, and the data have at most {most}: each"
+        )
+        assert "is read at least 10" in text
+    assert "warning" not in [name for name, _ in look(mixture={"a": {"weight": 1, **data}}).rows]
+
+
 @pytest.mark.parametrize("found", ["hub", "unknown", ConfigError("no such repository")])
 def test_hub_ids_are_looked_up(found: str | ConfigError, monkeypatch: pytest.MonkeyPatch) -> None:
     def find(wanted: hub.HubFiles) -> str:

@@ -7,7 +7,15 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.script import JobPlan, job_script, ranks_per_node
-from shardwise.launch.slurm.submission import check_counts, check_disk, check_run_folder, reserved, rows, write_inputs
+from shardwise.launch.slurm.submission import (
+    check_counts,
+    check_disk,
+    check_memory,
+    check_run_folder,
+    reserved,
+    rows,
+    write_inputs,
+)
 
 
 def config(*overrides: str) -> Config:
@@ -70,18 +78,12 @@ def test_a_model_that_no_rank_can_hold_is_not_submitted(tmp_path: Path) -> None:
     told = (
         r"expected on each rank \(\d+.*GiB\) must be at most that of the device of launch\.gres \(\d+.* GiB\): raise p"
     )
+    keys = ("parallel.tensor=1", "train.global_batch=1", "train.micro_batch=1")
+    planned, layout = job(tmp_path, "launch.gres=gpu:h100:1", *keys, ranks=1)
     with pytest.raises(ConfigError, match=told):
-        rows(
-            *job(
-                tmp_path,
-                "launch.gres=gpu:h100:1",
-                "parallel.tensor=1",
-                "train.global_batch=1",
-                "train.micro_batch=1",
-                ranks=1,
-            ),
-            (),
-        )
+        check_memory(planned.config, layout, planned.gres)
+    assert "on its device" in dict(rows(planned, layout, ()))["memory"]
+    check_memory(planned.config, layout, "gpu:1")
 
 
 def test_what_costs_steps_or_time_is_told_before_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
