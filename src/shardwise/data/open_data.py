@@ -78,14 +78,15 @@ class DataFormat(SampleSource):
             the system refuses the path.
         inspect: describes the data, with the first samples, whose number is given.
         has_splits: True if the data may have splits with names.
-        most_tokens: the number that the tokens of the data cannot exceed, in a moment; None if it takes longer.
+        most_tokens: the number that the tokens of the data cannot exceed, in a moment; None if it takes longer, or if
+            the number is above a limit, which is given.
     """
 
     name: str
     is_at: Callable[[Path], bool]
     inspect: Callable[[DataConfig, int], inspecting.Inspection]
     has_splits: bool = False
-    most_tokens: Callable[[Config], int | None] = lambda _config: None
+    most_tokens: Callable[[Config, int], int | None] = lambda _config, _limit: None
 
 
 FORMATS: Mapping[str, DataFormat] = {
@@ -296,8 +297,8 @@ def glance(config: Config) -> Glance:
 def _repeats(config: Config) -> str | None:
     """A warning if the training reads the data very often, as far as a glance can tell; else None."""
     train = config.train
-    most = format_of(config.data).most_tokens(config)
     needed = train.steps * train.global_batch * train.sequence_length
+    most = format_of(config.data).most_tokens(config, needed // MANY_EPOCHS)
     if not most or needed <= MANY_EPOCHS * most:
         return None
     return (

@@ -127,11 +127,12 @@ def glance(config: Config) -> str:
     return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
 
 
-def most_tokens(config: Config) -> int | None:
+def most_tokens(config: Config, limit: int) -> int | None:
     """The tokens of all data sets; None where pairs repeat sentences."""
     if common.in_pairs(config):
         return None
-    return sum(count_tokens(prefix) for _, prefix in config.data.weighted_prefixes)
+    total = sum(count_tokens(prefix) for _, prefix in config.data.weighted_prefixes)
+    return total if total <= limit else None
 
 
 def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:

@@ -228,14 +228,16 @@ def glance(config: Config) -> str:
     return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}"
 
 
-def most_tokens(config: Config) -> int | None:
+def most_tokens(config: Config, limit: int) -> int | None:
     """The bytes of the files, as a token has one at least; None where files are packed, or pairs repeat sentences."""
     source = open_source(config.data)
     if not isinstance(source, FileSource) or common.in_pairs(config):
         return None
-    if any(reading.kind == "parquet" or reading.packing is not None for reading in source.readings):
+    total = sum(file.stat().st_size for file in source.files)
+    # Files are opened only if it matters how they are packed.
+    if total > limit or any(reading.kind == "parquet" or reading.packing is not None for reading in source.readings):
         return None
-    return sum(file.stat().st_size for file in source.files)
+    return total
 
 
 def when_read(config: Config) -> str:
