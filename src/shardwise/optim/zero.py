@@ -44,6 +44,7 @@ from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_fact
 from shardwise.optim.host_update import HostUpdate, require_offloadable
 from shardwise.optim.master_update import Update, class_for_slices, options_of
 from shardwise.optim.model_slices import ModelSlices
+from shardwise.optim.parameter_changes import adopt_changes
 from shardwise.optim.partial_gradients import PartialGradients
 from shardwise.optim.reductions import Reductions
 from shardwise.optim.slice_optimizer import SliceOptimizer
@@ -77,6 +78,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         gathers: all-gathers that bring new parameters to all ranks.
         buckets: flat buckets of this rank's trained parameters.
         tensor: the tensor-parallel ranks.
+        compares_values: True if each step compares the parameters with their masters, so that changes of parameters
+            through `.data` count too. False is for models of which nobody changes a parameter so: a step then looks at
+            the versions of the parameters alone, which costs nothing.
 
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
@@ -120,6 +124,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         RuntimeError: a launcher started several ranks, but no process group was initialised.
     """
 
+    compares_values = True
     _overlapping = False
     _keeps_gradients = False
     _checked_wrappers = False
@@ -364,7 +369,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._assignments.check()
         for bucket in self.buckets:
             bucket.check_parameters()
-            bucket.adopt_changes()
+        adopt_changes(self.buckets, compares_values=self.compares_values)
         self._reductions.finish()
         for gradients in self._partial:
             gradients.sum_()

@@ -267,7 +267,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     """The optimizer over data parallelism."""
     settings = config.optimizer
     optimizer_class, options = _optimizer_class(config, mesh)
-    return ZeroRedundancyOptimizer(
+    optimizer = ZeroRedundancyOptimizer(
         parameter_groups(model, settings),
         optimizer_class,
         mesh=mesh,
@@ -288,6 +288,9 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
         rounding_seed=config.train.seed,
         **options,
     )
+    # A forward pass of the user's own may change parameters through `.data`; no family of ours does.
+    optimizer.compares_values = config.shapes is None
+    return optimizer
 
 
 def _optimizer_class(config: Config, mesh: Mesh) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
