@@ -220,6 +220,18 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
+@functools.cache
+def adds_products(device: torch.device) -> bool:
+    """True if one kernel of the device multiplies bfloat16 matrices and adds the product to a float32 one."""
+    try:
+        matrix = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        total = torch.ones(16, 16, dtype=torch.float32, device=device)
+        torch.addmm(total, matrix, matrix, out_dtype=torch.float32, out=total)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return has_data(total) and bool((total == 17.0).all())
+
+
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     # torch says so of a tensor that no memory could hold.
