@@ -284,6 +284,13 @@ class CompilerCounts:
     hits: int
 
 
+def has_triton() -> bool:
+    """True if the compiler can write kernels for an accelerator of this machine."""
+    from torch.utils._triton import has_triton
+
+    return has_triton()
+
+
 def compiler_counts() -> CompilerCounts:
     """The compiler's own counts."""
     from torch._dynamo.utils import counters
