@@ -51,9 +51,10 @@ def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[
         (2, {"parallel": {"pipeline": 2, "schedule": "1f1b"}, "optimizer": {"zero": 0}}, True),
         (2, {"optimizer": {"zero": 2}}, False),
         (2, {"optimizer": {"zero": 2, "reduce": "step"}}, True),
+        (2, {"optimizer": {"zero": 3, "reduce": "step"}}, True),
         (2, {"parallel": {"tensor": 2, "sequence": True, "tensor_overlap": "pieces"}}, False),
     ],
-    ids=["recompute", "ZeRO-1", "TP 2", "PP 2", "ZeRO-2", "ZeRO-2 once a step", "overlap"],
+    ids=["recompute", "ZeRO-1", "TP 2", "PP 2", "ZeRO-2", "ZeRO-2 once a step", "ZeRO-3 once a step", "overlap"],
 )
 def test_gradients_and_their_order_are_those_of_autograd(
     world: int, sections: dict[str, Any], is_used: bool, ranks: Any
