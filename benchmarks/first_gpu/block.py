@@ -12,7 +12,10 @@ from first_gpu.timing import host_ms, tflops, timed
 from first_gpu.training import Setting
 from shardwise.config import Config
 from shardwise.data.formats.common import make_batches
+from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
+from shardwise.layers.linear import weights_of
+from shardwise.layers.weight_gradients import let_products_add
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
 from shardwise.train.compile.units import compile_units
@@ -61,6 +64,8 @@ def _make(session: Session, config: Config, mesh: Mesh) -> Callable[[], None]:
     if config.compile.enabled:
         torch.compiler.reset()
         compile_units(model, config.compile, session.device)
+    if devices.adds_products(session.device):
+        let_products_add(weights_of(model))
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32
         parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)

@@ -13,7 +13,7 @@ from shardwise.config.sections import Rounding
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.random_bits import INCREMENT_32, scramble_
-from shardwise.distributed.torch_private import step_optimizer
+from shardwise.distributed.torch_private import dividing_gradients, step_optimizer
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms
 from shardwise.optim.master_update import scaled_gradient
 from shardwise.optim.stochastic_rounding import round_into
@@ -51,16 +51,22 @@ def _mixed_precision(session: Session) -> None:
         step_optimizer(optimizer.inner)
         bucket.master.grad = None
 
+    def dividing_adamw() -> None:
+        with dividing_gradients(optimizer.inner, factor):
+            fused_adamw()
+
     # Zeroing comes last but one, so that the other parts have gradients that are no zeros.
     parts: dict[str, tuple[int, Callable[[], object]]] = {
         "fused AdamW": (28, fused_adamw),
-        "adopt_values: were parameters changed?": (30, bucket.adopt_values),
+        "fused AdamW that scales gradients": (32, dividing_adamw),
+        "differs_from_masters: were parameters changed?": (12, bucket.differs_from_masters),
+        "adopt_values: masters of changed parameters": (30, bucket.adopt_values),
         "norms of gradients and masters": (8, lambda: norms.measure(ElementRun.gradient, ElementRun.weights)),
         "norm of gradients": (4, lambda: norms.measure(ElementRun.gradient)),
         "scaling of gradients": (8, lambda: scaled_gradient(bucket, factor)),
         "copy of masters to weights": (6, bucket.start_gather),
         "zeroing of gradients": (4, bucket.zero_gradients),
-        "whole step()": (84, optimizer.step),
+        "whole step()": (46, optimizer.step),
     }
     optimizer.zero_grad()
     bucket.gradients.normal_(0.0, 1e-3)
@@ -73,7 +79,7 @@ def _mixed_precision(session: Session) -> None:
 def _stochastic(session: Session) -> None:
     elements = session.sizes.elements // 10
     optimizer = _optimizer(session, elements, torch.bfloat16, "stochastic")
-    labels = {"part": "whole step() in bfloat16, stochastic rounding, eager", "bytes": 22}
+    labels = {"part": "whole step() in bfloat16, stochastic rounding", "bytes": 22}
     session.measure(labels, lambda: _figures(session, optimizer.step, 22, elements))
 
 
@@ -121,7 +127,7 @@ def _optimizer(session: Session, elements: int, dtype: torch.dtype, rounding: Ro
     """shardwise's optimizer over one bfloat16 matrix, as a training makes it."""
     width = min(_WIDTH, elements)
     weight = nn.Parameter(session.random(elements // width, width, std=0.02))
-    return ZeroRedundancyOptimizer(
+    optimizer = ZeroRedundancyOptimizer(
         [weight],
         torch.optim.AdamW,
         mesh=Mesh(device=session.device),
@@ -133,6 +139,8 @@ def _optimizer(session: Session, elements: int, dtype: torch.dtype, rounding: Ro
         lr=1e-5,
         fused=devices.has_fused_adamw(session.device),
     )
+    optimizer.compares_values = False
+    return optimizer
 
 
 def _figures(session: Session, call: Callable[[], object], nbytes: int, elements: int) -> Figures:

@@ -1,6 +1,7 @@
 """Norms and partial gradients of a model that is cut, over every layout."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from shardwise import GQAQKVColumnParallelLinear, ZeroRedundancyOptimizer
 from shardwise.train.build import build_trainer
 from shardwise.train.loss import count_targets
 from shardwise.verify.canonical_values import canonical_gradients, canonical_weights
+from tests.dist.checkpoints import make_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 from tests.rank_pool import RankPool
@@ -57,6 +59,22 @@ def test_norms_count_every_element_once(world: int, sections: dict[str, Any], su
     for found, wanted, counted in pool.run(cut_norms, sections):
         assert found == pytest.approx(wanted, rel=1e-6)
         assert counted["calls"] == sums, counted
+
+
+def recorded_norms(every: int | None) -> list[tuple[float, float | None]]:
+    """Norms in the records of four steps, of which a reporter logs each `every`th; None: there is no reporter."""
+    trainer = make_trainer(make_config(parallel={"tensor": 2}))
+    if every is not None:
+        trainer.reporter = cast(Any, SimpleNamespace(is_logged=lambda step: step % every == 0))
+    records = [trainer.step() for _ in range(4)]
+    return [(record.grad_norm, record.param_norm) for record in records]
+
+
+def test_parameters_are_measured_in_logged_steps_and_gradients_alike_in_all(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    measured = pool.run(recorded_norms, None)[0]
+    wanted = [(gradient, None if step % 2 else parameter) for step, (gradient, parameter) in enumerate(measured, 1)]
+    assert pool.run(recorded_norms, 2)[0] == wanted
 
 
 def short_copied_bias() -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.hardware import accelerators
-from shardwise.distributed.torch_private import has_data
+from shardwise.distributed.torch_private import has_data, has_triton
 
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables by which a launcher shows each rank an accelerator of its own."""
@@ -220,6 +221,18 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
+@functools.cache
+def adds_products(device: torch.device) -> bool:
+    """True if one kernel of the device multiplies bfloat16 matrices and adds the product to a float32 one."""
+    try:
+        matrix = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        total = torch.ones(16, 16, dtype=torch.float32, device=device)
+        torch.addmm(total, matrix, matrix, out_dtype=torch.float32, out=total)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return has_data(total) and bool((total == 17.0).all())
+
+
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     # torch says so of a tensor that no memory could hold.
@@ -256,6 +269,15 @@ def shares_memory(device: torch.device, ranks: int) -> bool:
 def has_fused_adamw(device: torch.device) -> bool:
     """True if AdamW has a fused kernel there (`torch.optim.AdamW(fused=True)`)."""
     return device.type in ("cpu", "cuda")
+
+
+@functools.cache
+def compiles_kernels(device: torch.device) -> bool:
+    """True if `torch.compile` makes kernels for the device within seconds, so that a step may use them unasked."""
+    if device.type != "cuda" or not has_triton():
+        return False
+    # Triton compiles the calls of its kernels by the host's compiler.
+    return "CC" in os.environ or any(shutil.which(name) is not None for name in ("gcc", "clang", "cc"))
 
 
 @functools.cache

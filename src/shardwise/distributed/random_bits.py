@@ -37,8 +37,8 @@ def mixed(x: Tensor) -> Tensor:
     return x
 
 
-def scramble_(x: Tensor, key: int) -> Tensor:
-    """Replace int32 numbers by random ones; different numbers stay different.
+def scramble_(x: Tensor, key: int | Tensor) -> Tensor:
+    """Replace int32 numbers by random ones; different numbers stay different. A tensor as key is int32, `[]`.
 
     It is lowbias32 (Wellons 2018, https://github.com/skeeto/hash-prospector) with a key between its two rounds, so that
     the same numbers under two keys give results that have nothing in common.
@@ -46,7 +46,7 @@ def scramble_(x: Tensor, key: int) -> Tensor:
     shifted = torch.empty_like(x)
     _fold_(x, 16, shifted)
     x *= _FIRST_32
-    x ^= wrapped(key, 32)
+    x ^= key if isinstance(key, Tensor) else wrapped(key, 32)
     _fold_(x, 15, shifted)
     x *= _SECOND_32
     _fold_(x, 16, shifted)

@@ -182,6 +182,25 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
             inspect.unwrap(type(optimizer).step)(optimizer)
 
 
+def divides_gradients(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """True if a step of a parameter group can divide its gradients as it reads them: a fused kernel of torch's does."""
+    is_torchs = inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
+    return is_torchs and bool(group.get("fused")) and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+@contextmanager
+def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: Tensor | None) -> Iterator[None]:
+    """Inside, the steps of an optimizer divide gradients by `divisor` `[]`, by the way that gradient scalers use."""
+    scaled = cast(Any, optimizer)
+    scaled.grad_scale = divisor
+    scaled.found_inf = None
+    try:
+        yield
+    finally:
+        del scaled.grad_scale
+        del scaled.found_inf
+
+
 def call_forward_pre_hooks(module: nn.Module) -> None:
     """Do what a call of the module does before its forward, for another method that uses its parameters."""
     for hook in module._forward_pre_hooks.values():
@@ -263,6 +282,13 @@ class CompilerCounts:
 
     graphs: int
     hits: int
+
+
+def has_triton() -> bool:
+    """True if the compiler can write kernels for an accelerator of this machine."""
+    from torch.utils._triton import has_triton
+
+    return has_triton()
 
 
 def compiler_counts() -> CompilerCounts:

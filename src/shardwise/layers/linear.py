@@ -543,6 +543,11 @@ def set_overlap(model: nn.Module, how: Overlap | None) -> None:
             module.overlap = how
 
 
+def weights_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of all column- and row-parallel layers of a model."""
+    return [module.weight for module in model.modules() if isinstance(module, _ColumnParallel | RowParallelLinear)]
+
+
 class ReplicatedLinear(placement.PlacedModule):
     """`Y = X Aᵀ + b`, whole on every rank, for small layers that all ranks compute alike. No communication.
 

@@ -29,6 +29,7 @@ from shardwise.layers.part_products import (
     weight_gradient_of_rows,
 )
 from shardwise.layers.parts import sequence_parts
+from shardwise.layers.weight_gradients import add_product_, adds_in_one_kernel
 
 IGNORE_INDEX = -100
 
@@ -266,6 +267,14 @@ def parallel_cross_entropy(
     return cast(Tensor, loss)
 
 
+def _add_weight_gradient_(dw_vH: Tensor, dlogits_Nv: Tensor, x_NH: Tensor, group: Group) -> None:
+    """Add the gradient of some tokens' losses by the head's weight."""
+    if group.grain is None and adds_in_one_kernel(dw_vH, dlogits_Nv):
+        add_product_(dw_vH, dlogits_Nv.t(), x_NH)
+    else:
+        dw_vH.add_(weight_gradient_of_rows(dlogits_Nv, x_NH, group.parts))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Head and loss, chunk by chunk. The forward pass computes the gradients, while a chunk's probabilities exist.
 
@@ -321,7 +330,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if db is not None and dbias is not None:
                 db.add_(dbias)
             if dw is not None:
-                dw.add_(weight_gradient_of_rows(dlogits, flat, count))
+                _add_weight_gradient_(dw, dlogits, flat, group)
             if dx_RSBH is not None:
                 weight_PHv = weight_vH.unflatten(0, (count, -1)).transpose(1, 2)
                 dchunk = sum_of_products([by_part(dlogits, count)], [weight_PHv], count).view(chunk.shape)

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import fused_all_gather_matmul, fused_matmul_reduce_scatter, onednn_linear
+from shardwise.layers.weight_gradients import adding_linear, products_add
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,6 +39,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ValueError: x has another width than the rank's weight takes.
     """
     require_width(x, weight)
+    if products_add(x, weight):
+        return adding_linear(x, weight, bias)
     if not _by_onednn(x, weight):
         return F.linear(x, weight, bias)
     y = cast(Tensor, _Linear.apply(x, weight))  # type: ignore[no-untyped-call]

@@ -104,6 +104,21 @@ def matrix_chunk_elements(elements: int, ranks: int) -> int:
     return min(_CHUNK_ELEMENTS, -(-elements // (_CHUNKS * ranks)))
 
 
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Return the dimensions of a dense tensor from the slowest to the fastest.
+
+    A dimension of size 1 stays at its place, since its stride is arbitrary and changes nothing.
+    """
+    dims_with_stride = [dim for dim, size in enumerate(shape) if size != 1]
+    by_stride = iter(sorted(dims_with_stride, key=lambda dim: -strides[dim]))
+    return tuple(next(by_stride) if size != 1 else dim for dim, size in enumerate(shape))
+
+
+def inverse(order: Sequence[int]) -> tuple[int, ...]:
+    """Return the inverse of a permutation: the place of each dimension in `order`."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
 def _aligned(elements: int, to: int) -> int:
     """Round up to a multiple of `to`."""
     return -(-elements // to) * to

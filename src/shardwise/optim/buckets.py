@@ -24,7 +24,15 @@ from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece
 from shardwise.distributed.torch_private import version_of
-from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, bucket_bytes, offsets_and_length, packed
+from shardwise.optim.bucket_layout import (
+    FIRST_PLACE,
+    UnitPlace,
+    bucket_bytes,
+    inverse,
+    memory_order,
+    offsets_and_length,
+    packed,
+)
 from shardwise.optim.flat_memory import allocate, has_memory, mark_gathered, mark_released, release
 from shardwise.optim.gradient_groups import GroupSums
 
@@ -132,7 +140,7 @@ class Bucket:
         share = self.numel // parts
         self.owned = slice(share * group.rank, share * (group.rank + 1))
         # `empty_like` gives the strides of a dense tensor: a parameter may be a view with gaps.
-        self.orders = [_memory_order(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
+        self.orders = [memory_order(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
         self._find_leaves()
         has_gradients = any(p.grad is not None for p in self.parameters)
         self._take_parameters()
@@ -320,15 +328,21 @@ class Bucket:
             self._versions = self._parameter_versions()
 
     def adopt_changes(self) -> None:
-        """Let the masters adopt what was changed since the last step, if something was.
-
-        Copying to the host takes time. So masters there look first whether a parameter was written.
-        """
+        """Let the masters adopt what the user wrote since the last step, as the parameters' versions tell."""
         if self.frees_values:
             if self.keeps_values:
                 self.take_values()
-        elif not self.on_host or self._versions != self._parameter_versions():
+        elif self._versions != self._parameter_versions():
             self.adopt_values()
+
+    @property
+    def has_comparable_values(self) -> bool:
+        """True if the device can compare all parameters with their masters: it has both, and each has other bits."""
+        return self.separate and not self.on_host and not self.frees_values
+
+    def differs_from_masters(self) -> Tensor:
+        """Return whether a parameter is not what its master rounds to: a bool `[]` on the device."""
+        return (self.shard != self.master.detach().to(self.shard.dtype)).any()
 
     def _parameter_versions(self) -> list[int]:
         return [version_of(p) for p in self.parameters]
@@ -502,11 +516,11 @@ class Bucket:
             a piece of the parameter, a box of the piece's canonical tensor, the box's dimensions from the slowest to
             the fastest in memory, and the run's start in the owned part.
         """
-        memory_order = self.orders[index]
-        dimension_places = _inverse(memory_order)
+        order_in_memory = self.orders[index]
+        dimension_places = inverse(order_in_memory)
         for piece in pieces:
             # A transposed piece is a matrix, whose dimensions 0 and 1 change places.
-            order = tuple(1 - dim for dim in memory_order) if piece.transposed else memory_order
+            order = tuple(1 - dim for dim in order_in_memory) if piece.transposed else order_in_memory
             for start, length in self.owned_runs(index, piece.local, within):
                 offset = start + self.owned.start - self.offsets[index]
                 for box in Box.of_run(offset, length, self._memory_shape(index)):
@@ -520,21 +534,7 @@ class Bucket:
 
 def in_order(run: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
     """Return a view `[*shape]` of a run `[N]` in which the dimensions lie in `order`, the slowest first."""
-    return run.view([shape[dim] for dim in order]).permute(_inverse(order))
-
-
-def _memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return the dimensions of a dense tensor from the slowest to the fastest.
-
-    A dimension of size 1 stays at its place, since its stride is arbitrary and changes nothing.
-    """
-    dims_with_stride = [dim for dim, size in enumerate(shape) if size != 1]
-    by_stride = iter(sorted(dims_with_stride, key=lambda dim: -strides[dim]))
-    return tuple(next(by_stride) if size != 1 else dim for dim, size in enumerate(shape))
-
-
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(range(len(order)), key=order.__getitem__))
+    return run.view([shape[dim] for dim in order]).permute(inverse(order))
 
 
 def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -157,8 +157,8 @@ class ModelNorms:
                         _append(runs, ElementRun(bucket, start, length), joint=end if start == first else start)
                 end = first + p.numel()
 
-    def measure(self, *takes: Take) -> Tensor:
-        """Return a norm for each of `takes`, by one all-reduce."""
+    def measure(self, *takes: Take | None) -> Tensor:
+        """Return a norm for each of `takes`, by one all-reduce; 0 for None, for which nothing is read."""
         if self._fixed:
             return self._measure_fixed(takes)
         squares = torch.zeros(len(takes), dtype=self._dtype, device=self._device)
@@ -166,16 +166,19 @@ class ModelNorms:
             if not runs:
                 continue
             for column, take in enumerate(takes):
+                if take is None:
+                    continue
                 # `copies` ranks add the same square, so that the sum over the ranks counts it once.
                 squares[column] += _norm(runs, take, self._dtype).square() / copies
         return collectives.all_reduce_(squares, self._world).sqrt().float()
 
-    def _measure_fixed(self, takes: Sequence[Take]) -> Tensor:
+    def _measure_fixed(self, takes: Sequence[Take | None]) -> Tensor:
         sums = []
         for take in takes:
             parts = [
                 _weighted(_sum_of_squares(runs, take, atom), copies, self._world)
                 for (copies, atom), runs in self._runs.items()
+                if take is not None
             ]
             sums.append(exact_sums.joined(parts))
         return _norms_of(sums, self._world, self._device)

@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.base.user_code import RAISED, error_text
-from shardwise.distributed.torch_private import step_optimizer, without_compiler
+from shardwise.distributed.torch_private import (
+    divides_gradients,
+    dividing_gradients,
+    step_optimizer,
+    without_compiler,
+)
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.model_slices import ModelSlices
 from shardwise.optim.slice_optimizer import SliceOptimizer, updates_slices
@@ -58,9 +64,12 @@ class Update:
         if isinstance(self._inner, SliceOptimizer):
             yield from self._update_all_at_once(self._inner, factor)
             return
+        divisor = _divisor(factor, self._model.device)
         for group, bucket in self._buckets_with_options():
-            bucket.master.grad = scaled_gradient(bucket, factor)
-            self._step_alone(group, bucket.master)
+            is_divided = divides_gradients(self._inner, group)
+            bucket.master.grad = scaled_gradient(bucket, 1.0 if is_divided else factor)
+            with dividing_gradients(self._inner, divisor) if is_divided else nullcontext():
+                self._step_alone(group, bucket.master)
             bucket.master.grad = None
             yield bucket
 
@@ -108,6 +117,13 @@ def scaled_gradient(bucket: Bucket, factor: Tensor | float) -> Tensor:
     if isinstance(factor, float) and factor == 1.0:
         return gradient
     return gradient.mul_(factor)
+
+
+def _divisor(factor: Tensor | float, device: torch.device) -> Tensor | None:
+    """Return 1 / factor as a float32 number on the device, which does not wait for it; None for a factor of 1."""
+    if isinstance(factor, Tensor):
+        return factor.reciprocal().to(device, torch.float32)
+    return None if factor == 1.0 else torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

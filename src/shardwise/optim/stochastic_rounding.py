@@ -13,14 +13,16 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.base.tensor_box import Box
+from shardwise.distributed import devices
 from shardwise.distributed.placement import Piece, Pieces
 from shardwise.distributed.random_bits import INCREMENT_32, hashed, scramble_, wrapped
 from shardwise.distributed.torch_private import step_optimizer
@@ -66,6 +68,35 @@ def round_into(target: Tensor, x: Tensor, bits: Tensor, *, keeps_nan: bool = Tru
     else:
         number.add_(bits).bitwise_right_shift_(_BITS)
     target.view(torch.int16).copy_(number)
+
+
+def lanes_(words: Tensor, keys: Sequence[int | Tensor], count: int) -> Iterator[Tensor]:
+    """Yield `count` int32 tensors, uniform in [0, 2^16), two for each key; `words` are used up."""
+    for half in range(count):
+        if half % 2 == 0:
+            scramble_(words, keys[half // 2])
+            yield words & 0xFFFF
+        else:
+            yield (words >> _BITS).bitwise_and_(0xFFFF)
+
+
+def rounded(values: Sequence[Tensor], words: Tensor, keys: Sequence[Tensor]) -> list[Tensor]:
+    """Return float32 tensors `[N]`, of which the first alone may have NaNs, rounded to bfloat16.
+
+    Compiled, it is one kernel, with the bits of the separate ones: all its arithmetic is that of integers.
+    """
+    results = []
+    for number, (value, lane) in enumerate(zip(values, lanes_(words.clone(), keys, len(values)), strict=True)):
+        target = torch.empty_like(value, dtype=torch.bfloat16)
+        round_into(target, value.clone(), lane, keeps_nan=number == 0)
+        results.append(target)
+    return results
+
+
+@cache
+def _compiled_rounded() -> Callable[[Sequence[Tensor], Tensor, Sequence[Tensor]], list[Tensor]]:
+    # One kernel is compiled sooner than a pool of compilers has started.
+    return torch.compile(rounded, fullgraph=True, dynamic=True, options={"compile_threads": 1})
 
 
 @dataclass(frozen=True)
@@ -120,9 +151,28 @@ class RandomBits:
         self._seed = seed
         self._blocks: dict[ElementRun, list[_Block]] = {}
         self._ramps: dict[torch.device, Tensor] = {}
+        self._keys: list[Tensor] = []
+        self._step_of_keys = 0
 
     def of(self, run: ElementRun, step: int, count: int) -> Iterator[Tensor]:
         """Yield `count` int32 tensors over a run of at most `chunk_elements`, uniform in [0, 2^16)."""
+        return lanes_(self.words(run, step), [self._key(step, half) for half in range(0, count, 2)], count)
+
+    def keys(self, step: int, count: int, device: torch.device) -> list[Tensor]:
+        """Return the keys of `lanes_` for `count` lanes as numbers on the device, as a compiled function takes them."""
+        if step != self._step_of_keys:
+            self._keys.clear()
+            self._step_of_keys = step
+        for half in range(2 * len(self._keys), count, 2):
+            key = wrapped(self._key(step, half), 32)
+            self._keys.append(torch.full((), key, dtype=torch.int32, device=device))
+        return self._keys[: -(-count // 2)]
+
+    def _key(self, step: int, half: int) -> int:
+        return hashed(self._seed, step, half)
+
+    def words(self, run: ElementRun, step: int) -> Tensor:
+        """Return a number for each element of a run, int32, from which `lanes_` makes random bits."""
         if run not in self._blocks:
             self._blocks[run] = list(self._find_blocks(run))
         device = run.bucket.values.device
@@ -142,12 +192,7 @@ class RandomBits:
                 number = (numbers + number).unsqueeze(-1)
             out = words[block.start : block.start + math.prod(block.sizes)].view(block.sizes)
             torch.add(by_dimension[-1], number, out=out)
-        for half in range(count):
-            if half % 2 == 0:
-                scramble_(words, hashed(self._seed, step, half))
-                yield words & 0xFFFF
-            else:
-                yield (words >> _BITS).bitwise_and_(0xFFFF)
+        return words
 
     def _find_blocks(self, run: ElementRun) -> Iterator[_Block]:
         bucket = run.bucket
@@ -208,13 +253,21 @@ class _FloatCopy:
                 state[name] = torch.zeros_like(master, dtype=dtype)
         targets = [run.master(), *(run.of(state[name]) for name in elementwise)]
         values = [self.parameter.detach(), *elementwise.values()]
+        if devices.compiles_kernels(master.device) and all(value.is_floating_point() for value in values):
+            keys = bits.keys(step, len(values), master.device)
+            for target, result in zip(targets, _compiled_rounded()(values, bits.words(run, step), keys), strict=True):
+                target.copy_(result)
+        else:
+            self._round(targets, values, bits.of(run, step, len(values)))
+        state.update({name: value for name, value in new_state.items() if name not in elementwise})
+
+    def _round(self, targets: Sequence[Tensor], values: Sequence[Tensor], lanes: Iterator[Tensor]) -> None:
         # A class that puts a NaN into its state puts one into the weight, too: a NaN need not be kept elsewhere.
-        for target, value, lane in zip(targets, values, bits.of(run, step, len(values)), strict=True):
+        for target, value, lane in zip(targets, values, lanes, strict=True):
             if value.is_floating_point():
                 round_into(target, value, lane, keeps_nan=value is values[0])
             else:
                 target.copy_(value)
-        state.update({name: value for name, value in new_state.items() if name not in elementwise})
 
 
 def _copy(value: Any) -> Any:

@@ -44,6 +44,7 @@ from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_fact
 from shardwise.optim.host_update import HostUpdate, require_offloadable
 from shardwise.optim.master_update import Update, class_for_slices, options_of
 from shardwise.optim.model_slices import ModelSlices
+from shardwise.optim.parameter_changes import adopt_changes
 from shardwise.optim.partial_gradients import PartialGradients
 from shardwise.optim.reductions import Reductions
 from shardwise.optim.slice_optimizer import SliceOptimizer
@@ -77,6 +78,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         gathers: all-gathers that bring new parameters to all ranks.
         buckets: flat buckets of this rank's trained parameters.
         tensor: the tensor-parallel ranks.
+        compares_values: True if each step compares the parameters with their masters, so that changes of parameters
+            through `.data` count too. False is for models of which nobody changes a parameter so: a step then looks at
+            the versions of the parameters alone, which costs nothing.
 
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
@@ -120,11 +124,13 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         RuntimeError: a launcher started several ranks, but no process group was initialised.
     """
 
+    compares_values = True
     _overlapping = False
     _keeps_gradients = False
     _checked_wrappers = False
     _clipped = False
     _norms: Tensor | None = None
+    _has_weight_norm = False
     _inner: torch.optim.Optimizer | None = None
     _weights: UnitWeights | None = None
 
@@ -352,6 +358,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Finish this step's gradients: each rank then has the sum (not yet averaged or clipped) of what it owns."""
+        self._reduce(measures_weights=False)
+
+    @torch.no_grad()
+    def _reduce(self, *, measures_weights: bool) -> None:
         if self._norms is not None:
             return
         if not self._checked_wrappers:
@@ -364,13 +374,15 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._assignments.check()
         for bucket in self.buckets:
             bucket.check_parameters()
-            bucket.adopt_changes()
+        adopt_changes(self.buckets, compares_values=self.compares_values)
         self._reductions.finish()
         for gradients in self._partial:
             gradients.sum_()
         self._uncut.take_first()
-        self._norms = self._model.measure(ElementRun.gradient, ElementRun.weights)
+        # Two numbers in any case: the order in which an all-reduce adds may depend on its length.
+        self._norms = self._model.measure(ElementRun.gradient, ElementRun.weights if measures_weights else None)
         self._norms[0] *= self._scale
+        self._has_weight_norm = measures_weights
         for bucket in self.buckets:
             bucket.note_gradients()
 
@@ -385,13 +397,22 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     def norms(self) -> tuple[Tensor, Tensor]:
         """L2 norms `[]` of the whole model's gradient (before `step` clips) and parameters; reduces gradients first."""
+        self._reduce(measures_weights=True)
+        assert self._norms is not None
+        if not self._has_weight_norm:
+            self._norms[1] = self._model.measure(None, ElementRun.weights)[1]
+            self._has_weight_norm = True
+        return self._norms[0], self._norms[1]
+
+    def gradient_norm(self) -> Tensor:
+        """The first of `norms`, `[]`, for steps that need not read all parameters for the second."""
         self.reduce_gradients()
         assert self._norms is not None
-        return self._norms[0], self._norms[1]
+        return self._norms[0]
 
     def _final_norm(self) -> Tensor:
         """The gradient norm; raises if the gradients were changed after they were reduced."""
-        gradient_norm, _ = self.norms()
+        gradient_norm = self.gradient_norm()
         for bucket in self.buckets:
             bucket.check_gradients()
         return gradient_norm
@@ -414,7 +435,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             raise RuntimeError(f"the gradient norm ({gradient_norm.item()}) of the whole model must be finite")
         if max_norm is not None:
             factor = clipping_factor(gradient_norm, max_norm)
-            self.norms()[0].mul_(factor)
+            self.gradient_norm().mul_(factor)
             for bucket in self.buckets:
                 bucket.gradient.mul_(factor)
                 bucket.note_gradients()
@@ -450,7 +471,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                 loss = closure()
         scaled = hasattr(self, "found_inf")
         # As a scaler looks for inf it multiplies the gradients by 1 in place, which counts as a change of them.
-        gradient_norm = self.norms()[0] if scaled else self._final_norm()
+        gradient_norm = self.gradient_norm() if scaled else self._final_norm()
         factor: Tensor | float = self._scale
         if scaled:
             scale = require_scaled(self.grad_scale, clipped=self._clipped)

@@ -24,6 +24,8 @@ from shardwise.data.formats.common import PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
+from shardwise.layers.linear import weights_of
+from shardwise.layers.weight_gradients import let_products_add
 from shardwise.models.blocks import Stages, block_matrices
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.optim.state import kept_bytes, state_bytes
@@ -82,6 +84,11 @@ def build_trainer(
     use_loss(model, config)
     compilation = compile_units(model, config.compile, mesh.device) if config.compile.enabled else None
     optimizer = build_optimizer(config, precision, model, mesh)
+    # Split backward passes, and maybe a model of the user's own, ask autograd for the gradients of weights. Products
+    # of a bit-equal training keep the roundings that those of its parts have.
+    is_plain = config.shapes is None or config.train.bitwise or config.splits_backward
+    if not is_plain and devices.adds_products(mesh.device):
+        let_products_add(weights_of(model))
     if weights is not None and is_checkpoint:
         _load_checkpoint(config, weights, model, optimizer, mesh)
     elif weights is not None:
@@ -267,7 +274,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     """The optimizer over data parallelism."""
     settings = config.optimizer
     optimizer_class, options = _optimizer_class(config, mesh)
-    return ZeroRedundancyOptimizer(
+    optimizer = ZeroRedundancyOptimizer(
         parameter_groups(model, settings),
         optimizer_class,
         mesh=mesh,
@@ -288,6 +295,9 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
         rounding_seed=config.train.seed,
         **options,
     )
+    # A forward pass of the user's own may change parameters through `.data`; no family of ours does.
+    optimizer.compares_values = config.shapes is None
+    return optimizer
 
 
 def _optimizer_class(config: Config, mesh: Mesh) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

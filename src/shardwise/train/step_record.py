@@ -88,7 +88,7 @@ class StepRecord:
         mean_steps: steps in that mean: `SMOOTHED_STEPS`, or fewer where the training or a stage of its data is younger.
         lr: learning rate of the update.
         grad_norm: norm of the whole model's gradients, before clipping.
-        param_norm: norm of the whole model's parameters, before the update.
+        param_norm: norm of the whole model's parameters, before the update, in steps that are logged.
         tokens: tokens read by all ranks over the whole training, this step included.
         samples: samples read by all ranks, counted likewise.
         seconds: wall time of this step on this rank, without evaluation. On an accelerator the step ends when its
@@ -116,7 +116,7 @@ class StepRecord:
     mean_steps: int
     lr: float
     grad_norm: float
-    param_norm: float
+    param_norm: float | None
     tokens: int
     samples: int
     seconds: float

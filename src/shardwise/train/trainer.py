@@ -61,13 +61,14 @@ class _StepNumbers(NamedTuple):
     """Numbers of a step that the host reads, equal on every rank.
 
     Attributes:
+        parameter_norm: None in steps that are not logged.
         losses: mean loss of each objective over the global batch.
         agreed_flags: largest of all ranks' flags, in their order.
         source_sums: sums by source of a mixture (`SourceLosses.take`); empty in steps that are not logged.
     """
 
     gradient_norm: float
-    parameter_norm: float
+    parameter_norm: float | None
     losses: tuple[float, ...]
     agreed_flags: tuple[float, ...]
     straggler: Straggler | None
@@ -310,17 +311,22 @@ class Trainer:
         if flags is not None:
             parts.append(largest_of_ranks([*flags, *self.stragglers.numbers()], self.mesh))
         with self.clock.phase(OPTIMIZER):
-            norms = torch.stack(self.optimizer.norms())
-        numbers = torch.cat((norms, *parts)).tolist()
+            # A trainer without a reporter gives its records to a caller, who may read all of it.
+            is_measured = self.reporter is None or self._is_logged(self.progress.step + 1)
+            norms = self.optimizer.norms() if is_measured else (self.optimizer.gradient_norm(),)
+        numbers = torch.cat((torch.stack(norms), *parts)).tolist()
         # The host has waited for the device, so the marks around the passes can be read without another wait.
         self.clock.read()
-        sources_start = 2 + terms
+        losses_start = len(norms)
+        sources_start = losses_start + terms
         flags_start = sources_start + (0 if sources is None else sources.numel())
         flags_stop = flags_start + len(flags or ())
         return _StepNumbers(
             gradient_norm=numbers[0],
-            parameter_norm=numbers[1],
-            losses=tuple(math.fsum(numbers[2 + number : sources_start : objectives]) for number in range(objectives)),
+            parameter_norm=numbers[1] if is_measured else None,
+            losses=tuple(
+                math.fsum(numbers[losses_start + number : sources_start : objectives]) for number in range(objectives)
+            ),
             agreed_flags=tuple(numbers[flags_start:flags_stop]),
             straggler=self.stragglers.take(numbers[flags_stop:]),
             source_sums=tuple(numbers[sources_start:flags_start]),

@@ -12,6 +12,7 @@ from shardwise.base.errors import ArgumentError
 from shardwise.distributed import placement
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import Init
+from shardwise.layers import loss
 from shardwise.layers.dropout import Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
 from shardwise.layers.linear import (
@@ -22,6 +23,7 @@ from shardwise.layers.linear import (
 )
 from shardwise.layers.loss import SampleLosses, linear_cross_entropy, parallel_cross_entropy
 from shardwise.layers.norm import LayerNorm, RMSNorm
+from shardwise.layers.weight_gradients import let_products_add
 from tests.unit.layers.groups import pretend_group
 
 FOUR = pretend_group(1, 4)
@@ -403,3 +405,43 @@ def test_losses_of_each_sample_are_recorded_where_they_are_asked_for() -> None:
     assert losses.sums is not None
     torch.testing.assert_close(losses.sums, torch.stack([expected, torch.tensor([6.0, 2.0, 6.0])]))
     torch.testing.assert_close(losses.sums[0].sum(), total)
+
+
+def test_the_loss_of_a_head_adds_products_to_the_gradient_of_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(11, 8).bfloat16().requires_grad_()
+    x = torch.randn(5, 3, 8).bfloat16()
+    target = torch.randint(11, (5, 3))
+    gradients = []
+    for adds in (False, True):
+        monkeypatch.setattr(loss, "adds_in_one_kernel", lambda *_, adds=adds: adds)
+        total = linear_cross_entropy(x, weight, target, group=Group(), chunk_elements=2 * 3 * 11)
+        gradients.append(torch.autograd.grad(total, weight)[0])
+    assert torch.equal(*gradients)
+
+
+def test_products_add_to_a_gradient_where_there_is_one() -> None:
+    """And without it, or with one of another dtype, autograd adds."""
+    layer = ColumnParallelLinear(8, 6, group=Group(), dtype=torch.bfloat16)
+    x = torch.randn(4, 2, 8).bfloat16().requires_grad_()
+    bias = layer.bias
+    assert bias is not None
+    wanted = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight, bias])
+    let_products_add([layer.weight])
+    for dtype in (torch.bfloat16, torch.float32):
+        layer.weight.grad = None
+        layer.weight.grad_dtype = dtype
+        hooks: list[torch.Tensor] = []
+        handle = layer.weight.register_post_accumulate_grad_hook(hooks.append)
+        for _ in range(2):
+            x.grad = None
+            bias.grad = None
+            layer(x).square().sum().backward()
+        handle.remove()
+        assert x.grad is not None
+        assert layer.weight.grad is not None
+        assert bias.grad is not None
+        assert torch.equal(x.grad, wanted[0])
+        assert torch.equal(layer.weight.grad, 2 * wanted[1].to(dtype))
+        assert torch.equal(bias.grad, wanted[2])
+        assert len(hooks) == 2

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import ZeroRedundancyOptimizer
+from shardwise.distributed.torch_private import divides_gradients
 from tests.unit.optim.net import PLAIN, Net, assert_equal, batch, make, set_to_none, train
 
 
@@ -28,6 +29,43 @@ def test_clips_as_torch_does(max_norm: float) -> None:
         optimizer.step()
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("max_norm", [1e-2, 1e3])
+@pytest.mark.parametrize("wrapped", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_kernel_clips_as_it_reads(
+    wrapped: type[torch.optim.Optimizer], max_norm: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a pass over the gradients. It divides, where the pass multiplies: the results differ by rounding."""
+    fused, plain = make(), make()
+    of_fused = ZeroRedundancyOptimizer(fused.parameters(), wrapped, max_norm=max_norm, lr=1e-2, fused=True)
+    of_plain = ZeroRedundancyOptimizer(plain.parameters(), wrapped, max_norm=max_norm, lr=1e-2, fused=False)
+    for step in range(5):
+        for model in (fused, plain):
+            model(batch(step)).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "mul_", None)
+            of_fused.step()
+        of_plain.step()
+    for p, q in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-5, atol=1e-7)
+    assert not hasattr(of_fused.inner, "grad_scale")
+
+
+def test_only_kernels_of_torch_divide() -> None:
+    """A class of the user's may do its own in step(), and a parameter group may leave the fused kernel out."""
+
+    class Adjusted(torch.optim.AdamW):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            super().step()
+
+    for wrapped, options, divides in (
+        (torch.optim.AdamW, {"fused": True}, True),
+        (torch.optim.AdamW, {"fused": False}, False),
+        (Adjusted, {"fused": True}, False),
+    ):
+        inner = ZeroRedundancyOptimizer(make().parameters(), wrapped, **options).inner
+        assert divides_gradients(inner, inner.param_groups[0]) == divides
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])

@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from torch import nn
 
 from shardwise import ZeroRedundancyOptimizer
+from shardwise.optim.buckets import Bucket
 from tests.unit.optim.net import PLAIN, assert_equal, batch, make, nothing, set_to_none, train
 
 
@@ -72,6 +74,30 @@ def test_new_weights_reach_the_masters(how: str) -> None:
     model.load_state_dict(kept)
     optimizer.norms()
     assert all(torch.equal(b.master, m) for b, m in zip(optimizer.buckets, masters, strict=True))
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+def test_versions_alone_tell_what_was_written(
+    grad_mode: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without comparisons a step reads no parameter to find that nobody changed one."""
+    model = make().bfloat16()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1e-6)
+    optimizer.compares_values = False
+    train(model, optimizer, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "adopt_values", None)
+        patch.setattr(Bucket, "differs_from_masters", None)
+        train(model, optimizer, 2)
+    masters = [b.master.detach().clone() for b in optimizer.buckets]
+    with grad_mode():
+        model.second.weight.clamp_(-0.01, 0.01)
+    optimizer.norms()
+    for bucket, before in zip(optimizer.buckets, masters, strict=True):
+        assert torch.equal(bucket.master.detach().bfloat16(), bucket.values)
+        kept = bucket.values == before.bfloat16()
+        assert torch.equal(bucket.master[kept], before[kept]), "what was not changed keeps its lower bits"
+    assert not all(torch.equal(b.master, before) for b, before in zip(optimizer.buckets, masters, strict=True))
 
 
 def test_float64_parameters_keep_their_precision() -> None:

@@ -166,6 +166,34 @@ def test_further_tensors_have_bits_of_their_own() -> None:
     assert len({tuple(lane.tolist()) for lane in found}) == 7
 
 
+@pytest.mark.parametrize(("name", "options"), [("AdamW", {"amsgrad": True}), ("LAMB", {})])
+def test_the_compiled_rounding_has_the_bits_of_the_eager_one(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [make().bfloat16() for _ in range(2)]
+    # As the compiler captures it; code for a CPU takes long to compile.
+    captured = torch.compile(stochastic_rounding.rounded, fullgraph=True, dynamic=True, backend="aot_eager")
+    for model, compiles in zip(models, (False, True), strict=True):
+        monkeypatch.setattr(device, "compiles_kernels", lambda _, compiles=compiles: compiles)
+        monkeypatch.setattr(stochastic_rounding, "_compiled_rounded", lambda: captured)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), class_of(name), lr=1e-2, **options, **STOCHASTIC)
+        train(model, optimizer, 3)
+    assert_equal(*models)
+
+
+@pytest.mark.slow
+def test_the_compilers_code_has_the_bits_of_the_eager_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for elements in (5000, 33):
+        values = [torch.randn(elements, generator=generator) for _ in range(3)]
+        values[0][:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.3e38])
+        words = torch.randint(-(2**31), 2**31, (elements,), dtype=torch.int32, generator=generator)
+        keys = [torch.full((), key, dtype=torch.int32) for key in (7, -9)]
+        wanted = stochastic_rounding.rounded(values, words, keys)
+        for a, b in zip(stochastic_rounding._compiled_rounded()(values, words, keys), wanted, strict=True):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
 def test_small_updates_are_not_lost() -> None:
     """Updates of 2^-12 to weights of 1, whose neighbours are 2^-8 and 2^-7 away: the nearest is always 1."""
     moved = {}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwise import ZeroRedundancyOptimizer
 from shardwise.optim import master_update
 from shardwise.optim.buckets import Bucket
+from shardwise.optim.gradient_norms import ElementRun
 from tests.unit.optim.net import PLAIN, Net, assert_equal, batch, make, nothing, set_to_none, train
 
 # ---- the same training
@@ -121,6 +122,19 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
 
 def by_lambda(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda s: 0.9**s, lambda s: 1.0 / (1 + s)])
+
+
+def test_parameters_are_read_for_their_norm_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(batch(0)).backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(ElementRun, "weights", None)
+        gradient_norm = float(optimizer.gradient_norm())
+        optimizer.clip_grad_norm_(gradient_norm / 2)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    norms = [float(norm) for norm in optimizer.norms()]
+    assert norms == pytest.approx([gradient_norm / 2, float(nn.utils.get_total_norm(parameters))], rel=1e-5)
 
 
 @pytest.mark.parametrize("schedule", [one_cycle, by_lambda])

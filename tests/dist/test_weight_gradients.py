@@ -1,0 +1,70 @@
+"""Weight gradients that products add to the buckets by themselves: the same gradients, ready in the same order."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.layers import weight_gradients
+from shardwise.layers.linear import weights_of
+from shardwise.optim.buckets import Bucket
+from shardwise.train.loss import count_targets
+from shardwise.verify.canonical_values import canonical_gradients
+from tests.dist.checkpoints import make_trainer
+from tests.dist.training import make_config
+from tests.rank_pool import RankPool
+
+
+def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[str, Tensor], list[float]]:
+    """Products that were added by themselves, buckets in the order of their reductions, gradients, and losses."""
+    trainer = make_trainer(make_config(precision={"mode": "mixed"}, **sections))
+    if adds:
+        weight_gradients.let_products_add(weights_of(trainer.model))
+    order = []
+    start_reduction = Bucket.start_reduction
+
+    def noted(bucket: Bucket) -> None:
+        order.append(trainer.optimizer.buckets.index(bucket))
+        start_reduction(bucket)
+
+    micro_batches = trainer.feed.at(0)
+    add_product_ = weight_gradients.add_product_
+    with (
+        patch.object(Bucket, "start_reduction", noted),
+        patch.object(weight_gradients, "add_product_", side_effect=add_product_) as added,
+    ):
+        trainer._forward_backward(micro_batches, count_targets(micro_batches, trainer.mesh.dp))
+        reduced_in_backward = list(order)
+    gradients = canonical_gradients(trainer.model, trainer.optimizer)
+    trainer.optimizer.zero_grad()
+    return added.call_count, reduced_in_backward, gradients, [trainer.step().loss for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("world", "sections", "is_used"),
+    [
+        (1, {"train": {"recompute": "full"}}, True),
+        (2, {"optimizer": {"zero": 1}}, True),
+        (2, {"parallel": {"tensor": 2, "sequence": True}}, True),
+        (2, {"parallel": {"pipeline": 2, "schedule": "1f1b"}, "optimizer": {"zero": 0}}, True),
+        (2, {"optimizer": {"zero": 2}}, False),
+        (2, {"optimizer": {"zero": 2, "reduce": "step"}}, True),
+        (2, {"optimizer": {"zero": 3, "reduce": "step"}}, True),
+        (2, {"parallel": {"tensor": 2, "sequence": True, "tensor_overlap": "pieces"}}, False),
+    ],
+    ids=["recompute", "ZeRO-1", "TP 2", "PP 2", "ZeRO-2", "ZeRO-2 once a step", "ZeRO-3 once a step", "overlap"],
+)
+def test_gradients_and_their_order_are_those_of_autograd(
+    world: int, sections: dict[str, Any], is_used: bool, ranks: Any
+) -> None:
+    pool: RankPool = ranks(world)
+    for found, wanted in zip(pool.run(trained, sections, True), pool.run(trained, sections, False), strict=True):
+        assert (found[0] > 0) == is_used
+        assert wanted[0] == 0
+        assert found[1] == wanted[1]
+        assert found[1], "reductions begin in the backward pass"
+        for name, gradient in wanted[2].items():
+            assert torch.equal(found[2][name], gradient), name
+        assert found[3] == wanted[3]
