@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _UNKNOWN = "not known for a model of your own"
-_PYTHON_AND_TORCH = "about 300 MiB for Python and torch"
-"""Of a process on a CPU: 260 MiB after all imports of a training with torch 2.11, and its process group."""
+_PROCESS_BYTES = 300 * 2**20
+"""Python and torch in a process on a CPU: 260 MiB after all imports with torch 2.11, and its process group."""
+_PYTHON_AND_TORCH = f"about {units.size(_PROCESS_BYTES)} for Python and torch"
 
 _Rows = list[tuple[str, str]]
 
@@ -355,9 +356,11 @@ def _host_memory(config: Config, layout: Layout) -> _Rows:
     if needed is None or available is None:
         return []
     state, expected = needed
+    expected += layout.world * _PROCESS_BYTES
+    each = " on each" if layout.world > 1 else ""
     text = (
-        f"{units.size(expected)} expected for {units.counted(layout.world, 'rank')} on one machine; this one has "
-        f"{units.size(available)} available"
+        f"{units.size(expected)} expected for {units.counted(layout.world, 'rank')} on one machine, with "
+        f"{_PYTHON_AND_TORCH}{each}; this one has {units.size(available)} available"
     )
     if state > available:
         text += f", less than parameters, gradients and optimizer need ({units.size(state)}): training is refused here"
