@@ -26,8 +26,8 @@ _WAITS = ("data", "checkpoint")
 _DELIBERATE_ENDS = ("finished", "stop_after", "stopped by Ctrl-C (SIGINT)", "stopped by `shardwise stop`")
 """Reasons of a "stop" event with which the run did what it was told.
 
-A run records that it was stopped after its checkpoint is saved. Other signals may come from a scheduler, which takes the
-machine away.
+A run records a stop after its checkpoint is saved. Other signals may come from a scheduler, which takes the machine
+away.
 """
 
 
