@@ -55,6 +55,7 @@ def dry_run(
     inputs: Sequence[tuple[str, str]] = (),
     cluster: Cluster | None = None,
     *,
+    continued: Sequence[tuple[str, str]] = (),
     full: bool = False,
 ) -> str:
     """What follows from a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
@@ -64,11 +65,12 @@ def dry_run(
         accelerator: the ranks of the run have accelerators.
         inputs: rows about data and tokenizer.
         cluster: machines that need not be here, for which the time of a step is predicted; None for this machine.
+        continued: rows about the run that the folder holds.
         full: show every key, not only those that differ from their defaults.
     """
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if cluster is None else f"{cluster} (--device)"
-    rows = _work(config, layout, shown_device, accelerator)
+    rows = [*continued, *_work(config, layout, shown_device, accelerator)]
     plan = None
     if cluster is not None:
         plan = prediction(config, layout, cluster)
