@@ -41,21 +41,26 @@ class Start:
         after: steps that were done before, as the checkpoint says that it loads; 0 for a new training.
         until: the last step that it takes.
         reason: of its "stop" event; None where a kill left it no time to write one.
+        mesh: its ranks, where they are not those of the whole run.
+        changes: keys that differ from the start before, as its "resume" event names them.
     """
 
     after: int
     until: int
     reason: str | None = "finished"
+    mesh: Mesh | None = None
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a run: the degree along each axis, and how many machines they are on."""
+    """The ranks of a run: the degree along each axis, how many machines they are on, and sequence parallelism."""
 
     pp: int = 2
     dp: int = 2
     tp: int = 2
     nodes: int = 2
+    sequence: bool = False
 
     @property
     def world(self) -> int:
@@ -116,11 +121,11 @@ def write_run(
         for number, start in enumerate(starts):
             began = now + BETWEEN_STARTS * (number > 0)
             now = began + BEFORE_TRAINING
-            metrics.write(start_event(mesh, now, whole, start.after))
+            metrics.write(start_event(start.mesh or mesh, now, whole, start.after))
             for rank, file in enumerate(ranks):
                 file.write(rank_start(mesh, rank, now))
             if start.after:
-                metrics.write(_resume(now, start.after))
+                metrics.write(_resume(now, start.after, start.changes))
             waited = {"data": 0.0, "checkpoint": 0.0}
             for step in range(start.after + 1, start.until + 1):
                 if compiles and step == start.after + 1:
@@ -205,7 +210,7 @@ def start_event(mesh: Mesh, now: float, steps: int, before: int) -> dict[str, An
         "event": "start",
         "time": stamp(now),
         "parameters": 124_439_808,
-        "layout": {"tensor": mesh.tp, "sequence": False, "pipeline": mesh.pp, "data": mesh.dp, "zero": 1},
+        "layout": {"tensor": mesh.tp, "sequence": mesh.sequence, "pipeline": mesh.pp, "data": mesh.dp, "zero": 1},
         "device": DEVICE,
         "precision": {"parameter": "bfloat16", "gradient": "float32", "reduce": "float32", "optimizer": "float32"},
         "memory_expected_bytes": {"parameters": 2 * GIB, "gradients": 4 * GIB, "optimizer": 6 * GIB, "other": GIB},
@@ -301,8 +306,9 @@ def ending(how: str, began: float, seconds: float, step: int, text: str = "", **
     return {**what, "step": step, "checkpoint": step, "rank": None, "text": text, "exit_code": 1, **more}
 
 
-def _resume(now: float, step: int) -> dict[str, Any]:
-    what = {"checkpoint": f"checkpoints/step-{step:08d}", "written_by": {}, "load_seconds": LOADING, "changes": []}
+def _resume(now: float, step: int, changes: Sequence[str] = ()) -> dict[str, Any]:
+    what = {"checkpoint": f"checkpoints/step-{step:08d}", "written_by": {}, "load_seconds": LOADING}
+    what["changes"] = [*changes]
     return {"event": "resume", "time": stamp(now), "step": step, **what}
 
 

@@ -176,8 +176,10 @@ class _Terminal:
             self._channel.send({"reset": True})
         elif name == "/temperature":
             self._change_temperature(value)
-        else:
+        elif name in ("/help", "/?"):
             output.progress(_COMMANDS)
+        else:
+            output.progress(f"there is no command {name}: {_COMMANDS}")
         return None
 
     def _change_temperature(self, value: str) -> None:

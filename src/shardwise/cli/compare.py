@@ -21,15 +21,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base import files, parsing, units
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError, listing, see
 from shardwise.cli import output
 from shardwise.runs.folder import RunDirectory, last_that_counts, read_config
-from shardwise.runs.report.numbers import config_differences, difference
+from shardwise.runs.layout_spans import LayoutSpan, layout_spans, spans_text
+from shardwise.runs.report.numbers import config_differences, difference, layout_differences
 
 if TYPE_CHECKING:
     from shardwise.runs.state_records import StateRecords
 
 _TOLERANCE = 0.01
+_ROUNDING = 1e-5
+"""Greatest relative difference of the losses of two layouts in float32, before training amplifies it."""
+_JUMP = 1e-3
+"""Difference at the first step beyond `_ROUNDING` from which on it is no rounding that has grown."""
+_LEAST_AGREEING = 3
+"""Steps at the beginning that must agree, so that a growth can be told from a difference that was always there."""
 _FORMATS = (".png", ".svg")
 # Okabe and Ito's blue, vermilion and green, which colour-blind eyes tell apart; a grey for lines that only help.
 _COLORS = ("#0072b2", "#d55e00")
@@ -91,10 +98,14 @@ def run(arguments: argparse.Namespace) -> int:
     largest_difference = {"difference": differences[largest], "step": largest, "a": a[largest], "b": b[largest]}
     final = {name: {"step": max(curve), "loss": curve[max(curve)]} for name, curve in (("a", a), ("b", b))}
     keys = _differing_keys(*paths)
+    layouts = None if keys is None else [layout_spans(RunDirectory(path).events("start", "resume")) for path in paths]
+    may_be_rounding = bool(beyond) and not arguments.bits and (keys is None or not all(map(_is_bitwise, paths)))
+    grows_from = _first_of_growth(differences) if may_be_rounding else None
     if arguments.json:
         names = {"a": str(paths[0]), "b": str(paths[1]), "steps": len(differences)}
         facts = {"largest": largest_difference, "tolerance": tolerance, "beyond": beyond, "within": not differing}
-        facts |= {"final": final, "keys": keys}
+        facts |= {"final": final, "keys": keys, "grows_from": grows_from}
+        facts |= {"layouts": None if layouts is None else dict(zip("ab", map(spans_text, layouts), strict=True))}
         if arguments.bits:
             facts["norms"] = norms
         if arguments.bits or states["steps"]:
@@ -105,10 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("A", f"{paths[0]}: {_steps(a)}"),
         ("B", f"{paths[1]}: {_steps(b)}"),
         ("both", _steps(differences)),
-        (
-            "final",
-            ", ".join("loss {loss:.8g} at step {step:,} in ".format(**final[name]) + name.upper() for name in "ab"),
-        ),
+        ("final", _final_text(final)),
         ("largest", "{difference:.3g} at step {step:,}: loss {a:.8g} in A, {b:.8g} in B".format(**largest_difference)),
     ]
     if arguments.bits:
@@ -120,10 +128,16 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append(("norms", _compared_text(norms, "of both")))
     else:
         rows.append(("result", _result(beyond, tolerance)))
+    if grows_from is not None:
+        rows.append(("growth", _growth(differences, grows_from)))
     if arguments.bits or states["steps"]:
         rows.append(("states", _compared_text(states, "with hashes in both")))
-    output.table([*rows, *_key_rows(keys)])
+    output.table([*rows, *_layout_rows(layouts), *_key_rows(keys, layouts)])
     return int(bool(differing))
+
+
+def _final_text(final: Mapping[str, Mapping[str, Any]]) -> str:
+    return ", ".join("loss {loss:.8g} at step {step:,} in ".format(**final[name]) + name.upper() for name in "ab")
 
 
 def _tolerance(arguments: argparse.Namespace) -> float:
@@ -147,6 +161,27 @@ def _result(beyond: Sequence[int], tolerance: float) -> str:
     return f"beyond the tolerance ({tolerance:g}) at {steps}, first at step {beyond[0]:,}"
 
 
+def _first_of_growth(differences: Mapping[int, float]) -> int | None:
+    """Return the step from which a difference grows that was no more than rounding before; None if none does so.
+
+    A difference that begins with a jump, or that is no larger at the end than where it began, has another cause.
+    """
+    steps = sorted(differences)
+    first = next((number for number, step in enumerate(steps) if differences[step] > _ROUNDING), 0)
+    if first < _LEAST_AGREEING or differences[steps[first]] > _JUMP:
+        return None
+    return steps[first] if max(differences[step] for step in steps[first:]) > differences[steps[first]] else None
+
+
+def _growth(differences: Mapping[int, float], grows_from: int) -> str:
+    agreeing = [step for step in differences if step < grows_from]
+    return (
+        f"steps {min(agreeing):,} to {max(agreeing):,} agree within {_ROUNDING:g}, and the difference grows from step "
+        f"{grows_from:,}: rounding that training amplifies looks like this; train.bitwise=true tells it from a fault"
+        f"{see('training#difference-grows')}"
+    )
+
+
 # ---- what only the folders of two runs have
 
 
@@ -158,11 +193,26 @@ def _differing_keys(a: Path, b: Path) -> list[list[Any]] | None:
     return config_differences(*map(read_config, runs))
 
 
-def _key_rows(keys: Sequence[Sequence[Any]] | None) -> list[tuple[str, str]]:
+def _is_bitwise(run: Path) -> bool:
+    """True if a run adds in one order at every layout: then no difference comes from rounding."""
+    train = read_config(RunDirectory(run)).get("train")
+    return isinstance(train, Mapping) and train.get("bitwise") is True
+
+
+def _layout_rows(layouts: Sequence[Sequence[LayoutSpan]] | None) -> list[tuple[str, str]]:
+    differing = None if layouts is None else layout_differences(*layouts)
+    return [] if differing is None else [("layout", f"{differing[0]} in A; {differing[1]} in B")]
+
+
+def _key_rows(
+    keys: Sequence[Sequence[Any]] | None, layouts: Sequence[Sequence[LayoutSpan]] | None
+) -> list[tuple[str, str]]:
     if keys is None:
         return []
     texts = [f"{key}: {_shown(json.dumps(a))} in A, {_shown(json.dumps(b))} in B" for key, a, b in keys]
-    return [("" if number else "keys", text) for number, text in enumerate(texts or ["no key differs"])]
+    has_changed = layouts is not None and any(len(spans) > 1 for spans in layouts)
+    none = "no key differs at the last starts" if has_changed else "no key differs"
+    return [("" if number else "keys", text) for number, text in enumerate(texts or [none])]
 
 
 def _records_of(path: Path) -> StateRecords | None:

@@ -71,7 +71,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dry-run",
         action="store_true",
         help="print layout, batch, memory and disk needed, and the keys that differ from their defaults; check that "
-        "data, tokenizer and weights can be read; start nothing",
+        "data, tokenizer and weights can be read; start nothing; of a run in --run-dir, tell where it would go on and "
+        "what changes",
     )
     parser.add_argument(
         "--full", action="store_true", help="with --dry-run: print every key, not only those that differ from defaults"
@@ -182,9 +183,15 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     with problems:
         _check_user_code(config)
     rows, input_problems = glance_at_inputs(arguments.recipe, config)
+    continued: list[tuple[str, str]] = []
+    if run_path is not None and layout is not None:
+        from shardwise.cli.continued_run import continuation_rows
+
+        continued, reasons = continuation_rows(config, layout, run_path)
+        input_problems += reasons
     problems.require_none(input_problems)
     assert layout is not None, "a layout that is refused is a problem"
-    _show(arguments, config, layout, cluster, rows)
+    _show(arguments, config, layout, cluster, continued, rows)
     if input_problems:
         raise ConfigError(input_problems)
     return 0
@@ -202,6 +209,7 @@ def _show(
     config: Config,
     layout: Layout,
     cluster: Cluster | None,
+    continued: Sequence[tuple[str, str]],
     rows: Sequence[tuple[str, str]],
 ) -> None:
     from shardwise.train.summary import dry_run
@@ -213,7 +221,9 @@ def _show(
         device = ""
         has_accelerator = cluster.device.is_accelerator
     name = recipe_name(arguments.recipe)
-    text = dry_run(name, config, layout, device, has_accelerator, rows, cluster, full=arguments.full)
+    text = dry_run(
+        name, config, layout, device, has_accelerator, rows, cluster, continued=continued, full=arguments.full
+    )
     width = width_of(sys.stdout)
     output.raw(output.text(text if width is None else _wrapped_comments(text, width)))
 

@@ -16,13 +16,19 @@ CAUSES = ("start", "compile", "data", "checkpoint", "load", "restart", "lost ste
     data        waiting for batches
     checkpoint  training waited until a checkpoint was copied
     load        reading a checkpoint
-    restart     time from the last event of one start of the run to the next start, unless the first reached its end
+    restart     time from the last event of one start of the run to the next start, unless the first reached its end or
+                a person stopped it
     lost steps  steps that were done again, without their waits, which count as such
 """
 _LAST_SECOND = 1e11
 """In the year 5138: a later time is none, and cannot be shown in every time zone."""
 _WAITS = ("data", "checkpoint")
-_AT_ITS_END = ("finished", "stop_after")
+_DELIBERATE_ENDS = ("finished", "stop_after", "stopped by Ctrl-C (SIGINT)", "stopped by `shardwise stop`")
+"""Reasons of a "stop" event with which the run did what it was told.
+
+A run records a stop after its checkpoint is saved. Other signals may come from a scheduler, which takes the machine
+away.
+"""
 
 
 @dataclass
@@ -91,7 +97,7 @@ class LostTime:
             self._undo_after(int(number(event.get("step"), 0.0)))
         elif kind == "compile":
             self._start.compiling += number(event.get("seconds"), 0.0)
-        self._is_over = kind == "stop" and event.get("reason") in _AT_ITS_END
+        self._is_over = kind == "stop" and event.get("reason") in _DELIBERATE_ENDS
         self._last_time = _later(self._last_time, now)
 
     @property
@@ -125,7 +131,7 @@ class LostTime:
         before = number(event.get("seconds_before_training"), 0.0)
         gap = max(0.0, now - before - self._last_sign())
         if self._is_over:
-            # A run that had reached its end had nothing to do: the pause is left out of the run's time.
+            # A run that had ended as it was told had nothing to do: the pause is left out of the run's time.
             self._first_time += gap
         elif not math.isnan(gap):
             self._lost["restart"] += gap

@@ -20,6 +20,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.runs.failure import failure_of
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
 from shardwise.runs.json_lines import GrowingFile, last_lines, last_lines_of_rank
+from shardwise.runs.layout_spans import LayoutSpan, layout_spans
 from shardwise.runs.lost_time import LostTime, number, seconds_of
 from shardwise.runs.rank_views import SILENT_SECONDS, SILENT_STEPS, NodeView, RankView, node_views, with_relative_work
 from shardwise.runs.step_metrics import StepSeries, finite_values
@@ -159,6 +160,11 @@ class RunView:
     def start(self) -> dict[str, Any]:
         """Last "start" event; {} without one."""
         return self._last_event("start")
+
+    @property
+    def layouts(self) -> list[LayoutSpan]:
+        """Layouts of the steps that count, in their order; [] if a start has not recorded its layout."""
+        return layout_spans(self.events)
 
     @property
     def step(self) -> int:

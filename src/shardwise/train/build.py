@@ -33,13 +33,14 @@ from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.stages import build_stages
 from shardwise.planner.memory import expected_memory
+from shardwise.train.checkpoint_choice import went_back
 from shardwise.train.compile.units import compile_units
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import use_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.rank_agreement import raised_on_every_rank, versions
 from shardwise.train.reporter import Reporter
-from shardwise.train.resume import Resumed, went_back
+from shardwise.train.resume import Resumed
 from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.start import OpenedRun
 from shardwise.train.state_hashes import StateHashes

@@ -7,19 +7,18 @@ A run is resumed by files of several rooms, in this order:
    configuration, rebuilt from its checkpoints if a file is damaged. `config/rules.py` refuses keys that may
    not change, and lists those that did.
 3. `find_checkpoints` (here, on rank 0, called by `train/start.py`) finds the checkpoints, refuses those of another run,
-   and chooses by `checkpoint.resume` which are tried (`choose`).
+   and chooses by `checkpoint.resume` which are tried (`checkpoint_choice.py` `choose`).
 4. `train/run.py` `_restore` takes a newer state from the memory of the nodes, if there is one (`memory_copies.py`);
    else `restore_first` (here, on all ranks) restores the newest intact checkpoint by `checkpoint/restore.py`, which
    reads it for any layout. `continue_from` sets steps, samples and position in the data.
 5. `continue_data` (here) refuses other data, and streams and stages of a mixture go to their places.
 6. `set_later_aside` (here) renames checkpoints whose steps are undone.
-7. `went_back` (here) records in the next manifests to which step the run went back, so that the same command, given
-   again, does not undo its own steps (`goes_back`).
+7. `checkpoint_choice.py` `went_back` records in the next manifests to which step the run went back, so that the same
+   command, given again, does not undo its own steps (`goes_back`).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,13 +26,12 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.base.errors import ConfigError, RunError, listing, see
+from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.storage.checkpoint_folders import (
     StepFolder,
     abandon,
-    glance,
     put_in_place,
     require_step,
     step_name,
@@ -49,6 +47,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.runs.folder import RunDirectory
+from shardwise.train.checkpoint_choice import choose, goes_back
 from shardwise.train.reporter import Reporter
 from shardwise.train.saving import STREAM
 from shardwise.train.step_record import Progress
@@ -56,8 +55,6 @@ from shardwise.train.step_record import Progress
 _ALL_DATA = ""
 """The name of data that are no mixture."""
 _KEYS_OF_MIXTURES = ("data.mixture", "data.stages")
-_WENT_BACK = "went_back"
-"""The key of a manifest's `schedule` with the request by which the run last went back."""
 
 
 @dataclass(frozen=True)
@@ -140,59 +137,6 @@ def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping
         f"checkpoint.path ({root}) has no checkpoint, and the run in {directory.path} saved that of step {step:,} as "
         f"{path}: set checkpoint.path to where its checkpoints are, or start again in another --run-dir"
         f"{see('checkpoints#place-changed')}"
-    )
-
-
-def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resumed: bool) -> list[StepFolder]:
-    """Choose the checkpoints to try, in this order; none where the training begins.
-
-    If the newest intact one was saved after the run went back as `checkpoint.resume` asks, the run continues from it:
-    the same command, given again after a stop, must not undo its own steps.
-
-    Args:
-        is_resumed: the folder held a run before.
-
-    Raises:
-        ConfigError: the checkpoint that `checkpoint.resume` names is not there, or the checkpoints are another run's.
-    """
-    step = config.checkpoint.resume
-    if not is_resumed:
-        if step != "auto":
-            raise ConfigError(f"checkpoint.resume ({step}) needs --run-dir, the folder of the run that saved it")
-        if saved:
-            raise ConfigError(_occupied(root, saved[0], config))
-        return []
-    if step == "auto":
-        return list(saved)
-    look = functools.cache(lambda checkpoint: glance(checkpoint.folder, checkpoint.step))  # may take many seconds
-    newest = next((glanced for glanced in map(look, saved) if glanced.problem is None), None)
-    if newest is not None and newest.manifest is not None and not goes_back(config, newest.manifest):
-        return [checkpoint for checkpoint in saved if checkpoint.step >= step]
-    chosen = [checkpoint for checkpoint in saved if checkpoint.step == step]
-    problem = look(chosen[0]).problem if chosen else None
-    if not chosen or problem is not None:
-        intact = sorted(glanced.step for glanced in map(look, saved) if glanced.problem is None)
-        present = f"there are {listing(intact)}" if intact else "there is none"
-        reason = f" ({problem})" if chosen else ""
-        raise ConfigError(
-            f"checkpoint.resume ({step}) must be the step of an intact checkpoint{reason}: {present} in {root}"
-            f"{see('checkpoints#step-not-there')}"
-        )
-    return chosen
-
-
-def _occupied(root: Root, checkpoint: StepFolder, config: Config) -> str:
-    """The refusal of a new run at a place that has this checkpoint."""
-    if config.checkpoint.path is None:
-        key = "--run-dir"
-        remedy = "put its run's config.yaml back"
-    else:
-        key = "checkpoint.path"
-        remedy = "give --run-dir its run's folder"
-    return (
-        f"{key} ({root}) must be empty for a new run, it has a checkpoint of step {checkpoint.step}: {remedy} to "
-        f"continue it, or choose another {key}, with checkpoint.load={checkpoint.folder} for the weights"
-        f"{see('checkpoints#place-not-empty')}"
     )
 
 
@@ -336,24 +280,6 @@ def _other_data(name: str, stored: str, now: str, data: PreparedData) -> str:
         f"{shown} must be those that the run began with (fingerprint {stored}, now {now}): the files or the tokenizer "
         f"changed; {remedy}{see('checkpoints#data-changed')}"
     )
-
-
-def goes_back(config: Config, manifest: Manifest) -> bool:
-    """Return whether `checkpoint.resume` names a step to which the run had not gone back when it saved this."""
-    return config.checkpoint.resume != "auto" and manifest.schedule.get(_WENT_BACK) != _request(config)
-
-
-def went_back(config: Config, manifest: Manifest | None) -> dict[str, Any]:
-    """The last return to an earlier step, for `schedule` in manifests of a run that continues from this manifest."""
-    if config.checkpoint.resume != "auto":
-        return {_WENT_BACK: _request(config)}
-    recorded = None if manifest is None else manifest.schedule.get(_WENT_BACK)
-    return {} if recorded is None else {_WENT_BACK: recorded}
-
-
-def _request(config: Config) -> Mapping[str, Any]:
-    """The keys of a return to an earlier step: with another value of either, the user asks for another return."""
-    return {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}
 
 
 def continue_from(manifest: Manifest, progress: Progress, config: Config) -> None:

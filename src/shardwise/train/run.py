@@ -20,6 +20,7 @@ from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
+from shardwise.train.checkpoint_choice import goes_back
 from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.generation import draw_sample
 from shardwise.train.memory import out_of_memory_text, require_device
@@ -30,7 +31,6 @@ from shardwise.train.resume import (
     Resumed,
     continue_data,
     continue_from,
-    goes_back,
     restore_first,
     set_later_aside,
 )

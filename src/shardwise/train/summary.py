@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _UNKNOWN = "not known for a model of your own"
-_PYTHON_AND_TORCH = "about 300 MiB for Python and torch"
-"""Of a process on a CPU: 260 MiB after all imports of a training with torch 2.11, and its process group."""
+_PROCESS_BYTES = 300 * 2**20
+"""Python and torch in a process on a CPU: 260 MiB after all imports with torch 2.11, and its process group."""
+_PYTHON_AND_TORCH = f"about {units.size(_PROCESS_BYTES)} for Python and torch"
 
 _Rows = list[tuple[str, str]]
 
@@ -54,6 +55,7 @@ def dry_run(
     inputs: Sequence[tuple[str, str]] = (),
     cluster: Cluster | None = None,
     *,
+    continued: Sequence[tuple[str, str]] = (),
     full: bool = False,
 ) -> str:
     """What follows from a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
@@ -63,11 +65,12 @@ def dry_run(
         accelerator: the ranks of the run have accelerators.
         inputs: rows about data and tokenizer.
         cluster: machines that need not be here, for which the time of a step is predicted; None for this machine.
+        continued: rows about the run that the folder holds.
         full: show every key, not only those that differ from their defaults.
     """
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if cluster is None else f"{cluster} (--device)"
-    rows = _work(config, layout, shown_device, accelerator)
+    rows = [*continued, *_work(config, layout, shown_device, accelerator)]
     plan = None
     if cluster is not None:
         plan = prediction(config, layout, cluster)
@@ -355,9 +358,11 @@ def _host_memory(config: Config, layout: Layout) -> _Rows:
     if needed is None or available is None:
         return []
     state, expected = needed
+    expected += layout.world * _PROCESS_BYTES
+    each = " on each" if layout.world > 1 else ""
     text = (
-        f"{units.size(expected)} expected for {units.counted(layout.world, 'rank')} on one machine; this one has "
-        f"{units.size(available)} available"
+        f"{units.size(expected)} expected for {units.counted(layout.world, 'rank')} on one machine, with "
+        f"{_PYTHON_AND_TORCH}{each}; this one has {units.size(available)} available"
     )
     if state > available:
         text += f", less than parameters, gradients and optimizer need ({units.size(state)}): training is refused here"

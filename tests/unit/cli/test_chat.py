@@ -55,6 +55,22 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
     assert shown.err == "an answer has at most 8 tokens, half of what the model reads\n"
 
 
+def test_an_unknown_command_is_told_with_those_that_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests: list[Any] = []
+
+    def model(channel: Channel) -> None:
+        channel.send({"ready": True, "has_template": True, "max_tokens": 16})
+        requests.append(channel.receive())
+
+    talk(model, "/foo bar\n/help\n", monkeypatch)
+    unknown, helped = capsys.readouterr().err.splitlines()
+    assert unknown == f"there is no command /foo: {helped}"
+    assert helped.startswith("/reset begins anew, /temperature T changes the temperature, /quit leaves")
+    assert requests == [None], "the model read a command"
+
+
 def test_a_model_that_goes_ends_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     def model(channel: Channel) -> None:
         channel.send({"ready": True, "has_template": True, "max_tokens": 16})

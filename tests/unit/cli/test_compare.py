@@ -302,6 +302,8 @@ def test_steps_of_one_curve_alone_do_not_count(capsys: pytest.CaptureFixture[str
         "within": True,
         "final": {"a": {"step": 3, "loss": 2.0}, "b": {"step": 4, "loss": 9.0}},
         "keys": None,
+        "grows_from": None,
+        "layouts": None,
     }
 
 
@@ -316,6 +318,64 @@ def test_of_two_runs_the_final_losses_and_the_keys_that_differ_are_told(capsys: 
     assert capsys.readouterr().out.splitlines()[-1] == "keys     no key differs"
     assert main(["compare", "a", "b", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["keys"] == [["parallel.tensor", 1, 2], ["parallel.pipeline", 2, 1]]
+
+
+TP = Mesh(1, 1, 2, 1, sequence=True)
+DP = Mesh(1, 2, 1, 1)
+
+
+def test_layouts_of_all_starts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("a"), [Start(0, 10, mesh=TP), Start(10, 20)], mesh=DP)
+    write_run(Path("b"), mesh=DP)
+    assert main(["compare", "a", "b"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "layout   TP 2 + SP to step 10, then DP 2 in A; DP 2 in B",
+        "keys     no key differs at the last starts",
+    ]
+    assert main(["compare", "a", "b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layouts"] == {"a": "TP 2 + SP to step 10, then DP 2", "b": "DP 2"}
+    assert main(["compare", "b", "b"]) == 0
+    assert "layout" not in capsys.readouterr().out
+
+
+def grown(first: float, factor: float = 1.5, from_step: int = 1) -> dict[int, float]:
+    """Losses of 20 steps that differ from `loss_of` from a step on, and by a factor more at each step after it."""
+    return {step: loss_of(step) * (1 + first * factor ** (step - from_step)) for step in range(from_step, 21)}
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "grows_from"),
+    [
+        (grown(1e-7), ["--tolerance", "1e-4"], 13),
+        (grown(2e-6, factor=2.0, from_step=11), ["--tolerance", "1e-4"], 14),
+        (grown(1e-7), ["--bits"], None),
+        (grown(1e-7), ["--tolerance", "0.1"], None),
+        (grown(0.02, factor=1.0, from_step=11), [], None),
+        (grown(9e-4, factor=0.9, from_step=11), ["--tolerance", "1e-4"], None),
+        (grown(9e-6), [], None),
+    ],
+    ids=["grows", "grows after a change", "bits", "within", "jump", "shrinks", "from the start"],
+)
+def test_a_difference_that_grows_from_rounding_is_told(
+    losses: dict[int, float], options: list[str], grows_from: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(Path("a"), losses={step: loss for step, loss in losses.items() if abs(loss - loss_of(step)) > 0}, mesh=DP)
+    write_run(Path("b"), mesh=DP)
+    main(["compare", "a", "b", *options])
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    if grows_from is None:
+        assert "growth" not in rows
+        return
+    assert rows["growth"] == (
+        f"steps 1 to {grows_from - 1} agree within 1e-05, and the difference grows from step {grows_from}: "
+        "rounding that training amplifies looks like this; train.bitwise=true tells it from a fault "
+        "(`shardwise explain difference-grows`)"
+    )
+    for run_name in "ab":
+        config = Path(run_name, "config.yaml")
+        config.write_text(config.read_text().replace("train: {", "train: {bitwise: true, "))
+    main(["compare", "a", "b", *options])
+    assert "growth" not in capsys.readouterr().out, "two bit-equal runs have no rounding"
 
 
 def test_a_plot_shows_both_curves_and_their_difference() -> None:

@@ -9,7 +9,7 @@ def test_an_entry_is_message_cause_and_fix(capsys: pytest.CaptureFixture[str]) -
     assert main(["explain", "killed-rank"]) == 0
     said = capsys.readouterr().out
     message = "rank … was killed (SIGKILL; usually out of memory)"
-    assert said.startswith(f"Message: {message}\n\nCause: Something outside ended the process")
+    assert said.startswith(f"Message: {message}\n\nCause: The process was killed from outside")
     assert "\n\nFix: Look at the system's log (`dmesg`)" in said
     assert main(["explain", "training#killed-rank"]) == 0
     assert capsys.readouterr().out == said

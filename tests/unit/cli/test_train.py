@@ -310,6 +310,47 @@ def test_a_run_keeps_the_batch_that_it_began_with(capsys: pytest.CaptureFixture[
         assert f"× 4 DP = {batch} global batch" in out
 
 
+def dry_rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """The rows of a dry run of the run in `old`, down to the layout."""
+    assert main(["train", "llama2-tiny", *arguments, "--dry-run", "--run-dir", "old"]) == 0
+    rows = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+    return rows[1 : next(number for number, row in enumerate(rows) if row.startswith("layout"))]
+
+
+def test_a_dry_run_tells_where_a_run_goes_on_and_what_changes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert dry_rows(capsys) == [], "there is no run yet"
+    run = stored("old", "llama2-tiny", "parallel.tensor=2", "parallel.sequence=true")
+    assert dry_rows(capsys, "parallel.tensor=2", "parallel.sequence=true") == [
+        "continues      old from its first step, as it has no checkpoint",
+        "  changed      no key",
+    ]
+    layout = {"tensor": 2, "sequence": True, "pipeline": 1, "data": 1}
+    (run / "metrics.jsonl").write_text(json.dumps({"event": "start", "layout": layout, "steps_before": 0}) + "\n")
+    for step in (10, 20):
+        checkpoint = run / f"checkpoints/step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        # The save of step 20 was killed.
+        (checkpoint / ("manifest.json" if step == 10 else "config.json")).touch()
+    before = sorted(tmp_path.rglob("*"))
+    assert dry_rows(capsys, "train.steps=40", "parallel.sequence=true", "--nproc", "2") == [
+        "continues      old after step 10, from old/checkpoints/step-00000010",
+        "  layout       TP 2 + SP → DP 2",
+        "  changed      parallel.tensor 2 → 1",
+        "  changed      train.steps 20 → 40",
+    ]
+    assert sorted(tmp_path.rglob("*")) == before
+    for wrong, problem in {
+        "checkpoint.resume=15": "checkpoint.resume (15) must be the step of an intact checkpoint",
+        "model.hidden_size=128": "model.hidden_size",
+    }.items():
+        assert main(["train", "llama2-tiny", wrong, "--dry-run", "--run-dir", "old"]) == 2
+        assert problem in capsys.readouterr().err
+    RunDirectory("old").write_results({"steps": 20})
+    assert dry_rows(capsys) == ["continues      old: finished, 20 of 20 steps; raise train.steps"]
+
+
 @pytest.mark.parametrize("machine", [("cpu", 0), ("nvidia", 1)])
 def test_a_finished_run_says_so(
     machine: tuple[str, int],

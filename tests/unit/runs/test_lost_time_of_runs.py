@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from signal import SIGINT, SIGTERM
 from typing import Any
 
 import pytest
 
+from shardwise.launch.first_failure import signal_name
 from shardwise.runs.lost_time import CAUSES, LostTime, number
 from tests.monitor_runs import stamp
 
@@ -69,6 +71,15 @@ def test_the_time_between_a_finished_run_and_its_continuation_is_not_lost() -> N
     assert found.whole == 80 + 19
     stopped = STOP | {"reason": "stopped by SIGUSR1"}
     assert lost(*FIRST, *AGAIN, stopped, *later).by_cause["restart"] == 10 + 100_000 - 180
+
+
+@pytest.mark.parametrize(("by", "lost_seconds"), [(SIGINT, 0), (SIGTERM, 100_000 - 180), ("`shardwise stop`", 0)])
+def test_the_time_after_a_stop_that_a_person_asked_for_is_not_lost(by: int | str, lost_seconds: int) -> None:
+    stopped = STOP | {"reason": f"stopped by {signal_name(by) if isinstance(by, int) else by}"}
+    later = [event("start", 100_015, seconds_before_training=15.0, steps_before=12), step(14, 100_019)]
+    found = lost(*FIRST, *AGAIN, stopped, *later)
+    assert found.by_cause["restart"] == 10 + lost_seconds
+    assert found.whole == 80 + 19 + lost_seconds
 
 
 def test_an_older_run_without_these_fields_loses_what_is_known() -> None:

@@ -22,7 +22,7 @@ from shardwise.runs.report.chart import line_chart, short, stacked_chart, time_t
 from shardwise.runs.report.numbers import columns
 from shardwise.runs.report.verdict import verdict
 from shardwise.runs.step_metrics import PARTS, Column, Curve
-from tests.monitor_runs import FIRST, SPLIT, Mesh, Start, ending, loss_of, stamp, write_big, write_run
+from tests.monitor_runs import FIRST, LOADING, SPLIT, Mesh, Start, ending, loss_of, stamp, write_big, write_run
 
 HOSTILE = "<script>alert('x')</script>"
 BROWSER = next(
@@ -100,6 +100,64 @@ def test_two_runs_are_laid_over_each_other(tmp_path: Path, capsys: pytest.Captur
     largest = {"difference": pytest.approx(0.5), "step": 7, "a": loss_of(7) * 1.5, "b": loss_of(7)}
     assert compared["largest"] == largest
     assert not (b / "report.html").exists()
+
+
+TENSOR_PARALLEL = Mesh(1, 1, 2, 1, sequence=True)
+DATA_PARALLEL = Mesh(1, 2, 1, 1)
+
+
+def write_resharded(path: Path) -> Path:
+    """A run that a person stopped after step 10, and that went on at another layout."""
+    change = f"parallel.tensor 2 → 1 {HOSTILE}"
+    starts = [
+        Start(0, 10, "stopped by Ctrl-C (SIGINT)", mesh=TENSOR_PARALLEL),
+        Start(10, 20, mesh=DATA_PARALLEL, changes=(change, "train.steps 10 → 20")),
+    ]
+    run = write_run(path, starts, mesh=DATA_PARALLEL)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for event in lines:
+        if event["event"] == "step" and event["step"] <= 10:
+            event["split_seconds"]["forward"] = 9.0
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in lines))
+    return run
+
+
+def test_a_change_of_the_layout_is_told_and_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_resharded(tmp_path / "run")
+    written = report(run)
+    page = Text(written)
+    found = numbers(capsys, str(run))
+    assert found["layouts"] == [[0, "TP 2 + SP"], [10, "DP 2"]]
+    events = {(event["kind"], event["step"]): event["text"] for event in found["events"]}
+    assert events["resume", 10] == (
+        f"loaded in {LOADING:.2f} s, changed: parallel.tensor 2 → 1 {HOSTILE}; train.steps 10 → 20"
+    )
+    assert [event["text"] for event in found["events"] if event["kind"] == "start"] == [
+        "TP 2 + SP, training began after 10.0 s",
+        "DP 2, training began after 10.0 s",
+    ]
+    change = "layout after step 10: TP 2 + SP → DP 2"
+    assert page.text.count(f"dots: evaluation{change}") == 1, "the chart of the loss has no note"
+    assert written.count(f"<title>{change}</title>") == len([chart for chart in page.charts if "axis" not in chart])
+    assert "A step on rank 0, mean of steps 11 to 20 at DP 2" in page.text
+    assert found["split_seconds"]["forward"] == pytest.approx(SPLIT["forward"]), "steps of the former layout count"
+    assert (found["split_steps"], found["split_layout"]) == ([11, 20], "DP 2")
+    assert page.tags.count("script") == 1
+    assert found["lost_seconds"]["restart"] == 0
+
+
+def test_layouts_of_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_resharded(tmp_path / "a")
+    b = write_run(tmp_path / "b", mesh=DATA_PARALLEL)
+    page = Text(report(a, str(b)))
+    compared = numbers(capsys, str(a), str(b))["compared"]
+    assert compared["config"] == []
+    assert compared["layouts"] == ["TP 2 + SP to step 10, then DP 2", "DP 2"]
+    assert "layoutTP 2 + SP to step 10, then DP 2DP 2" in page.text
+    assert "nothing" not in page.text
+    assert page.text.count("A, layout after step 10: TP 2 + SP → DP 2") > 2
+    assert numbers(capsys, str(a), str(a))["compared"]["layouts"] is None
+    assert "nothing" in Text(report(b, str(b))).text
 
 
 def test_the_page_opens_with_the_verdict_the_curve_the_lost_time_and_the_text(tmp_path: Path) -> None:

@@ -359,6 +359,26 @@ def test_bars_of_lost_time_are_shares_of_the_whole_time(run: Path) -> None:
         assert abs(cells / 8 - bar * seconds / frame.lost.whole) <= 1 / 8, line.plain
 
 
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        (
+            {"event": "start", "layout": {"ranks": 4, "tensor": 2, "sequence": True, "pipeline": 1, "data": 2}},
+            "start on 4 ranks, TP 2 + SP × DP 2",
+        ),
+        ({"event": "start", "layout": {"ranks": 4}}, "start on 4 ranks"),
+        ({"event": "start"}, "start"),
+        (
+            {"event": "resume", "step": 60, "changes": ["parallel.tensor 2 → 1", "train.steps 60 → 120"]},
+            "resumed from step 60, changed: parallel.tensor 2 → 1; train.steps 60 → 120",
+        ),
+        ({"event": "resume", "step": 60, "changes": []}, "resumed from step 60"),
+    ],
+)
+def test_an_event_of_a_start_tells_its_layout_and_what_changed(event: dict[str, object], text: str) -> None:
+    assert panels.told_event(event, None).plain.partition("▌")[2] == text
+
+
 def test_no_screen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = Namespace(run=run, once=False, interval=2.0)
     with pytest.raises(ConfigError, match=r"must be a terminal: `shardwise top --once` prints a table"):

@@ -21,7 +21,8 @@ from shardwise.data.samples.order import Stage
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise.train import resume
-from shardwise.train.resume import find_checkpoints, goes_back, went_back
+from shardwise.train.checkpoint_choice import goes_back, went_back
+from shardwise.train.resume import find_checkpoints
 from shardwise.train.step_record import Progress, end_of_run
 from tests.dist.training import make_config, make_data
 from tests.stored import small_tensors, write_checkpoint

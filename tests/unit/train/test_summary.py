@@ -24,7 +24,14 @@ from shardwise.models.parameter_counts import (
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
-from shardwise.planner.memory import checkpoint_bytes, expected_memory, invariant_dropout, memory_by_rank, neediest_rank
+from shardwise.planner.memory import (
+    checkpoint_bytes,
+    expected_memory,
+    invariant_dropout,
+    memory_by_rank,
+    memory_of_machine,
+    neediest_rank,
+)
 from shardwise.train.start_screen import schedule_picture
 from shardwise.train.summary import dry_run
 
@@ -285,6 +292,21 @@ def test_a_dry_run_is_the_summary_and_the_keys_that_differ_from_defaults() -> No
     assert "hooks" not in shown
     whole = dry_run("recipe", chosen, Layout(1), "cpu", False, full=True)
     assert parse_yaml(whole, "dry run") == chosen.recorded()
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_the_memory_of_the_machine_has_python_and_torch_of_each_rank(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = 2 * 300 * 2**20
+    needed = memory_of_machine(config(), Layout(2), range(2))
+    assert needed is not None
+    expected = needed[1] + processes
+    monkeypatch.setattr("shardwise.base.hardware.available_memory", lambda: expected if has_room else expected - 1)
+    told = rows(config(), Layout(2))["host memory"]
+    assert told.startswith(f"{units.size(expected)} expected for 2 ranks on one machine, ")
+    assert ", with about 300 MiB for Python and torch on each; " in told
+    assert ("the system may kill a rank here" in told) == (not has_room)
 
 
 def test_a_derived_default_is_left_out_and_another_value_is_not() -> None:

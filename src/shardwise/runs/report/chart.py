@@ -45,6 +45,19 @@ LARGE = Size(640, 300)
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A thin vertical line between two steps, whose text a browser shows at the pointer.
+
+    Attributes:
+        steps_before: steps before the line.
+        text: what happened there.
+    """
+
+    steps_before: int
+    text: str
+
+
+@dataclass(frozen=True)
 class _PlotArea:
     """The area of a chart: the numbers at its edges, and the pixels of numbers on it."""
 
@@ -87,6 +100,7 @@ def line_chart(
     percent: bool = False,
     is_cut: bool = True,
     notes: Sequence[str] = (),
+    marks: Sequence[Mark] = (),
     size: Size = SMALL,
 ) -> str:
     """Draw curves over the steps of a run: a line of means in a band from the least to the largest value of a column.
@@ -97,6 +111,7 @@ def line_chart(
         is_cut: True if few columns that would hide the rest, such as the steep beginning, may leave the chart; then the
             chart says so.
         notes: sentences under the title.
+        marks: lines behind the curves.
     """
     known = {name: curve for name, curve in curves.items() if curve.columns or curve.dots or curve.breaks}
     columns = [column for curve in known.values() for column in _with_dots(curve)]
@@ -111,6 +126,7 @@ def line_chart(
     ticks = _ticks([low, high])
     area = _PlotArea(min(steps), max(steps), min(ticks[0], low), max(ticks[-1], high), size)
     drawn = [_y_axis(area, ticks, percent=percent), _x_axis(area, "step")]
+    drawn += [_mark(area, mark) for mark in marks]
     # The inner picture cuts off the lines that leave the chart. Dots at its edge would be cut too: they come after it.
     drawn.append(
         f'<svg x="{LEFT}" y="{TOP}" width="{area.width}" height="{area.height}" '
@@ -136,11 +152,12 @@ def line_chart(
     return _figure(title, legend, drawn, area, data, notes=notes)
 
 
-def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[float]]) -> str:
+def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[float]], marks: Sequence[Mark] = ()) -> str:
     """Draw the seconds of parts over the steps, one on the other; an empty text without rows.
 
     Args:
         rows: [step, seconds of each part …] for each column.
+        marks: lines in front of the parts.
     """
     if not rows:
         return ""
@@ -155,6 +172,7 @@ def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[floa
         corners = [(area.high_x, tops[-1][1]), (area.high_x, 0.0), (area.low_x, 0.0), (area.low_x, tops[0][1])]
         drawn.append(f'<polygon class="f{number}" points="{area.path([*tops, *corners])}"/>')
     drawn += [_y_axis(area, ticks, " s"), _x_axis(area, "step")]
+    drawn += [_mark(area, mark) for mark in marks]
     data = {"names": list(names), "rows": _exact(rows)}
     legend = [(f"b{number}", names[number]) for number in used]
     return _figure(title, legend, drawn, area, data)
@@ -315,6 +333,16 @@ def _curve(area: _PlotArea, curve: Curve, number: int) -> str:
         line = area.path([(column.step, column.mean) for column in columns])
         parts.append(f'<polyline class="curve c{number}" points="{line}"/>')
     return "".join(parts)
+
+
+def _mark(area: _PlotArea, mark: Mark) -> str:
+    """Draw a mark, with a wider line that cannot be seen, for the pointer; nothing outside of the chart."""
+    step = mark.steps_before + 0.5
+    if not area.low_x <= step <= area.high_x:
+        return ""
+    x = f"{area.x(step):.1f}"
+    line = f'x1="{x}" x2="{x}" y1="{TOP}" y2="{area.bottom}"'
+    return f'<g class="mark"><title>{escape(mark.text)}</title><line {line}/><line class="near" {line}/></g>'
 
 
 def _dot(area: _PlotArea, x: float, y: float, number: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -16,6 +17,7 @@ from markupsafe import Markup
 from shardwise.base import redaction, units
 from shardwise.base.mesh_axes import AXES, layout_text
 from shardwise.config.schedules import DEFAULT_SCHEDULE
+from shardwise.runs.layout_spans import LayoutSpan, short_layout, spans_text
 from shardwise.runs.lost_time import CAUSES, number, seconds_of
 from shardwise.runs.report.chart import attribute
 from shardwise.runs.report.verdict import verdict
@@ -61,6 +63,7 @@ def report_of(run: RunView) -> dict[str, Any]:
 
 def _report(run: RunView) -> dict[str, Any]:
     series = run.series
+    layouts = run.layouts
     events = _events(run)
     listed = _last_of_each_kind(events)
     is_timed = run.lost.whole > 0
@@ -78,7 +81,8 @@ def _report(run: RunView) -> dict[str, Any]:
         "evaluations": _spread(_evaluations(run)),
         "set_curves": _as_curves(_set_losses(run)),
         "task_curves": {metric: _as_curves(scores) for metric, scores in _task_scores(run).items()},
-        "split_seconds": _split(run),
+        "layouts": [[span.steps_before, span.layout] for span in layouts],
+        **_split(run, layouts),
         "split_by_step": _split_by_step(run),
         "memory_bytes": _amounts(run.last.get("memory_bytes")),
         "communication_bytes": _amounts(run.last.get("communication_bytes")),
@@ -124,6 +128,7 @@ def comparison(a: RunView, b: RunView) -> dict[str, Any]:
         "largest": max(comparable, key=lambda losses: losses["difference"], default=None),
         "not_finite": {"steps": len(not_finite), **not_finite[0]} if not_finite else None,
         "config": config_differences(a.config, b.config),
+        "layouts": layout_differences(a.layouts, b.layouts),
     }
 
 
@@ -133,6 +138,12 @@ def config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[
     keys_of_b = dict(_flat(redaction.without_secrets(b)))
     differing = [key for key in {**keys_of_a, **keys_of_b} if keys_of_a.get(key) != keys_of_b.get(key)]
     return [[key, keys_of_a.get(key), keys_of_b.get(key)] for key in differing]
+
+
+def layout_differences(a: Sequence[LayoutSpan], b: Sequence[LayoutSpan]) -> list[str] | None:
+    """Return the layouts of A and of B as texts; None if they are equal, or if one of them is not known."""
+    texts = [spans_text(spans) for spans in (a, b)]
+    return texts if all(texts) and texts[0] != texts[1] else None
 
 
 def _common_curves(runs: Sequence[RunView], steps: Sequence[int]) -> list[dict[str, Any]]:
@@ -266,10 +277,21 @@ def _final_loss(run: RunView) -> float | None:
     return values[-1] if is_known else None
 
 
-def _split(run: RunView) -> dict[str, float]:
-    """Return the mean seconds of each part of a step."""
-    recorded = {name: finite_values(run.series.parts[name]) for name in PARTS}
-    return {name: sum(seconds) / len(seconds) for name, seconds in recorded.items() if seconds}
+def _split(run: RunView, layouts: Sequence[LayoutSpan]) -> dict[str, Any]:
+    """Return the mean seconds of each part of a step, and the steps and the layout that the mean is of.
+
+    Steps of another layout have other parts, so only those of the last layout that took a step count.
+    """
+    steps = run.series.steps
+    last_step = steps[-1] if steps else 0
+    span = next((span for span in reversed(layouts) if span.steps_before < last_step), None)
+    begin = 0 if span is None else bisect_right(steps, span.steps_before)
+    recorded = {name: finite_values(run.series.parts[name][begin:]) for name in PARTS}
+    return {
+        "split_seconds": {name: sum(seconds) / len(seconds) for name, seconds in recorded.items() if seconds},
+        "split_steps": [steps[begin], last_step] if steps else None,
+        "split_layout": None if span is None else span.layout,
+    }
 
 
 def _split_by_step(run: RunView) -> list[list[float]]:
@@ -358,7 +380,10 @@ def _text(event: Mapping[str, Any]) -> str:
         case "compile":
             return f"{event.get('graphs')} graphs, {event.get('hits')} from the cache"
         case "resume":
-            return _seconds("loaded in {:.2f} s", event.get("load_seconds"))
+            changes = event.get("changes")
+            changed = "; ".join(map(str, changes)) if isinstance(changes, list) else ""
+            loaded = _seconds("loaded in {:.2f} s", event.get("load_seconds"))
+            return ", ".join(filter(None, [loaded, f"changed: {changed}" if changed else ""]))
         case "eval":
             return f"evaluation loss {number(event.get('loss')):.4f}"
         case "eval_set":
@@ -371,7 +396,10 @@ def _text(event: Mapping[str, Any]) -> str:
             job = f"job {event['job']}" if event.get("job") else ""
             first_line = str(event.get("text") or "").partition("\n")[0]
             return ", ".join(filter(None, [job, str(event.get("how", "")), first_line]))
-    return _seconds("training began after {:.1f} s", event.get("seconds_before_training"))
+    layout = event.get("layout")
+    shown_layout = short_layout(layout) if isinstance(layout, Mapping) else ""
+    began = _seconds("training began after {:.1f} s", event.get("seconds_before_training"))
+    return ", ".join(filter(None, [shown_layout, began]))
 
 
 def _seconds(text: str, value: Any) -> str:

@@ -26,6 +26,8 @@ _AXIS_COLOURS = (3, 1, 2, 7, 5, 0, 4, 6)
 _AXES = {"tp": "TP", "dp": "DP", "pp": "PP", "world": "all ranks"}
 _MOST_TASK_CURVES = 24
 """Curves in a chart of tasks: some groups have dozens of tasks, whose legend would hide the chart."""
+_MOST_NOTES = 3
+"""Changes of the layout that are named above a chart."""
 _MARKS = {"checkpoint": "checkpoints", "eval": "evaluations", "warning": "warnings", "ended": "ends of jobs"}
 
 
@@ -48,7 +50,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
     return environment.get_template("page.html").render(
         title=" and ".join(str(report["run"]) for report in reports),
         runs=[_run(report, name) for report, name in zip(reports, names, strict=True)],
-        opening=Markup(_common_losses(compared) if compared else _loss_chart(reports, names, chart.LARGE)),
+        opening=Markup(_common_losses(compared, reports) if compared else _loss_chart(reports, names, chart.LARGE)),
         charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=compared is not None) if drawn],
         compared=compared,
         left=chart.LEFT,
@@ -62,7 +64,7 @@ def _names(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{letter}: {report['run']}" for letter, report in zip(ascii_uppercase, reports, strict=False)]
 
 
-def _common_losses(compared: Mapping[str, Any]) -> str:
+def _common_losses(compared: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> str:
     """Draw the losses of two runs over the steps that both have; an empty text if there are none."""
     curves = {
         name: Curve(curve["loss"], curve["evaluations"]) for name, curve in zip("AB", compared["curves"], strict=False)
@@ -70,7 +72,18 @@ def _common_losses(compared: Mapping[str, Any]) -> str:
     title = "Training loss over the common steps"
     if any(curve.dots for curve in curves.values()):
         title += ", dots: evaluation"
-    return chart.line_chart(title, curves, size=chart.LARGE)
+    notes, marks = _layout_changes(reports)
+    return chart.line_chart(title, curves, notes=notes, marks=marks, size=chart.LARGE)
+
+
+def _layout_changes(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[chart.Mark]]:
+    """Return a note and a mark for each change of the layout of each run; of many changes the last ones have notes."""
+    marks = []
+    for letter, report in zip(ascii_uppercase, reports, strict=False):
+        prefix = f"{letter}, " if len(reports) > 1 else ""
+        for (_, former), (steps_before, layout) in itertools.pairwise(report["layouts"]):
+            marks.append(chart.Mark(steps_before, f"{prefix}layout after step {steps_before:,}: {former} → {layout}"))
+    return [mark.text for mark in marks[-_MOST_NOTES:]], marks
 
 
 def _loss_chart(reports: Sequence[Mapping[str, Any]], names: Sequence[str], size: chart.Size) -> str:
@@ -101,7 +114,8 @@ def _metric_chart(
 ) -> str:
     """Draw a metric of each run; the steps at which it is not finite are shaded, and named below the title."""
     curves: dict[str, Curve] = {}
-    notes = []
+    layout_notes, marks = _layout_changes(reports)
+    notes = layout_notes if metric.name == "loss" else []
     is_comparison = len(reports) > 1
     for name, report in zip(names, reports, strict=True):
         label = name[:1] if is_comparison else name
@@ -116,7 +130,9 @@ def _metric_chart(
         curves[label] = Curve(report["curves"][metric.name], dots, breaks)
     has_dots = any(curve.dots for curve in curves.values())
     title = f"{metric.title}, dots: evaluation" if has_dots else metric.title
-    return chart.line_chart(title, curves, percent=metric.is_share, is_cut=metric.is_cut, notes=notes, size=size)
+    return chart.line_chart(
+        title, curves, percent=metric.is_share, is_cut=metric.is_cut, notes=notes, marks=marks, size=size
+    )
 
 
 def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], key: str) -> dict[str, Curve]:
@@ -167,7 +183,12 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
         "tiles": _tiles(report),
         "reason": "" if report["failure"] or report["reason"] == report["state"] else str(report["reason"] or ""),
         "split": Markup(chart.bar(split, _durations(split))),
-        "split_by_step": Markup(chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"])),
+        "split_title": _split_title(report),
+        "split_by_step": Markup(
+            chart.stacked_chart(
+                "A step on rank 0, over time", PARTS, report["split_by_step"], _layout_changes([report])[1]
+            )
+        ),
         "goodput": _or_dash(report["goodput"], "{:.1%}".format),
         "lost": Markup(chart.bar(lost, _durations(lost), _TIME_COLOURS)),
         "memory": Markup(chart.bar(memory, _sizes(memory))),
@@ -178,6 +199,14 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
         "events": report["events"][::-1],
         "timeline": Markup("" if timeline is None else chart.timeline(timeline, _MARKS)),
     }
+
+
+def _split_title(report: Mapping[str, Any]) -> str:
+    """Say which steps the mean is of, if the run took steps at several layouts."""
+    if len(report["layouts"]) < 2 or report["split_steps"] is None:
+        return "A step on rank 0, mean"
+    first, last = report["split_steps"]
+    return f"A step on rank 0, mean of steps {first:,} to {last:,} at {report['split_layout']}"
 
 
 def _durations(parts: Mapping[str, float]) -> dict[str, str]:

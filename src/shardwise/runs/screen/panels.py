@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 from shardwise.base import units
+from shardwise.runs.layout_spans import short_layout
 from shardwise.runs.lost_time import CAUSES, seconds_of
 from shardwise.runs.screen import drawing
 from shardwise.runs.screen.drawing import ACCENT, BAD, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN, plot
@@ -233,10 +234,14 @@ def told_event(event: Mapping[str, Any], now: float | None, width: int | None = 
         case "warning":
             text = str(event.get("text", ""))
         case "start":
-            ranks = (event.get("layout") or {}).get("ranks")
-            text = "start" if ranks is None else f"start on {units.counted(ranks, 'rank')}"
+            layout = event.get("layout") or {}
+            ranks = layout.get("ranks")
+            facts = ["start"] if ranks is None else [f"start on {units.counted(ranks, 'rank')}", short_layout(layout)]
+            text = ", ".join(filter(None, facts))
         case "resume":
             text = f"resumed from step {step or 0:,}"
+            changes = event.get("changes")
+            text += f", changed: {'; '.join(map(str, changes))}" if isinstance(changes, list) and changes else ""
         case "checkpoint":
             text = f"checkpoint of step {step or 0:,}, {drawing.size(event.get('bytes'))}"
             text += f", training waited {drawing.seconds(event.get('blocked_seconds'))}"

@@ -1,0 +1,63 @@
+"""What a dry run tells of the run that its folder holds: where it would go on, and what changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, survey
+from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.run_identity import earlier_run
+from shardwise.config import Config, Layout, resume_changes
+from shardwise.runs.folder import RunDirectory
+from shardwise.runs.layout_spans import layout_spans, short_layout
+from shardwise.train.checkpoint_choice import choose
+
+_Rows = list[tuple[str, str]]
+
+
+def continuation_rows(config: Config, layout: Layout, run_path: Path) -> tuple[_Rows, list[str]]:
+    """Rows on the run in the folder, none if it holds no run; and the reasons why it could not be continued."""
+    directory = RunDirectory(run_path)
+    try:
+        directory.require_folder()
+        earlier = earlier_run(directory, config)
+        if earlier is None:
+            return [], []
+        done = directory.finished_steps()
+        steps = config.train.steps
+        if config.checkpoint.resume == "auto" and done is not None and done >= steps:
+            return [("continues", f"{run_path}: finished, {done:,} of {steps:,} steps; raise train.steps")], []
+        rows = [("continues", f"{run_path} {_begin(_first_choice(config, directory))}")]
+        rows += _layout_rows(layout, directory)
+    except ConfigError as error:
+        return [], error.problems
+    except StoreError as error:
+        return [], [f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)]
+    changes = resume_changes(earlier.config, config.recorded())
+    return [*rows, *(("  changed", change) for change in changes or ["no key"])], []
+
+
+def _first_choice(config: Config, directory: RunDirectory) -> StepFolder | None:
+    """The first checkpoint that the run would try; None if it would begin again.
+
+    Raises:
+        ConfigError: there is none of the step that `checkpoint.resume` names.
+        StoreError: the place of the checkpoints cannot be read.
+    """
+    root = Root.of(config.checkpoint.path or directory.checkpoints)
+    candidates = choose(survey(root), config, root, is_resumed=True)
+    return next((candidate for candidate in candidates if candidate.problem is None), None)
+
+
+def _begin(checkpoint: StepFolder | None) -> str:
+    if checkpoint is None:
+        return "from its first step, as it has no checkpoint"
+    return f"after step {checkpoint.step:,}, from {checkpoint.folder}"
+
+
+def _layout_rows(layout: Layout, directory: RunDirectory) -> _Rows:
+    """The layout of the last start and that of the next one, if they differ: the number of ranks is no key."""
+    spans = layout_spans(directory.events("start", "resume"))
+    text = short_layout(layout.facts())
+    return [("  layout", f"{spans[-1].layout} → {text}")] if spans and spans[-1].layout != text else []
