@@ -20,7 +20,6 @@ _ACCURACY_COLUMNS = 80
 _ACCURACY_PAGE = "docs/planner.md#how-far-off-it-is"
 _OTHER_ACCURACY = "not measured; published steps on other devices differ by 8% in the mean"
 _FITTED_ACCURACY = "constants are those of the file; `shardwise plan RUN` compares a run with them"
-_COMPILED_TIMES = "compile.enabled is false, and the times are those of compiled blocks."
 
 
 def time_unit(best: Plan) -> str:
@@ -46,18 +45,15 @@ def dollars(plan: Plan) -> str:
 def accuracy(plans: Iterable[Plan]) -> list[str]:
     """Lines of 80 columns on how far predictions for the devices can be trusted, and the page that says more."""
     names: dict[str, list[str]] = {}
-    is_eager = False
     for plan in plans:
         device = plan.cluster.device
         text = device.accuracy or (_FITTED_ACCURACY if device.constants else _OTHER_ACCURACY)
         names.setdefault(text, []).append(device.name)
-        is_eager |= device.is_accelerator and not plan.config.compile.enabled
     sentences = [f"Accuracy: {text}" for text in names]
     if len(names) > 1:
         sentences = [f"Accuracy for {listing(devices)}: {text}" for text, devices in names.items()]
     sentences[-1] += f" ({_ACCURACY_PAGE})"
-    lines = [line for sentence in sentences for line in wrapped(sentence, _ACCURACY_COLUMNS)]
-    return [*lines, *([_COMPILED_TIMES] if is_eager else [])]
+    return [line for sentence in sentences for line in wrapped(sentence, _ACCURACY_COLUMNS)]
 
 
 def row(plan: Plan, unit: str) -> tuple[str, ...]:

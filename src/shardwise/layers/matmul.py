@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import fused_all_gather_matmul, fused_matmul_reduce_scatter, onednn_linear
-from shardwise.layers.weight_gradients import adding_linear, products_add
+from shardwise.layers.weight_gradients import add_or_return, adding_linear, is_made_by_products, products_add
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -195,6 +195,8 @@ class _GatherAndMultiply(torch.autograd.Function):
         ctx.group = group
         ctx.how = how
         ctx.sequence_parallel = sequence_parallel
+        # Recompute gives the backward pass a detached weight, which has no `grad`.
+        ctx.weights = [weight]
         if not sequence_parallel:
             ctx.save_for_backward(x, weight)
             return linear(x, weight, bias)
@@ -222,7 +224,7 @@ class _GatherAndMultiply(torch.autograd.Function):
                 pending = collectives.all_reduce_async(partial, ctx.group)
         # The gradients of weight and bias are computed while that of x is summed.
         if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(_as_gathered(dy, ctx), x)
+            dw = _weight_gradient(_as_gathered(dy, ctx), x, ctx.weights[0])
         if ctx.needs_input_grad[2]:
             db = dy.flatten(0, -2).sum(0)
         if pending is not None:
@@ -240,6 +242,7 @@ class _MultiplyAndSum(torch.autograd.Function):
         count = len(terms) // 2
         xs = terms[:count]
         weights = terms[count:]
+        ctx.weights = weights
         if sequence_parallel:
             collectives.check_divides(xs[0], 0, group)
         if sequence_parallel and how == "symmetric_memory":
@@ -268,8 +271,8 @@ class _MultiplyAndSum(torch.autograd.Function):
         else:
             dxs = [linear(dy, weight) for weight in transposed]
         dws: list[Tensor | None] = []
-        for x, is_needed in zip(xs, ctx.needs_input_grad[3 + count :], strict=True):
-            dws.append(_weight_gradient(dy, _as_gathered(x, ctx)) if is_needed else None)
+        for x, weight, is_needed in zip(xs, ctx.weights, ctx.needs_input_grad[3 + count :], strict=True):
+            dws.append(_weight_gradient(dy, _as_gathered(x, ctx), weight) if is_needed else None)
         return None, None, None, *dxs, *dws
 
 
@@ -321,8 +324,13 @@ def _product(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return weight_gradient(dy.flatten(0, -2), x.flatten(0, -2))
+def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    """Return `dyᵀ x`: dy `[S, B, O]`, x `[S, B, I]` → `[O, I]`; None if it was added to the weight's gradient."""
+    dy_TO = dy.flatten(0, -2)
+    x_TI = x.flatten(0, -2)
+    if is_made_by_products(x, weight):
+        return add_or_return(weight, dy_TO, x_TI)
+    return weight_gradient(dy_TO, x_TI)
 
 
 def _pieces(rows: int) -> list[slice]:

@@ -85,11 +85,11 @@ def build_trainer(
     use_loss(model, config)
     compilation = compile_units(model, config.compile, mesh.device) if config.compile.enabled else None
     optimizer = build_optimizer(config, precision, model, mesh)
-    # Split backward passes, and maybe a model of the user's own, ask autograd for the gradients of weights. Products
-    # of a bit-equal training keep the roundings that those of its parts have.
-    is_plain = config.shapes is None or config.train.bitwise or config.splits_backward
+    # Products of a bit-equal training keep the roundings of its parts, and a model of the user's own may ask autograd
+    # for gradients of weights, as split backward passes do.
+    is_plain = config.shapes is None or config.train.bitwise or precision.gradient != "float32"
     if not is_plain and devices.adds_products(mesh.device):
-        let_products_add(weights_of(model))
+        let_products_add(weights_of(model), in_place=not config.splits_backward)
     if weights is not None and is_checkpoint:
         _load_checkpoint(config, weights, model, optimizer, mesh)
     elif weights is not None:

@@ -96,7 +96,7 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     hours, dollars = h200.split()[-2:]
     assert int(dollars.replace(",", "")) == pytest.approx(2 * int(hours.replace(",", "")), abs=2)
     assert problem.startswith("a100-40gb:1: no layout fits ")
-    assert accuracy[1].startswith("Accuracy: compiled times within 5% on one H200")
+    assert accuracy[1].startswith("Accuracy: step times within 5% on one H200")
     assert main([*small, "--device", devices, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["devices"]["h100:8"]["dollars"] is None
@@ -164,14 +164,11 @@ def test_the_accuracy_stands_below_the_list(
     assert main([*small, "--device", device.format(file=file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (first,) = (number for number, line in enumerate(lines) if line.startswith("Accuracy: "))
-    *accuracy, compiled = lines[first:]
+    accuracy = lines[first:]
     assert shown in " ".join(accuracy)
     assert accuracy[-1].endswith("(docs/planner.md#how-far-off-it-is)")
     assert len(accuracy) <= 2
     assert max(map(len, accuracy)) <= 80
-    assert compiled == "compile.enabled is false, and the times are those of compiled blocks."
-    assert main([*small, "--device", "h100:8", "compile.enabled=true"]) == 0
-    assert "compile.enabled is false" not in capsys.readouterr().out
 
 
 def test_a_shipped_device_is_shown_as_a_file_that_describes_it(
