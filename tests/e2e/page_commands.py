@@ -148,8 +148,9 @@ class Reader:
     def _train(self, arguments: list[str], world: int | None = None) -> Outcome:
         if self.quick:
             ranks = [] if world is None else ["--nproc", str(world)]
-            no_weights = "checkpoint.load=null"  # those of this folder are of a small model; the training loads them
-            checked = self._run("-m", "shardwise", *self._newest(arguments), no_weights, *ranks, "--dry-run")
+            # The weights and the runs of this folder are of a small model; the training loads and continues them.
+            others = ["checkpoint.load=null", "--run-dir", "unused"]
+            checked = self._run("-m", "shardwise", *self._newest(arguments), *others, *ranks, "--dry-run")
             if checked.code:
                 return checked
             return self._run("-m", "shardwise", *_without_ranks(self._small(arguments)), *ALONE)

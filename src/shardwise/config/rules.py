@@ -519,7 +519,7 @@ def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any], allowed: 
     fits = not any(key.startswith(_NEEDED_BY_THE_CHECKPOINT) for key in keys)
     change = f", or let the run go on with {'it' if len(keys) == 1 else 'them'} by {flags}" if fits else ""
     # The weights of another model do not fit.
-    load = "" if "model" in keys else ", with checkpoint.load for the weights of this one"
+    load = "" if any(key.startswith("model") for key in keys) else ", with checkpoint.load for the weights of this one"
     return [
         f"the run in this folder can be resumed only with the model and data that it began with:\n{listed}\n"
         f"set {'it' if len(changes) == 1 else 'them'} back{change}, or start a new run in another --run-dir{load}"
