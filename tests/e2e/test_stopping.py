@@ -222,7 +222,7 @@ def test_a_finished_run_is_not_started_and_a_changed_one_is_refused(trained: Tra
         "  model.num_hidden_layers (3) must be 2\n"
         "  train.seed (1) must be 1234\n"
         "  data.split (80,20) must be 95,5\n"
-        "set them back, or start a new run in another --run-dir, with checkpoint.load for the weights of this one\n"
+        "set them back, or start a new run in another --run-dir\n"
     )
     of_rank = json_lines(trained.run / "ranks/rank-0001.jsonl")
     assert [line["step"] for line in of_rank if "step" in line] == [1, 2, 3, 4]

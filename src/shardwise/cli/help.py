@@ -29,7 +29,7 @@ COMMAND_GROUPS = {
         "evaluate": "loss and perplexity of a model on a text, or its scores on tasks",
         "chat": "talk with a model in the terminal",
         "generate": "continue a text",
-        "checkpoint": "inspect, verify, compare, export, import and prune checkpoints",
+        "checkpoint": "inspect, verify, diff, export, import and prune checkpoints",
     },
     "Plan": {
         "plan": "rank the layouts of a recipe on a cluster, before you have it",

@@ -18,7 +18,7 @@ _LEAST_WHOLE_DOLLARS = 100
 """Dollars from which on cents are not shown."""
 _ACCURACY_COLUMNS = 80
 _ACCURACY_PAGE = "docs/planner.md#how-far-off-it-is"
-_OTHER_ACCURACY = "not measured; published steps on other devices differ by 8% in the mean"
+_OTHER_ACCURACY = "not measured; published steps on other devices differ by 8% in the mean, one in ten by 19% or more"
 _FITTED_ACCURACY = "constants are those of the file; `shardwise plan RUN` compares a run with them"
 
 

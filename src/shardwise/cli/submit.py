@@ -72,7 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
     is_shown_only = arguments.dry_run or arguments.kubernetes is not None
-    checked = _checked(arguments, load_config(recipe, _overrides(arguments)), is_shown_only)
+    # A job whose files alone are written may run on another machine, as one that is only shown.
+    is_elsewhere = is_shown_only or arguments.write_only
+    checked = _checked(arguments, load_config(recipe, _overrides(arguments)), is_elsewhere)
     # What only shows the job reserves no folder for it.
     name = run_path or (RUNS / recipe_name(recipe) if is_shown_only else new_run_path(recipe))
     job = replace(checked.job, run_path=name.absolute())
@@ -82,18 +84,19 @@ def run(arguments: argparse.Namespace) -> int:
     # The job reads the copy of the recipe in its folder: it may wait for days, and the user edits the original.
     job = replace(job, recipe=str(job.run_path / submission.RECIPE))
     try:
-        output.table([*_rows(job, checked), ("files", _files_text(job, arguments))])
+        missing = [("warning", problem) for problem in checked.input_problems if arguments.write_only]
+        output.table([*_rows(job, checked), *missing, ("files", _files_text(job, arguments))])
         scripts = [compile_script(job), job_script(job)] if arguments.precompile else [job_script(job)]
         for script in scripts:
             output.line()
             output.raw(redacted(script))
-        # Last: the numbers and the script are of use on a machine without the files too.
-        if checked.input_problems:
-            raise ConfigError(checked.input_problems)
         if arguments.write_only:
             script_path = submission.write_inputs(job, scripts[0], recipe_text(recipe))
             output.line(f"nothing was submitted; submit it by: sbatch {shlex.quote(str(script_path))}")
             return 0
+        # Last: the numbers and the script are of use on a machine without the files too.
+        if checked.input_problems:
+            raise ConfigError(checked.input_problems)
         if not arguments.dry_run and (arguments.yes or _is_wanted()):
             return _submit(job, arguments)
     finally:
@@ -160,7 +163,7 @@ class _Checked:
     input_problems: list[str]
 
 
-def _checked(arguments: argparse.Namespace, config: Config, is_shown_only: bool) -> _Checked:
+def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) -> _Checked:
     """Check a job.
 
     Raises:
@@ -186,9 +189,9 @@ def _checked(arguments: argparse.Namespace, config: Config, is_shown_only: bool)
             check_user_model(config)
     with problems:
         submission.check_run_folder(folder, config)
-        warnings = _disk_warnings(folder, config, is_shown_only)
+        warnings = _disk_warnings(folder, config, is_elsewhere)
     inputs, input_problems = ([], []) if arguments.kubernetes is not None else glance_at_inputs(recipe, config)
-    if input_problems and not is_shown_only:
+    if input_problems and not is_elsewhere:
         problems.texts += input_problems
     problems.require_none(input_problems)
     assert counts is not None, "nodes or a layout that are refused are a problem"
@@ -254,12 +257,12 @@ def _files_text(job: JobPlan, arguments: argparse.Namespace) -> str:
     return f"{text}{named}; a dry run writes none, --write-only writes them without submitting"
 
 
-def _disk_warnings(folder: Path, config: Config, is_shown_only: bool) -> list[tuple[str, str]]:
-    """Check the disk of the run's folder; of a job that is only shown, return what is wrong: it may run elsewhere."""
+def _disk_warnings(folder: Path, config: Config, is_elsewhere: bool) -> list[tuple[str, str]]:
+    """Check the disk of the run's folder; return what is wrong for a job that may run elsewhere."""
     try:
         submission.check_disk(folder, config)
     except ConfigError as error:
-        if not is_shown_only:
+        if not is_elsewhere:
             raise
         return [("warning", f"on this machine: {error}")]
     return []

@@ -45,7 +45,11 @@ def unknown_command(arguments: Sequence[str], commands: Collection[str]) -> str:
 def unknown_action(command: str, word: str, actions: Collection[str]) -> str:
     """The sentence on a command line whose second word is none of the command's actions."""
     kind = "option" if word.startswith("-") else "action"
-    return _unknown(kind, word, f"shardwise {command}", nearest_name(word.lower(), actions, cutoff=0.5))
+    # An action that removes something is suggested for its own mistypings alone.
+    harmless = [action for action in actions if action != "prune"]
+    near = nearest_name(word.lower(), actions, cutoff=0.8) or nearest_name(word.lower(), harmless, cutoff=0.5)
+    meant = "diff" if word == "compare" and "diff" in actions else near
+    return _unknown(kind, word, f"shardwise {command}", meant)
 
 
 def _unknown(kind: str, word: str, command: str, meant: str | None) -> str:

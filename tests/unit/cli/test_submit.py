@@ -114,6 +114,12 @@ def test_files_alone_are_written_without_slurm_into_a_new_folder(
     assert "--write-only must go without --dry-run and --precompile" in capsys.readouterr().err
 
 
+def test_files_alone_are_written_for_a_cluster_that_has_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TWO, "data.path=/cluster/corpus.jsonl", "--write-only", "--run-dir", "two"]) == 0
+    assert "warning" in capsys.readouterr().out
+    assert "data.path=/cluster/corpus.jsonl" in Path("two/job.sh").read_text(encoding="utf-8")
+
+
 def test_all_problems_of_a_job_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["data.path=nowhere", "data.tokenizer=none.json", "parallel.tensor=3", "launch.ranks_per_node=3"]
     assert main(["submit", "llama2-tiny", "--nodes", "2", "--time", "04:00", *wrong, "--dry-run"]) == 2

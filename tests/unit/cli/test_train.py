@@ -415,7 +415,7 @@ def test_another_model_or_data_is_refused_with_every_difference(
         "  model.num_hidden_layers (2) must be 4\n"
         "  train.seed (7) must be 1234\n"
         "  data.dataset (tiny) must be stories\n"
-        "set them back, or start a new run in another --run-dir, with checkpoint.load for the weights of this one\n"
+        "set them back, or start a new run in another --run-dir\n"
     )
     assert not started
 

@@ -106,6 +106,8 @@ def test_a_mistake_is_answered_by_what_was_meant(line: str, capsys: pytest.Captu
         (TRAIN + "--zzz", "unknown option --zzz; `shardwise train --help` lists the options"),
         ("zzz", "unknown command 'zzz'; `shardwise --help` lists what there is"),
         ("data zzz", "unknown action 'zzz'; `shardwise data --help` lists what there is"),
+        ("checkpoint compare a b", "unknown action 'compare': did you mean `shardwise checkpoint diff`?"),
+        ("checkpoint prun a", "unknown action 'prun': did you mean `shardwise checkpoint prune`?"),
         (TRAIN + "zzz.a=1", "zzz.a: unknown key; the sections are model, parallel, train, "),
     ],
 )
