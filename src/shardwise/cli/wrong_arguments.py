@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from shardwise.base.errors import listing, nearest_name
 from shardwise.config.error_texts import known_paths
-from shardwise.config.other_names import COMMANDS, OTHER_VALUES
+from shardwise.config.other_names import ACTIONS, COMMANDS, OTHER_VALUES
 from shardwise.config.recipe_files import recipe_names
 from shardwise.config.suggestions import plain_name, reason_without_key, suggestion
 
@@ -48,8 +48,8 @@ def unknown_action(command: str, word: str, actions: Collection[str]) -> str:
     # An action that removes something is suggested for its own mistypings alone.
     harmless = [action for action in actions if action != "prune"]
     near = nearest_name(word.lower(), actions, cutoff=0.8) or nearest_name(word.lower(), harmless, cutoff=0.5)
-    meant = "diff" if word == "compare" and "diff" in actions else near
-    return _unknown(kind, word, f"shardwise {command}", meant)
+    ours = ACTIONS.get(word)
+    return _unknown(kind, word, f"shardwise {command}", ours if ours in actions else near)
 
 
 def _unknown(kind: str, word: str, command: str, meant: str | None) -> str:

@@ -153,6 +153,8 @@ SECTIONS = {
 }
 """Another library's section → ours."""
 
+ACTIONS = {"compare": "diff"}
+"""Other names of actions of a command, with ours."""
 COMMANDS = {
     "pretrain": "train",
     "run": "train",

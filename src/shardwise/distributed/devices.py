@@ -57,15 +57,11 @@ def local_device() -> torch.device:
             f"{see('runs#local-rank')}"
         )
     index = min(index, count - 1)
-    return _chosen(torch.device(device.type, index))
-
-
-def _chosen(device: torch.device) -> torch.device:
-    """Make a device the process's own, and return it."""
-    torch.accelerator.set_device_index(device.index)
-    # torch's DeviceMesh takes the device of LOCAL_RANK, even where a launcher hides it, unless one is in use before.
-    torch.empty(1, device=device)
-    return device
+    local = torch.device(device.type, index)
+    torch.accelerator.set_device_index(index)
+    # torch's DeviceMesh takes the device of LOCAL_RANK, even if a launcher hides it, unless a device is in use before.
+    torch.empty(1, device=local)
+    return local
 
 
 def require_build_for(kind: str) -> None:

@@ -412,6 +412,7 @@ def add_weight_gradients(weights: Iterator[nn.Parameter], param_groups: list[dic
                     if gradient is not None:
                         edges.append(GradientEdge(node, number))
                         gradients.append(gradient)
+                # What the kept gradient has already comes down again from the other nodes.
                 if len(nodes) > 1:
                     stack.callback(node.register_prehook(lambda _, kept=kept: kept).remove)
             if not edges:
