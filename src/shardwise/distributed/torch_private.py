@@ -27,13 +27,17 @@ from shardwise.base.errors import nearest_name
 _COMPILER = "torch._dynamo"
 
 
-def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x weightᵀ` by oneDNN, for float32 on a CPU: x `[…, K]`, weight `[N, K]` → `[…, N]`; any strides; no gradient.
+def onednn_linear(x: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
+    """`x weightᵀ`, or `total + x weightᵀ`, by oneDNN, for float32 on a CPU; any strides; no gradient.
 
-    `torch.nn.functional.linear` always uses MKL for float32. This operator is the one that torch's own compiler emits
-    for linear layers on a CPU.
+    x `[…, K]`, weight `[N, K]`, total `[…, N]` → `[…, N]`. `torch.nn.functional.linear` always uses MKL for float32.
+    These operators are those that torch's own compiler emits for linear layers on a CPU.
     """
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    product: Tensor
+    if total is None:
+        product = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    else:
+        product = torch.ops.mkldnn._linear_pointwise.binary(x, total, weight, None, "add")
     return product
 
 

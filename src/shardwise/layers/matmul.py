@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     require_width(x, weight)
     if products_add(x, weight):
         return adding_linear(x, weight, bias)
-    if not _by_onednn(x, weight):
+    if not by_onednn(x, weight):
         return F.linear(x, weight, bias)
     y = cast(Tensor, _Linear.apply(x, weight))  # type: ignore[no-untyped-call]
     if bias is None:
@@ -69,12 +69,13 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def add_linear_(total: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Add `x weightᵀ` to `total`, in place: x `[T, I]`, weight `[O, I]`, total `[T, O]`."""
+def add_linear(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return `total + x weightᵀ`, and may overwrite total: x `[T, I]`, weight `[O, I]`, total `[T, O]`."""
     if _writes_in_place(x, weight):
-        torch.addmm(total, x, weight.t(), out=total)
-    else:
-        total.add_(linear(x, weight))
+        return torch.addmm(total, x, weight.t(), out=total)
+    if by_onednn(x, weight) and not torch.compiler.is_compiling():
+        return onednn_linear(x, weight, total)
+    return total.add_(linear(x, weight))
 
 
 def add_weight_gradient_(total: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -87,7 +88,7 @@ def add_weight_gradient_(total: Tensor, dy: Tensor, x: Tensor) -> None:
 
 def _writes_in_place(x: Tensor, weight: Tensor) -> bool:
     """Return whether a matmul of these tensors can write its result where it is wanted."""
-    return not (_by_onednn(x, weight) or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling())
+    return not (by_onednn(x, weight) or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling())
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class _Linear(torch.autograd.Function):
         return dx, dw
 
 
-def _by_onednn(x: Tensor, weight: Tensor) -> bool:
+def by_onednn(x: Tensor, weight: Tensor) -> bool:
     """Return whether oneDNN multiplies these tensors."""
     is_plain_float32 = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     if not is_plain_float32 or x.device.type != "cpu":

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from shardwise.distributed.torch_private import has_data
-from shardwise.layers.matmul import add_linear_, add_weight_gradient_, linear, linear_into, weight_gradient
+from shardwise.layers.matmul import (
+    add_linear,
+    add_weight_gradient_,
+    by_onednn,
+    linear,
+    linear_into,
+    weight_gradient,
+)
 
 
 def fold(parts: Iterable[Tensor]) -> Tensor:
@@ -137,9 +144,9 @@ _TOKENS = 512
 
 
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """Return `dyᵀ x`; on a CPU, runs of `_TOKENS` tokens are added, so that all parts at once have the same bits."""
+    """Return `dyᵀ x`; by MKL, runs of `_TOKENS` tokens are added, so that all parts at once have the same bits."""
     is_exact_form = dy.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling()
-    if dy.device.type != "cpu" or is_exact_form:
+    if dy.device.type != "cpu" or is_exact_form or by_onednn(dy, x):
         return weight_gradient(dy, x)
     (first_dy, *dys) = dy.split(_TOKENS)
     (first_x, *xs) = x.split(_TOKENS)
@@ -204,18 +211,29 @@ def _sum_in_matmuls(count: int, *operands: Tensor) -> Tensor:
     terms = len(operands) // 2
     sums: list[Tensor] = []
     for number in range(count):
-        first = linear(operands[0][number], operands[terms][number]) if terms > 1 or number % 2 == 0 else None
+        parts = _with_dense_weights(operands, number)
+        first = linear(parts[0], parts[terms]) if terms > 1 or number % 2 == 0 else None
         if first is None:
-            add_linear_(sums[-1], operands[0][number], operands[terms][number])
+            sums[-1] = add_linear(sums[-1], parts[0], parts[terms])
             continue
-        for term in range(1, terms):
-            add_linear_(first, operands[term][number], operands[terms + term][number])
+        for x, weight in zip(parts[1:terms], parts[terms + 1 :], strict=True):
+            first = add_linear(first, x, weight)
         sums.append(first)
     return fold(sums)
 
 
 def _sum_of_slices(count: int, *operands: Tensor) -> Tensor:
-    return fold(_part_of_sum([operand[number] for operand in operands]) for number in range(count))
+    return fold(_part_of_sum(_with_dense_weights(operands, number)) for number in range(count))
+
+
+def _with_dense_weights(operands: Sequence[Tensor], number: int) -> list[Tensor]:
+    """Return a part of xs and of weights, the weights as `alone` has them.
+
+    With a weight of odd strides oneDNN takes a thousand times as long.
+    """
+    terms = len(operands) // 2
+    parts = [operand[number] for operand in operands]
+    return [*parts[:terms], *map(alone, parts[terms:])]
 
 
 def _sum_by_part(count: int, *operands: Tensor) -> Tensor:

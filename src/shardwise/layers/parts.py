@@ -104,26 +104,37 @@ class _ColumnProducts(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         count = ctx.count
         sections = ctx.sections
-        dys = [dy.reshape(-1, dy.shape[-1]) for dy in grads]
+        dy = _side_by_side([by_part(dy, count) for dy in grads], 2)
         dx = None
         dw = None
         db = None
         if needs_x:
-            rows = weight.split([section.rows for section in sections])
-            weights = [part.by_part(tensor, count).transpose(1, 2) for part, tensor in zip(sections, rows, strict=True)]
-            dx = sum_of_products([by_part(dy, count) for dy in dys], weights, count).view(x.shape)
+            by_section = weight.split([section.rows for section in sections])
+            parts = [section.by_part(rows, count) for section, rows in zip(sections, by_section, strict=True)]
+            dx = sum_of_products([dy], [_side_by_side(parts, 1).transpose(1, 2)], count).view(x.shape)
         if needs_weight:
             flat = x.reshape(-1, x.shape[-1])
-            gradients = [weight_gradient_of_rows(dy, flat, count).unflatten(0, (count, -1)) for dy in dys]
-            dw = _joined(sections, gradients)
+            dw = _by_section(sections, weight_gradient_of_rows(dy.transpose(0, 1).flatten(1), flat, count), count)
         if needs_bias:
-            db = _joined(sections, [row_sums(by_part(dy, count)) for dy in dys])
+            db = _by_section(sections, row_sums(dy).flatten(), count)
         return dx, dw, db, None, None, None
 
 
-def _joined(sections: Sequence[Section], gradients: Sequence[Tensor]) -> Tensor:
-    """Return the gradient of all rows, of those of the parts of each section."""
-    by_section = [section.joined(gradient) for section, gradient in zip(sections, gradients, strict=True)]
+def _side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return the features of all sections along `dim`, part by part: `[P, T, w_k]` or `[P, w_k, I]` each."""
+    if len(parts) == 1:
+        return parts[0]
+    # In memory the parts of a row are one after the other, so that one matmul can take all of them.
+    order = (1, 0, 2) if dim == 2 else (0, 1, 2)
+    return torch.cat([part.permute(order) for part in parts], dim).permute(order)
+
+
+def _by_section(sections: Sequence[Section], gradients: Tensor, count: int) -> Tensor:
+    """Return the gradient of all rows, section by section, of those of the parts, `[P·w, …]`."""
+    widths = [section.rows * section.repeats // count for section in sections]
+    by_section = []
+    for section, gradient in zip(sections, gradients.unflatten(0, (count, -1)).split(widths, dim=1), strict=True):
+        by_section.append(section.joined(gradient))
     return torch.cat(by_section) if len(by_section) > 1 else by_section[0]
 
 
