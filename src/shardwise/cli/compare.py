@@ -25,7 +25,7 @@ from shardwise.base.errors import ConfigError, listing, see
 from shardwise.cli import output
 from shardwise.runs.folder import RunDirectory, last_that_counts, read_config
 from shardwise.runs.layout_spans import LayoutSpan, layout_spans, spans_text
-from shardwise.runs.report.numbers import config_differences, difference, layout_differences
+from shardwise.runs.report.numbers import config_differences, difference, failures_of, layout_differences
 
 if TYPE_CHECKING:
     from shardwise.runs.state_records import StateRecords
@@ -99,6 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     final = {name: {"step": max(curve), "loss": curve[max(curve)]} for name, curve in (("a", a), ("b", b))}
     keys = _differing_keys(*paths)
     layouts = None if keys is None else [layout_spans(RunDirectory(path).events("start", "resume")) for path in paths]
+    failures = dict(zip("ab", failures_of(paths), strict=True))
     may_be_rounding = bool(beyond) and not arguments.bits and (keys is None or not all(map(_is_bitwise, paths)))
     grows_from = _first_of_growth(differences) if may_be_rounding else None
     if arguments.json:
@@ -106,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         facts = {"largest": largest_difference, "tolerance": tolerance, "beyond": beyond, "within": not differing}
         facts |= {"final": final, "keys": keys, "grows_from": grows_from}
         facts |= {"layouts": None if layouts is None else dict(zip("ab", map(spans_text, layouts), strict=True))}
+        facts |= {"failures": failures}
         if arguments.bits:
             facts["norms"] = norms
         if arguments.bits or states["steps"]:
@@ -132,6 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append(("growth", _growth(differences, grows_from)))
     if arguments.bits or states["steps"]:
         rows.append(("states", _compared_text(states, "with hashes in both")))
+    rows += [("failed", f"{name.upper()} {failure}") for name, failure in failures.items() if failure]
     output.table([*rows, *_layout_rows(layouts), *_key_rows(keys, layouts)])
     return int(bool(differing))
 
