@@ -77,9 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     paths = (arguments.a, arguments.b)
     tolerance = _tolerance(arguments)
-    plot = arguments.plot
-    if plot is not None and plot.suffix not in _FORMATS:
-        raise ConfigError(f"--plot ({plot}) must end in {listing(_FORMATS, 'or')}")
+    plot = _plot_file(arguments)
     a = read_curve(paths[0])
     b = {step + arguments.shift: loss for step, loss in read_curve(paths[1], arguments.loss).items()}
     differences = {step: difference(loss, b[step]) for step, loss in a.items() if step in b}
@@ -105,9 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         names = {"a": str(paths[0]), "b": str(paths[1]), "steps": len(differences)}
         facts = {"largest": largest_difference, "tolerance": tolerance, "beyond": beyond, "within": not differing}
-        facts |= {"final": final, "keys": keys, "grows_from": grows_from}
+        facts |= {"final": final, "keys": keys, "grows_from": grows_from, "failures": failures}
         facts |= {"layouts": None if layouts is None else dict(zip("ab", map(spans_text, layouts), strict=True))}
-        facts |= {"failures": failures}
         if arguments.bits:
             facts["norms"] = norms
         if arguments.bits or states["steps"]:
@@ -141,6 +138,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _final_text(final: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join("loss {loss:.8g} at step {step:,} in ".format(**final[name]) + name.upper() for name in "ab")
+
+
+def _plot_file(arguments: argparse.Namespace) -> Path | None:
+    """Return the file of --plot; ConfigError if it is of no format that can be drawn."""
+    plot: Path | None = arguments.plot
+    if plot is not None and plot.suffix not in _FORMATS:
+        raise ConfigError(f"--plot ({plot}) must end in {listing(_FORMATS, 'or')}")
+    return plot
 
 
 def _tolerance(arguments: argparse.Namespace) -> float:

@@ -91,7 +91,7 @@ def test_what_can_be_read_is_described(kind: str, at: Path) -> None:
     before = sorted(at.rglob("*"))
     found = look(**data)
     assert found.problems == []
-    (name, shown), tokenizer = found.rows
+    (name, shown), tokenizer, _ = found.rows
     assert (name, tokenizer[0]) == ("data", "tokenizer")
     assert text in shown
     assert sorted(at.rglob("*")) == before, "a dry run prepares nothing"
