@@ -10,18 +10,18 @@ def held_out_text(config: Config, tokens: int | None = None, *, is_cut: bool = F
     """Say what is held out of the training, and what the evaluations of the run read of it.
 
     Args:
-        tokens: number of tokens that are held out; None if the data are not prepared yet.
+        tokens: number of tokens that are held out; None if it is not known, as the data are not prepared yet.
         is_cut: True if the part lies after the training part, as in data that are tokens already.
     """
     data = config.data
     if not data.holds_out:
         return f"nothing (data.split={data.split}): `shardwise evaluate` needs a text of its own"
-    sequences = None
-    size = "its size is known once the data are prepared"
-    if tokens is not None:
-        sequences = max(0, tokens - 1) // config.train.sequence_length
-        size = f"{counted(tokens, 'token')}, {counted(sequences, 'sequence')}"
-    return f"{_place(config, is_cut=is_cut)}; {size}; {_reading(config, sequences)}"
+    place = _place(config, is_cut=is_cut)
+    if tokens is None:
+        return f"{place}; {_reading(config, None)}"
+    sequences = max(0, tokens - 1) // config.train.sequence_length
+    size = f"{counted(tokens, 'token')}, {counted(sequences, 'sequence')}"
+    return f"{place}; {size}; {_reading(config, sequences)}"
 
 
 def _place(config: Config, *, is_cut: bool) -> str:

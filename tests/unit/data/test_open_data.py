@@ -138,13 +138,22 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
     [
         (
             {"path": "texts"},
-            "5% of the text, whole documents from all over it, or its end if they are few; its size is",
+            "5% of the text, whole documents from all over it, or its end if they are few; the run evaluates nothing",
         ),
-        ({"path": "tokens", "split": "80,15,5"}, "15% of the documents, after the first 80%; its size is known once"),
-        ({"path": "texts", "streaming": True, "tokenizer": "tokenizer"}, "5% of the first 10,000 documents; its size"),
-        ({"dataset": "wikitext", "split": "train,validation"}, "the split validation; its size is known once"),
+        (
+            {"path": "tokens", "split": "80,15,5"},
+            "15% of the documents, after the first 80%; the run evaluates nothing",
+        ),
+        (
+            {"path": "texts", "streaming": True, "tokenizer": "tokenizer"},
+            "5% of the first 10,000 documents; the run evaluates nothing",
+        ),
+        ({"dataset": "wikitext", "split": "train,validation"}, "the split validation; the run evaluates nothing"),
         ({"path": "texts", "split": "1,0"}, "nothing (data.split=1,0): `shardwise evaluate` needs a text of its own"),
-        ({"mixture": {"a": {"weight": 1, "path": "texts"}}}, "a share of each source, as its split says; its size"),
+        (
+            {"mixture": {"a": {"weight": 1, "path": "texts"}}},
+            "a share of each source, as its split says; the run evaluates nothing",
+        ),
     ],
 )
 def test_the_held_out_part_has_a_row(
