@@ -36,12 +36,12 @@ reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
 optimizer = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.AdamW, mesh=mesh, grad_clipping=False, lr=1e-3)
 worst = 0.0
 for _ in range(10):
-    wanted = plain(ids, targets)
+    wanted = plain(ids, targets)  # [batch, sequence] → the mean loss
     wanted.backward()
     reference.step()
     reference.zero_grad()
 
-    loss = sharded(ids[mine].t(), targets[mine].t()) / targets[mine].numel()
+    loss = sharded(ids[mine].t(), targets[mine].t()) / targets[mine].numel()  # [sequence, batch] → the sum of losses
     loss.backward()
     optimizer.step()  # averages the gradients over the replicas
     optimizer.zero_grad()

@@ -191,6 +191,15 @@ def test_diff(run: Path) -> None:
     assert len(found["tensors"]) == 16
 
 
+def test_diff_with_a_tolerance(run: Path) -> None:
+    command = ("checkpoint", "diff", checkpoint(run, 100), checkpoint(run, 200), "--tolerance")
+    for tolerance, code, end in (("1e9", 0, "within the tolerance (1e+09)\n"), ("0", 1, "beyond the tolerance (0)\n")):
+        result = within(*command, tolerance, at=run)
+        assert result.code == code
+        assert result.out.endswith(end)
+    assert "--tolerance (-1.0) must be a number from 0" in within(*command, "-1", at=run).failed(2)
+
+
 def test_diff_with_a_hugging_face_folder(run: Path) -> None:
     wide = {n: (bits.astype(np.uint32) << 16).view(np.float32) for n, (_, bits) in small_tensors(300)["model"].items()}
     (run / "hf").mkdir()

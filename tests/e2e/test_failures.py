@@ -39,7 +39,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert re.fullmatch(
         r"FAILED at step [\d,]+: rank 1 was killed \(SIGKILL; usually out of memory\)\.\n"
         r"log: run/logs/rank-0001\.log\n"
-        r"(all [\d,]+ steps are lost|the only step is lost): checkpoint\.every was 0\n"
+        r"(all [\d,]+ steps are lost|the only step is lost): checkpoint\.every_minutes was 30\n"
         rf"resume: {command}\n"
         r"see: shardwise explain killed-rank\n",
         err,
@@ -115,7 +115,7 @@ def test_a_rank_that_raises_is_heard_and_not_its_peers_time_outs(tmp_path: Path)
     assert err.startswith(
         f"FAILED at step 2: rank 1 failed: RuntimeError: the disk of rank 1 is on fire ({place}).\n"
         "log: run/logs/rank-0001.log\n"
-        "all 2 steps are lost: checkpoint.every was 0\n"
+        "all 2 steps are lost: checkpoint.every_minutes was 30\n"
         "resume: shardwise train "
     ), err
     assert "rank 0" not in err, "the user must read the cause alone, not what the other ranks met because of it"

@@ -20,7 +20,7 @@ from shardwise.config import Config, config_from, parse_yaml
 from shardwise.launch import output, stop_requests
 from shardwise.launch.environment import Rank, keep_own, may_be_a_task
 from shardwise.launch.external_launchers import adopt_task
-from shardwise.launch.rank_process import enter_job
+from shardwise.launch.rank_process import enter_job, failure_recorded
 from shardwise.runs.folder import EVENTS, RunDirectory
 
 
@@ -167,7 +167,7 @@ def train(
         if path is not None and is_finished(locks, config, path, rank):
             return Run(path)
         path = prepare_run(locks, config, name, path, rank)
-        with output.restored(), _signals_restored():
+        with output.restored(), _signals_restored(), failure_recorded(rank, path):
             take_any_character()
             return Run(run(config, path, name))
 

@@ -4,6 +4,9 @@ The loss and the gradient norm of each step are compared, and the hashes of the 
 (log.state_hash_every). The layout is that of the run, unless --nproc or keys such as parallel.tensor=2 change it. The
 replay uses a temporary folder; the run is not changed.
 
+At another layout, only a run with train.bitwise is equal to the bit. A model of your own that has parameters of
+make_parameter, or layers of other libraries, has parallel.grain=1, so that only data parallelism and ZeRO may change.
+
 Exit code 0: all is equal to the bit; 1: something differs, or the replay failed; 2: the input is wrong.
 """
 

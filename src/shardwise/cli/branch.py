@@ -7,7 +7,7 @@ For example, a trunk with a constant learning rate is decayed from several of it
 The branch has the configuration of its parent with the keys that are given. Model, data and seed stay, but a mixture of
 data may have other stages, and sources for them, from the step of the branch on. Its folder has links to the files of
 the parent's checkpoint, which therefore stay if the parent prunes it. Then the branch trains as with `shardwise train`,
-with --nproc. `shardwise train FOLDER/config.yaml --run-dir FOLDER` continues it after a stop.
+with --nproc. `shardwise train --run-dir FOLDER` continues it after a stop.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if joined() is not None:
         raise ConfigError(
             "branch prepares a folder once: call it with --prepare outside of the launcher, then start "
-            "shardwise train FOLDER/config.yaml --run-dir FOLDER in it"
+            "shardwise train --run-dir FOLDER in it"
         )
     path, step_text = _parse_parent(arguments.parent)
     parent = RunDirectory(path)

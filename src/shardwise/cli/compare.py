@@ -25,7 +25,7 @@ from shardwise.base.errors import ConfigError, listing, see
 from shardwise.cli import output
 from shardwise.runs.folder import RunDirectory, last_that_counts, read_config
 from shardwise.runs.layout_spans import LayoutSpan, layout_spans, spans_text
-from shardwise.runs.report.numbers import config_differences, difference, layout_differences
+from shardwise.runs.report.numbers import config_differences, difference, failures_of, layout_differences
 
 if TYPE_CHECKING:
     from shardwise.runs.state_records import StateRecords
@@ -77,9 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     paths = (arguments.a, arguments.b)
     tolerance = _tolerance(arguments)
-    plot = arguments.plot
-    if plot is not None and plot.suffix not in _FORMATS:
-        raise ConfigError(f"--plot ({plot}) must end in {listing(_FORMATS, 'or')}")
+    plot = _plot_file(arguments)
     a = read_curve(paths[0])
     b = {step + arguments.shift: loss for step, loss in read_curve(paths[1], arguments.loss).items()}
     differences = {step: difference(loss, b[step]) for step, loss in a.items() if step in b}
@@ -99,12 +97,13 @@ def run(arguments: argparse.Namespace) -> int:
     final = {name: {"step": max(curve), "loss": curve[max(curve)]} for name, curve in (("a", a), ("b", b))}
     keys = _differing_keys(*paths)
     layouts = None if keys is None else [layout_spans(RunDirectory(path).events("start", "resume")) for path in paths]
+    failures = dict(zip("ab", failures_of(paths), strict=True))
     may_be_rounding = bool(beyond) and not arguments.bits and (keys is None or not all(map(_is_bitwise, paths)))
     grows_from = _first_of_growth(differences) if may_be_rounding else None
     if arguments.json:
         names = {"a": str(paths[0]), "b": str(paths[1]), "steps": len(differences)}
         facts = {"largest": largest_difference, "tolerance": tolerance, "beyond": beyond, "within": not differing}
-        facts |= {"final": final, "keys": keys, "grows_from": grows_from}
+        facts |= {"final": final, "keys": keys, "grows_from": grows_from, "failures": failures}
         facts |= {"layouts": None if layouts is None else dict(zip("ab", map(spans_text, layouts), strict=True))}
         if arguments.bits:
             facts["norms"] = norms
@@ -132,12 +131,21 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append(("growth", _growth(differences, grows_from)))
     if arguments.bits or states["steps"]:
         rows.append(("states", _compared_text(states, "with hashes in both")))
+    rows += [("failed", f"{name.upper()} {failure}") for name, failure in failures.items() if failure]
     output.table([*rows, *_layout_rows(layouts), *_key_rows(keys, layouts)])
     return int(bool(differing))
 
 
 def _final_text(final: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join("loss {loss:.8g} at step {step:,} in ".format(**final[name]) + name.upper() for name in "ab")
+
+
+def _plot_file(arguments: argparse.Namespace) -> Path | None:
+    """Return the file of --plot; ConfigError if it is of no format that can be drawn."""
+    plot: Path | None = arguments.plot
+    if plot is not None and plot.suffix not in _FORMATS:
+        raise ConfigError(f"--plot ({plot}) must end in {listing(_FORMATS, 'or')}")
+    return plot
 
 
 def _tolerance(arguments: argparse.Namespace) -> float:

@@ -5,19 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, survey
+from shardwise.checkpoint.storage.checkpoint_folders import StepFolder
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.run_identity import earlier_run
+from shardwise.checkpoint.storage.run_identity import EarlierRun, earlier_run
 from shardwise.config import Config, Layout, resume_changes
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.layout_spans import layout_spans, short_layout
-from shardwise.train.checkpoint_choice import choose
+from shardwise.train.checkpoint_choice import look_for_checkpoints
 
 _Rows = list[tuple[str, str]]
 
 
-def continuation_rows(config: Config, layout: Layout, run_path: Path) -> tuple[_Rows, list[str]]:
-    """Rows on the run in the folder, none if it holds no run; and the reasons why it could not be continued."""
+def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> tuple[_Rows, list[str]]:
+    """Rows on the run in the folder, none if it holds no run; and the reasons why it could not be continued.
+
+    Args:
+        layout: the layout of the next start; None if it is refused.
+    """
     directory = RunDirectory(run_path)
     try:
         directory.require_folder()
@@ -28,8 +32,9 @@ def continuation_rows(config: Config, layout: Layout, run_path: Path) -> tuple[_
         steps = config.train.steps
         if config.checkpoint.resume == "auto" and done is not None and done >= steps:
             return [("continues", f"{run_path}: finished, {done:,} of {steps:,} steps; raise train.steps")], []
-        rows = [("continues", f"{run_path} {_begin(_first_choice(config, directory))}")]
-        rows += _layout_rows(layout, directory)
+        rows = [("continues", f"{run_path} {_begin(_first_choice(config, directory, earlier))}")]
+        if layout is not None:
+            rows += _layout_rows(layout, directory)
     except ConfigError as error:
         return [], error.problems
     except StoreError as error:
@@ -38,16 +43,16 @@ def continuation_rows(config: Config, layout: Layout, run_path: Path) -> tuple[_
     return [*rows, *(("  changed", change) for change in changes or ["no key"])], []
 
 
-def _first_choice(config: Config, directory: RunDirectory) -> StepFolder | None:
+def _first_choice(config: Config, directory: RunDirectory, earlier: EarlierRun) -> StepFolder | None:
     """The first checkpoint that the run would try; None if it would begin again.
 
     Raises:
-        ConfigError: there is none of the step that `checkpoint.resume` names.
+        ConfigError: there is none of the step that `checkpoint.resume` names, or the checkpoints are not the run's.
         StoreError: the place of the checkpoints cannot be read.
     """
     root = Root.of(config.checkpoint.path or directory.checkpoints)
-    candidates = choose(survey(root), config, root, is_resumed=True)
-    return next((candidate for candidate in candidates if candidate.problem is None), None)
+    present = look_for_checkpoints(config, root, directory, earlier.config, earlier.id)
+    return next((candidate for candidate in present.candidates if candidate.problem is None), None)
 
 
 def _begin(checkpoint: StepFolder | None) -> str:

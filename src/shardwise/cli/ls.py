@@ -1,7 +1,7 @@
-"""List this machine's devices (and who uses them) and the runs in runs/, newest first.
+"""List this machine's devices (and who uses them) and the runs in a folder, newest first.
 
 Devices are the GPUs that NVML reports, the chips of AWS that neuron-ls reports, or else the CPU. If a process is a rank
-of a run in runs/, the rank is shown.
+of a listed run, the rank is shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.base import units
 from shardwise.cli import output
 from shardwise.runs import local_devices, lost_time, summary
 from shardwise.runs.folder import RUNS
-from shardwise.runs.run import RunView, Unreadable, runs
+from shardwise.runs.run import RunView, Unreadable, runs_at
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
 _RUNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
@@ -28,11 +28,14 @@ _SHORTEST = 16
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", metavar="DIR", nargs="?", default=str(RUNS), help=f"a folder of runs, or a run (default: {RUNS})"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every field")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    listed_runs = runs()
+    listed_runs = runs_at(arguments.folder)
     ranks = local_devices.owners(run for run in listed_runs if isinstance(run, RunView))
     machine_devices = local_devices.devices(ranks)
     problems = [problem for run in listed_runs for problem in _problems(run)] + machine_devices.problems
@@ -49,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if listed_runs:
         _table([_run(run) for run in listed_runs], _RUNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
     else:
-        output.line(f"no run in {RUNS}/")
+        output.line(f"no run in {arguments.folder.rstrip('/')}/")
     for problem in problems:
         output.progress(problem)
     return 0

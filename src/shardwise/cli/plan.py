@@ -75,6 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="write the recipe with the best layout to FILE; for a run, a device file",
     )
+    parser.add_argument("--layout", metavar="N", type=int, help="with --write: the layout of the list (default: 1)")
     parser.add_argument(
         "--show-device", metavar="DEVICE", help="print the file of a device, as a beginning for your own"
     )
@@ -112,9 +113,14 @@ def run(arguments: argparse.Namespace) -> int:
     def searched(device: str) -> Search:
         return _searched(arguments, device, config, fixed, price_of[device])
 
+    if arguments.layout is not None and arguments.write is None:
+        raise ConfigError(f"--layout ({arguments.layout}) must go with --write FILE: it chooses what is written")
     if len(devices) > 1:
         return compare_devices(arguments, devices, searched)
     result = searched(devices[0])
+    if arguments.write is not None:
+        # Before the list, whose reader may close the output, as `head` does.
+        _write(arguments.write, recipe_name(recipe), result.plans, 1 if arguments.layout is None else arguments.layout)
     if arguments.why is not None:
         _show_differences(result.plans, *arguments.why)
     elif arguments.json:
@@ -122,8 +128,6 @@ def run(arguments: argparse.Namespace) -> int:
         output.json({"valid": result.valid, "dropped": dict(result.too_large), "plans": plans})
     else:
         _show(recipe_name(recipe), result, has_all=arguments.all)
-    if arguments.write is not None:
-        _write(arguments.write, recipe_name(recipe), result.plans[0])
     if arguments.plot is not None:
         draw(result.plans[:_MOST_ROWS], arguments.plot)
         output.progress(f"wrote {arguments.plot}")
@@ -156,7 +160,9 @@ def _show_device(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    other_options = ("recipe", "overrides", "device", "nodes", "price", "budget", "why", "write", "plot", "show_device")
+    other_options = (
+        "recipe", "overrides", "device", "nodes", "price", "budget", "why", "write", "layout", "plot", "show_device",
+    )  # fmt: skip
     if any(getattr(arguments, option) for option in other_options) or arguments.json:
         raise ConfigError("--calibrate must go alone or with -o FILE: it measures this machine, whatever the recipe")
     # A plan needs neither the launcher of ranks nor what fits constants to measurements.
@@ -228,8 +234,13 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
     output.table(memory_rows, ("memory", str(first), str(second)), right=(1, 2))
 
 
-def _write(path: Path, name: str, plan: Plan) -> None:
-    text = f"# {name} on {plan.cluster}: {plan.text()}, as `shardwise plan` predicts it fastest\n"
+def _write(path: Path, name: str, plans: Sequence[Plan], number: int) -> None:
+    """Write the recipe with the layout of this number in the list."""
+    if not 1 <= number <= len(plans):
+        raise ConfigError(f"--layout ({number}) must be a layout of the list, 1 to {len(plans)}")
+    plan = plans[number - 1]
+    which = "as `shardwise plan` predicts it fastest" if number == 1 else f"layout {number} of `shardwise plan`"
+    text = f"# {name} on {plan.cluster}: {plan.text()}, {which}\n"
     # Keys that the recipe left out stay out: a later release may have a better default for them.
     values = plan.config.model_dump(mode="json", exclude_unset=True)
     files.write_new(path, text + dump_yaml(values), "--write")

@@ -21,9 +21,11 @@ from shardwise.runs.run import RunView, open_run
 
 def compare_with_run(arguments: argparse.Namespace) -> int:
     """Print predicted and measured, and write the corrected device where `--write` names a file."""
-    if arguments.overrides or arguments.price or arguments.budget or arguments.why or arguments.plot:
+    other_options = ("overrides", "price", "budget", "why", "plot", "layout")
+    if any(getattr(arguments, option) for option in other_options):
         raise ConfigError(
-            "a run's folder must go without key=value, --price, --budget, --why and --plot: the run is as it was"
+            "a run's folder must go without key=value, --price, --budget, --why, --plot and --layout: the run is as it "
+            "was"
         )
     run = open_run(Path(arguments.recipe), all_steps=True)
     if not run.config:

@@ -92,8 +92,7 @@ def _rows(frame: Frame) -> list[tuple[str, str]]:
         graphs = ", ".join(f"{frame.graphs[name]:.0f} {name}" for name in ("graphs", "hits", "misses"))
         rows.append(("compile", f"{graphs}, {drawing.seconds(frame.graphs['seconds'])}"))
     causes = ", ".join(f"{cause} {drawing.seconds(seconds)}" for cause, seconds in lost.by_cause.items() if seconds)
-    restarts = f", {units.counted(lost.starts - 1, 'restart')}" if lost.starts > 1 else ""
-    rows.append(("goodput", f"{drawing.percent(lost.goodput)}{restarts}"))
+    rows.append(("goodput", ", ".join(filter(None, [drawing.percent(lost.goodput), lost.later_starts_text]))))
     rows.append(("lost", causes or "nothing recorded"))
     warnings = [event for event in frame.events if event.get("event") == "warning"]
     if warnings:

@@ -4,7 +4,8 @@ The command starts the local ranks: one per accelerator, rounded down to whole c
 (parallel.tensor × parallel.pipeline ranks). It also works when launched by torchrun, srun or mpirun. Configuration and
 data are checked before any rank starts.
 
-If --run-dir holds a run, this run is resumed from its newest intact checkpoint, or from that of checkpoint.resume=STEP.
+If --run-dir holds a run, this run is resumed from its newest intact checkpoint, or from that of checkpoint.resume=STEP;
+without RECIPE, with the configuration that the run has recorded.
 Ctrl-C, SIGTERM, SIGUSR1 or `shardwise stop` end a run after the current step, with a checkpoint (exit code 75).
 """
 
@@ -49,7 +50,12 @@ _ANY_TOKENIZER = 512
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        nargs="?",
+        help="a shipped recipe's name, or a YAML file (default: the configuration of the run in --run-dir)",
+    )
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as train.steps=100"
     )
@@ -86,6 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    _complete_recipe(arguments)
     if launches_node():
         return _on_node(arguments)
     recipe: str = arguments.recipe
@@ -130,6 +137,35 @@ def run(arguments: argparse.Namespace) -> int:
 
             train(config, run_path, recipe_name(recipe))
         return ending.code
+
+
+def _complete_recipe(arguments: argparse.Namespace) -> None:
+    """Take the recorded configuration of the run in `--run-dir` if no recipe is named.
+
+    Raises:
+        ConfigError: no recipe is named, and no run.
+    """
+    recipe: str | None = arguments.recipe
+    run_path: Path | None = arguments.run_dir
+    if recipe is not None and "=" in recipe and not Path(recipe).is_file():
+        # Without a recipe, the first override stands in its place.
+        arguments.overrides.insert(0, recipe)
+        recipe = None
+    if recipe is None and run_path is None:
+        # Costly to import, for a mistake alone.
+        from shardwise.cli.wrong_arguments import missing_arguments
+
+        raise ConfigError(missing_arguments("shardwise train", ["RECIPE"]))
+    if recipe is None and run_path is not None:
+        recorded = RunDirectory(run_path).config
+        if not recorded.is_file():
+            raise ConfigError(
+                f"--run-dir ({run_path}) must hold a run if RECIPE is left out, and it holds no config.yaml: "
+                "`shardwise train --run-dir RUN` continues the run in RUN, and `shardwise train RECIPE --run-dir DIR` "
+                "begins one in DIR"
+            )
+        recipe = str(recorded)
+    arguments.recipe = recipe
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster | None:
@@ -178,13 +214,13 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     layout = None
     with problems:
         world = _ranks_of_dry_run(arguments, config, cluster)
-        config = with_batch(config, world, run_path)
+        config = _with_any_batch(config, world, run_path, problems)
         layout = check_layout(config, world, is_new=run_path is None)
     with problems:
         _check_user_code(config)
     rows, input_problems = glance_at_inputs(arguments.recipe, config)
     continued: list[tuple[str, str]] = []
-    if run_path is not None and layout is not None:
+    if run_path is not None:
         from shardwise.cli.continued_run import continuation_rows
 
         continued, reasons = continuation_rows(config, layout, run_path)
@@ -195,6 +231,13 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     if input_problems:
         raise ConfigError(input_problems)
     return 0
+
+
+def _with_any_batch(config: Config, world: int, run_path: Path | None, problems: Problems) -> Config:
+    """`config` with the batch of a run, or of a new run if that in the folder is refused: its layout is checked too."""
+    with problems:
+        return with_batch(config, world, run_path)
+    return config.with_batch_for(world)
 
 
 def _ranks_of_dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | None) -> int:
@@ -251,6 +294,10 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
         glance = open_data.glance(config)
         rows += glance.rows
         problems += glance.problems
+    else:
+        from shardwise.data.held_out import held_out_text
+
+        rows.append(("held out", held_out_text(config)))
     if config.evaluation.sets:
         from shardwise.data.evaluation_sets import glance_at_sets
 

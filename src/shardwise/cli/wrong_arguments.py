@@ -95,12 +95,16 @@ def _sentence(parser: argparse.ArgumentParser, message: str) -> str:
             f"; did you mean {near}?" if near else ""
         )
     if matched := re.fullmatch(_MISSING, message):
-        names = [name for name in matched[1].split(", ") if name != "key=value"]
-        sentence = "missing {names}; `{command} --help` says what it needs"
-        if len(names) == 1:
-            sentence = _EXAMPLES.get(names[0], sentence)
-        return sentence.format(command=parser.prog, names=listing(names))
+        return missing_arguments(parser.prog, [name for name in matched[1].split(", ") if name != "key=value"])
     return message
+
+
+def missing_arguments(command: str, names: Sequence[str]) -> str:
+    """The sentence on required arguments that are left out."""
+    sentence = "missing {names}; `{command} --help` says what it needs"
+    if len(names) == 1:
+        sentence = _EXAMPLES.get(names[0], sentence)
+    return sentence.format(command=command, names=listing(names))
 
 
 def _choices(parser: argparse.ArgumentParser, shown: str) -> list[object]:

@@ -428,9 +428,10 @@ class DataConfig(SourceConfig):
             return []
         shown = f"{self.key} ({self.name}), whose conversations"
         problems = self.refused_marks(f"{shown} a chat template renders")
-        if self.path is None and self.dataset != CHAT:
+        if self.path is None and self.dataset != CHAT and not self.is_hub_dataset:
             problems.append(
-                f"data.format ({CHAT}) needs data.path: JSON lines or parquet of conversations, or a folder of them"
+                f"data.format ({CHAT}) needs data.path: JSON lines or parquet of conversations, or a folder of them; "
+                "or data.dataset: a data set of the hub"
             )
         if self.streaming:
             problems.append(f"data.streaming (true) must be false with {shown} are packed")

@@ -43,7 +43,10 @@ def recipe_text(recipe: str) -> str:
         )
     path = Path(recipe).expanduser() if is_file else _RECIPES / f"{recipe}.yaml"
     if is_file and (path / "config.yaml").is_file():
-        raise ConfigError(f"the recipe file {recipe} is a run's folder: its configuration is {recipe}/config.yaml")
+        raise ConfigError(
+            f"the recipe file {recipe} is a run's folder: `shardwise train --run-dir {recipe}` continues the run, and "
+            f"{recipe}/config.yaml is its configuration"
+        )
     try:
         with path.open("rb") as file:  # it may be a pipe, as the shell makes of <(command)
             return read_small(file, path).decode()

@@ -1,6 +1,7 @@
 """The cache of tokenized data: entries that appear whole or not at all, and are checked when opened.
 
     ROOT/sources/STAMP.json     the digest of a text that has not changed since
+    ROOT/sources/tokens-KEY.json  the key of the entry with these tokens, where another key names the same ones
     ROOT/tokens/KEY/            tokenizer/ (of text), {train,eval,test}.bin, manifest.json; for sentence pairs also
                                 {train,eval,test}.{sentences,documents}.bin, for conversations .{conversations,answers}
     ROOT/tokenizers/KEY/        tokenizer/, manifest.json: a user's own, of data that are tokens already
@@ -302,6 +303,17 @@ def remember_content(root: Path, stamp: str | None, content: str) -> None:
             path = root / "sources" / f"{stamp}.json"
             make_folder(path.parent)
             write_atomic(path, json.dumps({"content": content}) + "\n")
+
+
+def entry_key(root: Path, key: str) -> str:
+    """The key of the entry that holds the tokens of `key`: that of `remember_same_tokens`, else `key` itself."""
+    return known_content(root, f"tokens-{key}") or key
+
+
+def remember_same_tokens(root: Path, key: str, other_key: str) -> None:
+    """Lets `other_key` name the entry of `key` too, unless it has one, or the cache cannot be written."""
+    if entry_key(root, other_key) == other_key:
+        remember_content(root, f"tokens-{other_key}", key)
 
 
 def spread_digest(path: Path, blocks: int = _CHECKED_BLOCKS) -> str:

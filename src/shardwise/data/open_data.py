@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -27,6 +28,7 @@ from shardwise.data.formats import (
     text,
     user_samples,
 )
+from shardwise.data.held_out import held_out_text
 from shardwise.data.reading import dataset_tables, hdf5_files, megatron_files
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT
 from shardwise.data.samples.sentence_pairs import chunk_room
@@ -245,8 +247,8 @@ def checked_format(config: Config) -> DataFormat:
     format = format_of(data)
     if data.split_names and not format.has_splits:
         raise DataError(
-            f"data.split ({data.split}) must be weights such as 95,5 where {data.key} ({data.name}) is no data set "
-            "with splits"
+            f"data.split ({data.split}) must be weights such as 95,5 where {data.key} ({data.name}) is "
+            f"{'conversations' if format.name == CHAT else 'no data set with splits'}"
         )
     if format.holds_tokens and (problems := common.mark_problems(data)):
         raise DataError(problems)
@@ -286,12 +288,25 @@ def glance(config: Config) -> Glance:
     Only a hub id that the cache lacks is looked up on the hub.
     """
     if config.data.mixture:
-        return _glance_at_sources(config)
+        glanced = _glance_at_sources(config)
+        return glanced if glanced.problems else Glance([*glanced.rows, ("held out", held_out_text(config))], [])
     glanced = _glance_at_source(config)
     if glanced.problems or not config.data.is_named or config.hooks.data is not None:
         return glanced
+    rows = [*glanced.rows, ("held out", _held_out(config))]
     repeats = _repeats(config)
-    return glanced if repeats is None else Glance([*glanced.rows, ("warning", repeats)], [])
+    return Glance(rows if repeats is None else [*rows, ("warning", repeats)], [])
+
+
+def _held_out(config: Config) -> str:
+    """The held-out part, with its size if the cache has the tokens of the text."""
+    format = format_of(config.data)
+    tokens = None
+    if format.name == "text" and not config.data.streaming:
+        # A tokenizer of the hub may not be here yet.
+        with suppress(DataError):
+            tokens = text.prepared_tokens(config, cache_root(), "eval")
+    return held_out_text(config, tokens, is_cut=format.holds_tokens)
 
 
 def _repeats(config: Config) -> str | None:

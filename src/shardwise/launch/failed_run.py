@@ -13,8 +13,8 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import redacted_arguments
 from shardwise.launch.environment import REPLAY
 from shardwise.launch.first_failure import TRACEBACK, Failure
-from shardwise.runs.failure import FailureRecord, failure_of
-from shardwise.runs.folder import RunDirectory, now, read_config
+from shardwise.runs.failure import FailureRecord, checkpoint_intervals, fails_alike, failure_of, recorded_sections
+from shardwise.runs.folder import RunDirectory, now
 from shardwise.runs.lost_time import seconds_of
 from shardwise.runs.summary import first_step, last_event, newest_checkpoint
 
@@ -36,6 +36,7 @@ def failure_text(failure: Failure, run: Path | None, began: float, resume: str |
         return failure.told
     # The block has a line for the log.
     lines = [line for line in failure.text.splitlines() if line.strip() and not line.startswith(TRACEBACK)]
+    sections = recorded_sections(directory)
     record = FailureRecord(
         time=now(),
         cause=lines[0] if lines else "no reason is known",
@@ -45,8 +46,8 @@ def failure_text(failure: Failure, run: Path | None, began: float, resume: str |
         log=_log(run, failure),
         step=_steps_done(run, began, steps),
         checkpoint=newest_checkpoint(run),
-        every=_checkpoint_every(directory),
-        resume=resume,
+        **checkpoint_intervals(sections),
+        resume=None if fails_alike(failure.text, sections) else resume,
     )
     # A full disk must not hide the failure.
     with contextlib.suppress(OSError):
@@ -106,12 +107,3 @@ def _steps_done(run: Path, began: float, steps: int) -> int | None:
         if seconds_of(event) >= began:
             done = max(done, int(event.get("step") or 0))
     return done if done > first_step(run) else None
-
-
-def _checkpoint_every(directory: RunDirectory) -> int | None:
-    """Return `checkpoint.every` of the run; None if its configuration cannot be read."""
-    try:
-        every = read_config(directory).get("checkpoint", {}).get("every")
-    except (ConfigError, AttributeError):
-        return None
-    return every if isinstance(every, int) else None

@@ -122,6 +122,26 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[RankEx
             _leave(place, rank_exit.code)
 
 
+@contextmanager
+def failure_recorded(place: Rank | None, run_path: Path | None) -> Iterator[None]:
+    """Record an error of the body, a training that a program called, in the run's folder, and raise it on.
+
+    Args:
+        run_path: the run's folder; None if this rank does not know it, so that it records nothing.
+    """
+    began = time.time()
+    try:
+        yield
+    except StoppedError:
+        raise
+    except Exception as error:
+        if run_path is not None:
+            rank = 0 if place is None else place.rank
+            failure = _failure(error, rank, run_path, folder.RunDirectory(run_path).log(rank))
+            failed_run.failure_text(failure, run_path, began, None)
+        raise
+
+
 def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> first_failure.Failure:
     """Describe an error for the user. The traceback of an error that is not explained goes to the log."""
     if isinstance(error, ShardwiseError):

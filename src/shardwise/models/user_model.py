@@ -53,6 +53,15 @@ def check_user_model(config: Config) -> type[nn.Module]:
     return model_class
 
 
+def can_be_cut(config: Config) -> bool:
+    """Return whether the class that `model.family` names takes the tensor-parallel ranks, and so has sharded layers.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no `torch.nn.Module`.
+    """
+    return "group" in _Constructor.of(_import_class(config.model.family)).names
+
+
 def build_user_model(
     config: Config,
     group: Group,

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base import files, parsing, terminal, units
+from shardwise.base.errors import ConfigError, see
 from shardwise.base.redaction import redacted
-from shardwise.runs.folder import RunDirectory, json_text
+from shardwise.runs.folder import RunDirectory, json_text, read_config
 from shardwise.runs.lost_time import seconds_of
 
 HEADING = "FAILED "
@@ -36,6 +37,7 @@ class FailureRecord:
         step: number of steps that were done; None if this start of the run had done none.
         checkpoint: step of the newest checkpoint; 0 without one.
         every: `checkpoint.every` of the run; None if it is unknown.
+        every_minutes: `checkpoint.every_minutes` of the run; None without one.
         resume: command that continues the run; None if it is unknown.
     """
 
@@ -48,6 +50,7 @@ class FailureRecord:
     step: int | None = None
     checkpoint: int = 0
     every: int | None = None
+    every_minutes: float | None = None
     resume: str | None = None
 
     @property
@@ -66,6 +69,11 @@ class FailureRecord:
         return f"{HEADING}{where}: {cause.rstrip('.')}."
 
     @property
+    def sentence(self) -> str:
+        """Where the run failed, and why, without the word of `HEADING`."""
+        return self.heading.removeprefix(HEADING)
+
+    @property
     def lost_text(self) -> str | None:
         """Sentence on the steps that are lost; None if this start had done none."""
         if self.step is None:
@@ -73,7 +81,11 @@ class FailureRecord:
         lost = self.step - self.checkpoint
         if not self.checkpoint:
             which = f"all {lost:,} steps are lost" if lost > 1 else "the only step is lost"
-            return which if self.every is None else f"{which}: checkpoint.every was {self.every:,}"
+            if self.every is None:
+                return which
+            if self.every == 0 and self.every_minutes is not None:
+                return f"{which}: checkpoint.every_minutes was {self.every_minutes:g}"
+            return f"{which}: checkpoint.every was {self.every:,}"
         if lost <= 0:
             return f"no step is lost: checkpoint {self.checkpoint:,} is of the last one"
         return f"{units.counted(lost, 'step')} since checkpoint {self.checkpoint:,} {'is' if lost == 1 else 'are'} lost"
@@ -109,3 +121,29 @@ def failure_of(facts: Mapping[str, Any], last_start: Mapping[str, Any]) -> Failu
         return None
     time = seconds_of(asdict(record))
     return None if math.isnan(time) or time < seconds_of(last_start) else record
+
+
+def recorded_sections(directory: RunDirectory) -> Mapping[str, Mapping[str, Any]]:
+    """Return the sections of the run's configuration; {} if it cannot be read."""
+    try:
+        stored = read_config(directory)
+    except ConfigError:
+        return {}
+    return {name: section for name, section in stored.items() if isinstance(section, Mapping)}
+
+
+def checkpoint_intervals(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `every` and `every_minutes` of a run's checkpoints; None for one that is unknown."""
+    checkpoint = sections.get("checkpoint", {})
+    every = checkpoint.get("every")
+    minutes = checkpoint.get("every_minutes")
+    return {
+        "every": every if isinstance(every, int) else None,
+        "every_minutes": minutes if isinstance(minutes, int | float) else None,
+    }
+
+
+def fails_alike(text: str, sections: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return True if a run that failed with this text would fail again: its own model makes parameters drift."""
+    is_own = ":" in str(sections.get("model", {}).get("family", ""))
+    return is_own and see("training#drifted-parameters") in text

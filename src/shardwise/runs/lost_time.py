@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from shardwise.base import units
+
 CAUSES = ("start", "compile", "data", "checkpoint", "load", "restart", "lost steps")
 """Causes of lost time, in the order in which they are shown.
 
@@ -29,6 +31,10 @@ _DELIBERATE_ENDS = ("finished", "stop_after", "stopped by Ctrl-C (SIGINT)", "sto
 A run records a stop after its checkpoint is saved. Other signals may come from a scheduler, which takes the machine
 away.
 """
+
+
+_STOPPED = "stopped by "
+"""Beginning of the reason of a "stop" event of a run that was asked to stop, by a person or a scheduler."""
 
 
 @dataclass
@@ -69,14 +75,18 @@ class LostTime:
     Attributes:
         steps: number of steps that were done again.
         starts: number of starts of the run.
+        later_starts: each start but the first one, as the steps before it, and True if the run had saved its state and
+            stopped, so that it was continued; False if it had failed or was killed, and was started again.
     """
 
     steps: int = 0
     starts: int = 0
+    later_starts: list[tuple[int, bool]] = field(default_factory=list)
     _lost: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     _first_time: float = math.nan
     _last_time: float = math.nan
     _is_over: bool = False
+    _is_saved: bool = False
     _former: _RunStart = field(default_factory=_RunStart)
     _start: _RunStart = field(default_factory=_RunStart)
 
@@ -97,8 +107,17 @@ class LostTime:
             self._undo_after(int(number(event.get("step"), 0.0)))
         elif kind == "compile":
             self._start.compiling += number(event.get("seconds"), 0.0)
-        self._is_over = kind == "stop" and event.get("reason") in _DELIBERATE_ENDS
+        reason = str(event.get("reason"))
+        self._is_over = kind == "stop" and reason in _DELIBERATE_ENDS
+        self._is_saved = kind == "stop" and (self._is_over or reason.startswith(_STOPPED))
         self._last_time = _later(self._last_time, now)
+
+    @property
+    def later_starts_text(self) -> str:
+        """How often the run was started again, such as `2 restarts, 1 continuation`; empty of a single start."""
+        continuations = sum(is_continuation for _, is_continuation in self.later_starts)
+        counts = {"restart": len(self.later_starts) - continuations, "continuation": continuations}
+        return ", ".join(units.counted(count, name) for name, count in counts.items() if count)
 
     @property
     def by_cause(self) -> dict[str, float]:
@@ -139,11 +158,14 @@ class LostTime:
             self._first_time = now - before
         _add_waits(self._lost, self._start)
         self._lost["start"] += before
+        steps_before = int(number(event.get("steps_before"), 0.0))
+        if self.starts:
+            self.later_starts.append((steps_before, self._is_saved))
         self.starts += 1
         # A start without a step undoes none, so the one before it stays the former one.
         if self._start.last:
             self._former = self._start
-        self._start = _RunStart(now, int(number(event.get("steps_before"), 0.0)))
+        self._start = _RunStart(now, steps_before)
 
     def _undo_after(self, step: int) -> None:
         """Count the steps after `step` that the former start did: they are done again."""

@@ -20,7 +20,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.runs.failure import failure_of
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
 from shardwise.runs.json_lines import GrowingFile, last_lines, last_lines_of_rank
-from shardwise.runs.layout_spans import LayoutSpan, layout_spans
+from shardwise.runs.layout_spans import LayoutSpan, layout_spans, short_layout
 from shardwise.runs.lost_time import LostTime, number, seconds_of
 from shardwise.runs.rank_views import SILENT_SECONDS, SILENT_STEPS, NodeView, RankView, node_views, with_relative_work
 from shardwise.runs.step_metrics import StepSeries, finite_values
@@ -58,6 +58,7 @@ class RunView:
         last: last "step" event as it was recorded; {} without one.
         before_starts: time at which the last step before each start was recorded, in seconds since the epoch; NaN if
             it is unknown.
+        memory_by_layout: memory of rank 0 in the last step at each layout, by kind, in the order of the layouts.
         lost: lost time of the run.
     """
 
@@ -102,6 +103,8 @@ class RunView:
         self.events: list[dict[str, Any]] = []
         self.last: dict[str, Any] = {}
         self.before_starts: list[float] = []
+        self.memory_by_layout: dict[str, Mapping[str, Any]] = {}
+        self._layout = ""
         self.lost = LostTime()
         # Position in `series` of the first step since the last start.
         self._first_recent = 0
@@ -254,6 +257,8 @@ class RunView:
             self.series.add(event)
             self.last = event
             self._trains = True
+            if isinstance(event.get("memory_bytes"), dict):
+                self.memory_by_layout[self._layout] = event["memory_bytes"]
         elif kind == "eval":
             self.evaluations.append(event)
         elif kind is not None:
@@ -268,6 +273,8 @@ class RunView:
             if kind == "start":
                 self._first_recent = len(self.series.steps)
                 self.before_starts.append(seconds_of(self.last))
+                layout = event.get("layout")
+                self._layout = short_layout(layout) if isinstance(layout, dict) else ""
             if kind == "resume":
                 self._undo(event)
 
@@ -393,6 +400,7 @@ def folders(root: Path = RUNS) -> list[Path]:
 
 
 def _may_hold_run(path: Path) -> bool:
+    """Return whether a folder is that of a run, or cannot be read and so might be."""
     try:
         return RunDirectory(path).holds_run
     except ConfigError:
@@ -412,19 +420,25 @@ class Unreadable:
         return name_of(self.path)
 
 
-def runs(root: Path = RUNS) -> list[RunView | Unreadable]:
-    """Read the runs in a folder, the one that wrote last first.
+def runs_at(folder: str) -> list[RunView | Unreadable]:
+    """Read the runs in a folder, the one that wrote last first; of a run's own folder, that run.
 
     Raises:
-        ConfigError: the folder cannot be read.
+        ConfigError: the folder cannot be read, or there is none; the default one may be missing.
     """
-    known: list[RunView | Unreadable] = []
-    for path in folders(root):
-        try:
-            known.append(RunView(path, all_steps=False))
-        except ConfigError as error:
-            known.append(Unreadable(path, str(error), modification_time(path / "metrics.jsonl")))
-    return sorted(known, key=lambda run: run.heard or 0.0, reverse=True)
+    root = Path(folder)
+    if root != RUNS and not root.is_dir():
+        raise ConfigError(f"DIR ({folder}) must be a folder of runs, or a run's folder: there is no such folder")
+    paths = [root] if _may_hold_run(root) else folders(root)
+    return sorted(map(_run_at, paths), key=lambda run: run.heard or 0.0, reverse=True)
+
+
+def _run_at(path: Path) -> RunView | Unreadable:
+    """Read the run in its folder, or why it cannot be read."""
+    try:
+        return RunView(path, all_steps=False)
+    except ConfigError as error:
+        return Unreadable(path, str(error), modification_time(path / "metrics.jsonl"))
 
 
 def branches_of(run: RunView) -> list[RunView]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.base.files import open_plain
 from shardwise.base.parsing import record_of
-from shardwise.runs.failure import FailureRecord
+from shardwise.runs.failure import FailureRecord, failure_of
 from shardwise.runs.folder import RunDirectory, event_mark
 from shardwise.runs.rank_views import NodeView, RankView
 from shardwise.runs.run import RunView, Unreadable
@@ -178,6 +178,11 @@ def first_step(run_path: Path) -> int:
 def _last_step(run_path: Path, *kinds: str) -> int:
     event = last_event(run_path, *kinds) or {}
     return int(event.get("step") or 0)
+
+
+def last_failure(run_path: Path) -> FailureRecord | None:
+    """Return the failure with which the last start of a run ended; None without one, or if it is no run's folder."""
+    return failure_of(RunDirectory(run_path).recorded_failure(), last_event(run_path, "start") or {})
 
 
 def last_event(run_path: Path, *kinds: str) -> dict[str, Any] | None:

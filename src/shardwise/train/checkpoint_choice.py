@@ -4,16 +4,83 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, glance
+from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, glance, survey
 from shardwise.checkpoint.storage.root import Root
+from shardwise.checkpoint.storage.run_identity import is_inside, original_of, require_ownership
 from shardwise.config import Config
+from shardwise.runs.folder import RunDirectory
 
 _WENT_BACK = "went_back"
 """The key of a manifest's `schedule` with the request by which the run last went back."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoints:
+    """The checkpoints at the place where a run saves.
+
+    Attributes:
+        root: the place.
+        saved: all checkpoints, newest first.
+        candidates: checkpoints to try, in this order, until one is intact.
+        original: folder of which this run's folder is a copy; None where it is no copy.
+    """
+
+    root: Root
+    saved: tuple[StepFolder, ...]
+    candidates: tuple[StepFolder, ...]
+    original: Path | None = None
+
+
+def look_for_checkpoints(
+    config: Config, root: Root, directory: RunDirectory, stored: Mapping[str, Any] | None, run: str | None
+) -> FoundCheckpoints:
+    """The checkpoints at a place, of which nothing is changed.
+
+    Args:
+        stored: configuration of the earlier run in this folder; None where there is none.
+        run: id of that run; None stands for the id that the folder has.
+
+    Raises:
+        ConfigError: the checkpoints there are not this run's, or it has saved its own elsewhere.
+        StoreError: the place cannot be read.
+    """
+    present = survey(root)
+    if stored is not None and not present:
+        _require_none_elsewhere(root, directory, stored)
+    candidates = choose(present, config, root, is_resumed=stored is not None)
+    run = run or directory.stored_id()
+    # A copied folder has the id of its original: by the id alone both runs could save at one place.
+    original = original_of(root, run, directory.path)
+    if not is_inside(root, directory.path):
+        require_ownership(root, run if original is None else None, is_empty=not present)
+    return FoundCheckpoints(root, tuple(present), tuple(candidates), original)
+
+
+def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping[str, Any]) -> None:
+    """Raise ConfigError where the run has saved checkpoints elsewhere than in `root`: it would begin again."""
+    recorded = [event for event in directory.events("checkpoint") if event.get("step") and event.get("path")]
+    if recorded:
+        step = recorded[-1]["step"]
+        path = recorded[-1]["path"]
+    else:
+        # The record of events may be lost, and the stored configuration names the former place too.
+        former_root = Root.of(stored.get("checkpoint", {}).get("path") or directory.checkpoints)
+        saved = survey(former_root) if str(former_root) != str(root) else []
+        if not saved:
+            return
+        step = saved[0].step
+        path = str(saved[0].folder)
+    raise ConfigError(
+        f"checkpoint.path ({root}) has no checkpoint, and the run in {directory.path} saved that of step {step:,} as "
+        f"{path}: set checkpoint.path to where its checkpoints are, or start again in another --run-dir"
+        f"{see('checkpoints#place-changed')}"
+    )
 
 
 def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resumed: bool) -> list[StepFolder]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -35,10 +34,8 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
     put_in_place,
     require_step,
     step_name,
-    survey,
 )
 from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require_writable
-from shardwise.checkpoint.storage.run_identity import is_inside, original_of, require_ownership
 from shardwise.config import Config
 from shardwise.data.formats.common import PreparedData
 from shardwise.data.formats.mixture import continued_stages
@@ -47,7 +44,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.runs.folder import RunDirectory
-from shardwise.train.checkpoint_choice import choose, goes_back
+from shardwise.train.checkpoint_choice import FoundCheckpoints, goes_back, look_for_checkpoints
 from shardwise.train.reporter import Reporter
 from shardwise.train.saving import STREAM
 from shardwise.train.step_record import Progress
@@ -55,23 +52,6 @@ from shardwise.train.step_record import Progress
 _ALL_DATA = ""
 """The name of data that are no mixture."""
 _KEYS_OF_MIXTURES = ("data.mixture", "data.stages")
-
-
-@dataclass(frozen=True)
-class FoundCheckpoints:
-    """The checkpoints at the place where a run saves.
-
-    Attributes:
-        root: the place.
-        saved: all checkpoints, newest first.
-        candidates: checkpoints to try, in this order, until one is intact.
-        original: folder of which this run's folder is a copy; None where it is no copy.
-    """
-
-    root: Root
-    saved: tuple[StepFolder, ...]
-    candidates: tuple[StepFolder, ...]
-    original: Path | None = None
 
 
 def find_checkpoints(
@@ -90,24 +70,16 @@ def find_checkpoints(
     try:
         # Before all other looks: at a remote place that does not answer, each of them would hang.
         exists = in_time(root, root.exists)
-        present = survey(root)
-        if stored is not None and not present:
-            _require_none_elsewhere(root, directory, stored)
-        candidates = choose(present, config, root, is_resumed=stored is not None)
-        run = run or directory.stored_id()
-        # A copied folder has the id of its original: by the id alone both runs could save at one place.
-        original = original_of(root, run, directory.path)
-        if not is_inside(root, directory.path):
-            require_ownership(root, run if original is None else None, is_empty=not present)
+        present = look_for_checkpoints(config, root, directory, stored, run)
         if exists or config.checkpoint.path is not None:
             require_writable(root)
         # Last, as this writes: nothing may change at a place that is refused.
-        saved = tuple(_put_in_place(checkpoint, root) for checkpoint in present)
+        saved = tuple(_put_in_place(checkpoint, root) for checkpoint in present.saved)
     except StoreError as error:
         raise ConfigError(f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)) from None
-    steps = {candidate.step for candidate in candidates}
+    steps = {candidate.step for candidate in present.candidates}
     chosen = tuple(checkpoint for checkpoint in saved if checkpoint.step in steps)
-    return FoundCheckpoints(root, saved, chosen, original)
+    return replace(present, saved=saved, candidates=chosen)
 
 
 def _put_in_place(checkpoint: StepFolder, root: Root) -> StepFolder:
@@ -117,27 +89,6 @@ def _put_in_place(checkpoint: StepFolder, root: Root) -> StepFolder:
         put_in_place(checkpoint.folder, final)
         root.sync()
     return replace(checkpoint, folder=final)
-
-
-def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the run has saved checkpoints elsewhere than in `root`: it would begin again."""
-    recorded = [event for event in directory.events("checkpoint") if event.get("step") and event.get("path")]
-    if recorded:
-        step = recorded[-1]["step"]
-        path = recorded[-1]["path"]
-    else:
-        # The record of events may be lost, and the stored configuration names the former place too.
-        former_root = Root.of(stored.get("checkpoint", {}).get("path") or directory.checkpoints)
-        saved = survey(former_root) if str(former_root) != str(root) else []
-        if not saved:
-            return
-        step = saved[0].step
-        path = str(saved[0].folder)
-    raise ConfigError(
-        f"checkpoint.path ({root}) has no checkpoint, and the run in {directory.path} saved that of step {step:,} as "
-        f"{path}: set checkpoint.path to where its checkpoints are, or start again in another --run-dir"
-        f"{see('checkpoints#place-changed')}"
-    )
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,10 @@ from shardwise.launch import output
 from shardwise.launch.environment import REPLAY
 from shardwise.planner.memory import checkpoint_bytes
 from shardwise.runs.folder import FollowedFolder, RunDirectory, new_run_path
+from shardwise.train.checkpoint_choice import FoundCheckpoints
 from shardwise.train.experiment_trackers import require_trackers
 from shardwise.train.rank_agreement import raised_on_every_rank, versions, while_others_wait
-from shardwise.train.resume import FoundCheckpoints, find_checkpoints
+from shardwise.train.resume import find_checkpoints
 from shardwise.train.step_record import Progress
 
 

@@ -203,9 +203,26 @@ def existing(config: Config, cells: Sequence[Cell]) -> tuple[list[Cell], list[st
     trainable = []
     reasons: list[str] = []
     for cell in cells:
+        cell_config = at(config, cell)
         try:
-            check_layout(at(config, cell), cell.ranks)
+            check_layout(cell_config, cell.ranks)
+            _check_own_model(cell_config)
             trainable.append(cell)
         except ConfigError as error:
             reasons += error.problems
     return trainable, list(dict.fromkeys(reasons))
+
+
+def _check_own_model(config: Config) -> None:
+    """Raise ConfigError if the model is a class of the user's that does not take the arguments that a layout needs."""
+    if config.shapes is not None:
+        return
+    # Costly to import, for models of the user's own alone.
+    from shardwise.models.user_model import can_be_cut, check_user_model
+
+    if config.parallel.tensor > 1 and not can_be_cut(config):
+        raise ConfigError(
+            f"parallel.tensor must be 1: {config.model.family} takes no argument group, so it is not made of sharded "
+            "layers, and only data parallelism and ZeRO can be verified"
+        )
+    check_user_model(config)

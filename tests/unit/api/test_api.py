@@ -15,7 +15,7 @@ import torch
 
 import shardwise
 from shardwise.api import recipes_and_plans, runs
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, RunError
 from shardwise.launch import local
 from shardwise.planner.search import FIXABLE
 from tests.dist import own_models
@@ -151,6 +151,19 @@ def test_a_model_of_the_program_itself(recipe: str, monkeypatch: pytest.MonkeyPa
     values = shardwise.load_recipe(recipe, train={"steps": 2, "eval_every": 0}).model_dump(mode="json")
     config = shardwise.load_recipe({**values, "model": {"family": "__main__:Mine", "vocab_size": 301}})
     assert len(shardwise.train(config).metrics()) == 2
+
+
+def test_a_failure_is_recorded_as_that_of_a_command(recipe: str) -> None:
+    def failing(event: dict[str, Any]) -> None:
+        if event.get("event") == "step":
+            raise ValueError("no room")
+
+    config = shardwise.load_recipe(recipe, train={"steps": 2, "eval_every": 0})
+    with pytest.raises(RunError, match="no room"):
+        shardwise.train(config, run_dir="failed", callbacks=[failing])
+    record = json.loads(Path("failed/failure.json").read_text())
+    assert "no room" in record["cause"]
+    assert (record["rank"], record["step"], record["resume"]) == (0, 1, None)
 
 
 PROGRAM = """

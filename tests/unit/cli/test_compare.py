@@ -14,7 +14,9 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from shardwise.cli import main
 from shardwise.cli.compare import read_curve
-from tests.monitor_runs import Mesh, Start, loss_of, write_run
+from shardwise.runs.failure import FailureRecord
+from shardwise.runs.folder import RunDirectory
+from tests.monitor_runs import FIRST, Mesh, Start, loss_of, stamp, write_run
 
 LOSSES = {1: 4.0, 2: 3.0, 3: 2.0}
 EVENTS = [{"event": "start"}, *({"event": "step", "step": step, "loss": loss} for step, loss in LOSSES.items())]
@@ -304,6 +306,7 @@ def test_steps_of_one_curve_alone_do_not_count(capsys: pytest.CaptureFixture[str
         "keys": None,
         "grows_from": None,
         "layouts": None,
+        "failures": {"a": None, "b": None},
     }
 
 
@@ -316,8 +319,13 @@ def test_of_two_runs_the_final_losses_and_the_keys_that_differ_are_told(capsys: 
     assert lines[-2:] == ["keys     parallel.tensor: 1 in A, 2 in B", "         parallel.pipeline: 2 in A, 1 in B"]
     assert main(["compare", "a", "a"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "keys     no key differs"
+    FailureRecord(stamp(FIRST + 3600), "rank 1 was killed", step=10).write(RunDirectory("b"))
     assert main(["compare", "a", "b", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["keys"] == [["parallel.tensor", 1, 2], ["parallel.pipeline", 2, 1]]
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["keys"] == [["parallel.tensor", 1, 2], ["parallel.pipeline", 2, 1]]
+    assert facts["failures"] == {"a": None, "b": "at step 10: rank 1 was killed."}
+    assert main(["compare", "a", "b"]) == 0
+    assert "\nfailed   B at step 10: rank 1 was killed.\n" in capsys.readouterr().out
 
 
 TP = Mesh(1, 1, 2, 1, sequence=True)

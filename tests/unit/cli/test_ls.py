@@ -96,6 +96,18 @@ def test_numbers_that_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.splitlines()[-1].split()[:5] == ["odd", "finished", "4/3", "nan", "inf%"]
 
 
+def test_another_folder_and_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    write_three()
+    Path("runs").rename("elsewhere")
+    for folder, names in (("elsewhere", [LONG, "failed", "done"]), ("elsewhere/done", ["done"])):
+        assert main(["ls", folder, "--json"]) == 0
+        assert [run["run"] for run in json.loads(capsys.readouterr().out)["runs"]] == names
+    assert main(["ls", "."]) == 0
+    assert capsys.readouterr().out.endswith("no run in ./\n")
+    assert main(["ls", "nowhere"]) == 2
+    assert "DIR (nowhere) must be a folder of runs, or a run's folder" in capsys.readouterr().err
+
+
 def test_nothing_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls"]) == 0
     assert capsys.readouterr().out.endswith("\n\nno run in runs/\n")

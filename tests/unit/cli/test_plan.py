@@ -32,6 +32,30 @@ def test_best_layouts_first_and_each_fits(capsys: pytest.CaptureFixture[str], tm
     assert best.parallel.schedule == plans[0]["layout"]["schedule"]
 
 
+def test_any_layout_of_the_list_is_written_before_the_list(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["plan", *GPT, "--json"]) == 0
+    third = json.loads(capsys.readouterr().out)["plans"][2]["layout"]
+    assert main(["plan", *GPT, "--layout", "3"]) == 2
+    assert "--layout (3) must go with --write FILE" in capsys.readouterr().err
+    written = tmp_path / "third.yaml"
+    assert main(["plan", *GPT, "--write", str(written), "--layout", "31"]) == 2
+    assert "--layout (31) must be a layout of the list, 1 to 30" in capsys.readouterr().err
+
+    def closed(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("shardwise.cli.output.json", closed)
+    monkeypatch.setattr("shardwise.cli.entry.os.dup2", lambda *_: None)
+    monkeypatch.setattr("sys.stdout.fileno", lambda: 1)
+    assert main(["plan", *GPT, "--json", "--write", str(written), "--layout", "3"]) == 1
+    config = load_config(str(written))
+    layout = check_layout(config, 32)
+    assert (layout.tensor, layout.pipeline) == (third["tensor"], third["pipeline"])
+    assert (config.train.micro_batch, config.train.recompute) == (third["micro_batch"], third["recompute"])
+
+
 def test_pruning_loses_no_layout() -> None:
     """The best of all by brute force: every layout simulated, without bounds."""
     from shardwise.planner.search import choices

@@ -105,6 +105,28 @@ def test_a_dry_run_tells_problems_of_layout_and_files_at_once(capsys: pytest.Cap
         assert [text for text in (problem, *named) if f"\n- {text}" not in err] == []
 
 
+def test_a_dry_run_tells_a_refused_resume_with_the_other_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    rule = "train.global_batch=8 per 2 ranks"
+    stored("old", "llama2-tiny", rule, steps=10)
+    wrong = ["train.seed=7", "parallel.tensor=3", "data.path=nowhere", "--nproc", "3"]
+    for key in ("train.global_batch=9", rule):
+        assert main(["train", "llama2-tiny", key, *wrong, "--dry-run", "--run-dir", "old"]) == 2
+        err = capsys.readouterr().err
+        named = [
+            "the run in this folder can be resumed only",
+            "parallel.tensor (3) must divide model.num",
+            "data.path (nowhere) does",
+        ]
+        assert [text for text in named if err.count(f"\n- {text}") != 1] == []
+    written = {"event": "checkpoint", "step": 10, "path": "/elsewhere/step-00000010"}
+    (stored("moved", "llama2-tiny", rule) / "metrics.jsonl").write_text(json.dumps(written) + "\n")
+    given = [rule, "--dry-run", "--run-dir", "moved", "hooks.callbacks=[no.module:Name]"]
+    assert main(["train", "llama2-tiny", *given]) == 2
+    err = capsys.readouterr().err
+    assert "\n- checkpoint.path (moved/checkpoints) has no checkpoint, and the run in moved saved that of" in err
+    assert "\n- hooks.callbacks" in err
+
+
 def test_a_dry_run_looks_at_evaluation_sets_and_task_files(capsys: pytest.CaptureFixture[str]) -> None:
     sets = "evaluation.sets={small: {dataset: tiny}, own: {path: /nope.txt}}"
     tasks = ["evaluation.tasks=[places]", "evaluation.tasks_every=5", "evaluation.tasks_path=/nope"]
@@ -280,6 +302,22 @@ def test_a_run_goes_on_in_its_folder(started: list[tuple[list[str], int, Path]])
     ((command, _, run_path),) = started
     assert (run_path, command[6]) == (run, "train.steps=480")
     assert requested(run) is None, "a request to the earlier run must not stop this one"
+
+
+def test_a_run_goes_on_without_its_recipe(
+    started: list[tuple[list[str], int, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored("old", "quickstart", "optimizer.lr=1e-2", steps=240)
+    assert main(["train", "--run-dir", "old", "train.steps=480"]) == 0
+    ((command, _, run_path),) = started
+    assert (run_path, command[5:7]) == (Path("old"), ["old/config.yaml", "train.steps=480"])
+    for arguments, text in {
+        ("--run-dir", "new"): "--run-dir (new) must hold a run if RECIPE is left out, and it holds no config.yaml",
+        ("train.steps=480",): "missing RECIPE, e.g. `shardwise train llama2-tiny` (list: `shardwise recipes`)",
+        ("./old",): "the recipe file ./old is a run's folder: `shardwise train --run-dir ./old` continues the run",
+    }.items():
+        assert main(["train", *arguments]) == 2
+        assert text in capsys.readouterr().err
 
 
 def test_a_run_keeps_the_batch_that_it_began_with(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def test_what_can_be_read_is_described(kind: str, at: Path) -> None:
     before = sorted(at.rglob("*"))
     found = look(**data)
     assert found.problems == []
-    (name, shown), tokenizer = found.rows
+    (name, shown), tokenizer, _ = found.rows
     assert (name, tokenizer[0]) == ("data", "tokenizer")
     assert text in shown
     assert sorted(at.rglob("*")) == before, "a dry run prepares nothing"
@@ -133,6 +133,53 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
     assert "warning" not in [name for name, _ in look(mixture={"a": {"weight": 1, **data}}).rows]
 
 
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (
+            {"path": "texts"},
+            "5% of the text, whole documents from all over it, or its end if they are few; the run evaluates nothing",
+        ),
+        (
+            {"path": "tokens", "split": "80,15,5"},
+            "15% of the documents, after the first 80%; the run evaluates nothing",
+        ),
+        (
+            {"path": "texts", "streaming": True, "tokenizer": "tokenizer"},
+            "5% of the first 10,000 documents; the run evaluates nothing",
+        ),
+        ({"dataset": "wikitext", "split": "train,validation"}, "the split validation; the run evaluates nothing"),
+        ({"path": "texts", "split": "1,0"}, "nothing (data.split=1,0): `shardwise evaluate` needs a text of its own"),
+        (
+            {"mixture": {"a": {"weight": 1, "path": "texts"}}},
+            "a share of each source, as its split says; the run evaluates nothing",
+        ),
+    ],
+)
+def test_the_held_out_part_has_a_row(
+    data: dict[str, Any], text: str, at: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "find", lambda wanted: "hub")
+    (row,) = [row for name, row in look(**data).rows if name == "held out"]
+    assert row.startswith(text)
+
+
+def test_the_held_out_part_has_a_size_once_it_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    config = chosen(dataset="tiny", vocab_size=512)
+    tokens = prepare(config).count("eval")
+    sequences = (tokens - 1) // 16
+    sizes = f"{tokens:,} tokens, {sequences:,} sequences; "
+    for every, batches, reading in (
+        (0, 8, "the run evaluates nothing (train.eval_every=0), `shardwise evaluate` all of it"),
+        (1, 8, "an evaluation of the run reads its first 16 sequences (train.eval_batches × train.global_batch), "),
+        (1, sequences, "each evaluation reads all of it"),
+    ):
+        train = config.train.model_copy(update={"eval_every": every, "eval_batches": batches})
+        (row,) = [row for name, row in glance(config.model_copy(update={"train": train})).rows if name == "held out"]
+        assert f"; {sizes}{reading}" in row
+
+
 @pytest.mark.parametrize("found", ["hub", "unknown", ConfigError("no such repository")])
 def test_hub_ids_are_looked_up(found: str | ConfigError, monkeypatch: pytest.MonkeyPatch) -> None:
     def find(wanted: hub.HubFiles) -> str:
@@ -146,7 +193,8 @@ def test_hub_ids_are_looked_up(found: str | ConfigError, monkeypatch: pytest.Mon
         assert (seen.rows, seen.problems) == ([], ["no such repository"] * 2)
     else:
         said = hub.FOUND[found]
-        assert (seen.rows, seen.problems) == ([("data", f"wikitext: {said}"), ("tokenizer", f"gpt2: {said}")], [])
+        assert seen.problems == []
+        assert seen.rows[:2] == [("data", f"wikitext: {said}"), ("tokenizer", f"gpt2: {said}")]
 
 
 def test_without_data_the_tokenizer_is_looked_at(at: Path) -> None:
@@ -162,7 +210,7 @@ def test_without_data_the_tokenizer_is_looked_at(at: Path) -> None:
 
 
 def test_shards_are_opened(at: Path) -> None:
-    assert look("bert", path="shards").rows == [
+    assert look("bert", path="shards").rows[:2] == [
         ("data", "shards: 1 HDF5 shard"),
         ("tokenizer", "none, as the data hold tokens"),
     ]
@@ -256,7 +304,7 @@ def test_a_new_format_is_one_record(at: Path, monkeypatch: pytest.MonkeyPatch) -
     config = chosen(path="some.dummy")
     assert format_of(config.data) is dummy
     assert prepare(config, at).count("train") == random_text().count("train")
-    assert look(path="some.dummy").rows == [
+    assert look(path="some.dummy").rows[:2] == [
         ("data", "some.dummy: a dummy"),
         ("tokenizer", "none, as the data hold tokens"),
     ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import see
 from shardwise.launch.failed_run import failure_text, resume_command
 from shardwise.launch.first_failure import Failure
 from tests.monitor_runs import FIRST, Start, write_run
@@ -32,6 +33,18 @@ def test_the_failure_of_a_run_is_recorded_and_put_into_a_block(run: Path) -> Non
     ]
     recorded = json.loads((run / "failure.json").read_text())
     assert (recorded["rank"], recorded["log"], recorded["step"], recorded["every"]) == (1, "logs/rank-0001.log", 25, 10)
+
+
+@pytest.mark.parametrize(("family", "is_offered"), [("llama", True), ("my.model:Decoder", False)])
+def test_a_resume_that_would_fail_alike_is_not_offered(family: str, is_offered: bool, run: Path) -> None:
+    """A device that computes wrongly may be left out; what a class of the user's own does stays."""
+    (run / "config.yaml").write_text(f"model: {{family: '{family}'}}\ncheckpoint: {{every: 0, every_minutes: 5}}\n")
+    drift = Failure(0, f"step 25: replicated parameters have drifted apart: x{see('training#drifted-parameters')}", 1)
+    lines = failure_text(drift, run, FIRST, "shardwise train x --run-dir run").splitlines()
+    assert any(line.startswith("resume: ") for line in lines) == is_offered
+    assert any(line.startswith("resume: ") for line in failure_text(KILLED, run, FIRST, "shardwise").splitlines())
+    facts = json.loads((run / "failure.json").read_text())
+    assert (facts["every"], facts["every_minutes"]) == (0, 5)
 
 
 def test_steps_after_the_last_record_count_too(run: Path) -> None:

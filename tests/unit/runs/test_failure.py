@@ -39,6 +39,11 @@ def test_the_block_says_what_failed_where_to_look_what_is_lost_and_how_to_go_on(
         ({"step": 601}, "FAILED at step 601: x.", "1 step since checkpoint 600 is lost"),
         ({"step": 600}, "FAILED at step 600: x.", "no step is lost: checkpoint 600 is of the last one"),
         ({"checkpoint": 0}, "FAILED at step 731: x.", "all 731 steps are lost: checkpoint.every was 200"),
+        (
+            {"checkpoint": 0, "every": 0, "every_minutes": 30},
+            "FAILED at step 731: x.",
+            "all 731 steps are lost: checkpoint.every_minutes was 30",
+        ),
         ({"checkpoint": 0, "step": 1, "every": None}, "FAILED at step 1: x.", "the only step is lost"),
         ({"step": None, "checkpoint": 0}, "FAILED before the first step: x.", None),
         ({"step": None}, "FAILED before the first step after checkpoint 600: x.", None),

@@ -80,6 +80,9 @@ def test_the_time_after_a_stop_that_a_person_asked_for_is_not_lost(by: int | str
     found = lost(*FIRST, *AGAIN, stopped, *later)
     assert found.by_cause["restart"] == 10 + lost_seconds
     assert found.whole == 80 + 19 + lost_seconds
+    # All was saved, whoever asked for it; the first of the later starts followed a death.
+    assert found.later_starts == [(6, False), (12, True)]
+    assert found.later_starts_text == "1 restart, 1 continuation"
 
 
 def test_an_older_run_without_these_fields_loses_what_is_known() -> None:

@@ -144,6 +144,10 @@ def test_a_change_of_the_layout_is_told_and_marked(tmp_path: Path, capsys: pytes
     assert (found["split_steps"], found["split_layout"]) == ([11, 20], "DP 2")
     assert page.tags.count("script") == 1
     assert found["lost_seconds"]["restart"] == 0
+    assert "1 continuation;" in found["verdict"]
+    assert re.search(r'<text x="[^"]+" y="\d+" text-anchor="end">DP 2</text>', written), "the line has no label"
+    assert "Memory of rank 0 at TP 2 + SP" in page.text
+    assert "Memory of rank 0 at DP 2" in page.text
 
 
 def test_layouts_of_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +199,7 @@ def test_a_failure_stands_at_the_top(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 NUMBERS = {"final_loss": 0.9321, "final_eval_loss": None}
 FACTS = {"state": "finished", "step": 480, "steps": 480, "seconds": 182.0, "useful_seconds": 178.4, "starts": 1}
+FACTS["later_starts_text"] = ""
 
 
 @pytest.mark.parametrize(
@@ -202,9 +207,9 @@ FACTS = {"state": "finished", "step": 480, "steps": 480, "seconds": 182.0, "usef
     [
         ({}, {}, "Finished 480 steps in 3 min 02 s at loss 0.9321; no restarts; 2 % of the time was lost."),
         (
-            {"starts": 3, "useful_seconds": 181.9},
+            {"starts": 4, "later_starts_text": "2 restarts, 1 continuation", "useful_seconds": 181.9},
             {"final_eval_loss": 0.97},
-            "Finished 480 steps in 3 min 02 s at loss 0.9321 (evaluation 0.97); 2 restarts; "
+            "Finished 480 steps in 3 min 02 s at loss 0.9321 (evaluation 0.97); 2 restarts, 1 continuation; "
             "less than 0.5 % of the time was lost.",
         ),
         (
@@ -346,10 +351,18 @@ def test_wrong_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Traceback" not in error
 
 
-def test_pictures_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run = write_run(tmp_path / "run")
+def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the marks of the page: the change of the layout after step 10, and the restart after step 15."""
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    places: list[float] = []
+    labels: list[str] = []
+    monkeypatch.setattr(axes, "axvline", lambda _, place, **__: places.append(place))
+    monkeypatch.setattr(axes, "text", lambda _, x, y, text, **__: labels.append(text))
+    starts = [Start(0, 10, mesh=TENSOR_PARALLEL), Start(10, 18, None), Start(15, 20)]
+    run = write_run(tmp_path / "run", starts, mesh=DATA_PARALLEL)
     report(run, "--png", str(tmp_path / "png"))
+    assert set(places) == {10.5, 15.5}
+    assert set(labels) == {" DP 2"}
     assert (tmp_path / "png/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -394,7 +407,7 @@ def test_ranks_and_their_layout(tmp_path: Path) -> None:
     """The degrees are named; memory is a bar for each rank; every fact of a rank is reachable without a mouse."""
     run = write_run(tmp_path / "run", mesh=Mesh(2, 2, 4, 2), straggler=5)
     page = Text(report(run))
-    assert "TP 4 × PP 2 × DP 2, ZeRO-1, schedule 1f1b: 16 ranks on 2 hosts" in page.text
+    assert "Layout: TP 4 × PP 2 × DP 2, ZeRO-1, schedule 1f1b; 16 ranks on 2 hosts" in page.text
     (bars,) = (chart for chart in page.charts if chart.get("axis") == "rank")
     assert bars["suffix"] == " GiB"
     assert bars["curves"][""] == [[rank, pytest.approx(14 + rank / 64, rel=1e-4)] for rank in range(16)]

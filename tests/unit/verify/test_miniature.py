@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from shardwise.config import Config, check_layout, load_config, recipe_names
+from shardwise.config import Config, check_layout, config_from, load_config, recipe_names
 from shardwise.verify.layouts import Cell, candidates, parse_layouts
 from shardwise.verify.miniature import at, existing, miniature
 from shardwise.verify.tolerance import Differences, Tolerance
@@ -45,6 +45,21 @@ def test_it_keeps_what_decides_how_a_recipe_is_cut_and_computed(name: str) -> No
     fitting = [cell for cell in cells if own.num_attention_heads % cell.tensor == 0]
     assert found == fitting, "the layouts that exist are those whose tensor-parallel degree divides the heads"
     assert bool(refused) == (len(found) < len(cells))
+
+
+def test_a_plain_model_of_the_users_own_is_verified_with_data_parallelism_alone() -> None:
+    """Its class takes no `group`: it is not broken at TP 2, it cannot be cut."""
+    sizes = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = {"family": "examples.own_model.plain:Decoder", "num_attention_heads": 4, **sizes}
+    values = {"train": {"steps": 1, "global_batch": 4, "sequence_length": 16}, "optimizer": {"lr": 1e-3}}
+    config, cells = small(config_from({"model": model, **values}), ranks=4)
+    kept, reasons = existing(config, cells)
+    assert {(cell.tensor, cell.pipeline, cell.data) for cell in kept} == {(1, 1, 4)}
+    assert {cell.zero for cell in kept} >= {0, 1}
+    assert [reason for reason in reasons if reason.startswith("parallel.tensor")] == [
+        "parallel.tensor must be 1: examples.own_model.plain:Decoder takes no argument group, so it is not made of "
+        "sharded layers, and only data parallelism and ZeRO can be verified"
+    ]
 
 
 def test_of_hooks_the_loss_stays() -> None:

@@ -74,7 +74,17 @@ class Difference:
     @property
     def equal(self) -> bool:
         """True if the tensors are the same to the bit; the configuration may differ, the layout does by design."""
-        return not (self.only_a or self.only_b or self.shapes) and all(tensor.equal for tensor in self.tensors)
+        return self._has_same_names and all(tensor.equal for tensor in self.tensors)
+
+    def within(self, tolerance: float) -> bool:
+        """Return whether both have the same tensors, in any dtypes, each with a relative difference within a bound."""
+        return self._has_same_names and all(
+            tensor.equal or (tensor.relative is not None and tensor.relative <= tolerance) for tensor in self.tensors
+        )
+
+    @property
+    def _has_same_names(self) -> bool:
+        return not (self.only_a or self.only_b or self.shapes)
 
 
 def diff(a: Root, b: Root, progress: Callable[[int], None] | None = None) -> Difference:

@@ -1,13 +1,15 @@
 """Compare two checkpoints or Hugging Face folders, tensor by tensor, whatever layouts wrote them.
 
-Exit code 0: both hold the same tensors, to the bit; 1: they do not; 2: one of them cannot be read, or is damaged. The
-configuration is compared too, but does not change the exit code: two layouts may hold the same model.
+Exit code 0: both hold the same tensors, to the bit or within --tolerance; 1: they do not; 2: one of them cannot be
+read, or is damaged. The configuration is compared too, but does not change the exit code: two layouts may hold the same
+model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help=f"{kinds}; a path or a URL")
     parser.add_argument("b", metavar="B", help="what to compare it with")
     parser.add_argument(
+        "--tolerance",
+        metavar="X",
+        type=float,
+        help="the greatest ‖B − A‖ / ‖A‖ of a tensor that is allowed, such as 1e-5; dtypes may differ",
+    )
+    parser.add_argument(
         "--all", action="store_true", help=f"list every tensor that differs, not only the first {_MOST}"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -36,6 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.checkpoint.format.diff import diff
     from shardwise.checkpoint.storage.root import StoreError
 
+    tolerance: float | None = arguments.tolerance
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise ConfigError(f"--tolerance ({tolerance}) must be a number from 0, such as 1e-5")
     try:
         a, b = (weights_folder(location, output.progress).root for location in (arguments.a, arguments.b))
         with output.bar("comparing", sum(a.files().values())) as progress:
@@ -43,15 +54,27 @@ def run(arguments: argparse.Namespace) -> int:
     except StoreError as error:
         # As wrong input, whose exit code is 2: exit code 1 would say that the two differ.
         raise ConfigError(str(error)) from None
+    is_within = difference.equal if tolerance is None else difference.within(tolerance)
     if arguments.json:
-        output.json({"a": str(a), "b": str(b), "equal": difference.equal, **asdict(difference)})
-        return 0 if difference.equal else 1
+        verdict = {"equal": difference.equal, "tolerance": tolerance, "within": is_within}
+        output.json({"a": str(a), "b": str(b), **verdict, **asdict(difference)})
+        return int(not is_within)
     output.table([("A", str(a)), ("B", str(b))])
     output.line()
     _show(difference, None if arguments.all else _MOST)
     output.line()
-    output.line("equal: the same tensors to the bit" if difference.equal else "different")
-    return 0 if difference.equal else 1
+    output.line(_verdict(difference, tolerance))
+    return int(not is_within)
+
+
+def _verdict(difference: Difference, tolerance: float | None) -> str:
+    if difference.equal:
+        return "equal: the same tensors to the bit"
+    if tolerance is None:
+        return "different"
+    if difference.within(tolerance):
+        return f"within the tolerance ({tolerance:g})"
+    return f"different: beyond the tolerance ({tolerance:g})"
 
 
 def _show(difference: Difference, most: int | None) -> None:

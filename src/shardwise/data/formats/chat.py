@@ -22,9 +22,9 @@ from shardwise.base.errors import DataError, see
 from shardwise.base.units import counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache, hub
-from shardwise.data.formats import common, inspecting
-from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations
-from shardwise.data.reading.text_sources import FileSource, open_source
+from shardwise.data.formats import common, datasets, inspecting
+from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations, conversations_of_table
+from shardwise.data.reading.text_sources import ColumnSource, FileSource, open_source
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
 from shardwise.data.samples.order import IntArray
 from shardwise.data.split import PART_NAMES, PARTS, Part, describe_sizes, plan_split
@@ -34,6 +34,7 @@ from shardwise.data.tokens.tokenizer import keep_user_tokenizer, train_tokenizer
 
 _RULE = 1
 """Belongs to the key of every cache entry: raise it when a built-in template or the places of answers change."""
+_REWRITTEN = "the chat template rewrites an answer once messages follow, so the last answer alone is learned there"
 # Text that is encoded at once.
 _BATCH_CHARACTERS = 1 << 20
 # Characters around an answer where an inspection shows it.
@@ -122,18 +123,29 @@ def _require_fitting(config: Config) -> None:
         )
 
 
-def _source(data: DataConfig) -> FileSource:
+_Source = FileSource | ColumnSource
+"""Files of conversations, or the column of a data set of the hub."""
+
+
+def _source(data: DataConfig) -> _Source:
     source = open_source(data)
-    assert isinstance(source, FileSource), "data.format=chat names files"
+    assert isinstance(source, _Source), "data.format=chat names files or a data set"
     return source
 
 
-def _conversations(source: FileSource) -> Iterator[Chat]:
+def _left_out_note(source: _Source) -> str:
+    return source.left_out_note() if isinstance(source, FileSource) else ""
+
+
+def _conversations(source: _Source) -> Iterator[Chat]:
+    if isinstance(source, ColumnSource):
+        yield from conversations_of_table(source)
+        return
     for file, reading in zip(source.files, source.readings, strict=True):
         yield from conversations(file, reading.kind, source.text_key)
 
 
-def _scan(source: FileSource) -> _Scan:
+def _scan(source: _Source) -> _Scan:
     digest = _ContentDigest()
     characters = [*map(_characters, digest.watch(_conversations(source)))]
     return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
@@ -175,7 +187,7 @@ def _held_out(scan: _Scan, weights: Sequence[float]) -> npt.NDArray[np.bool_]:
     return np.cumsum(scan.characters) > split.boundary
 
 
-def _build(folder: Path, source: FileSource, scan: _Scan, config: Config, announce: common.Announce) -> dict[str, Any]:
+def _build(folder: Path, source: _Source, scan: _Scan, config: Config, announce: common.Announce) -> dict[str, Any]:
     is_held_out = _held_out(scan, config.data.split_weights)
     named = config.data.tokenizer
     kept = folder / "tokenizer"
@@ -194,6 +206,9 @@ def _build(folder: Path, source: FileSource, scan: _Scan, config: Config, announ
         raise DataError(
             f"{source.name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
         )
+    rewritten = sum(facts["answers_left_out"] for facts in parts.values())
+    if rewritten and announce is not None:
+        announce(f"warning: {counted(rewritten, 'answer')} of {source.name} not learned: {_REWRITTEN}")
     digests = [scan.content]
     for facts in parts.values():
         digests += [facts["sha256"], *(row["sha256"] for row in facts["bounds"].values())]
@@ -230,21 +245,27 @@ def _encode(
         for part in PARTS:
             bounds[part]["conversations"].write([0])
         is_out = iter(is_held_out.tolist())
+        left_out = dict.fromkeys(PARTS, 0)
         for batch in group_by_size(chats, _characters, _BATCH_CHARACTERS):
-            for ids, answers in encode_chats(template, batch):
+            for ids, answers, left_out_of_chat in encode_chats(template, batch):
                 chosen: Part = "eval" if next(is_out, False) else "train"
+                left_out[chosen] += left_out_of_chat
                 writer = writers[chosen]
                 bounds[chosen]["answers"].write((answers + writer.length).ravel())
                 writer.write(ids)
                 writer.documents += 1
                 bounds[chosen]["conversations"].write([writer.length])
     return {
-        part: {**writer.facts(), "bounds": {name: row.facts() for name, row in bounds[part].items()}}
+        part: {
+            **writer.facts(),
+            "bounds": {name: row.facts() for name, row in bounds[part].items()},
+            "answers_left_out": left_out[part],
+        }
         for part, writer in writers.items()
     }
 
 
-def _prepared(entry: cache.CacheEntry, source: FileSource, config: Config, any_size: bool) -> PreparedChat:
+def _prepared(entry: cache.CacheEntry, source: _Source, config: Config, any_size: bool) -> PreparedChat:
     facts = entry.manifest
     chats = {
         part: Conversations(
@@ -267,7 +288,7 @@ def _prepared(entry: cache.CacheEntry, source: FileSource, config: Config, any_s
     return PreparedChat(entry.tokenizer_path, facts["fingerprint"], _summary(facts, source, chats, length), chats)
 
 
-def _summary(facts: Mapping[str, Any], source: FileSource, chats: Mapping[Part, Conversations], length: int) -> str:
+def _summary(facts: Mapping[str, Any], source: _Source, chats: Mapping[Part, Conversations], length: int) -> str:
     sizes = {part: facts[part]["tokens"] for part in PARTS}
     number = sum(facts[part]["documents"] for part in PARTS)
     answered = sum(int(np.diff(part.answers).sum()) for part in chats.values())
@@ -277,17 +298,24 @@ def _summary(facts: Mapping[str, Any], source: FileSource, chats: Mapping[Part, 
         f"{source.name}: {size(facts['bytes'])}, {counted(number, 'conversation')}, {describe_sizes(sizes)} tokens, "
         f"{answered / max(1, sum(sizes.values())):.0%} of them in answers, vocabulary {facts['vocab_size']:,}"
     )
+    # Entries of earlier versions left out none.
+    rewritten = sum(facts[part].get("answers_left_out", 0) for part in PARTS)
+    if rewritten:
+        summary += f"; {counted(rewritten, 'answer')} not learned: {_REWRITTEN}"
     if cut:
         summary += f"; {counted(cut, 'conversation')} cut at train.sequence_length + 1 ({length + 1:,} tokens)"
     if left_out:
         summary += f"; {counted(left_out, 'conversation')} left out, whose first answer begins after that"
-    return summary + source.left_out_note()
+    return summary + _left_out_note(source)
 
 
 def glance(config: Config) -> str:
-    """The size of the files; no more is read than the first conversation of each."""
+    """The size of the files, of which the first conversation is read; of a data set of the hub, where it was found."""
     _require_fitting(config)
+    if config.data.is_hub_dataset:
+        return f"conversations, {datasets.glance(config)}"
     source = _source(config.data)
+    assert isinstance(source, FileSource)
     for file, reading in zip(source.files, source.readings, strict=True):
         next(conversations(file, reading.kind, source.text_key))
     total = sum(file.stat().st_size for file in source.files)
@@ -300,6 +328,7 @@ def glance(config: Config) -> str:
 def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     """Files of conversations, as training reads them; in those that are shown, answers stand in ⟦ ⟧."""
     source = _source(data)
+    assert isinstance(source, FileSource), "an inspection has a path"
     template = None
     if data.tokenizer is not None:
         template = ChatTemplate.or_built_in(hub.resolve_tokenizer(data.tokenizer), data.tokenizer)
@@ -312,9 +341,11 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     if template is not None:
         batches = group_by_size(_conversations(source), _characters, _BATCH_CHARACTERS)
         encoded = [chat for batch in batches for chat in encode_chats(template, batch)]
-        lengths = inspecting.Lengths.of("tokens of a conversation", np.array([len(ids) for ids, _ in encoded]), number)
-        counts["tokens"] = sum(len(ids) for ids, _ in encoded)
-        counts["trained"] = sum(int(np.diff(answers).sum()) for _, answers in encoded)
+        lengths = inspecting.Lengths.of(
+            "tokens of a conversation", np.array([len(chat.ids) for chat in encoded]), number
+        )
+        counts["tokens"] = sum(len(chat.ids) for chat in encoded)
+        counts["trained"] = sum(int(np.diff(chat.answers).sum()) for chat in encoded)
         rows += [
             ("template", template.name),
             ("tokens", f"{counts['tokens']:,}, {counts['trained']:,} of them in answers, which are trained on"),

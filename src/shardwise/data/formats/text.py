@@ -63,13 +63,17 @@ def open_data(
     """Opens `source`, or the text of `config`, tokenizing it first if the cache `root` has no tokens of it."""
     source = source or open_source(config.data)
     content, scan = _content(root, source, announce)
+    key = cache.entry_key(root, _key(content, config, config.data.tokenizer))
     entry = cache.open_or_build_tokens(
         root,
-        _key(content, config),
+        key,
         lambda folder: _build(folder, source, scan or _scan(source), config, announce),
         f"{source.name}: once",
         announce,
     )
+    if config.data.tokenizer is None:
+        # An evaluation names the tokenizer that was trained here, which the checkpoints have.
+        cache.remember_same_tokens(root, key, _key(content, config, str(entry.tokenizer_path)))
     return _prepared(entry, source, config, any_size)
 
 
@@ -118,14 +122,17 @@ def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[
         digest.end_part()
 
 
-def _key(content: str, config: Config) -> str:
-    """The key of the cache entry: a digest of all that decides the tokens."""
-    named = config.data.tokenizer
+def _key(content: str, config: Config, tokenizer: str | None) -> str:
+    """The key of the cache entry: a digest of all that decides the tokens.
+
+    Args:
+        tokenizer: path or hub id of the tokenizer; None if one is trained on the text.
+    """
     weights = config.data.split_weights
     described: dict[str, Any] = {
         "content": content,
         "split": list(config.data.split_names) or weights[1] / sum(weights),
-        "tokenizer": "byte-level BPE" if named is None else user_tokenizer_digest(named),
+        "tokenizer": "byte-level BPE" if tokenizer is None else user_tokenizer_digest(tokenizer),
         "vocab_size": config.model.vocab_size,
         **config.data.chosen_marks,
     }
@@ -238,6 +245,15 @@ def most_tokens(config: Config, limit: int) -> int | None:
     if total > limit or any(reading.kind == "parquet" or reading.packing is not None for reading in source.readings):
         return None
     return total
+
+
+def prepared_tokens(config: Config, root: Path, part: Part) -> int | None:
+    """The tokens of a part of the text, if the cache has them; nothing is prepared."""
+    content = cache.known_content(root, open_source(config.data).stamp())
+    if content is None:
+        return None
+    entry = cache.open_tokens(root, cache.entry_key(root, _key(content, config, config.data.tokenizer)))
+    return None if entry is None else int(entry.manifest[part]["tokens"])
 
 
 def when_read(config: Config) -> str:

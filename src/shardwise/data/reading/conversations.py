@@ -1,4 +1,4 @@
-"""Conversations in JSON lines, `{"messages": [{"role": "user", "content": "…"}, …]}`, or in such rows of parquet."""
+"""Conversations in JSON lines, `{"messages": [{"role": "user", "content": "…"}, …]}`, or in such rows of a table."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from shardwise.base.errors import DataError, listing
 from shardwise.data.reading import text_files
 from shardwise.data.reading.content import first_line, opened, optional_library, readable
+from shardwise.data.reading.dataset_tables import DataSet
 from shardwise.data.reading.file_kinds import Kind
 
 ASSISTANT = "assistant"
@@ -40,6 +41,21 @@ def conversations(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
         yield where, _conversation(values, where, key)
     if is_empty:
         raise DataError(f"{path} is empty: remove it or put conversations into it")
+
+
+def conversations_of_table(dataset: DataSet) -> Iterator[Chat]:
+    """The conversations of a data set's column, one split after another.
+
+    Raises:
+        DataError: there is no such column, or a row holds no conversation with an answer; names it.
+    """
+    for split in dataset.splits:
+        row = 0
+        for array in dataset.arrays(split):
+            for value in array:
+                where = partial("{}: row {}".format, dataset.where(split), row)
+                yield where, _conversation(value.as_py(), where, dataset.column)
+                row += 1
 
 
 def _in_lines(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:

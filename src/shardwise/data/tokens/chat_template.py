@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -95,10 +95,25 @@ class RenderedChat:
 
     Attributes:
         answers: first and next character of each part that the assistant wrote, with the token that ends it.
+        left_out: number of answers that are not among these, as the template rewrites them once messages follow.
     """
 
     text: str
     answers: Sequence[tuple[int, int]]
+    left_out: int = 0
+
+
+class EncodedChat(NamedTuple):
+    """The tokens of a conversation.
+
+    Attributes:
+        answers: first and next token of each answer, [answers, 2].
+        left_out: as of `RenderedChat`.
+    """
+
+    ids: IntArray
+    answers: IntArray
+    left_out: int
 
 
 @dataclass(frozen=True)
@@ -181,10 +196,12 @@ class ChatTemplate:
         """The text of a conversation, and the places of the answers in it.
 
         A template with `{% generation %}` marks them itself. For another one, an answer is the text that the
-        conversation up to it has beyond the conversation before it with the generation prompt.
+        conversation up to it has beyond the conversation before it with the generation prompt. Some templates rewrite
+        answers once messages follow, such as Qwen3's, which drops their reasoning: then the conversation ends with its
+        last answer, and only that is learned.
 
         Raises:
-            DataError: as `render`; or a conversation's beginning is not rendered as the beginning of its text.
+            DataError: as `render`; or the text before the last answer is not the beginning of the conversation's text.
         """
         if not self._marks_answers:
             return self._compared(messages)
@@ -224,19 +241,30 @@ class ChatTemplate:
     def _compared(self, messages: Sequence[Message]) -> RenderedChat:
         text = self.render(messages, add_generation_prompt=False)
         answers = []
+        rewritten = []
+        last = 0
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
+            last = number
             before = self.render(messages[:number], add_generation_prompt=True)
             after = self.render(messages[: number + 1], add_generation_prompt=False)
-            if not (text.startswith(after) and after.startswith(before)):
-                raise DataError(
-                    f"the chat template in {self.name} must render the beginning of a conversation as the beginning of "
-                    f"its text, and message {number + 1} is rendered otherwise with those after it: put "
-                    "{% generation %} and {% endgeneration %} around the answers in the template"
-                )
-            answers.append((len(before), self._end_of_answer(text, len(before), len(after))))
-        return RenderedChat(text, answers)
+            if text.startswith(after) and after.startswith(before):
+                answers.append((len(before), self._end_of_answer(text, len(before), len(after))))
+            else:
+                rewritten.append(number)
+        if not rewritten:
+            return RenderedChat(text, answers)
+        before = self.render(messages[:last], add_generation_prompt=True)
+        text = self.render(messages[: last + 1], add_generation_prompt=False)
+        if not text.startswith(before):
+            raise DataError(
+                f"the chat template in {self.name} must render the beginning of a conversation as the beginning of "
+                f"its text, and message {rewritten[0] + 1} is rendered otherwise with those after it: put "
+                "{% generation %} and {% endgeneration %} around the answers in the template"
+            )
+        left_out = len(rewritten) + len(answers) - 1
+        return RenderedChat(text, [(len(before), self._end_of_answer(text, len(before), len(text)))], left_out)
 
     def _end_of_answer(self, text: str, begin: int, end: int) -> int:
         """The end of an answer without the white space that a template puts after the token that ends it."""
@@ -247,8 +275,8 @@ class ChatTemplate:
 
 def encode_chats(
     template: ChatTemplate, chats: Iterable[tuple[Callable[[], str], Sequence[Message]]]
-) -> Iterator[tuple[IntArray, IntArray]]:
-    """The tokens of each conversation, and the first and the next token of each of its answers, [answers, 2].
+) -> Iterator[EncodedChat]:
+    """The tokens of each conversation.
 
     A token that an answer shares with the text before or after belongs to the answer, as in transformers.
 
@@ -267,7 +295,7 @@ def encode_chats(
         places = np.array(chat.answers, dtype=np.int64).reshape(-1, 2)
         first = np.searchsorted(offsets[:, 1], places[:, 0], side="right")
         stop = np.searchsorted(offsets[:, 0], places[:, 1], side="left")
-        yield np.array(encoding.ids, dtype=np.int64), np.stack([first, stop], axis=1)
+        yield EncodedChat(np.array(encoding.ids, dtype=np.int64), np.stack([first, stop], axis=1), chat.left_out)
 
 
 def read_template(files: TokenizerFiles) -> tuple[str, str] | None:

@@ -28,6 +28,8 @@ _DIGITS_OF_ENDS = 4
 """Digits of the least and the largest value of a column, which are two thirds of the page's numbers."""
 _COLOURS = 8
 """Colours of curves in the page; the ninth curve has the first one again."""
+_LABEL_HEIGHTS = 3
+"""Heights at which the labels of marks are written in turn."""
 _UNITS = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e5, " k"))
 
 Rows = Sequence[Sequence[float]]
@@ -51,10 +53,17 @@ class Mark:
     Attributes:
         steps_before: steps before the line.
         text: what happened there.
+        label: text beside the line, where there is room for it.
     """
 
     steps_before: int
     text: str
+    label: str = ""
+
+    @property
+    def place(self) -> float:
+        """Place of the line on the axis of the steps."""
+        return self.steps_before + 0.5
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,8 @@ def line_chart(
     area = _PlotArea(min(steps), max(steps), min(ticks[0], low), max(ticks[-1], high), size)
     drawn = [_y_axis(area, ticks, percent=percent), _x_axis(area, "step")]
     drawn += [_mark(area, mark) for mark in marks]
+    if size == LARGE:
+        drawn += [_mark_label(area, mark, number) for number, mark in enumerate(mark for mark in marks if mark.label)]
     # The inner picture cuts off the lines that leave the chart. Dots at its edge would be cut too: they come after it.
     drawn.append(
         f'<svg x="{LEFT}" y="{TOP}" width="{area.width}" height="{area.height}" '
@@ -337,12 +348,26 @@ def _curve(area: _PlotArea, curve: Curve, number: int) -> str:
 
 def _mark(area: _PlotArea, mark: Mark) -> str:
     """Draw a mark, with a wider line that cannot be seen, for the pointer; nothing outside of the chart."""
-    step = mark.steps_before + 0.5
-    if not area.low_x <= step <= area.high_x:
+    if not area.low_x <= mark.place <= area.high_x:
         return ""
-    x = f"{area.x(step):.1f}"
+    x = f"{area.x(mark.place):.1f}"
     line = f'x1="{x}" x2="{x}" y1="{TOP}" y2="{area.bottom}"'
     return f'<g class="mark"><title>{escape(mark.text)}</title><line {line}/><line class="near" {line}/></g>'
+
+
+def _mark_label(area: _PlotArea, mark: Mark, number: int) -> str:
+    """Write the label of a mark on the side of its line that has more room; neighbouring labels are not at one height.
+
+    Args:
+        number: number of the label, from 0 on.
+    """
+    if not area.low_x <= mark.place <= area.high_x:
+        return ""
+    is_left = 2 * mark.place < area.low_x + area.high_x
+    x = area.x(mark.place) + (4 if is_left else -4)
+    anchor = "start" if is_left else "end"
+    y = TOP + 11 + 13 * (number % _LABEL_HEIGHTS)
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(mark.label)}</text>'
 
 
 def _dot(area: _PlotArea, x: float, y: float, number: int) -> str:

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
@@ -31,7 +32,7 @@ from shardwise.runs.step_metrics import (
     equal_counts,
     finite_values,
 )
-from shardwise.runs.summary import row
+from shardwise.runs.summary import last_failure, row
 
 SCHEMA = 1
 _COLUMNS = 120
@@ -85,12 +86,18 @@ def _report(run: RunView) -> dict[str, Any]:
         **_split(run, layouts),
         "split_by_step": _split_by_step(run),
         "memory_bytes": _amounts(run.last.get("memory_bytes")),
+        "memory_by_layout": {layout: _amounts(memory) for layout, memory in run.memory_by_layout.items()},
         "communication_bytes": _amounts(run.last.get("communication_bytes")),
         "lost_seconds": {cause: _finite(run.lost.by_cause.get(cause)) or 0.0 for cause in CAUSES},
         "lost_steps": run.lost.steps,
         "seconds": run.lost.whole if is_timed else None,
         "useful_seconds": run.lost.useful if is_timed else None,
         "starts": run.lost.starts,
+        "later_starts": [
+            [steps_before, "continuation" if is_continuation else "restart"]
+            for steps_before, is_continuation in run.lost.later_starts
+        ],
+        "later_starts_text": run.lost.later_starts_text,
         "ranks": [{name: getattr(view, name) for name in _RANK_FACTS} for view in run.ranks()],
         "events": listed,
         "events_left_out": len(events) - len(listed),
@@ -144,6 +151,12 @@ def layout_differences(a: Sequence[LayoutSpan], b: Sequence[LayoutSpan]) -> list
     """Return the layouts of A and of B as texts; None if they are equal, or if one of them is not known."""
     texts = [spans_text(spans) for spans in (a, b)]
     return texts if all(texts) and texts[0] != texts[1] else None
+
+
+def failures_of(runs: Iterable[Path]) -> list[str | None]:
+    """Return where and why the last start of each run failed; None without a failure."""
+    failures = map(last_failure, runs)
+    return [None if failure is None else failure.sentence for failure in failures]
 
 
 def _common_curves(runs: Sequence[RunView], steps: Sequence[int]) -> list[dict[str, Any]]:

@@ -28,6 +28,8 @@ _MOST_TASK_CURVES = 24
 """Curves in a chart of tasks: some groups have dozens of tasks, whose legend would hide the chart."""
 _MOST_NOTES = 3
 """Changes of the layout that are named above a chart."""
+_MOST_STARTS = 30
+"""Starts that have marks in a chart, the last ones."""
 _MARKS = {"checkpoint": "checkpoints", "eval": "evaluations", "warning": "warnings", "ended": "ends of jobs"}
 
 
@@ -72,18 +74,28 @@ def _common_losses(compared: Mapping[str, Any], reports: Sequence[Mapping[str, A
     title = "Training loss over the common steps"
     if any(curve.dots for curve in curves.values()):
         title += ", dots: evaluation"
-    notes, marks = _layout_changes(reports)
+    notes, marks = _marks(reports)
     return chart.line_chart(title, curves, notes=notes, marks=marks, size=chart.LARGE)
 
 
-def _layout_changes(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[chart.Mark]]:
-    """Return a note and a mark for each change of the layout of each run; of many changes the last ones have notes."""
-    marks = []
+def _marks(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[chart.Mark]]:
+    """Return a note for each of the last changes of the layout, and marks for all changes and for each later start."""
+    notes: list[str] = []
+    marks: list[chart.Mark] = []
     for letter, report in zip(ascii_uppercase, reports, strict=False):
         prefix = f"{letter}, " if len(reports) > 1 else ""
+        changes = {}
         for (_, former), (steps_before, layout) in itertools.pairwise(report["layouts"]):
-            marks.append(chart.Mark(steps_before, f"{prefix}layout after step {steps_before:,}: {former} → {layout}"))
-    return [mark.text for mark in marks[-_MOST_NOTES:]], marks
+            text = f"{prefix}layout after step {steps_before:,}: {former} → {layout}"
+            changes[steps_before] = chart.Mark(steps_before, text, layout)
+        starts = {
+            steps_before: chart.Mark(steps_before, f"{prefix}{kind} after step {steps_before:,}")
+            for steps_before, kind in report["later_starts"][-_MOST_STARTS:]
+        }
+        notes += [mark.text for mark in changes.values()]
+        # A start that changes the layout has one mark.
+        marks += (starts | changes).values()
+    return notes[-_MOST_NOTES:], marks
 
 
 def _loss_chart(reports: Sequence[Mapping[str, Any]], names: Sequence[str], size: chart.Size) -> str:
@@ -114,7 +126,7 @@ def _metric_chart(
 ) -> str:
     """Draw a metric of each run; the steps at which it is not finite are shaded, and named below the title."""
     curves: dict[str, Curve] = {}
-    layout_notes, marks = _layout_changes(reports)
+    layout_notes, marks = _marks(reports)
     notes = layout_notes if metric.name == "loss" else []
     is_comparison = len(reports) > 1
     for name, report in zip(names, reports, strict=True):
@@ -174,7 +186,6 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
     split = report["split_seconds"]
     useful = report["useful_seconds"]
     lost = {} if useful is None else {"steps that count": useful, **report["lost_seconds"]}
-    memory = report["memory_bytes"]
     sent = {_AXES.get(axis, axis): amount for axis, amount in report["communication_bytes"].items() if amount}
     timeline = report["timeline"]
     return {
@@ -185,13 +196,11 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
         "split": Markup(chart.bar(split, _durations(split))),
         "split_title": _split_title(report),
         "split_by_step": Markup(
-            chart.stacked_chart(
-                "A step on rank 0, over time", PARTS, report["split_by_step"], _layout_changes([report])[1]
-            )
+            chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"], _marks([report])[1])
         ),
         "goodput": _or_dash(report["goodput"], "{:.1%}".format),
         "lost": Markup(chart.bar(lost, _durations(lost), _TIME_COLOURS)),
-        "memory": Markup(chart.bar(memory, _sizes(memory))),
+        "memories": [(title, Markup(chart.bar(memory, _sizes(memory)))) for title, memory in _memories(report)],
         "memory_by_rank": Markup(_memory_by_rank(report["ranks"])),
         "sent": Markup(chart.bar(sent, _sizes(sent), _AXIS_COLOURS)),
         "layout": layout_of(report),
@@ -199,6 +208,14 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
         "events": report["events"][::-1],
         "timeline": Markup("" if timeline is None else chart.timeline(timeline, _MARKS)),
     }
+
+
+def _memories(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the memory of rank 0 by kind, with a title; of a run with several layouts that of each."""
+    by_layout = report["memory_by_layout"]
+    if len(by_layout) < 2:
+        return [("Memory of rank 0", report["memory_bytes"])]
+    return [(f"Memory of rank 0 at {layout}", memory) for layout, memory in by_layout.items()]
 
 
 def _split_title(report: Mapping[str, Any]) -> str:
@@ -296,6 +313,7 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         raise ConfigError("--png needs matplotlib, which is not installed: pip install 'shardwise[plot]'") from None
     folder.mkdir(parents=True, exist_ok=True)
     files = []
+    _, marks = _marks(reports)
     for metric in REPORT_CURVES:
         name = metric.name
         curves = {str(report["run"]): report["curves"][name] for report in reports if report["curves"][name]}
@@ -307,6 +325,12 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
             steps, least, mean, largest = zip(*rows, strict=True)
             (line,) = axes.plot(steps, mean, label=label, lw=1.2, marker="." if len(rows) == 1 else "")
             axes.fill_between(steps, least, largest, color=line.get_color(), alpha=0.2, lw=0)
+        first, last = axes.dataLim.intervalx
+        # A line outside of the curves would widen the axis.
+        for mark in (mark for mark in marks if first <= mark.place <= last):
+            axes.axvline(mark.place, color="grey", lw=0.8)
+            if mark.label:
+                axes.text(mark.place, 0.99, f" {mark.label}", transform=axes.get_xaxis_transform(), va="top", size=7)
         axes.set_xlabel("step")
         axes.set_ylabel(metric.axis_label)
         axes.grid(alpha=0.25)

@@ -51,7 +51,7 @@ def _lost_texts(report: Mapping[str, Any]) -> list[str]:
     """Say how often the run was started again, and which share of its time was lost; [] if its time is unknown."""
     if report["seconds"] is None or not report["starts"]:
         return []
-    restarts = units.counted(report["starts"] - 1, "restart") if report["starts"] > 1 else "no restarts"
+    restarts = report["later_starts_text"] or "no restarts"
     percent = 100 * (1 - report["useful_seconds"] / report["seconds"])
     share = f"{percent:.0f} %" if percent >= _FEW_PERCENT else f"less than {_FEW_PERCENT:g} %"
     return [restarts, f"{share} of the time was lost"]

@@ -218,10 +218,9 @@ def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:
     counts = []
     if warnings:
         counts.append(units.counted(warnings, "warning"))
-    if frame.lost.starts > 1:
-        counts.append(units.counted(frame.lost.starts - 1, "restart"))
+    counts.append(frame.lost.later_starts_text)
     return drawing.heading(
-        width, "events", right=Text(", ".join(counts), WARN).append(f"  {keys}" if keys else "", FAINT)
+        width, "events", right=Text(", ".join(filter(None, counts)), WARN).append(f"  {keys}" if keys else "", FAINT)
     )
 
 

@@ -74,6 +74,22 @@ def test_zeros_differ_by_their_sign_alone(tmp_path: Path) -> None:
     assert only(tmp_path, ("F32", zeros), ("F32", -zeros)) == (False, 0.0, 0.0)
 
 
+def test_a_difference_within_a_tolerance(tmp_path: Path) -> None:
+    """A relative one, whatever the dtypes; tensors that only one of the two has are never within it."""
+    ours = small_tensors()
+    theirs = small_tensors()
+    theirs["exp_avg"]["embed.weight"][1][3, 4] += 1e-3
+    a = write_checkpoint(tmp_path / "a", tensors=ours)
+    b = write_checkpoint(tmp_path / "b", tensors=theirs)
+    relative = 1e-3 / float(np.linalg.norm(ours["exp_avg"]["embed.weight"][1]))
+    found = diff(a, b)
+    assert not found.equal
+    assert found.within(1.01 * relative)
+    assert not found.within(0.99 * relative)
+    del theirs["exp_avg"]["norm.weight"]
+    assert not diff(a, write_checkpoint(tmp_path / "c", tensors=theirs)).within(1.0)
+
+
 def test_a_change_of_zeros_is_infinitely_large(tmp_path: Path) -> None:
     assert only(tmp_path, ("F32", np.zeros((), np.float32)), ("F32", np.ones((), np.float32))) == (False, 1.0, math.inf)
 

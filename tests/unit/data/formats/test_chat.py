@@ -260,6 +260,21 @@ def test_an_evaluation_set_of_conversations_has_each_answer_once(
     assert glanced.rows[0][1].startswith(f"{path}: conversations, 1 file")
 
 
+def test_answers_that_a_template_rewrites_are_counted(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    train_tokenizer(["Who are you? A model. " * 20], 262, "base", chat=True).save(tokenizer)
+    # Only the last message has its text.
+    template = "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}"
+    prompt = "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    (tokenizer / CHAT_TEMPLATE).write_text(template + prompt)
+    path = written(tmp_path / "chat.jsonl", {"messages": [*GOOD, *GOOD, *GOOD]}, {"messages": GOOD})
+    told: list[str] = []
+    settings = config(path=path, format="chat", tokenizer=str(tokenizer), split="1,0")
+    data = prepare(settings, tmp_path / "cache", announce=told.append)
+    assert "; 2 answers not learned: the chat template rewrites an answer once messages follow" in data.summary
+    assert [line for line in told if line.startswith(f"warning: 2 answers of {path} not learned: ")] == told[-1:]
+
+
 def test_a_look_shows_what_is_trained_on(tmp_path: Path) -> None:
     path = written(tmp_path / "chat.jsonl", {"messages": GOOD}, {"messages": [*GOOD, *GOOD]})
     rows = glance(config(path=path, format="chat")).rows

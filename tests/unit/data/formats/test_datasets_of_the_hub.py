@@ -32,6 +32,9 @@ configs:
 """
 
 
+CHATS = [[{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text}] for text in TEXTS[:60]]
+
+
 def parquet(texts: list[str]) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table({"text": texts}), file)
@@ -45,6 +48,10 @@ FILES = {
         "en/train-1.parquet": parquet([*TEXTS[50:80], ""]),
         "en/validation.parquet": parquet(TEXTS[80:]),
         "de/all.parquet": parquet(TEXTS[:10]),
+    },
+    "chat": {
+        ".gitattributes": b"",
+        "train.jsonl": b"".join(json.dumps({"messages": messages}).encode() + b"\n" for messages in CHATS),
     },
     "plain": {
         ".gitattributes": b"",
@@ -217,6 +224,22 @@ def test_four_at_once_fetch_and_build_once(user: User, site: Site) -> None:
     assert built(again) == 1, "the damaged entry is built again, by one"
     assert {json.dumps(each["parts"]) for each in again} == {json.dumps(first[0]["parts"])}
     assert [name for name in site.fetched if name.endswith(".parquet")] == data, "nothing is fetched again"
+
+
+def test_conversations_are_those_of_a_file_with_the_same_lines(user: User, tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_bytes(FILES["chat"]["train.jsonl"])
+    hub_id = {"path": None, "dataset": "acme/tiny@chat", "format": "chat"}
+    named = {**hub_id, "split": "train,validation"}
+    here = {"dataset": None, "path": str(file), "format": "chat"}
+    fetched, again, local, refused = user.prepare(hub_id, hub_id, here, named)
+    assert fetched["parts"] == local["parts"]
+    assert "acme/tiny@chat: " in fetched["summary"]
+    assert "60 conversations" in fetched["summary"]
+    assert again["said"] == []
+    assert problem(refused).endswith(
+        "must be weights such as 95,5 where data.dataset (acme/tiny@chat) is conversations"
+    )
 
 
 def test_sources_of_a_mixture_are_fetched(user: User) -> None:

@@ -148,7 +148,7 @@ def test_sources_of_text_share_the_tokenizer_that_is_trained_on_the_first(place:
     assert {path and (path / "tokenizer.json").read_bytes() for path in texts} == {
         (data.tokenizer_path / "tokenizer.json").read_bytes()
     }
-    assert [name for name, _ in glance(chosen).rows] == ["data, lines", "data, more", "tokenizer"]
+    assert [name for name, _ in glance(chosen).rows] == ["data, lines", "data, more", "tokenizer", "held out"]
 
 
 def test_tokens_and_text_without_a_tokenizer_are_refused(place: Path) -> None:

@@ -121,8 +121,33 @@ def test_white_space_around_an_answer_belongs_to_it(tmp_path: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": trimming}))
     template = template_of(folder)
     messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "  I am\n\n "}] * 2
-    ((ids, found),) = encode_chats(template, [(lambda: "here", messages)])
+    ((ids, found, _),) = encode_chats(template, [(lambda: "here", messages)])
     assert [template.tokenizer.decode(ids[begin:end]) for begin, end in found.tolist()] == ["  I am\n\n <|im_end|>"] * 2
+
+
+# In the manner of Qwen3: the reasoning of answers before the last question is dropped.
+THINKING = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_of_answers_that_a_template_rewrites_the_last_one_is_learned(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "tokenizer", THINKING)
+    template = template_of(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    answer = "<think>\n\n</think>\n\nOnce upon a time, a fox.<|im_end|>"
+    # What follows the last answer teaches nothing, and would rewrite it.
+    for messages in (CHAT, [*CHAT, {"role": "user", "content": "Thanks."}]):
+        rendered = template.rendered_chat(messages)
+        assert rendered.text == theirs.apply_chat_template(CHAT, tokenize=False)
+        assert answers(template, messages) == [answer]
+        assert rendered.left_out == 1
+    assert template.rendered_chat(CHAT[:3]).left_out == 0, "a single answer is the last one"
 
 
 def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
