@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError, Problems
-from shardwise.base.hardware import accelerators
+from shardwise.base.hardware import accelerators, available_memory, torch_type
 from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
 from shardwise.cli import output
@@ -183,6 +183,10 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     with problems:
         _check_user_code(config)
     rows, input_problems = glance_at_inputs(arguments.recipe, config)
+    if layout is not None:
+        with problems:
+            config, choices = _fitted(config, layout, cluster)
+            rows = [*choices, *rows]
     continued: list[tuple[str, str]] = []
     if run_path is not None and layout is not None:
         from shardwise.cli.continued_run import continuation_rows
@@ -195,6 +199,38 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     if input_problems:
         raise ConfigError(input_problems)
     return 0
+
+
+def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, list[tuple[str, str]]]:
+    """`config` with what its keys leave to the memory of a rank, of a cluster or of this machine, and a row on it.
+
+    Raises:
+        ConfigError: `train.recompute=auto` where that memory is not known.
+    """
+    from shardwise.planner.memory_choice import RESERVED, choice_text, fitted, leaves_open
+
+    kind, count = accelerators()
+    accelerator = count > 0 if cluster is None else cluster.device.is_accelerator
+    if not leaves_open(config, layout, accelerator):
+        return config, []
+    device = "this machine"
+    room: float | None
+    if cluster is not None:
+        device = cluster.device.name
+        room = cluster.device.memory * (1 - RESERVED)
+    elif accelerator:
+        import torch
+
+        from shardwise.distributed import devices
+
+        total = devices.total_memory(torch.device(torch_type(kind), 0))
+        room = None if total is None else total * (1 - RESERVED)
+    else:
+        available = available_memory()
+        room = None if available is None else available / layout.world
+    chosen = fitted(config, layout, room, accelerator=accelerator, device=device)
+    choice = choice_text(chosen, config)
+    return chosen, [] if choice is None else [("chosen", f"{choice}, by the memory of a rank")]
 
 
 def _ranks_of_dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | None) -> int:

@@ -166,6 +166,11 @@ class RankWorkload:
         return self.a * self.tokens * self.model.hidden_size
 
     @property
+    def product_input_bytes(self) -> int:
+        """Bytes of x that a column-parallel layer keeps for its weight's gradient: gathered, or this rank's part."""
+        return self.x_bytes if self.config.regathers else self.gathered_bytes
+
+    @property
     def probabilities(self) -> int:
         """B·h/t·S²: elements of one block's attention probabilities on one rank."""
         heads = self.local.query // self.model.head_dim
@@ -192,6 +197,13 @@ class RankWorkload:
     def inner_mask_elements(self) -> int:
         """T·F/t: elements of a dropout mask inside the MLP, one byte each; 0 without dropout there."""
         return self.tokens * self.local.intermediate if self.model.ffn_dropout_p else 0
+
+    @property
+    def activated_bytes(self) -> int:
+        """a·T·F/t: the activated input of the MLP's last layer, where it is not what the activation itself keeps."""
+        if self.model.activation == "relu" and not self.model.gated:
+            return 0
+        return self.a * self.tokens * self.local.intermediate
 
     @property
     def masks_documents(self) -> bool:
