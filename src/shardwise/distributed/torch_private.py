@@ -40,7 +40,8 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def share_storage(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are views of the same memory; torch has no public name for this question."""
-    return torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
+    is_alias: bool = torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
+    return is_alias
 
 
 def has_fused_attention(

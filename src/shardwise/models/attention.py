@@ -97,7 +97,7 @@ class AttentionCore(nn.Module):
             out = flex_attention(q, k, v, block_mask=context.block_mask, enable_gqa=is_grouped)
         elif key is None:
             out = F.scaled_dot_product_attention(q, k, v, context.mask, is_causal=causal, enable_gqa=is_grouped)
-        elif not self._steps(q.device, key):
+        elif isinstance(key, DropoutKey) and not self._steps(q.device, key):
             with key.seeded(q.device, self.place.layer, ATTENTION, self.place.shard):
                 out = F.scaled_dot_product_attention(
                     q, k, v, context.mask, self.p, is_causal=causal, enable_gqa=is_grouped

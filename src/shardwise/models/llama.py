@@ -53,7 +53,8 @@ class GatedMLP(nn.Module):
         def activated(gate: Tensor, up: Tensor) -> Tensor:
             return activate(F.silu, gate, self.down_proj.group) * up
 
-        return compose(self.down_proj, activated, *self.gate_up(x), drops=self.drops_activated)
+        out: Tensor = compose(self.down_proj, activated, *self.gate_up(x), drops=self.drops_activated)
+        return out
 
 
 class LlamaBlock(nn.Module):

@@ -28,8 +28,9 @@ class BlockActivations:
         core_input_saved: the part of `core_input` that the core saves; of the rest it saves copies, counted in `core`.
         core: saved inside the core.
         mlp: saved by the MLP with its norm and dropout.
-        cheap_attention: the part of `attention` and `core_input` that is cheap to compute again.
-        cheap_mlp: that part of `mlp`.
+        normed: the part of `attention`, and as much of `mlp`, that a norm computes again of what it keeps.
+        rotated: the part of `core_input` that rotation computes again of the rest.
+        activated: the part of `mlp` that the activation computes again of what it keeps.
     """
 
     saves_input: bool
@@ -38,8 +39,9 @@ class BlockActivations:
     core_input_saved: int
     core: int
     mlp: int
-    cheap_attention: int
-    cheap_mlp: int
+    normed: int
+    rotated: int
+    activated: int
 
     @property
     def saved(self) -> int:
@@ -105,7 +107,7 @@ def block_stack(workload: RankWorkload, layers: Iterable[int] | None = None) -> 
     | recompute | kept                                      | computed again, one block at a time |
     |-----------|-------------------------------------------|-------------------------------------|
     | none      | L blocks                                  |                                     |
-    | selective | L blocks without cheap results (`_cheap`) | each result, when it is needed      |
+    | selective | L blocks without cheap results            | each result when it is needed       |
     |           | and the inside of a core step by step     | the inside of the core              |
     | full      | L inputs                                  | the block, beside its input         |
 
@@ -146,14 +148,15 @@ def _kept_and_work(workload: RankWorkload, block: BlockActivations) -> tuple[int
         case "none":
             return block.saved, max(mlp, core - block.mlp, core_mask - block.mlp, hidden_mask)
         case "selective":
-            kept_mlp = block.mlp - block.cheap_mlp
-            activated = workload.activated_bytes
-            mlp += activated
-            if not workload.attends_step_by_step:
-                kept = block.saved - block.cheap_attention - block.cheap_mlp
-                return kept, max(mlp, block.cheap_attention + core - kept_mlp, hidden_mask)
-            kept = block.attention + block.core_input - block.cheap_attention + kept_mlp
-            return kept, max(mlp, block.core + max(core, core_mask + x + query) - kept_mlp, hidden_mask)
+            kept_mlp = block.mlp - block.normed - block.activated
+            kept_attention = block.attention - block.normed - block.rotated
+            mlp += block.activated
+            core += block.rotated
+            if workload.attends_step_by_step:
+                core = block.core + max(core, core_mask + x + query)
+                return kept_attention + block.core_input + kept_mlp, max(mlp, core - kept_mlp, hidden_mask)
+            kept = kept_attention + block.core_input_saved + block.core + kept_mlp
+            return kept, max(mlp, core - kept_mlp, hidden_mask)
         case "full":
             recomputed = block.saved - (x if block.saves_input else 0)
             return x, recomputed + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
@@ -205,9 +208,8 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32
     else:
         saves_input = not workload.layout.sequence_parallel or workload.config.regathers
-    cheap_norm = _cheap_norm(workload)
     rotated = 0
-    if model.rotates(layer) and model.query_key_norm is None and not workload.attends_step_by_step:
+    if model.rotates(layer) and model.query_key_norm is None:
         rotated = a * workload.tokens * (local.query + local.key_value)
     return BlockActivations(
         saves_input=saves_input,
@@ -216,12 +218,13 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core_input_saved=core_input_saved,
         core=core,
         mlp=mlp + norm_bytes(workload) - (x if model.parallel_residual else 0),
-        cheap_attention=cheap_norm + rotated,
-        cheap_mlp=cheap_norm + workload.activated_bytes,
+        normed=_normed(workload),
+        rotated=rotated,
+        activated=0 if model.activation == "relu" and not model.gated else feed,
     )
 
 
-def _cheap_norm(workload: RankWorkload) -> int:
+def _normed(workload: RankWorkload) -> int:
     """Return the bytes of a norm's output that a matmul keeps and that are computed again of what the norm keeps.
 
     A gathered input is no output of a norm. A norm of single operations does not keep its input, of the same size.

@@ -199,13 +199,6 @@ class RankWorkload:
         return self.tokens * self.local.intermediate if self.model.ffn_dropout_p else 0
 
     @property
-    def activated_bytes(self) -> int:
-        """a·T·F/t: the activated input of the MLP's last layer, where it is not what the activation itself keeps."""
-        if self.model.activation == "relu" and not self.model.gated:
-            return 0
-        return self.a * self.tokens * self.local.intermediate
-
-    @property
     def masks_documents(self) -> bool:
         """True if a mask [B, S, S] keeps documents within a sample apart: see `models/attention.py`."""
         eager = self.accelerator and not self.config.compile.enabled

@@ -123,7 +123,8 @@ def problems(*overrides: str, recipe: str = "gpt-tiny", world: int | None = None
         (
             "pipeline=2 schedule=zbv sequence_regather=true",
             "parallel.sequence_regather (true) must be false with parallel.schedule zbv, which computes the gradients "
-            "of inputs and weights apart from each other, and would gather twice: choose another schedule, such as 1f1b",
+            "of inputs and weights apart from each other, and would gather twice: choose another schedule, such as "
+            "1f1b",
         ),
         (
             "tensor_overlap=symmetric_memory",

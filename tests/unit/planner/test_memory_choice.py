@@ -65,7 +65,8 @@ def test_choices_are_named() -> None:
     config = llama("train.recompute=auto")
     assert choice_text(fitted(config, TP8, 1e15, accelerator=True, device=""), config) == "train.recompute=none"
     least = choice_text(fitted(config, TP8, 1, accelerator=True, device=""), config)
-    assert least is not None and least.startswith("train.recompute=full")
+    assert least is not None
+    assert least.startswith("train.recompute=full")
     assert choice_text(config, config) is None
 
 
