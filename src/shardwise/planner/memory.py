@@ -333,8 +333,9 @@ def _loss(workload: RankWorkload) -> int:
 
     A chunk has its logits in float32, [C, V/t]; in bfloat16 beside them a bfloat16 tensor of the same shape, the logits
     or their gradient. And the head's input, [C, H], with the larger of the chunk's part of dW, [V/t, H], and the
-    gradient of that input, [C, H]. BERT's masked-token head has P·B rows, and keeps four tensors [P·B, H]: the inputs
-    of its transform, activation and norm, and the norm's output.
+    gradient of that input, [C, H]; in bfloat16 an accelerator's product adds dW to the sum by itself. BERT's
+    masked-token head has P·B rows, and keeps four tensors [P·B, H]: the inputs of its transform, activation and norm,
+    and the norm's output.
     """
     a = workload.a
     rows = workload.local.vocabulary
@@ -351,7 +352,8 @@ def _loss(workload: RankWorkload) -> int:
     chunk = min(workload.predicted, max(1, limit // (chunk_rows * tokens_a_row)) * tokens_a_row)
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a
     head = 4 * a * hidden * workload.predicted if workload.model.head_transform else 0
-    products = a * hidden * (chunk + max(rows, chunk))
+    adds_products = workload.accelerator and a != _FLOAT32 and not workload.config.train.bitwise
+    products = a * hidden * (chunk + (chunk if adds_products else max(rows, chunk)))
     return _loss_gradients(workload) + chunk * rows * per_logit + products + head
 
 
