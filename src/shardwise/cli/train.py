@@ -183,19 +183,20 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     with problems:
         _check_user_code(config)
     rows, input_problems = glance_at_inputs(arguments.recipe, config)
+    chosen = config
     if layout is not None:
         with problems:
-            config, choices = _fitted(config, layout, cluster)
+            chosen, choices = _fitted(config, layout, cluster)
             rows = [*choices, *rows]
     continued: list[tuple[str, str]] = []
     if run_path is not None and layout is not None:
         from shardwise.cli.continued_run import continuation_rows
 
-        continued, reasons = continuation_rows(config, layout, run_path)
+        continued, reasons = continuation_rows(chosen, layout, run_path)
         input_problems += reasons
     problems.require_none(input_problems)
     assert layout is not None, "a layout that is refused is a problem"
-    _show(arguments, config, layout, cluster, continued, rows)
+    _show(arguments, config, chosen, layout, cluster, continued, rows)
     if input_problems:
         raise ConfigError(input_problems)
     return 0
@@ -243,6 +244,7 @@ def _ranks_of_dry_run(arguments: argparse.Namespace, config: Config, cluster: Cl
 def _show(
     arguments: argparse.Namespace,
     config: Config,
+    chosen: Config,
     layout: Layout,
     cluster: Cluster | None,
     continued: Sequence[tuple[str, str]],
@@ -258,7 +260,16 @@ def _show(
         has_accelerator = cluster.device.is_accelerator
     name = recipe_name(arguments.recipe)
     text = dry_run(
-        name, config, layout, device, has_accelerator, rows, cluster, continued=continued, full=arguments.full
+        name,
+        chosen,
+        layout,
+        device,
+        has_accelerator,
+        rows,
+        cluster,
+        continued=continued,
+        full=arguments.full,
+        recipe_config=config,
     )
     width = width_of(sys.stdout)
     output.raw(output.text(text if width is None else _wrapped_comments(text, width)))

@@ -210,7 +210,7 @@ class TrainConfig(Section):
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
-    recompute: Recompute | Literal["auto"] = Field(
+    recompute: Literal[Recompute, "auto"] = Field(
         default="none",
         description="what the backward pass computes again: selective = norms, activations and rotary positions, and "
         "the attention core where no fused kernel computes it; full = each block; auto = as little as the device's "

@@ -59,6 +59,7 @@ def dry_run(
     *,
     continued: Sequence[tuple[str, str]] = (),
     full: bool = False,
+    recipe_config: Config | None = None,
 ) -> str:
     """What follows from a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
 
@@ -69,6 +70,7 @@ def dry_run(
         cluster: machines that need not be here, for which the time of a step is predicted; None for this machine.
         continued: rows about the run that the folder holds.
         full: show every key, not only those that differ from their defaults.
+        recipe_config: configuration whose keys are shown, without choices by memory; None: `config`.
     """
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if cluster is None else f"{cluster} (--device)"
@@ -88,7 +90,7 @@ def dry_run(
     lines = [f"{recipe}: a dry run, nothing was started", "", *(f"{name:<14} {value}" for name, value in rows)]
     lines += ["", f"learning rate: {config.optimizer.schedule}", *_rate_curve(config)]
     comments = "\n".join(f"# {line}".rstrip() for line in lines)
-    recorded = config.recorded()
+    recorded = (recipe_config or config).recorded()
     if full:
         return f"{comments}\n\n# all keys\n{dump_yaml(recorded)}".rstrip()
     differing = dump_yaml(config.without_defaults(recorded))
