@@ -65,6 +65,7 @@ class Cell:
         bitwise: with `train.bitwise`. data_grain: `train.data_grain`.
         schedule: of the pipeline, where there is one.
         dropout: with masks that do not depend on the layout.
+        regathers: with `parallel.sequence_regather`.
         batch: `train.global_batch`. mode: `precision.mode`. stages: blocks of each stage, where they are named. The
             others are configuration keys.
     """
@@ -80,6 +81,7 @@ class Cell:
     tensor: int = 1
     sequence: bool = False
     overlap: str | None = None
+    regathers: bool = False
     data: int = 1
     zero: int = 0
     optimizer: str = "adamw"
@@ -127,7 +129,7 @@ class Cell:
         said = [self.family, "variant" if self.variant else "", *cut, "sp" if self.sequence else "", self.overlap or ""]
         said += [f"zero{self.zero}" if self.data > 1 else "", self.optimizer if self.optimizer != "adamw" else ""]
         said += [self.recompute if self.recompute != "none" else "", self.mode if self.mode != "float32" else ""]
-        flags = ("dropout", "documents", "uneven", "stages", "bitwise", "data_grain")
+        flags = ("regathers", "dropout", "documents", "uneven", "stages", "bitwise", "data_grain")
         said += [flag for flag in flags if getattr(self, flag)]
         return "-".join(word for word in said if word)
 
@@ -136,7 +138,7 @@ class Cell:
         """The same training in one process, as one micro-batch."""
         one = Cell()
         layout = ("schedule", "pipeline", "stages", "tensor", "sequence", "overlap", "vocab_multiple", "data")
-        layout += ("zero", "recompute")
+        layout += ("zero", "recompute", "regathers")
         return replace(self, **{name: getattr(one, name) for name in layout})
 
 
@@ -292,6 +294,7 @@ def configuration(cell: Cell) -> Config:
             "tensor": cell.tensor,
             "sequence": cell.sequence,
             "tensor_overlap": cell.overlap,
+            "sequence_regather": cell.regathers,
             "vocab_multiple": cell.vocab_multiple,
             "grain": GRAIN,
         }

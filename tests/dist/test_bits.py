@@ -19,10 +19,10 @@ GPT_NEOX = Cell("gpt_neox", mode="bfloat16", bitwise=True, layers=2, batch=4)
 BERT = Cell("bert", mode="mixed", bitwise=True)
 OLMO2 = Cell("olmo2", optimizer="lamb", bitwise=True, layers=2, batch=4)
 CELLS = (
-    replace(LLAMA, tensor=4, sequence=True),
+    replace(LLAMA, tensor=4, sequence=True, regathers=True),
     replace(LLAMA, tensor=2, data=2, zero=3),
     replace(LLAMA, schedule="1f1b", pipeline=2, tensor=2, sequence=True),
-    replace(DOCUMENTS, tensor=2, sequence=True, data=2, zero=2),
+    replace(DOCUMENTS, tensor=2, sequence=True, data=2, zero=2, recompute="selective", regathers=True),
     replace(DOCUMENTS, data=4),
     replace(GPT, schedule="zbv", pipeline=2, tensor=2),
     replace(GPT, data=4, zero=3, recompute="full"),

@@ -39,7 +39,7 @@ from tests.dist.training import FAMILIES
 
 STATE_BYTES = {"float32": 8, "mixed": 12, "bfloat16": 4}
 CURVES = small(
-    Cell("llama", data=2, tensor=2, sequence=True, zero=1),
+    Cell("llama", data=2, tensor=2, sequence=True, zero=1, regathers=True),
     Cell("gpt", schedule="1f1b", pipeline=2, data=2, zero=1),
     Cell("gpt_neox", schedule="interleaved_zero_bubble", pipeline=2, tensor=2),
     Cell("bert", schedule="zbv", pipeline=2, data=2, zero=1),
@@ -56,7 +56,7 @@ OTHER_PRECISIONS = small(
 SPECIAL = small(
     Cell("gpt", schedule="1f1b", pipeline=4, layers=8, stages=(3, 1, 2, 2)),
     Cell("gpt", schedule="interleaved", pipeline=2, tensor=2, sequence=True, vocab_multiple=16),
-    Cell("gpt", tensor=2, sequence=True, recompute="full", dropout=True),
+    Cell("gpt", tensor=2, sequence=True, recompute="full", regathers=True, dropout=True),
 )
 """What a few cells show as well as many."""
 LIKE_LLAMA = small(

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,13 +131,6 @@ def held_alone(model: str, dropout: str | None, recompute: str) -> Held:
     return measure(configuration(model, dropout, 1, recompute))
 
 
-def held(model: str, dropout: str | None, tensor: int, recompute: str, ranks: Any) -> list[Held]:
-    if tensor == 1:
-        return [held_alone(model, dropout, recompute)]
-    everyone: list[Held] = ranks(tensor).run(measure, configuration(model, dropout, tensor, recompute))
-    return everyone
-
-
 # Every family with every dropout in one process; cut, each dropout in every run of the tests.
 CUT_OFTEN = {("llama", None), ("gpt", "fast"), ("gpt_neox", "invariant")}
 STACKS = [
@@ -155,11 +149,13 @@ STACKS += [pytest.param(model, None, 2, id=f"{model}-no dropout-TP 2 + SP", mark
 @pytest.mark.parametrize(("model", "dropout", "tensor"), STACKS)
 def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tensor: int, ranks: Any) -> None:
     first = None
-    for recompute in RECOMPUTE:
-        config = configuration(model, dropout, tensor, recompute)
+    # One process does not cut the sequence.
+    for recompute, regathers in itertools.product(RECOMPUTE, (False, True)[:tensor]):
+        config = configuration(model, dropout, tensor, recompute, parallel={"sequence_regather": regathers})
         wanted = expected(config, check_layout(config, tensor))
-        for rank, found in enumerate(held(model, dropout, tensor, recompute, ranks)):
-            where = f"{recompute}, rank {rank}"
+        everyone = ranks(tensor).run(measure, config) if tensor > 1 else [held_alone(model, dropout, recompute)]
+        for rank, found in enumerate(everyone):
+            where = f"{recompute}, {regathers=}, rank {rank}"
             assert abs(wanted.kept / found.kept - 1) <= 0.01, f"{where}: kept {found.kept:,}, cost has {wanted.kept:,}"
             off = wanted.peak / found.peak - 1
             assert abs(off) <= TOLERANCE, f"{where}: held {found.peak:,}, cost has {wanted.peak:,} ({off:+.1%})"

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.distributed.mesh import Group
-from shardwise.layers.linear import ColumnParallelLinear, RowParallelLinear, row_parallel_sum, set_overlap
+from shardwise.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    row_parallel_sum,
+    set_overlap,
+    set_regathers,
+)
 from shardwise.layers.matmul import PIECES
 from tests.dist.dense import check, error, fill, mesh, random, run
 
@@ -48,8 +54,11 @@ def _use_symmetric_memory_of_cpu() -> None:
 _LIBRARIES: list[torch.library.Library] = []
 
 
-def both(tp: int, sequence: bool, how: Any, rows: int, frozen: bool) -> tuple[dict[str, float], dict[str, int]]:
-    """Errors against the plain layers, and how many more collectives there are."""
+def both(
+    tp: int, sequence: bool, how: Any, rows: int, frozen: bool, regathers: bool = False
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Errors against the plain layers, or with `regathers` against layers that do not, and how many more collectives
+    there are."""
     if how == "symmetric_memory":
         _use_symmetric_memory_of_cpu()
     group = mesh(tp).tp
@@ -57,6 +66,9 @@ def both(tp: int, sequence: bool, how: Any, rows: int, frozen: bool) -> tuple[di
     fill(plain)
     other = copy.deepcopy(plain)
     set_overlap(other, how)
+    if regathers:
+        set_overlap(plain, how)
+        set_regathers(other, True)
     x = random(group.rank if sequence else 1, rows // tp if sequence else rows, B, INPUTS)
     pull = random(5 + group.rank if sequence else 5, *x.shape)
     found, calls = [], []
@@ -93,6 +105,18 @@ def test_outputs_and_gradients_are_those_of_the_plain_layers(
         # Pieces are one sum of outputs, and with sequence parallelism the gathers of two inputs and one gradient.
         wanted = {"all_gather": 3 * (count - 1), "reduce_scatter": count - 1} if sequence else {"all_reduce": count - 1}
         assert more[0] == wanted, f"{how} makes {more[0]} more collectives than the plain layers"
+
+
+@pytest.mark.parametrize("how", [None, "pieces"])
+def test_inputs_that_are_gathered_again_change_no_bit(how: str | None, ranks: Any) -> None:
+    for rows in (S, 2):
+        for frozen in (False, True):
+            for errors, more in run(ranks, 2, both, 2, True, how, rows, frozen, True):
+                assert set(errors.values()) == {0.0}, errors
+                # Gathers of two inputs, or of one if the other layer's weight is not trained.
+                pieces = 1 if how is None else min(PIECES, rows // 2)
+                wanted = {"all_gather": pieces * (1 if frozen else 2), "reduce_scatter": 0}
+                assert more == {kind: wanted[kind] for kind in more}
 
 
 def refused(tp: int) -> str:

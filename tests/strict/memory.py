@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.config import Config
 from shardwise.layers import norm
+from shardwise.models import attention
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_data
@@ -56,8 +57,9 @@ def step_peak(config: Config) -> tuple[int, int]:
     data: Any = make_data(config.model.vocab_size, length=config.train.sequence_length, pairs=pairs)
     gc.collect()  # what an earlier cell left in cycles would be freed in the middle of this one
     before = torch.accelerator.memory_allocated()
-    attention = patch.object(F, "scaled_dot_product_attention", fused_attention)
-    with attention, patch.object(norm, "_rms_norm", fused_norm):
+    kernel = patch.object(F, "scaled_dot_product_attention", fused_attention)
+    choice = patch.object(attention, "has_fused_attention", lambda *_, **__: True)  # a mock would hold its arguments
+    with kernel, choice, patch.object(norm, "_rms_norm", fused_norm):
         trainer = build_trainer(config, mesh, data)
         trainer.step()
         torch.accelerator.reset_peak_memory_stats()

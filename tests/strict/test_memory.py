@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "DP 2": (2, {}, 0),
     "TP 2": (2, {"tensor": 2}, 0),
     "TP 2 + SP": (2, {"tensor": 2, "sequence": True}, 0),
-    "TP 2 + SP, DP 2, ZeRO": (4, {"tensor": 2, "sequence": True}, 1),
+    "TP 2 + SP gathered again, DP 2, ZeRO": (4, {"tensor": 2, "sequence": True, "sequence_regather": True}, 1),
     "PP 2": (2, {"pipeline": 2, "schedule": "1f1b"}, 0),
 }
 """Ranks, the section `parallel` and `optimizer.zero`."""

@@ -119,6 +119,11 @@ def _name(facts: Facts) -> str:
 
 
 def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -> int:
+    if config.train.recompute == "auto":
+        raise ConfigError(
+            "train.recompute (auto) must be none, selective or full here: its graphs are those of one choice, which a "
+            "run makes by the memory of its devices"
+        )
     ranks = _positive("--nproc", arguments.nproc)
     layout = check_layout(config, ranks or config.parallel.ranks)
     kind, count = accelerators()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError, Problems
-from shardwise.base.hardware import accelerators
+from shardwise.base.hardware import accelerators, available_memory, torch_type
 from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
 from shardwise.cli import output
@@ -219,15 +219,20 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     with problems:
         _check_user_code(config)
     rows, input_problems = glance_at_inputs(arguments.recipe, config)
+    chosen = config
+    if layout is not None:
+        with problems:
+            chosen, choices = _fitted(config, layout, cluster)
+            rows = [*choices, *rows]
     continued: list[tuple[str, str]] = []
     if run_path is not None:
         from shardwise.cli.continued_run import continuation_rows
 
-        continued, reasons = continuation_rows(config, layout, run_path)
+        continued, reasons = continuation_rows(chosen, layout, run_path)
         input_problems += reasons
     problems.require_none(input_problems)
     assert layout is not None, "a layout that is refused is a problem"
-    _show(arguments, config, layout, cluster, continued, rows)
+    _show(arguments, config, chosen, layout, cluster, continued, rows)
     if input_problems:
         raise ConfigError(input_problems)
     return 0
@@ -240,6 +245,38 @@ def _with_any_batch(config: Config, world: int, run_path: Path | None, problems:
     return config.with_batch_for(world)
 
 
+def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, list[tuple[str, str]]]:
+    """`config` with what its keys leave to the memory of a rank, of a cluster or of this machine, and a row on it.
+
+    Raises:
+        ConfigError: `train.recompute=auto` where that memory is not known.
+    """
+    from shardwise.planner.memory_choice import RESERVED, choice_text, fitted, leaves_open
+
+    kind, count = accelerators()
+    accelerator = count > 0 if cluster is None else cluster.device.is_accelerator
+    if not leaves_open(config, layout, accelerator):
+        return config, []
+    device = "this machine"
+    room: float | None
+    if cluster is not None:
+        device = cluster.device.name
+        room = cluster.device.memory * (1 - RESERVED)
+    elif accelerator:
+        import torch
+
+        from shardwise.distributed import devices
+
+        total = devices.total_memory(torch.device(torch_type(kind), 0))
+        room = None if total is None else total * (1 - RESERVED)
+    else:
+        available = available_memory()
+        room = None if available is None else available / layout.world
+    chosen = fitted(config, layout, room, accelerator=accelerator, device=device)
+    choice = choice_text(chosen, config)
+    return chosen, [] if choice is None else [("chosen", f"{choice}, by the memory of a rank")]
+
+
 def _ranks_of_dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | None) -> int:
     if cluster is not None:
         return cluster.world
@@ -250,6 +287,7 @@ def _ranks_of_dry_run(arguments: argparse.Namespace, config: Config, cluster: Cl
 def _show(
     arguments: argparse.Namespace,
     config: Config,
+    chosen: Config,
     layout: Layout,
     cluster: Cluster | None,
     continued: Sequence[tuple[str, str]],
@@ -265,7 +303,16 @@ def _show(
         has_accelerator = cluster.device.is_accelerator
     name = recipe_name(arguments.recipe)
     text = dry_run(
-        name, config, layout, device, has_accelerator, rows, cluster, continued=continued, full=arguments.full
+        name,
+        chosen,
+        layout,
+        device,
+        has_accelerator,
+        rows,
+        cluster,
+        continued=continued,
+        full=arguments.full,
+        recipe_config=config,
     )
     width = width_of(sys.stdout)
     output.raw(output.text(text if width is None else _wrapped_comments(text, width)))

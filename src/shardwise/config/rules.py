@@ -50,6 +50,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     problems += pipeline_problems(config, micro_batches)
     problems += tensor_problems(config, sequence)
     problems += _overlap_problems(config)
+    problems += _regather_problems(config)
     problems += _compile_problems(config)
     problems += _schedule_problems(config)
     problems += _masking_problems(config)
@@ -141,6 +142,25 @@ def _overlap_problems(config: Config) -> list[str]:
         problems.append(
             f"parallel.tensor_overlap ({how}) must go with parallel.sequence (true): its operators gather and scatter "
             "the sequence"
+        )
+    return problems
+
+
+def _regather_problems(config: Config) -> list[str]:
+    parallel = config.parallel
+    if not config.regathers:
+        return []
+    problems = []
+    if config.splits_backward:
+        problems.append(
+            f"parallel.sequence_regather (true) must be false with parallel.schedule {parallel.schedule}, which "
+            "computes the gradients of inputs and weights apart from each other, and would gather twice: choose "
+            f"another schedule, such as {DEFAULT_SCHEDULE}"
+        )
+    if config.compile.enabled:
+        problems.append(
+            "parallel.sequence_regather (true) must be false with compile.enabled (true): the compiler chooses what "
+            "a compiled block keeps"
         )
     return problems
 

@@ -27,6 +27,7 @@ from shardwise.config.sections import (
     LogConfig,
     ParallelConfig,
     PrecisionConfig,
+    Recompute,
     TrainConfig,
 )
 from shardwise.config.token_counts import Path, replaced, steps_of, token_keys
@@ -91,6 +92,16 @@ class Config(Section):
     def splits_backward(self) -> bool:
         """True if gradients of weights are computed apart from those of activations, in a pipeline's schedule."""
         return self.parallel.pipeline > 1 and SCHEDULES[self.parallel.schedule].splits_backward
+
+    @property
+    def recompute(self) -> Recompute:
+        """What the backward pass computes again: none while `auto` is not replaced (`planner/memory_choice.py`)."""
+        return "none" if self.train.recompute == "auto" else self.train.recompute
+
+    @property
+    def regathers(self) -> bool:
+        """True if column-parallel layers gather their inputs again for the backward pass."""
+        return bool(self.parallel.sequence_regather)
 
     @property
     def reduce(self) -> Frequency:

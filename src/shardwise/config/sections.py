@@ -151,6 +151,12 @@ class ParallelConfig(Section):
         "sequence at a time; symmetric_memory = by torch's CUDA operators over NVLink, needs parallel.sequence; "
         "null = first communicate, then compute; no effect with TP 1",
     )
+    sequence_regather: bool | None = Field(
+        default=None,
+        description="with parallel.sequence: true = tensor-parallel layers keep their own part of their input for the "
+        "backward pass, and gather it again; false = they keep the gathered input; null = true if the step would "
+        "otherwise not fit the device",
+    )
     grain: int = Field(
         default=4,
         gt=0,
@@ -204,9 +210,11 @@ class TrainConfig(Section):
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
-    recompute: Recompute = Field(
+    recompute: Literal[Recompute, "auto"] = Field(
         default="none",
-        description="what the backward pass computes again: selective = the attention core, full = each block",
+        description="what the backward pass computes again: selective = norms, activations and rotary positions, and "
+        "the attention core where no fused kernel computes it; full = each block; auto = as little as the device's "
+        "memory allows",
     )
     dropout_mode: DropoutMode = Field(
         default="fast",

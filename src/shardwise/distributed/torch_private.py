@@ -20,6 +20,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed import ProcessGroup
+from torch.nn.attention import SDPBackend
 from torch.profiler import record_function
 
 from shardwise.base.errors import nearest_name
@@ -39,6 +40,20 @@ def onednn_linear(x: Tensor, weight: Tensor, total: Tensor | None = None) -> Ten
     else:
         product = torch.ops.mkldnn._linear_pointwise.binary(x, total, weight, None, "add")
     return product
+
+
+def share_storage(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are views of the same memory; torch has no public name for this question."""
+    is_alias: bool = torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
+    return is_alias
+
+
+def has_fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, *, causal: bool, is_grouped: bool
+) -> bool:
+    """Return whether `scaled_dot_product_attention` has a fused kernel for these tensors, and so keeps no scores."""
+    choice = torch._fused_sdp_choice(q, k, v, mask, p, causal, enable_gqa=is_grouped)
+    return choice != SDPBackend.MATH.value
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,14 @@ from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group, Ranks
 from shardwise.distributed.placement import Init
 from shardwise.layers.arguments import by_name, refuse_unknown, sharing_group
-from shardwise.layers.matmul import Overlap, gather_and_multiply, linear, multiply_and_sum, usable
-from shardwise.layers.parts import Section, apply_by_sequence_part, column_products, row_products
+from shardwise.layers.matmul import Overlap, can_regather, gather_and_multiply, linear, multiply_and_sum, usable
+from shardwise.layers.parts import (
+    Section,
+    apply_by_sequence_part,
+    column_products,
+    gather_and_multiply_parts,
+    row_products,
+)
 
 DEFAULT_INIT = Init.normal(0.02)
 _POSITIONAL = ("dtype", "device", "stride", "init_method")
@@ -134,9 +140,11 @@ class _ColumnParallel(placement.PlacedModule):
 
     Attributes:
         overlap: way in which it communicates during its matmuls (`layers/matmul.py`); None: in turn with them.
+        regathers: true if under sequence parallelism it gathers its input again for the backward pass.
     """
 
     overlap: Overlap | None = None
+    regathers: bool = False
 
     def __init__(
         self,
@@ -196,9 +204,18 @@ class _ColumnParallel(placement.PlacedModule):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → each part `[S, B, local outputs]`."""
         overlap = usable(self.overlap, x, self.group)
-        if overlap is not None:
+        regathers = self.regathers and self.sequence_parallel_enabled and can_regather(x, self.group)
+        if regathers and self.group.has_parts:
+            return gather_and_multiply_parts(x, self.weight, self.bias, self._sections, self.group)
+        if regathers or overlap is not None:
             y = gather_and_multiply(
-                x, self.weight, self.bias, self.group, overlap, sequence_parallel=self.sequence_parallel_enabled
+                x,
+                self.weight,
+                self.bias,
+                self.group,
+                overlap,
+                sequence_parallel=self.sequence_parallel_enabled,
+                regathers=regathers,
             )
             return tuple(y.split(self._sizes, dim=-1))
         # `copy_to_group` does nothing forward; backward it sums the gradients of x, of which each rank has a part.
@@ -541,6 +558,13 @@ def set_overlap(model: nn.Module, how: Overlap | None) -> None:
     for module in model.modules():
         if isinstance(module, _ColumnParallel | RowParallelLinear):
             module.overlap = how
+
+
+def set_regathers(model: nn.Module, regathers: bool) -> None:
+    """Let all column-parallel layers of a model gather their inputs again for the backward pass, or keep them."""
+    for module in model.modules():
+        if isinstance(module, _ColumnParallel):
+            module.regathers = regathers
 
 
 def weights_of(model: nn.Module) -> list[nn.Parameter]:

@@ -11,6 +11,9 @@ of the input is summed over the ranks (as in Megatron-LM, arXiv:1909.08053). On 
 and sum in symmetric memory, over NVLink. The order of the collectives is the same on all ranks, and their bytes are
 those of the plain layers.
 
+A layer that *regathers* keeps this rank's rows of its input for the backward pass, not those of all ranks, and gathers
+the others again while the gradient of the input is computed (arXiv:2205.05198 §4.2.2).
+
 Shapes per rank, g = group size: S sequence, B batch, T tokens, I input features, O output features. A buffer in *piece
 order* has the rows of all ranks' first pieces, then those of all second pieces: piece i, of rows a to b of each rank's
 S/g, is its run `[g·a, g·b)`.
@@ -161,20 +164,38 @@ def usable(how: Overlap | None, x: Tensor, group: Group) -> Overlap | None:
 
     It must not in compiled graphs and under autocast, where torch rewrites or casts the matmuls itself.
     """
-    must_not = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
-    if group.size == 1 or group.grain is not None or len(x) == 0 or must_not:
+    if group.size == 1 or group.grain is not None or len(x) == 0 or _is_rewritten(x):
         return None
     return how
 
 
+def can_regather(x: Tensor, group: Group) -> bool:
+    """Return whether a layer can regather x: not alone, without rows, in compiled graphs or under autocast."""
+    return group.size > 1 and len(x) > 0 and not _is_rewritten(x)
+
+
+def _is_rewritten(x: Tensor) -> bool:
+    """Return whether torch rewrites or casts the matmuls of x itself."""
+    return torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+
+
 def gather_and_multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, how: Overlap, *, sequence_parallel: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: Group,
+    how: Overlap | None,
+    *,
+    sequence_parallel: bool,
+    regathers: bool = False,
 ) -> Tensor:
     """Return `X Aᵀ + b` of a column-parallel layer: weight `[O, I]`, x `[S/g, B, I]` → `[S, B, O]`.
 
-    Without sequence parallelism x is `[S, B, I]`, whole on every rank, and only the backward pass communicates.
+    Without sequence parallelism x is `[S, B, I]`, whole on every rank, and only the backward pass communicates. Without
+    `how` the values are those of the plain layer, to the bit.
     """
-    return cast(Tensor, _GatherAndMultiply.apply(x, weight, bias, group, how, sequence_parallel))  # type: ignore[no-untyped-call]
+    arguments = (x, weight, bias, group, how, sequence_parallel, regathers)
+    return cast(Tensor, _GatherAndMultiply.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 def multiply_and_sum(
@@ -191,31 +212,47 @@ def multiply_and_sum(
 class _GatherAndMultiply(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, how: Overlap, sequence_parallel: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Group,
+        how: Overlap | None,
+        sequence_parallel: bool,
+        regathers: bool,
     ) -> Tensor:
         ctx.group = group
         ctx.how = how
         ctx.sequence_parallel = sequence_parallel
+        ctx.regathers = regathers
         # Recompute gives the backward pass a detached weight, which has no `grad`.
         ctx.weights = [weight]
         if not sequence_parallel:
             ctx.save_for_backward(x, weight)
             return linear(x, weight, bias)
-        (y,), gathered = _gather_and_multiply(x, [weight], group, how)
-        ctx.save_for_backward(gathered, weight)
-        if bias is None:
-            return y
-        return y.add_(bias)
+        if how is None:
+            gathered = collectives.all_gather(x, group)
+            y = linear(gathered, weight, bias)
+        else:
+            (y,), gathered = _gather_and_multiply(x, [weight], group, how)
+            if bias is not None:
+                y.add_(bias)
+        ctx.save_for_backward(x if regathers else gathered, weight)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gathering: _Gathering | None = None
         pending: collectives.Pending | None = None
         dx: Tensor | None = None
         dw: Tensor | None = None
         db: Tensor | None = None
-        if ctx.needs_input_grad[0]:
+        if ctx.regathers and needs_weight:
+            gathering = _Gathering(x, ctx.group, ctx.how)
+        if needs_x:
             # Every rank has a part of this sum, over its own output features.
             partial = linear(dy, weight.t()).contiguous()
             if ctx.sequence_parallel:
@@ -224,13 +261,14 @@ class _GatherAndMultiply(torch.autograd.Function):
             else:
                 pending = collectives.all_reduce_async(partial, ctx.group)
         # The gradients of weight and bias are computed while that of x is summed.
-        if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(_as_gathered(dy, ctx), x, ctx.weights[0])
-        if ctx.needs_input_grad[2]:
+        if needs_weight:
+            gathered = x if gathering is None else gathering.wait()
+            dw = _weight_gradient(_as_gathered(dy, ctx), gathered, ctx.weights[0])
+        if needs_bias:
             db = dy.flatten(0, -2).sum(0)
         if pending is not None:
             dx = pending.wait()
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 class _MultiplyAndSum(torch.autograd.Function):
@@ -287,23 +325,40 @@ def _gather_and_multiply(
         group.count("all_gather", x.nbytes * group.size)
         gathered, products = fused_all_gather_matmul(x, [weight.t() for weight in weights], group.process_group)
         return products, gathered
-    g = group.size
-    rows, *middle, width = x.shape
-    # Collectives need contiguous tensors.
-    x = x.contiguous()
-    gathered = x.new_empty(g * rows, *middle, width)
-    pieces = _pieces(rows)
-    pending = []
     # All are on their way before the first product: they arrive in this order, one while another is multiplied.
-    for piece in pieces:
-        out = gathered[g * piece.start : g * piece.stop]
-        pending.append(collectives.all_gather_async(x[piece], group, out=out))
-    products = [x.new_empty(g * rows, *middle, len(weight)) for weight in weights]
-    for piece, collective in zip(pieces, pending, strict=True):
-        arrived = collective.wait().unflatten(0, (g, -1))
+    gathering = _Gathering(x, group, how)
+    products = [x.new_empty(*gathering.result.shape[:-1], len(weight)) for weight in weights]
+    for piece, collective in zip(gathering.pieces, gathering.pending, strict=True):
+        arrived = collective.wait().unflatten(0, (group.size, -1))
         for product, weight in zip(products, weights, strict=True):
             _rows(product, piece, group).copy_(linear(arrived, weight))
-    return products, gathered
+    return products, gathering.result
+
+
+class _Gathering:
+    """X `[S, B, I]` on its way from the `[S/g, B, I]` of each rank, in the order that `_as_gathered` gives.
+
+    Attributes:
+        pieces: rows of each rank that travel together.
+        pending: the gather of each piece.
+        result: X, complete after `wait()`.
+    """
+
+    def __init__(self, x: Tensor, group: Group, how: Overlap | None) -> None:
+        rows, *others = x.shape
+        self.pieces = _pieces(rows) if how == "pieces" else [slice(0, rows)]
+        self.result = x.new_empty(group.size * rows, *others)
+        # Collectives need contiguous tensors.
+        x = x.contiguous()
+        self.pending = []
+        for piece in self.pieces:
+            out = self.result[group.size * piece.start : group.size * piece.stop]
+            self.pending.append(collectives.all_gather_async(x[piece], group, out=out))
+
+    def wait(self) -> Tensor:
+        for collective in self.pending:
+            collective.wait()
+        return self.result
 
 
 def _fused_sum(xs: Sequence[Tensor], weights: Sequence[Tensor], group: Group) -> Tensor:
@@ -331,7 +386,10 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
     x_TI = x.flatten(0, -2)
     if is_made_by_products(x, weight):
         return add_or_return(weight, dy_TO, x_TI)
-    return weight_gradient(dy_TO, x_TI)
+    if _by_onednn(dy_TO, x_TI):
+        return weight_gradient(dy_TO, x_TI)
+    # As autograd multiplies, to the bit.
+    return dy_TO.t() @ x_TI
 
 
 def _pieces(rows: int) -> list[slice]:
@@ -348,7 +406,7 @@ def _rows(x_S: Tensor, piece: slice, group: Group) -> Tensor:
 
 def _as_gathered(x_S: Tensor, ctx: Any) -> Tensor:
     """Return `[S, …]` with its rows in the order of a gathered tensor: a sum over rows needs both operands alike."""
-    if not ctx.sequence_parallel or ctx.how == "symmetric_memory":
+    if not ctx.sequence_parallel or ctx.how != "pieces":
         return x_S
     pieces = _pieces(x_S.shape[0] // ctx.group.size)
     return torch.cat([_rows(x_S, piece, ctx.group).flatten(0, 1) for piece in pieces])

@@ -68,7 +68,19 @@ def column_products(
     """
     require_width(x, weight)
     # Gradients are switched off within the function.
-    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled())
+    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), Group())
+    return cast(tuple[Tensor, ...], _ColumnProducts.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+def gather_and_multiply_parts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sections: Sequence[Section], group: Group
+) -> tuple[Tensor, ...]:
+    """Return `column_products` of the gathered x `[S/g, …]`, which is gathered again in the backward pass.
+
+    The gradient of x is complete.
+    """
+    require_width(x, weight)
+    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), group)
     return cast(tuple[Tensor, ...], _ColumnProducts.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -82,10 +94,13 @@ class _ColumnProducts(torch.autograd.Function):
         sections: tuple[Section, ...],
         count: int,
         trained: bool,
+        gathered_over: Group,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, weight)
         ctx.sections = sections
         ctx.count = count
+        ctx.gathered_over = gathered_over
+        x = collectives.all_gather(x, gathered_over)
         flat = x.reshape(-1, x.shape[-1])
         sizes = [section.rows for section in sections]
         biases = [None] * len(sections) if bias is None else bias.split(sizes)
@@ -104,20 +119,30 @@ class _ColumnProducts(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         count = ctx.count
         sections = ctx.sections
+        group = ctx.gathered_over
         dy = _side_by_side([by_part(dy, count) for dy in grads], 2)
+        pending: collectives.Pending | None = None
         dx = None
         dw = None
         db = None
+        # x is gathered while its gradient is computed, which is summed while the others are computed.
+        gathered = x.new_empty(group.size * len(x), *x.shape[1:]) if group.size > 1 else x
+        gathering = collectives.all_gather_async(x.contiguous(), group, out=gathered) if needs_weight else None
         if needs_x:
             by_section = weight.split([section.rows for section in sections])
             parts = [section.by_part(rows, count) for section, rows in zip(sections, by_section, strict=True)]
-            dx = sum_of_products([dy], [_side_by_side(parts, 1).transpose(1, 2)], count).view(x.shape)
-        if needs_weight:
-            flat = x.reshape(-1, x.shape[-1])
+            partial = sum_of_products([dy], [_side_by_side(parts, 1).transpose(1, 2)], count).view(gathered.shape)
+            out = torch.empty_like(x) if group.size > 1 else partial
+            pending = collectives.reduce_scatter_async(partial.contiguous(), group, out=out)
+        if gathering is not None:
+            gathering.wait()
+            flat = gathered.reshape(-1, x.shape[-1])
             dw = _by_section(sections, weight_gradient_of_rows(dy.transpose(0, 1).flatten(1), flat, count), count)
         if needs_bias:
             db = _by_section(sections, row_sums(dy).flatten(), count)
-        return dx, dw, db, None, None, None
+        if pending is not None:
+            dx = pending.wait()
+        return dx, dw, db, None, None, None, None
 
 
 def _side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:

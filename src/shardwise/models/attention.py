@@ -25,11 +25,12 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import FamilyConfig
 from shardwise.distributed.placement import Init
-from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
+from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients, has_fused_attention
 from shardwise.layers.dropout import AnyKey, DropoutKey, Place, scaled
 from shardwise.layers.linear import LinearOptions, RowParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
 from shardwise.layers.parts import head_products
+from shardwise.layers.recompute import Recomputed, can_drop, dropping
 from shardwise.models.blocks import ATTENTION, Context, LayerFactory
 from shardwise.models.rotary import rotate
 
@@ -54,11 +55,33 @@ class AttentionCore(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q `[S, B, n, d]`, k and v `[L, B, m, d]`, where m divides n and L ≥ S with a cache → `[S, B, n·d]`."""
-        if self.recompute and torch.is_grad_enabled():
+        if self.recompute and torch.is_grad_enabled() and not self._is_fused(q, k, v, context):
             # Masks of dropout depend on the context's key alone: no generator's state must be kept for them.
             out: Tensor = checkpoint(self._attend, q, k, v, context, use_reentrant=False, preserve_rng_state=False)
             return out
         return self._attend(q, k, v, context)
+
+    def _is_fused(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> bool:
+        """Return whether one kernel computes it and keeps its inputs, its output and the logarithms of sums alone."""
+        if self._steps(q.device, context.dropout):
+            return False
+        if context.starts_SB is not None or context.block_mask is not None or torch.compiler.is_compiling():
+            return True
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
+        return has_fused_attention(
+            q,
+            k,
+            v,
+            context.mask,
+            self.p if context.dropout is not None else 0.0,
+            causal=self.causal and context.mask is None,
+            is_grouped=q.shape[1] != k.shape[1],
+        )
+
+    def _steps(self, device: torch.device, key: AnyKey | None) -> bool:
+        """Return whether softmax, dropout and products are operations of their own, as no kernel has this dropout."""
+        is_in_kernel = isinstance(key, DropoutKey) and key.mode == "fast" and device.type != "cpu"
+        return self.p > 0 and key is not None and not is_in_kernel
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         if context.starts_SB is not None:
@@ -74,7 +97,7 @@ class AttentionCore(nn.Module):
             out = flex_attention(q, k, v, block_mask=context.block_mask, enable_gqa=is_grouped)
         elif key is None:
             out = F.scaled_dot_product_attention(q, k, v, context.mask, is_causal=causal, enable_gqa=is_grouped)
-        elif isinstance(key, DropoutKey) and key.mode == "fast" and q.device.type != "cpu":
+        elif isinstance(key, DropoutKey) and not self._steps(q.device, key):
             with key.seeded(q.device, self.place.layer, ATTENTION, self.place.shard):
                 out = F.scaled_dot_product_attention(
                     q, k, v, context.mask, self.p, is_causal=causal, enable_gqa=is_grouped
@@ -143,6 +166,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.rotates = rotates
+        # A norm of q and k is no cheap function where it communicates, and keeps its input.
+        self.drops_rotated = factory.drops_cheap and norm is None
         self.layer = layer
         self.qkv = qkv
         self.norm = norm
@@ -173,8 +198,17 @@ class Attention(nn.Module):
         if self.rotates:
             assert context.rotary_tables is not None, "the model has no rotary tables"
             cos, sin = (table.to(q.dtype) for table in context.rotary_tables)
-            q = rotate(q, cos, sin)
-            k = rotate(k, cos, sin)
+
+            def rotated(x: Tensor) -> Tensor:
+                return rotate(x, cos, sin)
+
+            if self.drops_rotated and context.cache is None and can_drop(q):
+                query = Recomputed(rotated, q)
+                key = Recomputed(rotated, k)
+                with dropping(query, key):
+                    return cast(Tensor, self.core(query.result, key.result, v, context))
+            q = rotated(q)
+            k = rotated(k)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
         out: Tensor = self.core(q, k, v, context)

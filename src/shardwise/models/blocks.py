@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ from shardwise.layers.linear import (
 )
 from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
 from shardwise.layers.parts import activate
+from shardwise.layers.recompute import compose
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -81,8 +82,8 @@ class LayerFactory:
     Attributes:
         group: the tensor-parallel ranks.
         sequence_parallel: true if the residual stream is cut along the sequence between blocks.
-        recompute: part that the backward pass computes again from its input: the attention core (`selective`) or each
-            block (`full`).
+        recompute: part that the backward pass computes again: results that are cheap to compute, and the attention
+            core where no fused kernel computes it (`selective`), or each block (`full`).
         part: the pipeline stage.
         vocab_multiple: number that divides each rank's rows of embedding and head.
         options: arguments that all layers take.
@@ -94,6 +95,11 @@ class LayerFactory:
     part: Part
     vocab_multiple: int
     options: LayerOptions
+
+    @property
+    def drops_cheap(self) -> bool:
+        """True if results that are cheap to compute are not kept for the backward pass."""
+        return self.recompute == "selective"
 
     def block_numbers(self, config: FamilyConfig) -> range:
         """Return the numbers of the blocks of this part."""
@@ -254,6 +260,8 @@ class MLP(nn.Module):
             **options,
         )
         self.act = ACTIVATIONS[config.activation]
+        # ReLU keeps its result in place of its input.
+        self.drops_activated = factory.drops_cheap and config.activation != "relu"
         # Here the width is cut over the ranks, elsewhere the sequence or nothing.
         self.dropout = Dropout(
             config.ffn_dropout_p, layer=layer, site=INSIDE_MLP, group=factory.group, input_is_parallel=True
@@ -267,14 +275,16 @@ class MLP(nn.Module):
             **down_options,
         )
 
-    def inner(self, x: Tensor, context: Context) -> Tensor:
-        """Return the input of the second projection: `[S, B, F/g]`."""
-        inner: Tensor = self.dropout(activate(self.act, self.up(x), self.up.group), context.dropout)
-        return inner
+    def feed(self, x: Tensor, context: Context, then: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `then` of the input of the second projection, `[S, B, F/g]`."""
+
+        def activated(up: Tensor) -> Tensor:
+            return cast(Tensor, self.dropout(activate(self.act, up, self.up.group), context.dropout))
+
+        return compose(then, activated, self.up(x), drops=self.drops_activated)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        out: Tensor = self.down(self.inner(x, context))
-        return out
+        return self.feed(x, context, self.down)
 
 
 def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: Recompute) -> Tensor:

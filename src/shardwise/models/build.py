@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.config import BertConfig, Config, DecoderConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
 from shardwise.distributed.mesh import Group
-from shardwise.layers.linear import set_overlap
+from shardwise.layers.linear import set_overlap, set_regathers
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Part
 from shardwise.models.gpt import GPT
@@ -59,7 +59,7 @@ def build_model(
             model,
             group,
             sequence_parallel=sequence_parallel,
-            recompute=config.train.recompute,
+            recompute=config.recompute,
             part=part,
             vocab_multiple=config.parallel.vocab_multiple,
             seed=config.train.seed,
@@ -68,4 +68,5 @@ def build_model(
             deferred=deferred,
         )
     set_overlap(built, config.parallel.tensor_overlap)
+    set_regathers(built, config.regathers)
     return built

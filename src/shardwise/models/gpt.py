@@ -8,12 +8,14 @@ Shapes: see `models/blocks.py`.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import GPTConfig
 from shardwise.distributed.placement import Init
+from shardwise.layers.recompute import compose
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, LayerFactory
 from shardwise.models.causal import CausalLM
@@ -28,6 +30,7 @@ class GPTBlock(nn.Module):
         qkv = factory.query_key_value(config, 3 * (f"{name}.attn.c_attn",), transposed=True)
         # GPT-2 scales the weights of a block's two terms of the residual stream by 1 / √(number of all terms).
         scaled = Init.normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers))
+        self.drops_normed = factory.drops_cheap
         self.ln_1 = factory.norm(config, f"{name}.ln_1")
         self.attn = Attention(config, layer, factory, qkv, f"{name}.attn.c_proj", transposed=True, out_init=scaled)
         self.attn_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
@@ -38,8 +41,12 @@ class GPTBlock(nn.Module):
         self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        x = x + self.attn_dropout(self.attn(self.ln_1(x), context), context.dropout)
-        out: Tensor = x + self.mlp_dropout(self.mlp(self.ln_2(x), context), context.dropout)
+        attention = partial(self.attn, context=context)
+        mlp = partial(self.mlp, context=context)
+        attended = compose(attention, self.ln_1, x, drops=self.drops_normed)
+        x = x + self.attn_dropout(attended, context.dropout)
+        added = compose(mlp, self.ln_2, x, drops=self.drops_normed)
+        out: Tensor = x + self.mlp_dropout(added, context.dropout)
         return out
 
 

@@ -6,11 +6,14 @@ keeps as it is for its own heads. Shapes: see `models/blocks.py`.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from shardwise.config import GPTNeoXConfig
 from shardwise.distributed.placement import mark_heads
 from shardwise.layers.linear import ColumnParallelLinear, row_parallel_sum
+from shardwise.layers.recompute import compose
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, LayerFactory
 from shardwise.models.causal import CausalLM
@@ -46,6 +49,7 @@ class GPTNeoXBlock(nn.Module):
             **factory.options,
         )
         mark_heads(qkv.weight, config.head_dim, maps=3)
+        self.drops_normed = factory.drops_cheap
         self.parallel_residual = config.use_parallel_residual
         self.sums_together = self.parallel_residual and not config.hidden_dropout_p
         self.input_layernorm = factory.norm(config, f"{name}.input_layernorm")
@@ -60,18 +64,26 @@ class GPTNeoXBlock(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.sums_together:
             return x + self._attention_and_mlp(x, context)
-        attended = self.attention_dropout(self.attention(self.input_layernorm(x), context), context.dropout)
+        attention = partial(self.attention, context=context)
+        mlp = partial(self.mlp, context=context)
+        attended = compose(attention, self.input_layernorm, x, drops=self.drops_normed)
+        attended = self.attention_dropout(attended, context.dropout)
         mlp_input = x if self.parallel_residual else x + attended
-        added = self.mlp_dropout(self.mlp(self.post_attention_layernorm(mlp_input), context), context.dropout)
+        added = compose(mlp, self.post_attention_layernorm, mlp_input, drops=self.drops_normed)
+        added = self.mlp_dropout(added, context.dropout)
         out: Tensor = x + attended + added
         return out
 
     def _attention_and_mlp(self, x: Tensor, context: Context) -> Tensor:
         """Return the sum of both outputs, with one collective."""
-        return row_parallel_sum(
-            (self.attention.out, self.attention.inner(self.input_layernorm(x), context)),
-            (self.mlp.down, self.mlp.inner(self.post_attention_layernorm(x), context)),
-        )
+        attention = partial(self.attention.inner, context=context)
+        attended = compose(attention, self.input_layernorm, x, drops=self.drops_normed)
+
+        def summed(activated: Tensor) -> Tensor:
+            return row_parallel_sum((self.attention.out, attended), (self.mlp.down, activated))
+
+        mlp = partial(self.mlp.feed, context=context, then=summed)
+        return compose(mlp, self.post_attention_layernorm, x, drops=self.drops_normed)
 
 
 class GPTNeoX(CausalLM[GPTNeoXConfig]):

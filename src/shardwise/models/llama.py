@@ -8,6 +8,8 @@ Shapes: see `models/blocks.py`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,6 +17,7 @@ from shardwise.config import DecoderConfig
 from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
 from shardwise.layers.parts import activate
+from shardwise.layers.recompute import compose
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import Context, LayerFactory
 from shardwise.models.causal import CausalLM
@@ -26,6 +29,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: DecoderConfig, name: str, factory: LayerFactory) -> None:
         super().__init__()
+        self.drops_activated = factory.drops_cheap
         self.gate_up = MergedColumnParallelLinear(
             config.hidden_size,
             (config.intermediate_size, config.intermediate_size),
@@ -46,8 +50,10 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x)
-        out: Tensor = self.down_proj(activate(F.silu, gate, self.down_proj.group) * up)
+        def activated(gate: Tensor, up: Tensor) -> Tensor:
+            return activate(F.silu, gate, self.down_proj.group) * up
+
+        out: Tensor = compose(self.down_proj, activated, *self.gate_up(x), drops=self.drops_activated)
         return out
 
 
@@ -60,6 +66,7 @@ class LlamaBlock(nn.Module):
         q, k, v, o = (f"{name}.self_attn.{part}_proj" for part in "qkvo")
         bias = config.attention_bias
         self.norms_output = config.norm_place == "output"
+        self.drops_normed = factory.drops_cheap
         if not self.norms_output:
             self.input_layernorm = factory.norm(config, f"{name}.input_layernorm", RMSNorm)
         self.self_attn = Attention(
@@ -82,8 +89,9 @@ class LlamaBlock(nn.Module):
             x = x + self.post_attention_layernorm(self.self_attn(x, context))
             added = self.post_feedforward_layernorm(self.mlp(x))
         else:
-            x = x + self.self_attn(self.input_layernorm(x), context)
-            added = self.mlp(self.post_attention_layernorm(x))
+            attention = partial(self.self_attn, context=context)
+            x = x + compose(attention, self.input_layernorm, x, drops=self.drops_normed)
+            added = compose(self.mlp, self.post_attention_layernorm, x, drops=self.drops_normed)
         out: Tensor = x + added
         return out
 

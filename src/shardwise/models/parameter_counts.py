@@ -388,10 +388,15 @@ def flops_per_token(
     return 6.0 * (blocks + head_work(shapes, sequence_length, predictions))
 
 
-def recomputed_flops_per_token(model: ModelConfig, sequence_length: int, recompute: Recompute) -> float | None:
+def recomputed_flops_per_token(
+    model: ModelConfig, sequence_length: int, recompute: Recompute, *, fused_attention: bool
+) -> float | None:
     """FLOPs a token that recompute adds: the forward pass of the attention cores, or of whole blocks.
 
     They are work of the hardware, not of the model: no part of its FLOPs or of MFU. None for a model of your own.
+
+    Args:
+        fused_attention: true if one kernel computes the cores, whose output selective recompute keeps.
     """
     shapes = shapes_of(model)
     if shapes is None:
@@ -399,7 +404,9 @@ def recomputed_flops_per_token(model: ModelConfig, sequence_length: int, recompu
     if recompute == "none":
         return 0.0
     core = 2.0 * shapes.num_hidden_layers * attention_work(shapes, sequence_length)
-    return core if recompute == "selective" else core + 2.0 * matmul_parameter_count(shapes, "token")
+    if recompute == "selective":
+        return 0.0 if fused_attention else core
+    return core + 2.0 * matmul_parameter_count(shapes, "token")
 
 
 def model_flops_utilization(

@@ -79,7 +79,7 @@ def build_user_model(
     model_class = check_user_model(config)
     constructor = _Constructor.of(model_class)
     arguments = constructor.section_arguments(config)
-    values_of_run = (group, sequence_parallel, config.train.recompute, config.train.seed, device, dtype)
+    values_of_run = (group, sequence_parallel, config.recompute, config.train.seed, device, dtype)
     for name, value in zip(RUN, values_of_run, strict=True):
         if name in constructor.names:
             arguments[name] = value
@@ -219,7 +219,7 @@ def _constructor_problems(config: Config, constructor: _Constructor) -> list[str
     family = config.model.family
     keys = _keys(config)
     tensor = config.parallel.tensor
-    recompute = config.train.recompute
+    recompute = config.recompute
     problems = [f"model.{key}: the run itself gives {key} to {family}: rename it" for key in keys if key in RUN]
     if not constructor.takes_config(keys):
         problems += _unknown_keys(family, keys, constructor)

@@ -28,6 +28,9 @@ class BlockActivations:
         core_input_saved: the part of `core_input` that the core saves; of the rest it saves copies, counted in `core`.
         core: saved inside the core.
         mlp: saved by the MLP with its norm and dropout.
+        normed: the part of `attention`, and as much of `mlp`, that a norm computes again of what it keeps.
+        rotated: the part of `core_input` that rotation computes again of the rest.
+        activated: the part of `mlp` that the activation computes again of what it keeps.
     """
 
     saves_input: bool
@@ -36,6 +39,9 @@ class BlockActivations:
     core_input_saved: int
     core: int
     mlp: int
+    normed: int
+    rotated: int
+    activated: int
 
     @property
     def saved(self) -> int:
@@ -80,7 +86,7 @@ def invariant_masks(workload: RankWorkload, in_flight: int = 1) -> DropoutMasks:
     in_flight: micro-batches of a stage whose activations are held at once.
     """
     model = workload.model
-    recompute = workload.config.train.recompute
+    recompute = workload.config.recompute
     layers = workload.layers
     core = workload.probabilities if model.attention_dropout_p else 0
     hidden = 2 * workload.mask_elements + workload.inner_mask_elements
@@ -98,11 +104,12 @@ def invariant_masks(workload: RankWorkload, in_flight: int = 1) -> DropoutMasks:
 def block_stack(workload: RankWorkload, layers: Iterable[int] | None = None) -> BlockStack:
     """Return the bytes that these blocks, by default all of this rank, hold for one micro-batch.
 
-    | recompute | kept                                    | computed again, one block at a time |
-    |-----------|-----------------------------------------|-------------------------------------|
-    | none      | L blocks                                |                                     |
-    | selective | L blocks without the inside of the core | the inside of the core              |
-    | full      | L inputs                                | the block, beside its input         |
+    | recompute | kept                                      | computed again, one block at a time |
+    |-----------|-------------------------------------------|-------------------------------------|
+    | none      | L blocks                                  |                                     |
+    | selective | L blocks without cheap results            | each result when it is needed       |
+    |           | and the inside of a core step by step     | the inside of the core              |
+    | full      | L inputs                                  | the block, beside its input         |
 
     The backward pass goes from the last block to the first. When it is at a block, all that later blocks kept is free.
     """
@@ -137,12 +144,19 @@ def _kept_and_work(workload: RankWorkload, block: BlockActivations) -> tuple[int
     mlp = _mlp_gradients(workload)
     core = _core_gradients(workload)
     core_mask, hidden_mask = _mask_hashing(workload)
-    match workload.config.train.recompute:
+    match workload.config.recompute:
         case "none":
             return block.saved, max(mlp, core - block.mlp, core_mask - block.mlp, hidden_mask)
         case "selective":
-            kept = block.attention + block.core_input + block.mlp
-            return kept, max(mlp, block.core + max(core, core_mask + x + query) - block.mlp, hidden_mask)
+            kept_mlp = block.mlp - block.normed - block.activated
+            kept_attention = block.attention - block.normed - block.rotated
+            mlp += block.activated
+            core += block.rotated
+            if workload.attends_step_by_step:
+                core = block.core + max(core, core_mask + x + query)
+                return kept_attention + block.core_input + kept_mlp, max(mlp, core - kept_mlp, hidden_mask)
+            kept = kept_attention + block.core_input_saved + block.core + kept_mlp
+            return kept, max(mlp, core - kept_mlp, hidden_mask)
         case "full":
             recomputed = block.saved - (x if block.saves_input else 0)
             return x, recomputed + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
@@ -153,11 +167,11 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
 
     | part      | saved                                                | elements          |
     |-----------|------------------------------------------------------|-------------------|
-    | attention | input of QKV, gathered or not                        | T·H               |
+    | attention | input of QKV, gathered unless it is gathered again   | T·H or T/s·H      |
     |           | attention output, the output projection's input      | T·q/t             |
     |           | norms of q and k: statistics                         | see `_head_norms` |
     | core      | q, k and v, and what the core saves beside them      | see `_core`       |
-    | MLP       | input of the first layer, gathered or not            | T·H               |
+    | MLP       | input of the first layer, as that of QKV             | T·H or T/s·H      |
     |           | gated: gate and up, silu(gate), silu(gate)·up        | 4·T·F/t           |
     |           | else: input of the activation, and input of the last | 2·T·F/t           |
     |           | mask of dropout between the two, one byte each       | T·F/t             |
@@ -174,13 +188,16 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     x = workload.x_bytes
     feed = a * workload.tokens * local.intermediate
     attention = (
-        workload.gathered_bytes + a * workload.tokens * local.query + workload.mask_elements + _head_norms(workload)
+        workload.product_input_bytes
+        + a * workload.tokens * local.query
+        + workload.mask_elements
+        + _head_norms(workload)
     )
     core_input, core_input_saved, core = _core(
         workload, copied=model.rotates(layer) or model.query_key_norm is not None
     )
     mlp = (
-        workload.gathered_bytes
+        workload.product_input_bytes
         + (4 if model.gated else 2) * feed
         + workload.inner_mask_elements
         + workload.mask_elements
@@ -190,7 +207,10 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     if model.norm_place == "input":
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32
     else:
-        saves_input = not workload.layout.sequence_parallel
+        saves_input = not workload.layout.sequence_parallel or workload.config.regathers
+    rotated = 0
+    if model.rotates(layer) and model.query_key_norm is None:
+        rotated = a * workload.tokens * (local.query + local.key_value)
     return BlockActivations(
         saves_input=saves_input,
         attention=attention + norm_bytes(workload),
@@ -198,7 +218,21 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core_input_saved=core_input_saved,
         core=core,
         mlp=mlp + norm_bytes(workload) - (x if model.parallel_residual else 0),
+        normed=_normed(workload),
+        rotated=rotated,
+        activated=0 if model.activation == "relu" and not model.gated else feed,
     )
+
+
+def _normed(workload: RankWorkload) -> int:
+    """Return the bytes of a norm's output that a matmul keeps and that are computed again of what the norm keeps.
+
+    A gathered input is no output of a norm. A norm of single operations does not keep its input, of the same size.
+    """
+    is_gathered = workload.layout.sequence_parallel and not workload.config.regathers
+    if workload.model.norm_place != "input" or is_gathered or _norms_by_operations(workload):
+        return 0
+    return workload.x_bytes
 
 
 def waiting_bytes(workload: RankWorkload) -> int:
@@ -226,7 +260,7 @@ def split_peak(workload: RankWorkload, blocks: int) -> int:
     the MLP of this one. Beside them are the gradients of x, [T/s, H], of the values, [T·q/t], and in a core that goes
     step by step those of P before and after dropout. With full recompute, a backward pass is not split.
     """
-    if workload.config.train.recompute == "full":
+    if workload.config.recompute == "full":
         return 0
     matrices = 2 * workload.a * workload.probabilities if workload.attends_step_by_step else 0
     core = workload.x_bytes + workload.a * workload.tokens * workload.local.query + matrices + _core_again(workload)
@@ -240,12 +274,10 @@ def _waiting_mlp(workload: RankWorkload) -> int:
 
 
 def _core_again(workload: RankWorkload) -> int:
-    """Return the bytes of the inside of the core as selective recompute computes it again."""
-    return (
-        block_activations(workload, workload.stages[0].layers[0]).core
-        if workload.config.train.recompute == "selective"
-        else 0
-    )
+    """Return the bytes of the inside of a core step by step as selective recompute computes it again."""
+    if workload.config.recompute != "selective" or not workload.attends_step_by_step:
+        return 0
+    return block_activations(workload, workload.stages[0].layers[0]).core
 
 
 def norm_bytes(workload: RankWorkload) -> int:

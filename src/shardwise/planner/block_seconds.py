@@ -56,6 +56,7 @@ class ProgramTraits:
         runs_ahead: True if the host starts kernels before the device is done with earlier ones.
         casts_gradients: True if a weight's new gradient is copied to the gradients' dtype before it is added to them.
         reduces_all: True if gradients are all-reduced even if the optimizer's state is sharded.
+        recomputes_core: True if selective recompute repeats attention, fused or not, and nothing else.
         kernels: number of kernels that a block starts in its forward pass.
     """
 
@@ -67,6 +68,7 @@ class ProgramTraits:
     runs_ahead: bool = True
     casts_gradients: bool = True
     reduces_all: bool = False
+    recomputes_core: bool = False
     kernels: int = 24
 
 
@@ -85,6 +87,7 @@ class BlockShape:
         dtype: dtype of parameters and activations.
         gradient: dtype of gradients.
         recompute: kind of recompute.
+        regathers: True if inputs that sequence parallelism gathered are gathered again in the backward pass.
     """
 
     model: FamilyConfig
@@ -97,6 +100,7 @@ class BlockShape:
     dtype: DtypeName
     gradient: DtypeName
     recompute: Recompute
+    regathers: bool = False
 
     @property
     def tokens(self) -> int:
@@ -250,6 +254,12 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
         c.host,
         program,
     )
+    if s.regathers and s.sequence_parallel and s.tensor > 1:
+        # The inputs of attention and MLP arrive while the gradients of these inputs are computed.
+        gather = device_seconds.collective(device, c, s.tensor_group, float(s.gathered_bytes))
+        for n, k in (weights[0], weights[2]):
+            exposed = max(0.0, gather - device_seconds.matmul(device, c, peak, s.tokens, k, n))
+            backward = backward.plus(PartSeconds(tensor=exposed))
     recompute = PartSeconds()
     if s.recompute == "full":
         # On a CPU the functions that recompute calls for each saved tensor take about as long as the operators' starts.
@@ -257,7 +267,16 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
         recompute = PartSeconds(forward.matmul, forward.attention, forward.memory_bound, launch, collectives)
         backward = backward.plus(recompute)
     elif s.recompute == "selective":
-        recompute = PartSeconds(attention=core.forward)
+        # Norms, activation and rotated q and k, of which the last two are read and written once more.
+        cheap = device_seconds.passes(device, c, norm_bytes + s.a * feed_elements)
+        if s.model.rotary_dim:
+            cheap += device_seconds.passes(device, c, 2 * s.a * s.tokens * (s.local.query + s.local.key_value))
+        if program.recomputes_core:
+            recompute = PartSeconds(attention=core.forward)
+        else:
+            attention = 0.0 if program.fused_attention else core.forward
+            launch = forward.launch * cheap / memory_forward
+            recompute = PartSeconds(attention=attention, memory_bound=cheap, launch=launch)
         backward = backward.plus(recompute)
     return PassSeconds(forward, backward, weight_gradients + accumulation, recompute)
 

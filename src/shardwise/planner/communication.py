@@ -151,13 +151,16 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
     head = int(workload.has_last)
     embedding = int(workload.has_first)
     transfers = []
-    if workload.config.train.recompute == "full":
+    if workload.config.recompute == "full":
         # Recompute stops at the last tensor that a block saves. The sum after a block's last matrix product is
         # repeated only if dropout (its mask) or a norm (its input) saves something after it, or if both are in one.
         in_one = workload.config.parallel.tensor_overlap is not None
         ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
+    if workload.config.regathers and workload.layout.sequence_parallel:
+        again = "inputs of attention and MLP, gathered again"
+        transfers.append(_over_tensor(workload, "all_gather", gathered, again, 2 * workload.layers))
     transfers.append(_query_key_squares(workload, "gradients of "))
     if workload.model.head_transform:
         size = workload.a * workload.predicted * workload.model.hidden_size

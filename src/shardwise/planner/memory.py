@@ -182,7 +182,7 @@ def _state_bytes(workload: RankWorkload, *, separate_masters: bool) -> int:
 def _step_peak(workload: RankWorkload, in_flight: InFlight | None = None) -> StepPeak:
     """Return the peak of a step, without or with what is in flight at stages 2 and 3 of ZeRO."""
     order = action_order(
-        workload.config.parallel, workload.micro_batches, workload.pipeline_rank, workload.config.train.recompute
+        workload.config.parallel, workload.micro_batches, workload.pipeline_rank, workload.config.recompute
     )
     passes = {stage.index: _pass(workload, stage, in_flight) for stage in workload.stages}
     peak = step_peak(order, passes, workload.micro_batches)
@@ -201,7 +201,7 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     x = workload.x_bytes
     embedding, last = _kept_at_ends(workload, stage)
     kept = block_stack(workload, stage.layers).kept + embedding + last + _document_tables(workload)
-    keeps_input = block_activations(workload, stage.layers[0]).saves_input or workload.config.train.recompute == "full"
+    keeps_input = block_activations(workload, stage.layers[0]).saves_input or workload.config.recompute == "full"
     received = 0 if keeps_input or stage.is_first else x
     gradient = 0 if stage.is_last else x
     onwards = 0
@@ -322,7 +322,7 @@ def _document_tables(workload: RankWorkload) -> int:
     data = workload.config.data
     train = workload.config.train
     model = workload.model
-    masked = workload.masks_documents and not (workload.attends_step_by_step and train.recompute == "none")
+    masked = workload.masks_documents and not (workload.attends_step_by_step and workload.config.recompute == "none")
     mask = train.micro_batch * train.sequence_length**2 if masked else 0
     turns = workload.tokens * model.rotary_dim if data.reset_position_ids else 0
     return workload.a * (mask + turns)
@@ -333,8 +333,9 @@ def _loss(workload: RankWorkload) -> int:
 
     A chunk has its logits in float32, [C, V/t]; in bfloat16 beside them a bfloat16 tensor of the same shape, the logits
     or their gradient. And the head's input, [C, H], with the larger of the chunk's part of dW, [V/t, H], and the
-    gradient of that input, [C, H]. BERT's masked-token head has P·B rows, and keeps four tensors [P·B, H]: the inputs
-    of its transform, activation and norm, and the norm's output.
+    gradient of that input, [C, H]; in bfloat16 an accelerator's product adds dW to the sum by itself. BERT's
+    masked-token head has P·B rows, and keeps four tensors [P·B, H]: the inputs of its transform, activation and norm,
+    and the norm's output.
     """
     a = workload.a
     rows = workload.local.vocabulary
@@ -351,7 +352,8 @@ def _loss(workload: RankWorkload) -> int:
     chunk = min(workload.predicted, max(1, limit // (chunk_rows * tokens_a_row)) * tokens_a_row)
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a
     head = 4 * a * hidden * workload.predicted if workload.model.head_transform else 0
-    products = a * hidden * (chunk + max(rows, chunk))
+    adds_products = workload.accelerator and a != _FLOAT32 and not workload.config.train.bitwise
+    products = a * hidden * (chunk + (chunk if adds_products else max(rows, chunk)))
     return _loss_gradients(workload) + chunk * rows * per_logit + products + head
 
 

@@ -166,6 +166,11 @@ class RankWorkload:
         return self.a * self.tokens * self.model.hidden_size
 
     @property
+    def product_input_bytes(self) -> int:
+        """Bytes of x that a column-parallel layer keeps for its weight's gradient: gathered, or this rank's part."""
+        return self.x_bytes if self.config.regathers else self.gathered_bytes
+
+    @property
     def probabilities(self) -> int:
         """B·h/t·S²: elements of one block's attention probabilities on one rank."""
         heads = self.local.query // self.model.head_dim

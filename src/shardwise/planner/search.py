@@ -10,6 +10,7 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import get_args
 
 from shardwise.base.errors import ConfigError
@@ -22,10 +23,9 @@ from shardwise.models.parameter_counts import flops_per_token, local_parameter_c
 from shardwise.pipeline.partition import stage_plan
 from shardwise.planner import device_specs, rank_workload
 from shardwise.planner.memory import MemoryEstimate, expected_memory, memory_of, messages_of_a_micro_batch
+from shardwise.planner.memory_choice import RESERVED, first_that_fits, fitted
 from shardwise.planner.step_time import StepTime, least_times, step_time
 
-RESERVED = 0.06
-"""The part of a device's memory that its context, the collectives' buffers and the allocator's gaps take."""
 _TIGHT = 0.1
 _SAME_TIME = 1.04
 """Ratio of two predicted times up to which a difference in details alone is no reason to list both layouts."""
@@ -219,8 +219,9 @@ def _add_fastest(
             if least > limit:
                 needed.append((choice, least))
                 continue
-            chosen = choice.applied(config)
-            memory = _memory(chosen, layout, cluster, limit)
+            estimated = partial(_memory, layout=layout, cluster=cluster, limit=limit)
+            chosen, memory = first_that_fits(choice.applied(config), layout, estimated, limit)
+            choice = replace(choice, regathers=chosen.regathers)
             activation_bytes = memory.total - memory.state - memory.in_flight
             state_share = memory.state / state_bytes(choice, layout)
             if memory.total <= limit:
@@ -236,6 +237,9 @@ def _add_fastest(
 
 def predicted(config: Config, layout: Layout, cluster: device_specs.Cluster) -> Plan | None:
     """Return the prediction for a given layout, whether or not it fits; None for a model of your own."""
+    device = cluster.device
+    room = device.memory * (1 - RESERVED)
+    config = fitted(config, layout, room, accelerator=device.is_accelerator, device=device.name)
     time = step_time(config, layout, cluster)
     memory = expected_memory(config, layout, cluster.device.is_accelerator)
     if time is None or memory is None:
@@ -248,10 +252,11 @@ def predicted(config: Config, layout: Layout, cluster: device_specs.Cluster) -> 
         schedule=parallel.schedule,
         virtual=parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
         micro_batch=config.train.micro_batch,
-        recompute=config.train.recompute,
+        recompute=config.recompute,
         zero=config.optimizer.zero,
         replicate=parallel.replicate,
         reduce=config.optimizer.reduce,
+        regathers=config.regathers,
     )
     return Plan(choice, config, layout, cluster, time, memory)
 
@@ -370,6 +375,7 @@ class Choice:
     zero: int
     replicate: int = 1
     reduce: Frequency | None = None
+    regathers: bool = False
 
     def applied(self, config: Config) -> Config:
         """Return the configuration with this layout."""
@@ -380,6 +386,8 @@ class Choice:
             "schedule": self.schedule,
             "virtual_stages": self.virtual,
         }
+        if self.regathers:
+            parallel["sequence_regather"] = True
         # A recipe's sizes of stages are for its own number of stages.
         if len(config.parallel.stages or ()) != self.pipeline * (self.virtual or 1):
             parallel["stages"] = None
@@ -412,6 +420,8 @@ class Choice:
         """Return the choice on `world` ranks, such as `TP 8 + SP × PP 4 × DP 2, 1f1b, micro-batch 2, …`."""
         degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "data": world // (self.tensor * self.pipeline)}
         words = [layout_text(degrees, sequence=self.sequence)]
+        if self.regathers:
+            words.append("gathered again")
         if self.pipeline > 1:
             words.append(f"{self.schedule} with {self.virtual} stages a rank" if self.virtual else self.schedule)
         words += [f"micro-batch {self.micro_batch}", f"recompute {self.recompute}", self._sharding_text()]
@@ -433,7 +443,8 @@ def choices(
     base = config
     if "parallel.stages" not in fixed:
         base = config.model_copy(update={"parallel": config.parallel.model_copy(update={"stages": None})})
-    recomputes = (config.train.recompute,) if "train.recompute" in fixed else _RECOMPUTES
+    is_fixed = "train.recompute" in fixed and config.train.recompute != "auto"
+    recomputes = (config.recompute,) if is_fixed else _RECOMPUTES
     for degrees in _degrees(config, world, per_node, fixed):
         for micro_batch in _micro_batches(config, fixed):
             # Recompute and ZeRO change no rule, so that one check serves all of their values.

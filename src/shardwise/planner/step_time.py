@@ -141,7 +141,7 @@ def step_time(
     busy = _busy_seconds(inputs.works, times, layout.pipeline)
     longest = max(range(layout.pipeline), key=busy.__getitem__)
     m = layout.accumulation(config.train)
-    makespan_seconds = makespan(config.parallel, m, times, in_flight, config.train.recompute)
+    makespan_seconds = makespan(config.parallel, m, times, in_flight, config.recompute)
     # The parts are those of one rank, and all that it does not work is bubble, so that they sum to the makespan.
     works = [work for work in inputs.works if work.stage.rank == longest]
     forward, backward, recompute = _block_sums(works)
@@ -186,7 +186,7 @@ def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
     inputs = _StepInputs.of(config, layout, cluster)
     stages = [work.times for work in inputs.works]
     micro_batches = layout.accumulation(config.train)
-    return timeline(config.parallel, micro_batches, stages, inputs.message_seconds(), config.train.recompute)
+    return timeline(config.parallel, micro_batches, stages, inputs.message_seconds(), config.recompute)
 
 
 def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
@@ -221,7 +221,8 @@ def stage_works(
         inside=min(layout.tensor, cluster.per_node),
         dtype=precision.parameter,
         gradient=precision.gradient,
-        recompute=config.train.recompute,
+        recompute=config.recompute,
+        regathers=config.regathers,
     )
     block = block_seconds.block(shape, cluster.device, constants, program)
     embedding = block_seconds.embedding(shape, cluster.device, constants, program)

@@ -10,8 +10,10 @@ from shardwise.base.errors import ConfigError, see
 from shardwise.base.hardware import available_memory
 from shardwise.base.units import counted, size
 from shardwise.config import Config, Layout
-from shardwise.distributed import devices
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.mesh import Mesh
 from shardwise.planner.memory import expected_memory, memory_of_machine, offloaded_bytes
+from shardwise.planner.memory_choice import RESERVED, fitted, leaves_open
 from shardwise.train.memory_remedies import remedies_of_machine, remedies_of_rank
 from shardwise.train.step_record import Progress
 
@@ -54,6 +56,27 @@ def _allocator_line(device: torch.device) -> str:
     if unused > allocator["reserved"] / 10 and not is_expandable:
         line += f"; {_ALLOCATOR_SETTINGS}=expandable_segments:True lets tensors use what is reserved in pieces"
     return f"{line}\n"
+
+
+def fitted_to_devices(config: Config, layout: Layout, mesh: Mesh) -> Config:
+    """Return the configuration with what its keys leave to the memory of the ranks' devices. Collective.
+
+    Raises:
+        ConfigError: `train.recompute=auto` where the memory of a device is not known.
+    """
+    device = mesh.device
+    accelerator = device.type != "cpu"
+    if not leaves_open(config, layout, accelerator):
+        return config
+    if accelerator:
+        total = devices.total_memory(device)
+        room = None if total is None else int(total * (1 - RESERVED))
+    else:
+        available = available_memory()
+        room = None if available is None else available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # The ranks choose alike, by the least of them; of -0 nothing is known.
+    (least,) = collectives.reduce_numbers([-(room or 0)], mesh.world)
+    return fitted(config, layout, -least or None, accelerator=accelerator, device=devices.name(device))
 
 
 def require_device(config: Config, layout: Layout, rank: int, device: torch.device) -> str | None:

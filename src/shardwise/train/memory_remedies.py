@@ -77,8 +77,10 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
         # It must divide the present one, so that the global batch stays a multiple of it.
         smaller = max(part for part in range(1, micro // 2 + 1) if micro % part == 0)
         yield f"train.micro_batch={smaller}", changed("train", micro_batch=smaller), world
-    if config.train.recompute != "full" and not is_user_model:
+    if config.recompute != "full" and not is_user_model:
         yield "train.recompute=full", changed("train", recompute="full"), world
+    if layout.sequence_parallel and not config.regathers:
+        yield "parallel.sequence_regather=true", changed("parallel", sequence_regather=True), world
     if tensor > 1 and not layout.sequence_parallel:
         yield "parallel.sequence=true", changed("parallel", sequence=True), world
     for stage in (1, 2, 3):

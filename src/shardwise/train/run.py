@@ -19,11 +19,12 @@ from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, Bl
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
+from shardwise.planner.memory_choice import choice_text
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
 from shardwise.train.checkpoint_choice import goes_back
 from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.generation import draw_sample
-from shardwise.train.memory import out_of_memory_text, require_device
+from shardwise.train.memory import fitted_to_devices, out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
 from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
@@ -62,6 +63,8 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     config = _with_one_batch(config, mesh)
     require_same(config, mesh, run_path)
     layout = check_layout(config, mesh.world.size)
+    recipe_config = config
+    config = fitted_to_devices(config, layout, mesh)
     progress = Progress(phase="preparation of the data")
     with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
         shortage = require_device(config, layout, mesh.world.rank, mesh.device)
@@ -78,6 +81,8 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             resumed = _begin(opened, trainer, reporter, copies)
             if shortage is not None:
                 reporter.warning(shortage)
+            if (choice := choice_text(config, recipe_config)) is not None:
+                reporter.message(f"chosen for the memory of the devices: {choice}")
             graphs = None
             if trainer.compilation is not None:
                 # After the start is reported: this tells the user which graphs have to be compiled. The graphs stay

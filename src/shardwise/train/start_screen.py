@@ -41,7 +41,7 @@ def _print_box(console: Console, title: str, content: Table | Group) -> None:
 
 def schedule_picture(config: Config, layout: Layout, width: int) -> list[Text]:
     """The picture of `pipeline/schedule_picture.py` of a run."""
-    return picture.schedule_picture(config.parallel, layout.accumulation(config.train), config.train.recompute, width)
+    return picture.schedule_picture(config.parallel, layout.accumulation(config.train), config.recompute, width)
 
 
 def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str, str, str, str]]:

@@ -29,6 +29,8 @@ from shardwise.planner.memory import (
     neediest_rank,
     offloaded_bytes,
 )
+from shardwise.planner.memory_choice import RESERVED
+from shardwise.planner.rank_workload import RankWorkload
 from shardwise.train.memory_remedies import remedies_of_machine
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def dry_run(
     *,
     continued: Sequence[tuple[str, str]] = (),
     full: bool = False,
+    recipe_config: Config | None = None,
 ) -> str:
     """What follows from a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
 
@@ -67,6 +70,7 @@ def dry_run(
         cluster: machines that need not be here, for which the time of a step is predicted; None for this machine.
         continued: rows about the run that the folder holds.
         full: show every key, not only those that differ from their defaults.
+        recipe_config: configuration whose keys are shown, without choices by memory; None: `config`.
     """
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if cluster is None else f"{cluster} (--device)"
@@ -76,7 +80,7 @@ def dry_run(
         plan = prediction(config, layout, cluster)
         rows += predicted_rows(plan)
     rows += _pipeline(config, layout, accelerator)
-    rows += _compute(config)
+    rows += _compute(config, layout, accelerator)
     rows += _dropout(config, layout, accelerator)
     rows += _needs(config, layout, accelerator)
     rows.append(("checkpoints", _when_saved(config, None if plan is None else plan.time.total)))
@@ -86,7 +90,7 @@ def dry_run(
     lines = [f"{recipe}: a dry run, nothing was started", "", *(f"{name:<14} {value}" for name, value in rows)]
     lines += ["", f"learning rate: {config.optimizer.schedule}", *_rate_curve(config)]
     comments = "\n".join(f"# {line}".rstrip() for line in lines)
-    recorded = config.recorded()
+    recorded = (recipe_config or config).recorded()
     if full:
         return f"{comments}\n\n# all keys\n{dump_yaml(recorded)}".rstrip()
     differing = dump_yaml(config.without_defaults(recorded))
@@ -167,8 +171,6 @@ def predicted_rows(plan: Plan | None) -> _Rows:
 
 def memory_text(plan: Plan) -> str:
     """Whether a layout fits on each device of its cluster."""
-    from shardwise.planner.search import RESERVED  # costly to import, for a cluster alone
-
     state = f"{units.size(plan.headroom)} free"
     if plan.headroom < 0:
         state = f"does not fit: {units.size(plan.memory.total)} are needed"
@@ -250,7 +252,7 @@ def _schedule(config: Config, layout: Layout) -> str:
     shown = f"{parallel.schedule}, {layout.stages} stages, {micro_batches} micro-batches: bubble"
     formula = bubble(parallel, micro_batches)
     if formula is None:
-        simulated = simulate(parallel, micro_batches, config.train.recompute).bubble
+        simulated = simulate(parallel, micro_batches, config.recompute).bubble
         return (
             f"{shown} {simulated:.1%} by its order of work, where stages are equal and a forward pass takes as long as "
             "each half of a backward pass"
@@ -282,21 +284,34 @@ def _optimizer(config: Config) -> str:
     return config.optimizer.spec.summary.format(tensors=counted_tensors)
 
 
-def _compute(config: Config) -> _Rows:
+def _compute(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     train = config.train
     predictions = config.data.predictions(train.sequence_length)
     token_flops = parameter_counts.flops_per_token(config.model, train.sequence_length, predictions)
-    recomputed_flops = parameter_counts.recomputed_flops_per_token(config.model, train.sequence_length, train.recompute)
-    if token_flops is None or recomputed_flops is None:
+    workload = RankWorkload.of(config, layout, accelerator)
+    if token_flops is None or workload is None:
         return [("compute", _UNKNOWN)]
     tokens = train.global_batch * train.sequence_length * train.steps
     total = units.count(token_flops * tokens)
     rows = [("compute", f"{units.count(token_flops)} FLOPs per token, {total} FLOPs in all")]
-    if train.recompute != "none":
-        part = "the attention core" if train.recompute == "selective" else "each block"
-        share = recomputed_flops / token_flops
-        rows.append(("recompute", f"{part}: {units.count(recomputed_flops)} FLOPs per token more ({share:+.1%})"))
+    if config.recompute != "none":
+        rows.append(("recompute", _recompute(workload, token_flops)))
     return rows
+
+
+def _recompute(workload: RankWorkload, token_flops: float) -> str:
+    """What is computed again, and its FLOPs if it has matrix products."""
+    config = workload.config
+    fused = not workload.attends_step_by_step
+    cheap = "norms, activations and rotary positions" if workload.model.rotary_dim else "norms and activations"
+    if config.recompute == "selective" and fused:
+        return f"{cheap}, no matrix product"
+    part = "each block" if config.recompute == "full" else f"{cheap}, and the attention core"
+    flops = parameter_counts.recomputed_flops_per_token(
+        config.model, config.train.sequence_length, config.recompute, fused_attention=fused
+    )
+    assert flops is not None, "the shapes of the model are known"
+    return f"{part}: {units.count(flops)} FLOPs per token more ({flops / token_flops:+.1%})"
 
 
 def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:

@@ -130,7 +130,7 @@ def candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, lis
     values: dict[str, Sequence[Any]] = {key: valid or sorted(divisors(ranks)) for key, valid in AXES.items()}
     defaults: dict[str, Sequence[Any]] = {
         "parallel.schedule": [config.parallel.schedule],
-        "train.recompute": [config.train.recompute],
+        "train.recompute": get_args(Recompute) if config.train.recompute == "auto" else [config.recompute],
         "optimizer.zero": sorted({0, 1, config.optimizer.zero}),
     }
     values |= {key: default for key, default in defaults.items() if key not in chosen}

@@ -54,6 +54,7 @@ def miniature(
         "parallel": {
             "vocab_multiple": config.parallel.vocab_multiple,
             "tensor_overlap": config.parallel.tensor_overlap,
+            "sequence_regather": config.parallel.sequence_regather,
             "replicate": config.parallel.replicate,
         },
         "train": {
@@ -183,6 +184,7 @@ def at(config: Config, cell: Cell) -> Config:
     if cell.schedule is not None and SCHEDULES[cell.schedule].splits_backward:
         # Overlap and a backward pass in two parts exclude each other.
         parallel["tensor_overlap"] = None
+        parallel["sequence_regather"] = None
     elif config.parallel.tensor_overlap == "symmetric_memory" and (cell.device == "cpu" or not cell.sequence):
         parallel["tensor_overlap"] = "pieces"
     micro_batch = SAMPLES_WITH_BITS if config.train.bitwise else 1

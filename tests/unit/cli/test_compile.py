@@ -46,6 +46,11 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["llama2-tiny", "parallel.tensor=2", "parallel.tensor_overlap=pieces"],
             "compile.enabled (true) must be false with parallel.tensor_overlap (pieces), whose layers are not compiled",
         ),
+        (
+            ["llama2-tiny", "parallel.sequence_regather=true"],
+            "parallel.sequence_regather (true) must be false with compile.enabled (true): the compiler chooses",
+        ),
+        (["llama2-tiny", "train.recompute=auto"], "train.recompute (auto) must be none, selective or full here"),
         (["llama2-tiny", "--nproc", "0"], "--nproc (0) must be at least 1"),
         (
             ["llama2-tiny", "compile.backend=indoctor"],

@@ -78,7 +78,11 @@ def test_pruning_loses_no_layout() -> None:
     listed = [plan.time.total for plan in found.plans]
     assert listed == sorted(listed)
     assert len(found.plans) + sum(found.too_large.values()) == found.valid
-    assert all(times[plan.choice] == plan.time.total for plan in found.plans)
+    for plan in found.plans:
+        least = times[replace(plan.choice, regathers=False)]
+        # Gathers that no matmul hides take time.
+        assert least <= plan.time.total
+        assert least == plan.time.total or plan.choice.regathers
 
 
 def test_given_keys_are_kept_and_two_are_compared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,6 +121,12 @@ def problems(*overrides: str, recipe: str = "gpt-tiny", world: int | None = None
             "that it overlaps apart from each other: choose another schedule, such as 1f1b",
         ),
         (
+            "pipeline=2 schedule=zbv sequence_regather=true",
+            "parallel.sequence_regather (true) must be false with parallel.schedule zbv, which computes the gradients "
+            "of inputs and weights apart from each other, and would gather twice: choose another schedule, such as "
+            "1f1b",
+        ),
+        (
             "tensor_overlap=symmetric_memory",
             "parallel.tensor_overlap (symmetric_memory) must go with parallel.sequence (true): its operators gather "
             "and scatter the sequence",

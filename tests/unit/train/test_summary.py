@@ -79,16 +79,23 @@ def test_every_family_is_told(family: str) -> None:
     assert not {"recompute", "dropout", "  time"} & set(found)
 
 
-@pytest.mark.parametrize(("recompute", "what"), [("selective", "the attention core"), ("full", "each block")])
+@pytest.mark.parametrize(
+    ("recompute", "what"), [("selective", "norms and activations, and the attention core"), ("full", "each block")]
+)
 def test_recompute_tells_its_price(recompute: str, what: str) -> None:
     chosen = config(recompute=recompute)
     again, flops = (
-        recomputed_flops_per_token(chosen.model, 64, chosen.train.recompute),
+        recomputed_flops_per_token(chosen.model, 64, chosen.recompute, fused_attention=False),
         flops_per_token(chosen.model, 64),
     )
     assert again is not None
     assert flops is not None
     assert rows(chosen)["recompute"] == f"{what}: {units.count(again)} FLOPs per token more ({again / flops:+.1%})"
+
+
+def test_what_a_fused_kernel_computed_is_not_computed_again() -> None:
+    found = rows(config("llama", recompute="selective"))["recompute"]
+    assert found == "norms, activations and rotary positions, no matrix product"
 
 
 def test_invariant_dropout_tells_its_price() -> None:

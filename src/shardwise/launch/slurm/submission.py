@@ -20,6 +20,7 @@ from shardwise.config import Config, Layout, check_layout
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.script import _REPLACED, JobPlan, in_one_line, operand
 from shardwise.planner.memory import checkpoint_bytes, expected_memory, memory_copies_bytes, neediest_rank
+from shardwise.planner.memory_choice import RESERVED, fitted
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 
 RECIPE = "recipe.yaml"
@@ -176,6 +177,8 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
 def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
     """Refuse a layout that needs more memory than the device that `gres` names has, by a ConfigError."""
     device = _device_memory(gres)
+    if device is not None:
+        config = fitted(config, layout, device * (1 - RESERVED), accelerator=True, device=f"launch.gres ({gres})")
     memory = _memory_of_rank(config, layout, accelerator=True)
     if device is not None and memory is not None and memory > device:
         raise ConfigError(

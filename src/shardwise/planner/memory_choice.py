@@ -1,0 +1,99 @@
+"""Chooses what the backward pass computes or gathers again, so that a step fits the memory of a device.
+
+`train.recompute=auto` and `parallel.sequence_regather=null` leave this to the memory that a rank has. The choices are
+tried in the order of what they cost, each by the planner's estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import get_args
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import Config, Layout, Recompute
+from shardwise.planner.memory import MemoryEstimate, expected_memory
+
+RESERVED = 0.06
+"""The part of a device's memory that its context, the collectives' buffers and the allocator's gaps take."""
+
+
+def leaves_open(config: Config, layout: Layout, accelerator: bool) -> bool:
+    """Return whether a key leaves something to the memory of a rank.
+
+    Ranks on CPUs share the memory of their machine, so that `parallel.sequence_regather=null` is false there.
+    """
+    regather = config.parallel.sequence_regather
+    return config.train.recompute == "auto" or (accelerator and layout.sequence_parallel and regather is None)
+
+
+def candidates(config: Config, layout: Layout) -> Iterator[Config]:
+    """Yield the configuration with each choice that its keys leave open, the fastest first.
+
+    Gathering again is tried before more is computed again: it moves bytes, which a matmul hides in part.
+    """
+    recompute = config.train.recompute
+    recomputes: tuple[Recompute, ...] = get_args(Recompute) if recompute == "auto" else (recompute,)
+    is_open = config.parallel.sequence_regather is None and layout.sequence_parallel
+    is_able = not config.splits_backward and not config.compile.enabled
+    for chosen in recomputes:
+        train = config.train.model_copy(update={"recompute": chosen})
+        yield config.model_copy(update={"train": train})
+        if is_open and is_able:
+            parallel = config.parallel.model_copy(update={"sequence_regather": True})
+            yield config.model_copy(update={"train": train, "parallel": parallel})
+
+
+def first_that_fits(
+    config: Config, layout: Layout, estimated: Callable[[Config], MemoryEstimate], limit: float
+) -> tuple[Config, MemoryEstimate]:
+    """Return the first candidate that needs at most `limit` bytes, or else the one that needs least, and its memory."""
+    too_large: list[tuple[Config, MemoryEstimate]] = []
+    for candidate in candidates(config, layout):
+        memory = estimated(candidate)
+        if memory.total <= limit:
+            return candidate, memory
+        too_large.append((candidate, memory))
+    return min(too_large, key=lambda pair: pair[1].total)
+
+
+def fitted(config: Config, layout: Layout, memory: float | None, *, accelerator: bool, device: str) -> Config:
+    """Return the configuration with what its keys leave to the memory of a rank.
+
+    Args:
+        memory: bytes that a rank has; None where nobody knows.
+        device: name of the device, for the message.
+
+    Raises:
+        ConfigError: `train.recompute=auto` for memory or a model that is not known.
+    """
+    if not leaves_open(config, layout, accelerator):
+        return config
+    is_auto = config.train.recompute == "auto"
+    if is_auto and config.shapes is None:
+        raise ConfigError(
+            "train.recompute (auto) must be none, selective or full for a model of your own, whose activations are not "
+            "known"
+        )
+    if is_auto and memory is None:
+        raise ConfigError(
+            f"train.recompute (auto) must be none, selective or full on {device}, whose memory is not known"
+        )
+    if memory is None or config.shapes is None:
+        return config
+
+    def estimated(candidate: Config) -> MemoryEstimate:
+        estimate = expected_memory(candidate, layout, accelerator)
+        assert estimate is not None, "the shapes of the model are known"
+        return estimate
+
+    return first_that_fits(config, layout, estimated, memory)[0]
+
+
+def choice_text(chosen: Config, config: Config) -> str | None:
+    """Return what was chosen in place of the keys of `config`, as settings; None where nothing was left open."""
+    settings = []
+    if config.train.recompute != chosen.train.recompute:
+        settings.append(f"train.recompute={chosen.train.recompute}")
+    if chosen.regathers and not config.regathers:
+        settings.append("parallel.sequence_regather=true")
+    return ", ".join(settings) or None
