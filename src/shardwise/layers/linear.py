@@ -195,15 +195,23 @@ class _ColumnParallel(placement.PlacedModule):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → each part `[S, B, local outputs]`."""
+        if self.group.has_parts:
+            return self.multiply(self._enter(x))
+        return tuple(self.joined(x).split(self._sizes, dim=-1))
+
+    def joined(self, x: Tensor) -> Tensor:
+        """x, as in `project` → all parts side by side, `[S, B, Σ local outputs]`, in a group without parts."""
         overlap = usable(self.overlap, x, self.group)
         if overlap is not None:
-            y = gather_and_multiply(
+            return gather_and_multiply(
                 x, self.weight, self.bias, self.group, overlap, sequence_parallel=self.sequence_parallel_enabled
             )
-            return tuple(y.split(self._sizes, dim=-1))
+        return linear(self._enter(x), self.weight, self.bias)
+
+    def _enter(self, x: Tensor) -> Tensor:
         # `copy_to_group` does nothing forward; backward it sums the gradients of x, of which each rank has a part.
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
-        return self.multiply(enter(x, self.group))
+        return enter(x, self.group)
 
     def _outputs(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the layer's outputs, which are its local parts, or with `gather_output` those of all ranks."""

@@ -8,6 +8,7 @@ Shapes: see `models/blocks.py`.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from shardwise.config import DecoderConfig
 from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
 from shardwise.layers.parts import activate
+from shardwise.layers.swiglu import swiglu
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import Context, LayerFactory
 from shardwise.models.causal import CausalLM
@@ -46,8 +48,14 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x)
-        out: Tensor = self.down_proj(activate(F.silu, gate, self.down_proj.group) * up)
+        group = self.down_proj.group
+        # The compiler makes one kernel of single operations.
+        if group.has_parts or torch.compiler.is_compiling():
+            gate, up = self.gate_up(x)
+            inner = activate(F.silu, gate, group) * up
+        else:
+            inner = swiglu(self.gate_up.joined(x))
+        out: Tensor = self.down_proj(inner)
         return out
 
 
