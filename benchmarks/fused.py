@@ -50,6 +50,9 @@ class Separate(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(layer(x) for layer in self.layers)
 
+    def joined(self, x: Tensor) -> Tensor:
+        return torch.cat(self(x), dim=-1)
+
 
 def separated(config: LlamaConfig, block: LlamaBlock, sequence_parallel: bool, options: LayerOptions) -> LlamaBlock:
     """A block with the same weights, whose projections are layers of their own."""

@@ -38,7 +38,7 @@ def _addmm(total: Tensor, dy: Tensor, x: Tensor) -> None:
 
 WAYS: dict[str, tuple[Add, int]] = {
     "product alone, in bfloat16": (lambda total, dy, x: dy.t() @ x, 2),
-    "product, cast, add (now)": (_cast_and_add, 2 + 6 + 12),
+    "product, cast, add": (_cast_and_add, 2 + 6 + 12),
     "product, add bfloat16 to float32": (_add, 2 + 10),
     "product in float32, add": (_product_in_float32, 4 + 12),
     "addmm into the buffer": (_addmm, 8),

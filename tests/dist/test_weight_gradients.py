@@ -17,11 +17,14 @@ from tests.dist.training import make_config
 from tests.rank_pool import RankPool
 
 BLOCKS = {"model": {"num_hidden_layers": 4}}
+COMPILED = {"compile": {"enabled": True, "backend": "aot_eager"}}
+PIPELINE = {"parallel": {"pipeline": 2, "schedule": "1f1b"}, "optimizer": {"zero": 0}}
 ZBV = {**BLOCKS, "parallel": {"pipeline": 2, "schedule": "zbv"}, "optimizer": {"zero": 0}}
 
 
 def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[str, Tensor], list[float]]:
     """Products that were added by themselves, buckets in the order of their reductions, gradients, and losses."""
+    torch._dynamo.reset()
     trainer = make_trainer(make_config(precision={"mode": "mixed"}, **sections))
     if adds:
         in_place = not trainer.config.splits_backward
@@ -52,14 +55,28 @@ def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[
         (1, {"train": {"recompute": "full"}}),
         (2, {"optimizer": {"zero": 1}}),
         (2, {"parallel": {"tensor": 2, "sequence": True}}),
-        (2, {"parallel": {"pipeline": 2, "schedule": "1f1b"}, "optimizer": {"zero": 0}}),
+        (2, PIPELINE),
         (2, ZBV),
         (2, {"optimizer": {"zero": 2}}),
         (2, {"optimizer": {"zero": 2, "reduce": "step"}}),
         (2, {"optimizer": {"zero": 3, "reduce": "step"}}),
         (2, {"parallel": {"tensor": 2, "sequence": True, "tensor_overlap": "pieces"}}),
+        (2, COMPILED | PIPELINE | {"train": {"recompute": "full"}}),
+        pytest.param(1, COMPILED | {"train": {"recompute": "selective"}}, marks=pytest.mark.slow),
     ],
-    ids=["recompute", "ZeRO-1", "TP 2", "PP 2", "zbv", "ZeRO-2", "ZeRO-2 once a step", "ZeRO-3 once a step", "overlap"],
+    ids=[
+        "recompute",
+        "ZeRO-1",
+        "TP 2",
+        "PP 2",
+        "zbv",
+        "ZeRO-2",
+        "ZeRO-2 once a step",
+        "ZeRO-3 once a step",
+        "overlap",
+        "compiled, PP 2, recompute",
+        "compiled, selective recompute",
+    ],
 )
 def test_gradients_and_their_order_are_those_of_autograd(world: int, sections: dict[str, Any], ranks: Any) -> None:
     pool: RankPool = ranks(world)
@@ -71,6 +88,30 @@ def test_gradients_and_their_order_are_those_of_autograd(world: int, sections: d
         for name, gradient in wanted[2].items():
             assert torch.equal(found[2][name], gradient), name
         assert found[3] == wanted[3]
+
+
+def added_in_memory_of_buckets() -> tuple[int, int]:
+    """Products that compiled code adds in a step, and those of them that it adds in the memory of a bucket."""
+    torch._dynamo.reset()
+    config = make_config(precision={"mode": "mixed"}, compile={"enabled": True})
+    trainer = make_trainer(config)
+    weight_gradients.let_products_add(weights_of(trainer.model))
+    storages = {bucket.gradients.untyped_storage().data_ptr() for bucket in trainer.optimizer.buckets}
+    places: list[bool] = []
+
+    def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+        places.append(total.untyped_storage().data_ptr() in storages)
+
+    with patch.object(weight_gradients, "add_product_", add_product_):
+        trainer.step()
+    return len(places), sum(places)
+
+
+@pytest.mark.slow
+def test_compiled_code_copies_no_gradient(ranks: Any) -> None:
+    """The compiler describes an operator that changes its argument by one that returns a new tensor, at first."""
+    (found,) = ranks(1).run(added_in_memory_of_buckets)
+    assert found == (32, 32)
 
 
 def exact(sections: dict[str, Any]) -> dict[str, Tensor]:

@@ -203,12 +203,18 @@ class _ColumnParallel(placement.PlacedModule):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → each part `[S, B, local outputs]`."""
+        if self.group.has_parts:
+            if self._regathers(x):
+                return gather_and_multiply_parts(x, self.weight, self.bias, self._sections, self.group)
+            return self.multiply(self._enter(x))
+        return tuple(self.joined(x).split(self._sizes, dim=-1))
+
+    def joined(self, x: Tensor) -> Tensor:
+        """x, as in `project` → all parts side by side, `[S, B, Σ local outputs]`, in a group without parts."""
         overlap = usable(self.overlap, x, self.group)
-        regathers = self.regathers and self.sequence_parallel_enabled and can_regather(x, self.group)
-        if regathers and self.group.has_parts:
-            return gather_and_multiply_parts(x, self.weight, self.bias, self._sections, self.group)
+        regathers = self._regathers(x)
         if regathers or overlap is not None:
-            y = gather_and_multiply(
+            return gather_and_multiply(
                 x,
                 self.weight,
                 self.bias,
@@ -217,10 +223,15 @@ class _ColumnParallel(placement.PlacedModule):
                 sequence_parallel=self.sequence_parallel_enabled,
                 regathers=regathers,
             )
-            return tuple(y.split(self._sizes, dim=-1))
+        return linear(self._enter(x), self.weight, self.bias)
+
+    def _regathers(self, x: Tensor) -> bool:
+        return self.regathers and self.sequence_parallel_enabled and can_regather(x, self.group)
+
+    def _enter(self, x: Tensor) -> Tensor:
         # `copy_to_group` does nothing forward; backward it sums the gradients of x, of which each rank has a part.
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
-        return self.multiply(enter(x, self.group))
+        return enter(x, self.group)
 
     def _outputs(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the layer's outputs, which are its local parts, or with `gather_output` those of all ranks."""

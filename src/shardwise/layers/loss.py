@@ -29,7 +29,7 @@ from shardwise.layers.part_products import (
     weight_gradient_of_rows,
 )
 from shardwise.layers.parts import sequence_parts
-from shardwise.layers.weight_gradients import add_product_, adds_in_one_kernel
+from shardwise.layers.weight_gradients import add_product_, adds_in_one_kernel, gradient_to_add_to
 
 IGNORE_INDEX = -100
 
@@ -341,6 +341,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dx is not None and not is_cut:
             collectives.all_reduce_(dx, group)
         ctx.save_for_backward(dx, dw, db)
+        if not torch.compiler.is_compiling():
+            ctx.weight = weight_vH
         return total
 
     @staticmethod
@@ -349,8 +351,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # The saved gradients stay unscaled while another backward pass may ask for them: with another incoming
         # gradient, or for the weight's alone, as schedules with a split backward pass do. The last pass needs no copy.
         is_last = not torch.compiler.is_compiling() and not graph_is_kept()
+        dx, dw, db = ctx.saved_tensors
+        weight_gradient = None if torch.compiler.is_compiling() else gradient_to_add_to(ctx.weight)
+        if dw is not None and weight_gradient is not None:
+            weight_gradient.addcmul_(dw, grads[0])
+            dw = None
         scaled: list[Tensor | None] = []
-        for gradient in ctx.saved_tensors:
+        for gradient in (dx, dw, db):
             if gradient is None:
                 scaled.append(None)
             elif is_last:

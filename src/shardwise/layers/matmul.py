@@ -386,7 +386,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
     x_TI = x.flatten(0, -2)
     if is_made_by_products(x, weight):
         return add_or_return(weight, dy_TO, x_TI)
-    if _by_onednn(dy_TO, x_TI):
+    if by_onednn(dy_TO, x_TI):
         return weight_gradient(dy_TO, x_TI)
     # As autograd multiplies, to the bit.
     return dy_TO.t() @ x_TI

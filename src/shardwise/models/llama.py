@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinea
 from shardwise.layers.norm import RMSNorm
 from shardwise.layers.parts import activate
 from shardwise.layers.recompute import compose
+from shardwise.layers.swiglu import swiglu
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import Context, LayerFactory
 from shardwise.models.causal import CausalLM
@@ -50,10 +52,17 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        def activated(gate: Tensor, up: Tensor) -> Tensor:
-            return activate(F.silu, gate, self.down_proj.group) * up
+        group = self.down_proj.group
 
-        out: Tensor = compose(self.down_proj, activated, *self.gate_up(x), drops=self.drops_activated)
+        def activated(gate: Tensor, up: Tensor) -> Tensor:
+            return activate(F.silu, gate, group) * up
+
+        out: Tensor
+        # The compiler makes one kernel of single operations.
+        if group.has_parts or torch.compiler.is_compiling():
+            out = compose(self.down_proj, activated, *self.gate_up(x), drops=self.drops_activated)
+        else:
+            out = compose(self.down_proj, swiglu, self.gate_up.joined(x), drops=self.drops_activated)
         return out
 
 

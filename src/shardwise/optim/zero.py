@@ -345,8 +345,11 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                 "backward() came after this step's gradients were reduced: put all but the step's last backward() "
                 "under `with optimizer.accumulate():`, or drop the reduced ones by optimizer.zero_grad()"
             )
-        if bucket.frees_gradients and not self._keeps_gradients:
+        if not (bucket.frees_gradients and self._keeps_gradients):
             bucket.adopt(index)
+        elif parameter.grad is not None:
+            # Without the bucket's memory, later ones would be added in the parameter's dtype.
+            parameter.grad = parameter.grad.to(bucket.gradients.dtype)
         if self._overlapping:
             self._reductions.ready(bucket, index)
 

@@ -172,7 +172,8 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     |           | norms of q and k: statistics                         | see `_head_norms` |
     | core      | q, k and v, and what the core saves beside them      | see `_core`       |
     | MLP       | input of the first layer, as that of QKV             | T·H or T/s·H      |
-    |           | gated: gate and up, silu(gate), silu(gate)·up        | 4·T·F/t           |
+    |           | gated: gate and up, silu(gate)·up                    | 3·T·F/t           |
+    |           | gated, by parts for `train.bitwise`: silu(gate)      | T·F/t             |
     |           | else: input of the activation, and input of the last | 2·T·F/t           |
     |           | mask of dropout between the two, one byte each       | T·F/t             |
     | both      | the norm: its input and one or two statistics        | see `norm_bytes`  |
@@ -196,9 +197,10 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     core_input, core_input_saved, core = _core(
         workload, copied=model.rotates(layer) or model.query_key_norm is not None
     )
+    has_parts = workload.config.train.bitwise and workload.config.parallel.grain > 1
     mlp = (
         workload.product_input_bytes
-        + (4 if model.gated else 2) * feed
+        + (3 + has_parts if model.gated else 2) * feed
         + workload.inner_mask_elements
         + workload.mask_elements
     )

@@ -66,7 +66,7 @@ class ProgramTraits:
     waits_for_messages: bool = False
     splits_messages: bool = False
     runs_ahead: bool = True
-    casts_gradients: bool = True
+    casts_gradients: bool = False
     reduces_all: bool = False
     recomputes_core: bool = False
     kernels: int = 24
@@ -125,16 +125,16 @@ class BlockShape:
         """a·T·H: bytes of x after it is gathered over sequence parallelism."""
         return self.a * self.tokens * self.model.hidden_size
 
-    def accumulation_bytes(self, elements: int, program: ProgramTraits) -> float:
+    def accumulation_bytes(self, elements: int, device: Device, program: ProgramTraits) -> float:
         """Return the bytes that are read and written to add a weight's new gradient to that of earlier micro-batches.
 
         The new gradient and the sum are read, and the sum is written. With another dtype, a program that casts also
-        writes and reads a copy of the new gradient.
+        writes and reads a copy of the new gradient, as a CPU's addition does.
         """
         g = DTYPE_BYTES[self.gradient]
         if self.gradient == self.dtype:
             return 3.0 * g * elements
-        cast = 2 * g if program.casts_gradients else 0
+        cast = 2 * g if program.casts_gradients or not device.is_accelerator else 0
         return elements * (self.a + 2.0 * g + cast)
 
 
@@ -226,7 +226,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     outputs = sum(device_seconds.matmul(device, c, peak, s.tokens, n, k) for n, k in weights)
     input_gradients = sum(device_seconds.matmul(device, c, peak, s.tokens, k, n) for n, k in weights)
     weight_gradients = sum(device_seconds.matmul(device, c, peak, n, k, s.tokens) for n, k in weights)
-    accumulated = s.accumulation_bytes(sum(n * k for n, k in weights), program)
+    accumulated = s.accumulation_bytes(sum(n * k for n, k in weights), device, program)
     accumulation = device_seconds.passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
 
@@ -351,7 +351,7 @@ def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) ->
     forward_bytes = logits * (2 * s.a + _LOGITS_FORWARD_BYTES) + 4 * s.gathered_bytes
     backward_bytes = logits * (2 * s.a + _LOGITS_BACKWARD_BYTES) + 6 * s.gathered_bytes
     memory_forward = device_seconds.passes(device, c, forward_bytes)
-    accumulation = device_seconds.passes(device, c, s.accumulation_bytes(rows * hidden, program))
+    accumulation = device_seconds.passes(device, c, s.accumulation_bytes(rows * hidden, device, program))
     memory_backward = device_seconds.passes(device, c, backward_bytes) + accumulation
     # The ranks agree on the largest logit, the sum of exponentials and the target's logit of each token, in float32.
     loss_sums = 3 * device_seconds.collective(device, c, s.tensor_group, 4.0 * s.tokens, reduces_all=True)
@@ -382,7 +382,7 @@ def embedding(s: BlockShape, device: Device, c: Constants, program: ProgramTrait
         device, c, s.tensor_group, float(s.gathered_bytes), reduces_all=not s.sequence_parallel
     )
     table = s.local.vocabulary * s.model.hidden_size
-    table_gradient = device_seconds.passes(device, c, s.accumulation_bytes(table, program) + s.a * table)
+    table_gradient = device_seconds.passes(device, c, s.accumulation_bytes(table, device, program) + s.a * table)
     forward = PartSeconds(memory_bound=lookup, tensor=output_sum)
     backward = PartSeconds(
         memory_bound=2 * lookup + table_gradient,

@@ -332,10 +332,11 @@ def _loss(workload: RankWorkload) -> int:
     """The most that head and loss hold: what they keep (`_loss_gradients`), and one chunk of C tokens.
 
     A chunk has its logits in float32, [C, V/t]; in bfloat16 beside them a bfloat16 tensor of the same shape, the logits
-    or their gradient. And the head's input, [C, H], with the larger of the chunk's part of dW, [V/t, H], and the
-    gradient of that input, [C, H]; in bfloat16 an accelerator's product adds dW to the sum by itself. BERT's
-    masked-token head has P·B rows, and keeps four tensors [P·B, H]: the inputs of its transform, activation and norm,
-    and the norm's output.
+    or their gradient. Then it has the gradient of the logits and the larger of the chunk's part of dW, [V/t, H], and
+    the gradient of its input, [C, H]; in bfloat16 an accelerator's product adds dW to the sum by itself. At both
+    moments it has a copy of the head's input, [C, H], if the chunk's rows come from several parts of the sequence.
+    BERT's masked-token head has P·B rows, and keeps four tensors [P·B, H]: the inputs of its transform, activation and
+    norm, and the norm's output.
     """
     a = workload.a
     rows = workload.local.vocabulary
@@ -350,11 +351,13 @@ def _loss(workload: RankWorkload) -> int:
     limit = loss_chunk_elements(chunk_rows, workload.accelerator)
     tokens_a_row = workload.config.train.micro_batch * parts
     chunk = min(workload.predicted, max(1, limit // (chunk_rows * tokens_a_row)) * tokens_a_row)
-    per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a
     head = 4 * a * hidden * workload.predicted if workload.model.head_transform else 0
+    cut = a * hidden * chunk if parts > 1 else 0
+    logits = chunk * rows
+    converted = 0 if a == _FLOAT32 else (_FLOAT32 + a) * logits
     adds_products = workload.accelerator and a != _FLOAT32 and not workload.config.train.bitwise
-    products = a * hidden * (chunk + (chunk if adds_products else max(rows, chunk)))
-    return _loss_gradients(workload) + chunk * rows * per_logit + products + head
+    multiplied = a * (logits + hidden * (chunk if adds_products else max(rows, chunk)))
+    return _loss_gradients(workload) + max(converted, multiplied) + cut + head
 
 
 def _loss_gradients(workload: RankWorkload) -> int:

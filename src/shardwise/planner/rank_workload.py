@@ -136,9 +136,9 @@ class RankWorkload:
         return DTYPE_BYTES[self.precision.parameter]
 
     def gradient_bytes(self, elements: int) -> int:
-        """Bytes of a weight's new gradient: as computed, and a copy in the gradients' dtype if that is another one."""
+        """Bytes of a weight's new gradient, and of the copy that a CPU makes to add it to a sum in another dtype."""
         cast = DTYPE_BYTES[self.precision.gradient]
-        return elements * (self.a + (cast if cast != self.a else 0))
+        return elements * (self.a + (cast if cast != self.a and not self.accelerator else 0))
 
     @property
     def tokens(self) -> int:

@@ -24,6 +24,7 @@ from shardwise.data.formats.common import PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
+from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
 from shardwise.layers.weight_gradients import let_products_add
 from shardwise.models.blocks import Stages, block_matrices
@@ -34,7 +35,7 @@ from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.stages import build_stages
 from shardwise.planner.memory import expected_memory
 from shardwise.train.checkpoint_choice import went_back
-from shardwise.train.compile.units import compile_units
+from shardwise.train.compile.units import compile_units, products_add, products_add_in_graphs
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import use_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
@@ -85,11 +86,11 @@ def build_trainer(
     use_loss(model, config)
     compilation = compile_units(model, config.compile, mesh.device) if config.compile.enabled else None
     optimizer = build_optimizer(config, precision, model, mesh)
-    # Products of a bit-equal training keep the roundings of its parts, and a model of the user's own may ask autograd
-    # for gradients of weights, as split backward passes do.
-    is_plain = config.shapes is None or config.train.bitwise or precision.gradient != "float32"
-    if not is_plain and devices.adds_products(mesh.device):
-        let_products_add(weights_of(model), in_place=not config.splits_backward)
+    if products_add(config, mesh.device):
+        adds_in_graphs = products_add_in_graphs(config, mesh.device)
+        in_place = adds_in_graphs if config.compile.enabled else not config.splits_backward
+        heads = [module.weight for module in model.modules() if isinstance(module, ParallelLMHead)]
+        let_products_add([*weights_of(model), *heads], in_place=in_place)
     if weights is not None and is_checkpoint:
         _load_checkpoint(config, weights, model, optimizer, mesh)
     elif weights is not None:

@@ -23,7 +23,9 @@ from shardwise.layers.linear import (
 )
 from shardwise.layers.loss import SampleLosses, linear_cross_entropy, parallel_cross_entropy
 from shardwise.layers.norm import LayerNorm, RMSNorm
+from shardwise.layers.swiglu import swiglu
 from shardwise.layers.weight_gradients import let_products_add
+from shardwise.models.rotary import rotate
 from tests.unit.layers.groups import pretend_group
 
 FOUR = pretend_group(1, 4)
@@ -418,6 +420,33 @@ def test_the_loss_of_a_head_adds_products_to_the_gradient_of_its_weight(monkeypa
         total = linear_cross_entropy(x, weight, target, group=Group(), chunk_elements=2 * 3 * 11)
         gradients.append(torch.autograd.grad(total, weight)[0])
     assert torch.equal(*gradients)
+    let_products_add([weight])
+    weight.grad_dtype = None
+    weight.grad = torch.ones(11, 8)
+    hooks: list[torch.Tensor] = []
+    weight.register_post_accumulate_grad_hook(hooks.append)
+    (3 * linear_cross_entropy(x, weight, target, group=Group(), chunk_elements=2 * 3 * 11)).backward()
+    torch.testing.assert_close(weight.grad - 1, 3 * gradients[0].float(), rtol=2**-8, atol=1e-6)
+    assert len(hooks) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_swiglu_has_the_bits_of_single_operations(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, 44).to(dtype).requires_grad_()
+    dy = torch.randn(5, 3, 22).to(dtype)
+    gate, up = x.split(22, dim=-1)
+    wanted = F.silu(gate) * up
+    found = swiglu(x)
+    assert torch.equal(found, wanted)
+    assert torch.equal(*(torch.autograd.grad(y, x, dy)[0] for y in (found, wanted)))
+
+
+def test_swiglu_and_rotary_positions_have_second_derivatives() -> None:
+    x = torch.randn(3, 2, 2, 8, dtype=torch.float64).requires_grad_()
+    cos, sin = torch.randn(2, 3, 1, 1, 3, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(swiglu, x)
+    assert torch.autograd.gradgradcheck(lambda x: rotate(x, cos, sin), x)
 
 
 def test_products_add_to_a_gradient_where_there_is_one() -> None:

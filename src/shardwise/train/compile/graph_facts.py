@@ -24,7 +24,7 @@ from shardwise.config import Config, FamilyConfig, Layout
 from shardwise.distributed import devices
 from shardwise.models.user_model import check_user_model
 from shardwise.train.compile.graph_cache import Facts
-from shardwise.train.compile.units import BLOCK, HEAD, UNROTATED, backend_of
+from shardwise.train.compile.units import BLOCK, HEAD, UNROTATED, backend_of, products_add_in_graphs
 
 _SOURCES = (
     "models/*.py",
@@ -96,6 +96,7 @@ def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str,
     if training:
         facts["train.recompute"] = train.recompute
         facts["train.dropout_mode"] = train.dropout_mode
+        facts["weight gradients"] = "added" if products_add_in_graphs(config, device) else "returned"
     described = model.model_dump(mode="json")
     for key in _OUTSIDE_OF_GRAPHS:
         described.pop(key, None)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.hardware import cpu_count
-from shardwise.config import CompileConfig
+from shardwise.config import CompileConfig, Config
+from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
 from shardwise.distributed.torch_private import (
@@ -33,6 +34,7 @@ from shardwise.layers.dropout import DropoutKey, Place, define_dropout
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.loss import VocabularyShard, chunk_losses
 from shardwise.layers.matmul import define_linear
+from shardwise.layers.weight_gradients import define_add_product, graph_gradients
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import Context
 from shardwise.models.causal import CausalLM
@@ -121,6 +123,25 @@ def check_backend(settings: CompileConfig, device: torch.device) -> None:
         raise ConfigError(f"compile.options: {problem}")
 
 
+def products_add(config: Config, device: torch.device) -> bool:
+    """True if products of linear layers add to the weights' gradients, or return them, in float32.
+
+    Those of a bit-equal training keep the roundings of its parts, and a model of the user's own may ask autograd for
+    gradients of weights, as split backward passes do.
+    """
+    precision = config.precision.resolved(device.type != "cpu")
+    is_plain = config.shapes is None or config.train.bitwise or precision.gradient != "float32"
+    return not is_plain and devices.adds_products(device)
+
+
+def products_add_in_graphs(config: Config, device: torch.device) -> bool:
+    """True if products in compiled graphs add to gradients, which one graph takes as inputs in all micro-batches.
+
+    With ZeRO-2 and 3 gradients have no memory before the first one of a step.
+    """
+    return config.optimizer.zero < 2 and not config.splits_backward and products_add(config, device)
+
+
 def compile_units(
     model: nn.Module, settings: CompileConfig, device: torch.device, *, only: str | None = None
 ) -> Compilation:
@@ -136,6 +157,7 @@ def compile_units(
     prepare_compiler(threads=max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     define_linear()
     define_dropout()
+    define_add_product()
     for module in model.modules():
         if isinstance(group := getattr(module, "group", None), Group):
             group.share_graphs()
@@ -233,7 +255,8 @@ def _without_wider_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[Non
     for p, _ in hidden:
         p.grad = None
     try:
-        yield
+        with graph_gradients(hidden):
+            yield
     finally:
         for p, gradient in hidden:
             p.grad = gradient

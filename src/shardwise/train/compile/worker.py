@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.config import Config, Layout, check_layout, config_from
@@ -20,11 +21,13 @@ from shardwise.data.formats.text import random_text
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
 from shardwise.launch.local import die_with_parent
+from shardwise.layers.linear import weights_of
+from shardwise.layers.weight_gradients import let_products_add
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
 from shardwise.train.compile.ahead_of_time import GraphJob
 from shardwise.train.compile.graph_facts import unit_of_layer
-from shardwise.train.compile.units import HEAD, Compilation, compile_units
+from shardwise.train.compile.units import HEAD, Compilation, compile_units, products_add_in_graphs
 from shardwise.train.loss import MicroBatch
 
 CAPTURING = "aot_eager"
@@ -56,6 +59,7 @@ def play(
     part = None if config.shapes is None else _part(config, unit)
     settings = config.compile
     batch = _batch(config, torch.device("cpu") if only_capture else device)
+    adds = training and products_add_in_graphs(config, device)
     with fake_tensors() if only_capture else nullcontext():
         model = build_model(
             config, mesh.tp, sequence_parallel=layout.sequence_parallel, device=device, dtype=dtype, part=part
@@ -64,6 +68,8 @@ def play(
             settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})
             batch = batch.empty_on(device)
         compilation = compile_units(model, settings, device, only=unit)
+        if adds:
+            _give_gradients(weights_of(model))
         x = _input(config, layout, device, dtype, training)
         key = batch.dropout_key(config.train, step=1) if training else None
         model.train(training)
@@ -73,6 +79,14 @@ def play(
         if training and not only_capture:
             out.sum().backward()
     return compilation
+
+
+def _give_gradients(weights: Sequence[nn.Parameter]) -> None:
+    """Give weights the gradients that the graph takes as inputs, as the optimizer of a training does."""
+    let_products_add(weights)
+    for weight in weights:
+        weight.grad_dtype = None
+        weight.grad = torch.zeros_like(weight, dtype=torch.float32)
 
 
 def _part(config: Config, unit: str) -> Part:
