@@ -30,6 +30,7 @@ MEGATRON = ProgramTraits(
     splits_messages=True,
     casts_gradients=False,
     recomputes_core=True,
+    updates_in_one_pass=True,  # the fitted bandwidth of the update belongs to this count of bytes
     kernels=30,
 )
 # DeepSpeed's ZeRO-1 for bfloat16 (BF16_Optimizer, PipelineEngine._bf16_reduce_grads) copies the gradients of each

@@ -52,6 +52,7 @@ SECTIONS = {
     "device": "Llama 2 7B's blocks on accelerators: tokens/s, MFU, hidden communication (needs an accelerator)",
     "parity": "every layout of eight ranks against one process, for four families (slow: only when named)",
     "optimizers": "AdamW and Muon on llama-small, each at five learning rates (slow: only when named)",
+    "moments": "AdamW's moments in bfloat16 beside float32, on llama-small (slow: only when named)",
     "bits": "bit-equal training at every layout of eight ranks against one process (slow: only when named)",
     "precision": "llama-small in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
@@ -64,6 +65,7 @@ ONLY_WHEN_NAMED = (
     "bits",
     "muon_layouts",
     "optimizers",
+    "moments",
     "precision",
     "data_prepare",
     "memory_copies",

@@ -20,6 +20,7 @@ from shardwise.checkpoint.storage.chunks import ChunkedWriter
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, check_layout, config_from, load_config
 from shardwise.data.open_data import prepare
+from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import parameter_count
@@ -73,7 +74,11 @@ def curve(recipe: str, overrides: list[str], cache: Path, divided_by: int = 1) -
     config = load_config(recipe, overrides)
     mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, mesh, prepare(config, cache))
-    with mock.patch("shardwise.train.trainer.count_targets", lambda *given: count_targets(*given) * divided_by):
+
+    def counted(*given: Any) -> Pending:
+        return Pending(count_targets(*given).wait() * divided_by)
+
+    with mock.patch("shardwise.train.trainer.count_targets", counted):
         records = [trainer.step() for _ in range(STEPS)]
     return [record.loss * divided_by for record in records], [record.grad_norm for record in records]
 

@@ -1,6 +1,7 @@
 """Stochastic rounding over real ranks: given equal gradients, weights and state are equal to the bit at any layout."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor
 
 from shardwise.distributed.placement import placements
+from shardwise.optim.state import state_bytes, state_tensors
 from shardwise.train.build import build_trainer
-from tests.dist.checkpoints import canonical_state
+from tests.dist.checkpoints import canonical_state, load, make_trainer, save, step_folder
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random, run
 from tests.dist.test_lamb import MODELS
@@ -19,14 +21,20 @@ STEPS = 3
 
 
 def trained(
-    name: str, tensor: int, pipeline: int, keys: dict[str, Any], rounding: str | None = None, seed: int = 7
+    name: str,
+    tensor: int,
+    pipeline: int,
+    keys: dict[str, Any],
+    rounding: str | None = None,
+    seed: int = 7,
+    moments: str | None = None,
 ) -> dict[str, str]:
     """Digests of canonical weights and moments after a few steps with gradients that are functions of their names."""
     config = make_config(
         model=MODELS[name],
         parallel={"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline},
         optimizer={"lr": 1e-2, "weight_decay": 0.1, **keys},
-        precision={"mode": "bfloat16", "rounding": rounding},
+        precision={"mode": "mixed" if moments else "bfloat16", "rounding": rounding, "moments": moments},
         train={"seed": seed},
     )
     mesh = shared_mesh(tensor, pipeline)
@@ -77,6 +85,47 @@ def test_weights_and_moments_are_equal_to_the_bit(
     for found in run(ranks, 4, trained, model, tensor, pipeline, {"name": optimizer, **keys}):
         differ = [name for name, wanted in alone[model, optimizer].items() if found.get(name) != wanted]
         assert not differ, f"{len(differ)} tensors differ from those of one process: {differ[:5]}"
+
+
+def test_bfloat16_moments_of_float32_masters_are_equal_to_the_bit(ranks: Any) -> None:
+    case: tuple[str, int, int, dict[str, Any]] = ("llama tied, biases", 1, 1, {"max_norm": None})
+    alone = trained(*case, moments="bfloat16")
+    name, *_, keys = case
+    for tensor, pipeline, cut in ((1, 1, {"zero": 3}), (2, 2, {"bucket_mib": 0.002})):
+        for found in run(ranks, 4, trained, name, tensor, pipeline, keys | cut, None, 7, "bfloat16"):
+            assert found == {tensor_name: alone[tensor_name] for tensor_name in found}
+            assert {tensor_name.partition(" ")[0] for tensor_name in found} == {
+                "model", "master", "exp_avg", "exp_avg_sq",
+            }  # fmt: skip
+
+
+def test_checkpoints_are_read_with_moments_of_either_dtype(tmp_path: Path) -> None:
+    """A resume with the same dtype goes on to the bit."""
+    states, losses = {}, {}
+    for saved in ("bfloat16", "float32"):
+        config = make_config(precision={"mode": "mixed", "moments": saved})
+        trainer = make_trainer(config)
+        for _ in range(STEPS):
+            trainer.step()
+        assert save(trainer, str(tmp_path / saved))[0].problem is None
+        states[saved] = canonical_state(trainer)
+        losses[saved] = trainer.step().loss, trainer.step().loss
+        (dtype,) = {value.dtype for value in state_tensors(trainer.optimizer)["exp_avg_sq"].values()}
+        assert dtype == getattr(torch, saved)
+        size = state_bytes(trainer.optimizer, config.optimizer.spec, all_masters=False)
+        kept = trainer.optimizer.state_bytes()
+        assert size == kept["state"] + kept["masters"]
+        for read in ("bfloat16", "float32"):
+            config = make_config(precision={"mode": "mixed", "moments": read})
+            resumed = make_trainer(config)
+            load(resumed, step_folder(tmp_path / saved, STEPS))
+            state = canonical_state(resumed)
+            for kind, values in states[saved].items():
+                for name, value in values.items():
+                    expected = value.to(getattr(torch, read)) if kind.startswith("exp_avg") else value
+                    assert torch.equal(state[kind][name].float(), expected.float()), f"{kind} of {name}"
+            again = resumed.step().loss, resumed.step().loss
+            assert again == losses[saved] if read == saved else again == pytest.approx(losses[saved], rel=1e-2)
 
 
 def test_the_configuration_chooses_rounding_and_its_seed() -> None:

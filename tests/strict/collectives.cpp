@@ -151,6 +151,7 @@ struct StrictBackend final : c10d::Backend {
   Tensors lend(const Tensors& tensors, bool arrives, std::vector<Loan>& loans, bool readable = false) {
     Tensors made;
     for (const auto& t : tensors) {
+      if (arrives) refuse_change(t);
       made.push_back(checked(t));
       loans.push_back({t, arrives ? made.back() : made.back().clone(), {}, arrives});
       loans.back().left = readable ? loans.back().bytes : Tensor();

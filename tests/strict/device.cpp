@@ -55,6 +55,7 @@ struct Flight {
   bool to_host;
   Lane lane;
   int64_t ticket;
+  std::pair<uintptr_t, uintptr_t> source;  // addresses of the tensor on the device, from which the bytes are read
 
   void check() const {
     const Tensor now = host.contiguous();  // bytes are compared, as NaN is never equal
@@ -63,6 +64,13 @@ struct Flight {
   }
 };
 std::vector<Flight> flights_;
+
+std::pair<uintptr_t, uintptr_t> addresses(const Tensor& t) {
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < t.dim(); ++dim) last += (t.size(dim) - 1) * t.stride(dim);
+  const auto first = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+  return {first, t.numel() ? first + (last + 1) * t.element_size() : first};
+}
 
 Lane current_lane(std::optional<Device> device = {});
 std::map<uintptr_t, size_t> pinned_;
@@ -320,6 +328,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   count_waits_for_sizes(schema, outer);
   count("kernel " + schema.name(), 0);
   bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
+  for (size_t i = 0; i < n; ++i)
+    if (writes(schema.arguments()[i])) mapped(outer[i], [](const Tensor& t) { return refuse_change(t), t; });
   std::vector<IValue> inner;
   for (const auto& value : outer) {
     TORCH_CHECK(!value.isStorage(), schema.operator_name(), " takes a storage: strict has no kernel for it");
@@ -380,6 +390,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   const bool down = from.is_cpu(), up = to.is_cpu();
   count(down ? "copy to device" : up ? "copy to host" : "copy on device", static_cast<int64_t>(from.nbytes()));
   const Tensor& host = down ? from : to;
+  if (!up) refuse_change(to);
   if (!down && !up) {
     target.copy_(source);
   } else if (non_blocking && is_pinned(host.data_ptr())) {
@@ -394,7 +405,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
       target.copy_(source);
     }
     const Lane lane = current_lane((down ? to : from).device());
-    flights_.push_back({host, bytes, host.clone(at::MemoryFormat::Contiguous), up, lane, ++queued_[lane]});
+    flights_.push_back({host, bytes, host.clone(at::MemoryFormat::Contiguous), up, lane, ++queued_[lane], addresses(down ? to : from)});
   } else {
     host_waits(up ? "copy to the host" : "copy from pageable memory", (down ? to : from).device());
     target.copy_(source);
@@ -617,6 +628,16 @@ void poison(const Tensor& inside) {
   if (inside.is_floating_point()) inside.fill_(NAN);
   else if (inside.scalar_type() == at::kBool) inside.logical_not_();
   else inside.fill_(inside.scalar_type() == at::kByte ? 0xFF : -1);
+}
+
+void refuse_change(const Tensor& t) {
+  if (!t.defined() || !t.is_privateuseone()) return;
+  Locked locked(mutex_);
+  const auto [first, end] = addresses(t);
+  const Lane lane = current_lane(t.device());
+  for (const Flight& f : flights_)
+    TORCH_CHECK(!f.to_host || f.lane == lane || end <= f.source.first || f.source.second <= first || covers(behind_[lane], f.lane, f.ticket),
+                "strict: memory of the device was changed while its copy to the host was under way on another stream");
 }
 
 void host_waits(const std::string& why, std::optional<at::Device> device) { wait_for(end_of(current_lane(device)), why); }

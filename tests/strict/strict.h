@@ -9,6 +9,8 @@ namespace strict {
 at::Tensor inside(const at::Tensor& tensor);
 // Overwrites a tensor that nobody may look at now: NaN, or -1.
 void poison(const at::Tensor& inside);
+// Refuses a change of a tensor whose copy to the host, on another stream, need not have ended.
+void refuse_change(const at::Tensor& tensor);
 // The host waits for the current stream of a device: counted, with the Python line that caused it.
 void host_waits(const std::string& why, std::optional<at::Device> device = {});
 int64_t setting(const char* name, int64_t otherwise);

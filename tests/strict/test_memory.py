@@ -34,6 +34,7 @@ CELLS = [
         for mode in ("float32", "mixed", "bfloat16")
     ]
 ]
+CELLS.append(pytest.param("llama", None, "none", "mixed, bfloat16 moments", id="bfloat16 moments"))
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "DP 2, ZeRO": (2, {}, 1),
     "DP 2": (2, {}, 0),
@@ -49,12 +50,14 @@ def compare(
     ranks: RankPool, world: int, model: str, dropout: str | None, recompute: str, mode: str, **sections: Any
 ) -> None:
     train = {"global_batch": 2 * world}
-    config = configuration(model, dropout, 1, recompute, precision={"mode": mode}, train=train, **sections)
+    mode, rounds, _ = mode.partition(", bfloat16 moments")
+    precision = {"mode": mode, "moments": "bfloat16" if rounds else None}
+    config = configuration(model, dropout, 1, recompute, precision=precision, train=train, **sections)
     layout = check_layout(config, world)
     wanted = memory_by_rank(config, layout, accelerator=True)
     assert wanted is not None
     # The numbers for stochastic rounding, which do not grow with the model, would make a difference look small.
-    constant = 4 * ROUNDING_CHUNK_ELEMENTS_ACCELERATOR if mode == "bfloat16" else 0
+    constant = 4 * ROUNDING_CHUNK_ELEMENTS_ACCELERATOR if mode == "bfloat16" or rounds else 0
     for rank, (pipeline_rank, found) in enumerate(ranks.run(memory.step_peak, config)):
         estimate = wanted[pipeline_rank].total
         off = (estimate - constant) / (found - constant) - 1

@@ -1,12 +1,15 @@
 """New parameters travel behind the next forward pass: no module reads one before it is complete."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 
 from shardwise.config import Config
+from shardwise.distributed.collectives import Pending
 from shardwise.layers.units import units
+from shardwise.models.llama import LlamaBlock
 from shardwise.optim import bucket_layout
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.flat_memory import has_memory
@@ -18,22 +21,41 @@ STEPS = 3
 SIZES = {name: size for name, size in MODEL.items() if name not in ("family", "num_key_value_heads")}
 
 
-def steps(config: Config, behind: bool) -> tuple[list[float], list[int], list[torch.Tensor]]:
-    """Losses, the gathers that are under way after each step, and the parameters at the end."""
+def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], list[torch.Tensor], list[str]]:
+    """Losses, the gathers that are under way after each step, the parameters at the end, and events of the last step.
+
+    A gather is told by the number of its last parameter, -1 if it has vectors alone; an event is a block's end or the
+    wait for the counted targets.
+    """
     trainer = make_trainer(config)
     gathers, losses, late = trainer.optimizer.gathers, [], []
+    numbers = {p: number for number, p in enumerate(trainer.model.parameters())}
+    events: list[str] = []
+    wait = Pending.wait
+
+    def noted_wait(pending: Pending) -> torch.Tensor:
+        result = wait(pending)
+        if result.dtype == torch.int64:
+            events.append("counts")
+        return result
 
     def train() -> None:
         for _ in range(STEPS):
+            events.clear()
             losses.append(trainer.step().loss)
-            late.append(len(gathers._pending))
+            late.append([max((numbers[p] for p in b.parameters if p.dim() > 1), default=-1) for b in gathers._pending])
 
-    if behind:
-        with gathers.behind_forward(units(trainer.model), trainer.optimizer.buckets):
+    for module in trainer.model.modules():
+        if isinstance(module, LlamaBlock):
+            module.register_forward_hook(lambda *_: events.append("block"))
+
+    with mock.patch.object(Pending, "wait", noted_wait):
+        if behind:
+            with gathers.behind_forward(units(trainer.model), trainer.optimizer.buckets):
+                train()
+        else:
             train()
-    else:
-        train()
-    return losses, late, [p.detach().cpu() for p in trainer.model.parameters()]
+    return losses, late, [p.detach().cpu() for p in trainer.model.parameters()], events
 
 
 @pytest.mark.parametrize(
@@ -58,10 +80,18 @@ def test_gathers_end_before_their_parameters_are_read(
         strict(world).run(steps, config, False), strict(world).run(steps, config, True), strict=True
     ):
         assert found[0] == plain[0]
-        assert plain[1] == [0] * STEPS
-        assert all(late > 2 for late in found[1]), f"gathers under way after each step: {found[1]}"
+        assert plain[1] == [[]] * STEPS
+        for late in found[1]:
+            assert len(late) > 2, f"gathers under way after each step: {found[1]}"
+            assert late == sorted(late), f"not in the order of the next forward pass: {late}"
         for a, b in zip(found[2], plain[2], strict=True):
             assert torch.equal(a, b)
+
+
+def test_the_forward_pass_does_not_wait_for_the_counted_targets(strict: Callable[..., RankPool]) -> None:
+    """They travel on the communicator of the gathers, behind all of them."""
+    for *_, events in strict(2).run(steps, make_config(), True):
+        assert events.index("counts") >= MODEL["num_hidden_layers"], events
 
 
 def events_of_a_step(config: Config) -> tuple[list[tuple[str, int]], list[float], list[float]]:

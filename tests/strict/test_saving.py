@@ -1,5 +1,6 @@
 """Checkpoints on the strict device: what is saved has arrived on the host, and a resumed training goes on the same."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from shardwise.config import Config
 from shardwise.train.generation import Sampler, generate
-from tests.dist.checkpoints import canonical_state, load, make_trainer, run, save, step_folder
+from tests.dist.checkpoints import PLACE, canonical_state, load, make_saver, make_trainer, run, save, step_folder
 from tests.dist.training import make_config
 from tests.rank_pool import RankPool
 from tests.strict.ranks import default_device
@@ -70,3 +71,60 @@ def test_torchs_default_device_changes_nothing(
         for default in (False, True)
     )
     assert found == wanted
+
+
+def save_behind_steps(config: Config, root: str, waits: bool) -> tuple[str | None, Any, Any]:
+    """Save while the training goes on: the problem, the state that was saved, and that which is read again."""
+    trainer = make_trainer(config)
+    for _ in range(BEFORE):
+        trainer.step()
+    state = canonical_state(trainer)
+    saver = make_saver(trainer, root)
+    if not waits:
+        trainer.optimizer.overwrite_after = lambda event: None  # type: ignore[method-assign]
+    # The thread that writes waits for the copies too, and they would have ended by chance.
+    may_write = threading.Event()
+    write = saver._write
+
+    def write_later(pending: Any) -> None:
+        may_write.wait()
+        write(pending)
+
+    saver._write = write_later  # type: ignore[method-assign]
+    saver.save(BEFORE, PLACE)
+    try:
+        for _ in range(AFTER):
+            trainer.step()
+    finally:
+        may_write.set()
+        saver.wait()
+    resumed = make_trainer(config)
+    load(resumed, step_folder(root, BEFORE))
+    return saver.finished()[0].problem, state, canonical_state(resumed)
+
+
+@pytest.mark.parametrize(
+    ("world", "sections"),
+    [
+        (1, {"precision": {"mode": "mixed"}}),
+        (2, {"precision": {"mode": "mixed"}, "optimizer": {"zero": 3}}),
+        (2, {"parallel": {"tensor": 2}}),
+    ],
+    ids=["mixed", "ZeRO-3, mixed", "TP 2"],
+)
+def test_copies_run_behind_the_next_step(
+    world: int, sections: dict[str, dict[str, object]], strict: Strict, tmp_path: Path
+) -> None:
+    """The next update waits for them on the device: what is saved is the state of the step that was saved."""
+    config = make_config(**sections)
+    for problem, state, resumed in strict(world).run(save_behind_steps, config, str(tmp_path), True):
+        assert problem is None
+        assert state.keys() == resumed.keys()
+        for kind, tensors in state.items():
+            for name, tensor in tensors.items():
+                assert torch.equal(resumed[kind][name], tensor), f"{kind} of {name}"
+
+
+def test_an_update_that_does_not_wait_for_copies_is_noticed(strict: Strict, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="changed while its copy to the host was under way"):
+        strict(1).run(save_behind_steps, make_config(), str(tmp_path), False)

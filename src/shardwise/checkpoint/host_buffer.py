@@ -1,9 +1,17 @@
-"""Host memory between two threads of a save: one copies tensors into it, the other writes them to files."""
+"""Host memory between two threads of a save: one copies tensors into it, the other writes them to files.
+
+Copies from an accelerator have a stream of their own, so that the training goes on meanwhile:
+
+    training's stream   step 10 | step 11: forward, backward              | its update waits for the last copy
+    stream of copies              block 1 | block 2 | block 3 | block 4
+    writing thread                          block 1 to disk | block 2 …
+"""
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -42,15 +50,22 @@ class HostBuffer:
             self._block_bytes = max(_LEAST_BLOCK_BYTES, min(BLOCK_BYTES, limit // 2 // 8 * 8))
         self._blocks_to_allocate = None if limit is None else max(2, limit // self._block_bytes)
         self._blocks_to_pin = 0 if device.type == "cpu" else PINNED_BYTES // self._block_bytes
+        self._stream = devices.side_stream(device)
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[tuple[Tensor, int] | Aborted | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[Tensor, int, torch.Event | None] | Aborted | None] = queue.SimpleQueue()
         self._block: Tensor | None = None
         self._filled_bytes = 0
 
     def put(self, tensor: Tensor) -> None:
-        """Append a tensor's elements in their order."""
+        """Append a tensor's elements in their order.
+
+        A tensor of an accelerator is copied behind later work: it must not change, or lose its memory, before
+        `end_of_copies`.
+        """
         if not tensor.numel():
             return
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         rows = tensor.reshape(-1) if tensor.is_contiguous() else tensor
         row_bytes = rows[0].numel() * rows.element_size()
         done = 0
@@ -66,7 +81,8 @@ class HostBuffer:
             if count and self._filled_bytes % rows.element_size() == 0:
                 stop = self._filled_bytes + count * row_bytes
                 target = block[self._filled_bytes : stop].view(rows.dtype).view(count, *rows.shape[1:])
-                target.copy_(rows[done : done + count], non_blocking=True)
+                with self._stream or nullcontext():
+                    target.copy_(rows[done : done + count], non_blocking=True)
                 self._filled_bytes = stop
                 done += count
             else:
@@ -76,6 +92,10 @@ class HostBuffer:
         if data:
             self.put(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
+    def end_of_copies(self) -> torch.Event | None:
+        """Return the end of all copies so far as the accelerator sees it; None if they have ended."""
+        return None if self._stream is None else self._stream.record_event()
+
     def end(self) -> None:
         """Say that all bytes of the save have been put."""
         self._pass_on()
@@ -83,6 +103,8 @@ class HostBuffer:
 
     def abort(self) -> None:
         """Say that the remaining bytes of the save will not come."""
+        # No copy may still be on its way into a block that is used again.
+        devices.synchronize(self._device)
         self._filled_bytes = 0
         self._pass_on()
         self._full.put(Aborted())
@@ -99,7 +121,9 @@ class HostBuffer:
                 return
             if isinstance(message, Aborted):
                 raise message
-            block, filled_bytes = message
+            block, filled_bytes, end_of_copies = message
+            if end_of_copies is not None:
+                end_of_copies.synchronize()
             # Also where the reader stops early: the other thread may wait for the block.
             try:
                 yield memoryview(block.numpy().data)[:filled_bytes]
@@ -120,12 +144,11 @@ class HostBuffer:
         return self._block
 
     def _pass_on(self) -> None:
-        """Give the block to the thread that writes, once the copies into it are done."""
+        """Give the block to the thread that writes, which waits for the copies into it."""
         if self._block is None:
             return
-        devices.synchronize(self._device)
         if self._filled_bytes:
-            self._full.put((self._block, self._filled_bytes))
+            self._full.put((self._block, self._filled_bytes, self.end_of_copies()))
         else:
             self._free.put(self._block)
         self._block = None

@@ -1,4 +1,6 @@
-"""Saving: training waits while its state is copied to host memory; a thread writes it while training continues.
+"""Saving: the state is copied to host memory; a thread writes it while training continues.
+
+On a CPU training waits for the copies. An accelerator makes them behind the next step, whose update waits for them.
 
     training thread    collect weights, take slices of optimizer state → host buffer
     writing thread     host buffer → files with checksums → all ranks agree → manifest → the folder's name
@@ -228,8 +230,11 @@ class Saver:
             buffer.abort()
             self._thread = None
             raise
-        pending.blocked = pending.seconds
         buffer.end()
+        end_of_copies = buffer.end_of_copies()
+        if end_of_copies is not None:
+            self._optimizer.overwrite_after(end_of_copies)
+        pending.blocked = pending.seconds
         if not buffer.is_limited:
             self._thread.start()
 
@@ -298,6 +303,8 @@ class Saver:
             if not any(box.start):
                 buffer.put_bytes(headers.get(weight.name, b""))
             buffer.put(values)
+            if self._weights.collects and (copied := buffer.end_of_copies()) is not None:
+                copied.synchronize()
         if files and files[-1].pieces[0].state != MODEL:
             buffer.put_bytes(files[-1].header)
         for parts in slices.values():

@@ -54,6 +54,7 @@ class WeightPlan:
 
     Attributes:
         files: all shards of the whole model, the same on every rank.
+        collects: True if `collect` may put segments together in memory of their own.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class WeightPlan:
         is_freed = optimizer is not None and any(bucket.frees_values for bucket in optimizer.buckets)
         # All ranks of a stage together have each weight once, or all tensor-parallel ranks of a replica have.
         self._ranks = mesh.stage if collectives.any_rank(is_freed, mesh.world) else mesh.tp
+        self.collects = self._ranks.size > 1
         self._local: dict[tuple[str, Box], Tensor] = {}
         """Canonical name and box of each part on this rank → its values."""
         local_boxes: list[tuple[PlannedPiece, Box, bool]] = []
@@ -87,7 +89,8 @@ class WeightPlan:
     def collect(self) -> Iterator[tuple[PlannedPiece, Box, Tensor]]:
         """Yield the segments of this rank's files, in their order; collective over the ranks that have their parts.
 
-        A segment's tensor is valid until the next one is asked for.
+        A segment's tensor is valid until the next one is asked for; unless the plan `collects`, it is a view of the
+        parameters.
         """
         ranks = self._ranks
         first = self._mesh.world.rank - ranks.rank

@@ -14,6 +14,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
@@ -21,7 +22,7 @@ from shardwise.cli import output
 from shardwise.cli.plan_against_run import compare_with_run
 from shardwise.cli.plan_devices import compare_devices, named_devices, prices
 from shardwise.cli.plan_rows import DAY, accuracy, dollars, plan_facts, row, time_unit
-from shardwise.config import Config, dump_yaml, load_config, recipe_name
+from shardwise.config import Config, config_from, dump_yaml, load_config, recipe_name
 from shardwise.planner.device_specs import cluster, shipped_text
 from shardwise.planner.memory import offloaded_bytes
 from shardwise.planner.search import Plan, Search, distinct, search
@@ -201,6 +202,7 @@ def _show(name: str, result: Search, *, has_all: bool) -> None:
         )
     if any(result.plans[index].is_tight for index in chosen):
         output.line("(tight): less than 10% of the device's memory is free.")
+    output.prose(f"A step of layout 1: {best.time.shares()}")
     for line in (*_LEGEND, *accuracy([best])):
         output.line(line)
     if on_host := offloaded_bytes(best.config, best.layout, best.cluster.device.is_accelerator):
@@ -243,8 +245,20 @@ def _write(path: Path, name: str, plans: Sequence[Plan], number: int) -> None:
     text = f"# {name} on {plan.cluster}: {plan.text()}, {which}\n"
     # Keys that the recipe left out stay out: a later release may have a better default for them.
     values = plan.config.model_dump(mode="json", exclude_unset=True)
+    if plan.cluster.device.is_cuda and "enabled" not in values.get("compile", {}):
+        values |= _compiled(values)
     files.write_new(path, text + dump_yaml(values), "--write")
     output.progress(f"wrote {path}; train it with: shardwise train {path}")
+
+
+def _compiled(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the section that compiles the blocks of a recipe; empty where they cannot be compiled."""
+    section = {"compile": {**values.get("compile", {}), "enabled": True}}
+    try:
+        config_from(values | section)
+    except ConfigError:
+        return {}
+    return section
 
 
 def _budget_seconds(budget: str) -> float:

@@ -23,9 +23,11 @@ class OptimizerSpec:
         keys: keys of the section `optimizer` that are arguments of the class by the same name; of a section inside it
             with the section's name, as `muon.momentum`. `weight_decay` is an option of each parameter group and not
             among them.
-        states: names of the tensors that the class keeps with a value for each element of a parameter. All have the
-            dtype of the masters, `precision.optimizer`: torch gives a loaded state this dtype too.
+        states: names of the tensors that the class keeps with a value for each element of a parameter.
         matrix_states: names of those that it keeps for matrices of blocks; None: the same.
+        update_values: values of an element that a step of the class reads and writes: of master, states and scaled
+            gradient, and of tensors between (`tests/unit/optim/test_bytes.py`).
+        matrix_update_values: the same of an element of a matrix of a block; None: as many.
         eps: default of `optimizer.eps`.
         has_fused_kernel: True if the class takes `fused`, which updates all tensors by one kernel.
         has_trust_ratios: True if the step of each canonical tensor is scaled by the norm of the tensor over that of its
@@ -41,6 +43,7 @@ class OptimizerSpec:
     path: str
     keys: tuple[str, ...]
     states: tuple[str, ...]
+    update_values: int
     eps: float
     miniature_lr: float
     summary: str
@@ -48,6 +51,7 @@ class OptimizerSpec:
     has_trust_ratios: bool = False
     orthogonalizes: bool = False
     matrix_states: tuple[str, ...] | None = None
+    matrix_update_values: int | None = None
 
     @property
     def needs_whole_tensors(self) -> bool:
@@ -59,17 +63,18 @@ class OptimizerSpec:
         module, _, name = self.path.partition(":")
         return getattr(import_module(module), name)
 
-    def kept_elements(self, elements: int, matrices: int, *, separate_masters: bool) -> int:
-        """Return the number of values in the optimizer's dtype: the states, and masters unless parameters serve.
+    def kept_bytes(self, elements: int, matrices: int, *, master: int, state: int) -> int:
+        """Return the bytes of masters and states.
 
         Args:
             elements: number of elements of the parameters.
             matrices: number of them in matrices of blocks.
-            separate_masters: True if masters are copies of the parameters.
+            master: bytes of a master; 0 if the parameters serve.
+            state: bytes of a value of a state.
         """
         matrix_states = self.states if self.matrix_states is None else self.matrix_states
-        spared = matrices * (len(self.states) - len(matrix_states))
-        return elements * (len(self.states) + separate_masters) - spared
+        states = elements * len(self.states) - matrices * (len(self.states) - len(matrix_states))
+        return elements * master + states * state
 
 
 OPTIMIZERS = {
@@ -80,6 +85,7 @@ OPTIMIZERS = {
             path="torch.optim:AdamW",
             keys=("lr", "betas", "eps"),
             states=("exp_avg", "exp_avg_sq"),
+            update_values=8,
             eps=1e-8,
             miniature_lr=1e-3,
             summary="AdamW",
@@ -90,6 +96,7 @@ OPTIMIZERS = {
             path="shardwise.optim.lamb:LAMB",
             keys=("lr", "betas", "eps", "trust_clip"),
             states=("exp_avg", "exp_avg_sq"),
+            update_values=30,
             eps=1e-6,
             miniature_lr=1e-2,
             summary="LAMB: the ranks agree on two norms of {tensors}, whole whatever the layout",
@@ -111,6 +118,8 @@ OPTIMIZERS = {
             ),
             states=("exp_avg", "exp_avg_sq"),
             matrix_states=("momentum_buffer",),
+            update_values=8,
+            matrix_update_values=20,
             eps=1e-8,
             miniature_lr=1e-3,
             summary="Muon for the matrices of blocks, each orthogonalized whole by one rank; AdamW for all others",

@@ -314,15 +314,28 @@ class Precision:
         parameter: dtype of parameters, activations and matmuls.
         gradient: dtype in which gradients are summed over micro-batches.
         reduce: dtype in which gradients are summed over ranks.
-        optimizer: dtype of masters and moments.
-        rounding: rule by which the update rounds masters and moments.
+        optimizer: dtype of masters.
+        moments: dtype of moments; if it is not that of masters, they are rounded stochastically.
+        rounding: rule by which the update rounds masters.
     """
 
     parameter: DtypeName
     gradient: DtypeName
     reduce: DtypeName
     optimizer: DtypeName
+    moments: DtypeName
     rounding: Rounding
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of a master; 0 if it has the dtype of the parameters, which then serve."""
+        return DTYPE_BYTES[self.optimizer] if self.parameter != self.optimizer else 0
+
+    def rounded(self, states: int) -> int:
+        """Return the values of an element that an update rounds stochastically, of its master and so many states."""
+        if self.rounding == "stochastic":
+            return 1 + states
+        return states if self.moments != self.optimizer else 0
 
 
 class PrecisionConfig(Section):
@@ -335,6 +348,11 @@ class PrecisionConfig(Section):
     gradient: DtypeName | None = Field(default=None, description="dtype of gradient sums; null = the mode's own")
     reduce: DtypeName | None = Field(default=None, description="dtype of gradient reduction; null = the mode's own")
     optimizer: DtypeName | None = Field(default=None, description="dtype of masters and moments; null = the mode's own")
+    moments: DtypeName | None = Field(
+        default=None,
+        description="dtype of moments; bfloat16, with adamw, saves 4 bytes of each parameter in mode float32 or mixed; "
+        "null = as precision.optimizer",
+    )
     rounding: Rounding | None = Field(
         default=None,
         description="how the update rounds bfloat16 masters and moments: stochastic = up or down at random so that "
@@ -350,6 +368,13 @@ class PrecisionConfig(Section):
                     "precision.mode=bfloat16, or precision.rounding=nearest"
                 ]
             )
+        if self.moments == "float32" and self.resolved(accelerator=False).optimizer == "bfloat16":
+            reject(
+                [
+                    "precision.moments (float32) must be bfloat16 where masters are bfloat16: leave it out, or set "
+                    "precision.mode=mixed"
+                ]
+            )
         return self
 
     def resolved(self, accelerator: bool) -> Precision:
@@ -360,7 +385,14 @@ class PrecisionConfig(Section):
         optimizer = self.optimizer or state
         # bfloat16 has 8 bits: a master would lose nearly every update that is rounded to nearest.
         default: Rounding = "stochastic" if mode == optimizer == "bfloat16" else "nearest"
-        return Precision(parameter, self.gradient or state, self.reduce or state, optimizer, self.rounding or default)
+        return Precision(
+            parameter,
+            self.gradient or state,
+            self.reduce or state,
+            optimizer,
+            self.moments or optimizer,
+            self.rounding or default,
+        )
 
 
 class CheckpointConfig(Section):

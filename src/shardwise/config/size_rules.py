@@ -109,6 +109,17 @@ def sharding_problems(config: Config, layout: Layout) -> list[str]:
             "optimizer.offload (true) must be false with precision.rounding stochastic, whose random bits the device "
             "draws: leave it out, or set precision.mode=mixed"
         )
+    if config.precision.moments == "bfloat16" and config.precision.rounding != "stochastic":
+        if optimizer.spec.needs_whole_tensors:
+            problems.append(
+                f"precision.moments (bfloat16) must be left out with optimizer.name {optimizer.name}, whose update of "
+                "whole tensors keeps float32 moments: set optimizer.name=adamw"
+            )
+        if optimizer.offload:
+            problems.append(
+                "optimizer.offload (true) must be false with precision.moments bfloat16, which the device rounds by "
+                "random bits: leave out one of them"
+            )
     if optimizer.zero >= 2 and config.splits_backward:
         problems += [
             f"optimizer.{key} (micro_batch) must be step with parallel.schedule {config.parallel.schedule}, which "

@@ -18,10 +18,32 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.hardware import accelerators
-from shardwise.distributed.torch_private import has_data, has_triton
+from shardwise.distributed.torch_private import has_data, has_triton, set_allocator
 
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables by which a launcher shows each rank an accelerator of its own."""
+
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE_SEGMENTS = "expandable_segments:True"
+
+
+def use_expandable_segments() -> None:
+    """Let CUDA's allocator extend its segments, so that tensors fit into what is reserved, unless the user has set it.
+
+    For processes that have no tensors on the device yet.
+    """
+    if torch.version.cuda is not None and not _allocator_settings():
+        set_allocator(_EXPANDABLE_SEGMENTS)
+
+
+def has_fixed_segments() -> bool:
+    """True if the user has set CUDA's allocator, and not to `use_expandable_segments`."""
+    return bool(_allocator_settings()) and _EXPANDABLE_SEGMENTS not in _allocator_settings()
+
+
+def _allocator_settings() -> str:
+    return "".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
 
 
 def local_device() -> torch.device:
@@ -113,6 +135,11 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done all queued work; a CPU has no queue."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def side_stream(device: torch.device) -> torch.Stream | None:
+    """A stream of an accelerator for work beside that of the training; None for the CPU."""
+    return None if device.type == "cpu" else torch.Stream(device)
 
 
 def add_in_one_order(device: torch.device, threads: int) -> None:

@@ -56,6 +56,11 @@ def has_fused_attention(
     return choice != SDPBackend.MATH.value
 
 
+def set_allocator(settings: str) -> None:
+    """Set the allocator of accelerators as the variable `PYTORCH_ALLOC_CONF` does, which torch reads only once."""
+    cast(Any, torch._C)._accelerator_setAllocatorSettings(settings)
+
+
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Causal attention by torch's kernel for CPUs, and the logarithms of its sums, `[B, n, S]`, which torch hides.
 

@@ -100,6 +100,8 @@ class Bucket:
         gradient: owned part of the reduced gradients.
         master: owned part in the optimizer's dtype, such as float32 master weights of bfloat16 parameters.
         stage: number of the pipeline stage.
+        order: sorts buckets by their first use in a forward pass. Vectors are first: blocks all over the model use
+            those of one bucket.
         has_values: True while `values` are complete on this rank.
         keeps_values: True if freed values are whole, and may be changed, until `keeps_values` is set to False.
         separate: True if the master has another dtype than the parameters; False if it has the same values.
@@ -118,11 +120,11 @@ class Bucket:
         sharding: Sharding,
         *,
         dtypes: Dtypes,
-        stage: int = 0,
+        place: UnitPlace = FIRST_PLACE,
         on_host: bool = False,
     ) -> None:
         self.parameters = list(parameters)
-        self.stage = stage
+        self.stage = place.stage
         self.group = group = sharding.ranks
         self.copies = sharding.copies
         self.sharded = group.size > 1
@@ -130,6 +132,7 @@ class Bucket:
         # Vectors, such as norms and biases, are too small to be worth a gather.
         has_matrices = any(len(placement.of_or_whole(p).pieces[0].shape) > 1 for p in self.parameters)
         self.frees_values = self.sharded and sharding.stage == 3 and has_matrices
+        self.order = (has_matrices, place)
         parts = group.size
         self.offsets, self.numel = offsets_and_length([p.numel() for p in self.parameters], parts)
         dtype = parameters[0].dtype
@@ -586,7 +589,7 @@ def make_buckets(
             [parameters[index] for index in indices],
             sharding,
             dtypes=dtypes,
-            stage=places.get(parameters[indices[0]], FIRST_PLACE).stage,
+            place=min(places.get(parameters[index], FIRST_PLACE) for index in indices),
             on_host=offload and parameters[indices[0]].device.type not in ("cpu", "meta"),
         )
         for indices in packed(sizes, cap_bytes)

@@ -28,17 +28,17 @@ _AHEAD = 2
 """Buckets whose gradients are on their way while the host updates another one."""
 
 
-def require_offloadable(optimizer_class: type[torch.optim.Optimizer], *, is_stochastic: bool) -> None:
+def require_offloadable(optimizer_class: type[torch.optim.Optimizer], *, rounds: bool) -> None:
     """Raise ConfigError for a class or rounding whose update is not made for the host."""
     if issubclass(optimizer_class, SliceOptimizer):
         raise ConfigError(
             f"offload (True) must be False with {optimizer_class.__name__}, which needs whole tensors: give an "
             "elementwise class, such as torch.optim.AdamW"
         )
-    if is_stochastic:
+    if rounds:
         raise ConfigError(
-            "offload (True) must be False with rounding='stochastic', whose random bits the device draws: leave "
-            "rounding out, with optimizer_dtype=torch.float32"
+            "offload (True) must be False with rounding='stochastic' or a state_dtype, whose random bits the device "
+            "draws: leave them out, with optimizer_dtype=torch.float32"
         )
 
 
@@ -46,7 +46,7 @@ class HostUpdate(Update):
     """Updates of masters that are in the host's memory, by an elementwise class."""
 
     def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
-        buckets = [bucket for group in self._groups for bucket in group]
+        buckets = [bucket for _, bucket in self._in_forward_order]
         if not buckets:
             return
         stream = torch.Stream(buckets[0].values.device)

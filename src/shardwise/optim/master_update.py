@@ -45,9 +45,15 @@ class Update:
         self._inner = inner
         self._groups = [[bucket_of[master] for master in group["params"]] for group in inner.param_groups]
         self._model = make_slices(self._groups)
+        self._in_forward_order = [(number, bucket) for number, group in enumerate(self._groups) for bucket in group]
+        # Buckets were filled from the last parameter to the first, and equal ones keep their order.
+        self._in_forward_order.reverse()
+        self._in_forward_order.sort(key=lambda entry: entry[1].order)
 
     def step(self, groups: Sequence[dict[str, Any]], factor: Tensor | float, number: int) -> Iterator[Bucket]:
         """Update all masters by `factor` times their reduced gradients; yield each bucket once its masters are new.
+
+        Buckets come in the order in which the next forward pass uses them.
 
         Args:
             groups: parameter groups whose options count now; they get back what the wrapped optimizer changed.
@@ -74,7 +80,7 @@ class Update:
             yield bucket
 
     def _update_all_at_once(self, inner: SliceOptimizer, factor: Tensor | float) -> Iterator[Bucket]:
-        buckets = [bucket for group in self._groups for bucket in group]
+        buckets = [bucket for _, bucket in self._in_forward_order]
         for bucket in buckets:
             bucket.master.grad = scaled_gradient(bucket, factor)
         inner.step_slices(self._model)
@@ -90,12 +96,11 @@ class Update:
         Afterwards the group has the options that the update of its last bucket left: what the class keeps there, such
         as a count of steps, is the same after each.
         """
-        for i, (group, buckets) in enumerate(zip(self._inner.param_groups, self._groups, strict=True)):
-            if i in without:
-                continue
-            options = options_of(group)
-            for bucket in buckets:
-                group.update(copy.deepcopy(options))
+        options = [options_of(group) for group in self._inner.param_groups]
+        for number, bucket in self._in_forward_order:
+            if number not in without:
+                group = self._inner.param_groups[number]
+                group.update(copy.deepcopy(options[number]))
                 yield group, bucket
 
     def _step_alone(self, group: dict[str, Any], master: nn.Parameter) -> None:

@@ -151,8 +151,9 @@ def state_bytes(optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec, *, all_
     for group in optimizer.inner.param_groups:
         for master in group["params"]:
             matrices = master.numel() if group.get("use_muon") else 0
-            separate = all_masters or bucket_of[master].separate
-            total += spec.kept_elements(master.numel(), matrices, separate_masters=separate) * master.itemsize
+            master_bytes = master.itemsize if all_masters or bucket_of[master].separate else 0
+            state = (optimizer.state_dtype or master.dtype).itemsize
+            total += spec.kept_bytes(master.numel(), matrices, master=master_bytes, state=state)
     return total
 
 
@@ -199,19 +200,21 @@ def begin_restoring(
     state: dict[int, dict[str, Any]] = {}
     for index, (bucket, saved_numbers) in enumerate(zip(optimizer.buckets, numbers, strict=True)):
         bucket_state = kept[bucket]
-        entries = {
+        state[index] = {
             name: _like(bucket_state[name], value) for name, value in saved_numbers.items() if name in bucket_state
         }
-        entries |= {name: torch.zeros_like(bucket.master) for name in names if name in bucket_state}
-        state[index] = entries
     groups = inner.state_dict()["param_groups"]
     inner.load_state_dict({"state": state if steps else {}, "param_groups": groups})
     if steps:
+        # `load_state_dict` would give tensors and numbers the dtype of the masters.
         for index, bucket in enumerate(optimizer.buckets):
+            entries = inner.state[bucket.master]
             for name, value in state[index].items():
-                if name != STEP and name not in names and isinstance(value, Tensor):
-                    # `load_state_dict` gave the number the dtype of the masters, which may be bfloat16.
-                    inner.state[bucket.master][name] = value.to(bucket.master.device)
+                if name != STEP and isinstance(value, Tensor):
+                    entries[name] = value.to(bucket.master.device)
+            for name in names:
+                if name in kept[bucket]:
+                    entries[name] = torch.zeros_like(bucket.master, dtype=optimizer.state_dtype)
     optimizer.steps = steps
 
 

@@ -50,6 +50,22 @@ def require_bfloat16(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> 
         raise ValueError("rounding='stochastic' rounds to bfloat16: no parameter may be torch.float64")
 
 
+def require_rounded_state(
+    state: torch.dtype, masters: torch.dtype, optimizer_class: type[torch.optim.Optimizer]
+) -> None:
+    """Raise ValueError unless states of this dtype can be kept beside masters of that one."""
+    if state != torch.bfloat16 or masters != torch.float32:
+        raise ValueError(
+            f"state_dtype ({state}) must be torch.bfloat16, with optimizer_dtype torch.float32 ({masters} is given), "
+            "or be left out"
+        )
+    if issubclass(optimizer_class, SliceOptimizer):
+        raise ValueError(
+            f"state_dtype ({state}) must be left out with {optimizer_class.__name__}, which needs whole tensors: give "
+            "an elementwise class, such as torch.optim.AdamW"
+        )
+
+
 def round_into(target: Tensor, x: Tensor, bits: Tensor, *, keeps_nan: bool = True) -> None:
     """Round float32 numbers to bfloat16: up in magnitude where the bits that are cut off, plus `bits`, carry.
 
@@ -208,6 +224,8 @@ class RandomBits:
 class _FloatCopy:
     """A float32 copy of some masters and their state, which an optimizer of the wrapped class updates.
 
+    Masters that are float32 themselves are updated in place.
+
     Args:
         make: makes an optimizer of the wrapped class from a parameter group.
         inner: the wrapped optimizer.
@@ -251,8 +269,12 @@ class _FloatCopy:
             if not isinstance(state.get(name), Tensor):
                 dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
                 state[name] = torch.zeros_like(master, dtype=dtype)
-        targets = [run.master(), *(run.of(state[name]) for name in elementwise)]
-        values = [self.parameter.detach(), *elementwise.values()]
+        targets = [run.of(state[name]) for name in elementwise]
+        values = list(elementwise.values())
+        # A float32 master was updated where it is.
+        if master.dtype == torch.bfloat16:
+            targets.insert(0, run.master())
+            values.insert(0, self.parameter.detach())
         if devices.compiles_kernels(master.device) and all(value.is_floating_point() for value in values):
             keys = bits.keys(step, len(values), master.device)
             for target, result in zip(targets, _compiled_rounded()(values, bits.words(run, step), keys), strict=True):
@@ -284,10 +306,10 @@ def _has_shape_of(parameter: nn.Parameter, value: object) -> bool:
 class StochasticUpdate(Update):
     """Updates in float32, a chunk at a time, whose results are rounded stochastically to bfloat16.
 
-    Masters and each tensor of the state stay in bfloat16, 2 bytes an element.
+    Each tensor of the state stays in bfloat16, 2 bytes an element, and so do masters, unless they are float32.
 
     Args:
-        inner, buckets, make_slices: arguments of `Update`; the masters are bfloat16.
+        inner, buckets, make_slices: arguments of `Update`; the masters are bfloat16 or float32.
         make: makes an optimizer of the wrapped class from a parameter group.
         bits: random bits for the elements of these buckets.
     """

@@ -48,7 +48,13 @@ from shardwise.optim.parameter_changes import adopt_changes
 from shardwise.optim.partial_gradients import PartialGradients
 from shardwise.optim.reductions import Reductions
 from shardwise.optim.slice_optimizer import SliceOptimizer
-from shardwise.optim.stochastic_rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
+from shardwise.optim.stochastic_rounding import (
+    RandomBits,
+    StochasticUpdate,
+    is_stochastic,
+    require_bfloat16,
+    require_rounded_state,
+)
 from shardwise.optim.unit_weights import UnitWeights, places_in
 from shardwise.optim.unsharded_parameters import UncutGradients, take_first_values
 
@@ -75,6 +81,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     Attributes:
         steps: number of updates so far.
+        state_dtype: dtype of the wrapped class's state; None: that of masters.
         gathers: all-gathers that bring new parameters to all ranks.
         buckets: flat buckets of this rank's trained parameters.
         tensor: the tensor-parallel ranks.
@@ -113,7 +120,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         bucket_mib: gradients that travel together, in MiB; None: by the model and the link (`optim.bucket_layout`).
         rounding: `stochastic` rounds masters and state to bfloat16, which `optimizer_dtype` must be, so that their mean
             is kept: `optim/stochastic_rounding.py`.
-        rounding_seed: seed of its random bits, which also depend on the step, the canonical tensor and the element.
+        state_dtype: dtype of the wrapped class's state; None: that of masters. `torch.bfloat16` with float32 masters,
+            for elementwise classes, halves the state, which is then rounded stochastically.
+        rounding_seed: seed of random bits, which also depend on the step, the canonical tensor and the element.
         defaults: options of the wrapped class.
 
     Raises:
@@ -132,6 +141,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     _norms: Tensor | None = None
     _has_weight_norm = False
     _inner: torch.optim.Optimizer | None = None
+    _before_changes: torch.Event | None = None
     _weights: UnitWeights | None = None
 
     def __init__(
@@ -156,6 +166,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         average: bool = True,
         bucket_mib: float | None = None,
         rounding: Rounding = "nearest",
+        state_dtype: torch.dtype | None = None,
         rounding_seed: int = 0,
         **defaults: Any,
     ) -> None:
@@ -176,9 +187,12 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32)
         self._defaults = defaults
         self._is_stochastic = is_stochastic(rounding)
+        self.state_dtype = None if state_dtype == self._dtypes.optimizer else state_dtype
+        if self.state_dtype is not None:
+            require_rounded_state(self.state_dtype, self._dtypes.optimizer, self._inner_class)
         self._offload = offload
         if offload:
-            require_offloadable(self._inner_class, is_stochastic=self._is_stochastic)
+            require_offloadable(self._inner_class, rounds=self._is_stochastic or self.state_dtype is not None)
         self._rounding_seed = rounding_seed
         self.steps = 0
         self.buckets: list[Bucket] = []
@@ -250,6 +264,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         hook = weak_hook(self._on_gradient)
         if self._is_stochastic:
             require_bfloat16(self._dtypes.optimizer, trainable)
+        if self.state_dtype is not None and any(p.dtype == torch.float64 for p in trainable):
+            raise ValueError(f"state_dtype ({self.state_dtype}) must be left out with parameters of torch.float64")
         buckets = make_buckets(
             trainable,
             self.sharding,
@@ -280,7 +296,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         make_slices = partial(
             ModelSlices, pieces=pieces, device=device, data=self.group, mesh=self._mesh, exact=exact, fixed=fixed
         )
-        if not self._is_stochastic:
+        if not self._is_stochastic and self.state_dtype is None:
             update_class = HostUpdate if any(bucket.on_host for bucket in self.buckets) else Update
             return update_class(self.inner, self.buckets, make_slices)
         bits = RandomBits(pieces, self._rounding_seed)
@@ -375,6 +391,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._overlapping = False
         self.gathers.wait()
         self._assignments.check()
+        if self._before_changes is not None:
+            torch.accelerator.current_stream(device_of(self.param_groups, self._mesh)).wait_event(self._before_changes)
+            self._before_changes = None
         for bucket in self.buckets:
             bucket.check_parameters()
         adopt_changes(self.buckets, compares_values=self.compares_values)
@@ -489,6 +508,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.zero_grad()
         return loss
 
+    def overwrite_after(self, event: torch.Event) -> None:
+        """Let the next step change masters, state and parameters only after an event, such as the end of their copy."""
+        self._before_changes = event
+
     def _update(self, factor: Tensor | float) -> None:
         self.steps += 1
         self.gathers.run(self._updates.step(self.param_groups, factor, self.steps))
@@ -559,6 +582,11 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         require_loadable(state_dict, self.inner, self._make_inner, layout_of(self.buckets, self.sharding.ranks))
         devices.synchronize(device_of(self.param_groups, self._mesh))  # masters may be on their way to the device
         self.inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
+        if self.state_dtype is not None:
+            for master, entries in self.inner.state.items():
+                for name, value in entries.items():
+                    if isinstance(value, Tensor) and value.shape == master.shape and value.is_floating_point():
+                        entries[name] = value.to(self.state_dtype)
         # States of earlier versions have no "steps": the buckets' own counts stand in.
         counts = (int(state.get("step", 0)) for state in state_dict["state"].values())
         self.steps = state_dict.get("steps", max(counts, default=0))

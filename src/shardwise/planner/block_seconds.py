@@ -5,7 +5,7 @@ Legend: see `planner/rank_workload.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Recompute
@@ -55,6 +55,9 @@ class ProgramTraits:
         splits_messages: True if the ranks of a tensor-parallel group each send a part of a message, and gather it.
         runs_ahead: True if the host starts kernels before the device is done with earlier ones.
         casts_gradients: True if a weight's new gradient is copied to the gradients' dtype before it is added to them.
+        adds_products: True if the products of blocks add to gradients of float32 by themselves.
+        updates_in_one_pass: True if each value of the optimizer's step is read and written once, also to scale the
+            gradients and to round the weights, and the norm reads the gradients of all ranks.
         reduces_all: True if gradients are all-reduced even if the optimizer's state is sharded.
         recomputes_core: True if selective recompute repeats attention, fused or not, and nothing else.
         kernels: number of kernels that a block starts in its forward pass.
@@ -67,6 +70,8 @@ class ProgramTraits:
     splits_messages: bool = False
     runs_ahead: bool = True
     casts_gradients: bool = False
+    adds_products: bool = False
+    updates_in_one_pass: bool = False
     reduces_all: bool = False
     recomputes_core: bool = False
     kernels: int = 24
@@ -145,9 +150,10 @@ class PartSeconds:
     Attributes:
         matmul: matrix products, without those of the attention core.
         attention: the attention core.
-        memory_bound: operations that memory limits.
+        memory_bound: operations that memory limits, without accumulation.
         launch: waits of the device for the host.
         tensor: collectives of tensor and sequence parallelism.
+        accumulation: additions of the gradients of weights to those of earlier micro-batches.
     """
 
     matmul: float = 0.0
@@ -155,10 +161,11 @@ class PartSeconds:
     memory_bound: float = 0.0
     launch: float = 0.0
     tensor: float = 0.0
+    accumulation: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matmul + self.attention + self.memory_bound + self.launch + self.tensor
+        return self.matmul + self.attention + self.memory_bound + self.launch + self.tensor + self.accumulation
 
     def plus(self, term: PartSeconds, times: float = 1) -> PartSeconds:
         """Return the sum of these seconds and `times` those of `term`."""
@@ -168,6 +175,7 @@ class PartSeconds:
             self.memory_bound + times * term.memory_bound,
             self.launch + times * term.launch,
             self.tensor + times * term.tensor,
+            self.accumulation + times * term.accumulation,
         )
 
 
@@ -197,7 +205,7 @@ def _with_launch(parts: PartSeconds, kernels: float, host: float, program: Progr
     device = parts.total
     host_time = kernels * host
     launch = _smooth_maximum(device, host_time) - device if program.runs_ahead else host_time
-    return PartSeconds(parts.matmul, parts.attention, parts.memory_bound, launch, parts.tensor)
+    return replace(parts, launch=launch)
 
 
 def _smooth_maximum(a: float, b: float) -> float:
@@ -226,7 +234,11 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     outputs = sum(device_seconds.matmul(device, c, peak, s.tokens, n, k) for n, k in weights)
     input_gradients = sum(device_seconds.matmul(device, c, peak, s.tokens, k, n) for n, k in weights)
     weight_gradients = sum(device_seconds.matmul(device, c, peak, n, k, s.tokens) for n, k in weights)
-    accumulated = s.accumulation_bytes(sum(n * k for n, k in weights), device, program)
+    elements = sum(n * k for n, k in weights)
+    accumulated = s.accumulation_bytes(elements, device, program)
+    if program.adds_products:
+        # The sum is read and written; the new gradient stays in the kernel.
+        accumulated = 2.0 * DTYPE_BYTES[s.gradient] * elements
     accumulation = device_seconds.passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
 
@@ -241,7 +253,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     activation_bytes = s.a * (feed_elements + 3 * s.tokens * query_key_value)
     memory_forward = device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes)
     backward_bytes = _NORM_BACKWARD * norm_bytes + _ADD_BACKWARD * add_bytes + _ACTIVATION_BACKWARD * activation_bytes
-    memory_backward = device_seconds.passes(device, c, backward_bytes) + accumulation
+    memory_backward = device_seconds.passes(device, c, backward_bytes)
 
     collectives = _tensor_collectives(s, device, c)
     kernels = program.kernels + core.kernels
@@ -249,7 +261,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
         PartSeconds(outputs, core.forward, memory_forward, 0.0, collectives), kernels, c.host, program
     )
     backward = _with_launch(
-        PartSeconds(input_gradients + weight_gradients, core.backward, memory_backward, 0.0, collectives),
+        PartSeconds(input_gradients + weight_gradients, core.backward, memory_backward, 0.0, collectives, accumulation),
         _BACKWARD_KERNELS * kernels,
         c.host,
         program,

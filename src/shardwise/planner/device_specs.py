@@ -57,7 +57,7 @@ PRICE_RANGE = (0.0, 10_000.0)
 """Dollars for a device and an hour that a file may give: prices differ by contract, so no shipped file has one."""
 _WHOLE = ("processors", "devices_per_node")
 _TEXTS = ("name", "node_link.topology", "network.topology")
-_TYPES = ("cpu", "accelerator")
+_TYPES = ("cpu", "cuda", "accelerator")
 _OTHER_KEYS = ("type", "accuracy")
 
 
@@ -94,6 +94,8 @@ class Device:
         network: link to a device of another machine.
         sources: source of each figure.
         is_accelerator: True if it computes while the host goes on; a rank on a CPU does one after the other.
+        is_cuda: True if it is a CUDA device, one kernel of which multiplies bfloat16 matrices and adds the product to a
+            float32 one.
         constants: constants of `planner.device_seconds.Constants` that were measured on this device.
         dollars_per_hour: price of one device for an hour; None if it is unknown.
         accuracy: how far predictions were from measured steps on this device; empty if none was measured.
@@ -112,6 +114,7 @@ class Device:
     network: Link
     sources: tuple[tuple[str, str], ...] = ()
     is_accelerator: bool = True
+    is_cuda: bool = False
     constants: tuple[tuple[str, float], ...] = ()
     dollars_per_hour: float | None = None
     accuracy: str = ""
@@ -266,7 +269,8 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         node=link("node_link"),
         network=link("network"),
         sources=tuple(sources),
-        is_accelerator=kind == "accelerator",
+        is_accelerator=kind != "cpu",
+        is_cuda=kind == "cuda",
         constants=tuple((key.removeprefix("constants."), float(numbers[key])) for key in given if key in constants),
         dollars_per_hour=numbers.get(_PRICE),
         accuracy=str(flat.get("accuracy", "")),
@@ -319,7 +323,7 @@ def described(device: Device, constants: Mapping[str, float], source: str) -> st
     kept = {name: own(f"constants.{name}", value) for name, value in device.constants if name not in constants}
     values: dict[str, Any] = {
         "name": device.name,
-        "type": "accelerator" if device.is_accelerator else "cpu",
+        "type": "cuda" if device.is_cuda else "accelerator" if device.is_accelerator else "cpu",
         "memory_gb": own("memory_gb", device.memory / 1e9),
         "memory_gb_per_second": own("memory_gb_per_second", device.memory_bandwidth / 1e9),
         "bfloat16_tflops": own("bfloat16_tflops", device.bfloat16 / 1e12),

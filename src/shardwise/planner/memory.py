@@ -125,7 +125,6 @@ def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) ->
 
 def memory_of(workload: RankWorkload) -> MemoryEstimate:
     """Return peak bytes of the workload's pipeline rank."""
-    separate_masters = workload.precision.parameter != workload.precision.optimizer
     step = _step_peak(workload)
     numbers, rounding = _rounding(workload)
     update = max(rounding, _matrices(workload), _travelling(workload))
@@ -136,7 +135,7 @@ def memory_of(workload: RankWorkload) -> MemoryEstimate:
     return MemoryEstimate(
         parameters=_parameter_bytes(workload),
         gradients=_gradient_bytes(workload),
-        optimizer=_optimizer_bytes(workload, separate_masters=separate_masters),
+        optimizer=_optimizer_bytes(workload),
         activations=step.activations,
         loss=step.forward - step.activations,
         buffers=_rotary_tables(workload) + numbers + peak - step.forward,
@@ -162,21 +161,22 @@ def _gradient_bytes(workload: RankWorkload) -> int:
     return elements * DTYPE_BYTES[workload.precision.gradient]
 
 
-def _optimizer_bytes(workload: RankWorkload, *, separate_masters: bool) -> int:
+def _optimizer_bytes(workload: RankWorkload) -> int:
     """Bytes of the optimizer's states, and of masters if they are separate, on a data-parallel rank's device."""
     if workload.offloads:
         return 0
-    return _state_bytes(workload, separate_masters=separate_masters)
+    return _state_bytes(workload, master=workload.precision.master_bytes)
 
 
-def _state_bytes(workload: RankWorkload, *, separate_masters: bool) -> int:
+def _state_bytes(workload: RankWorkload, *, master: int) -> int:
+    """Return the bytes of the states and of masters of so many bytes, on a data-parallel rank."""
     buckets = bucket_shapes(workload)
     elements = sum(bucket.elements for bucket in buckets)
     matrices = sum(bucket.elements for bucket in buckets if bucket.is_orthogonalized)
     parts = workload.shard_ranks
     spec = workload.config.optimizer.spec
-    kept = spec.kept_elements(elements // parts, matrices // parts, separate_masters=separate_masters)
-    return kept * DTYPE_BYTES[workload.precision.optimizer]
+    state = DTYPE_BYTES[workload.precision.moments]
+    return spec.kept_bytes(elements // parts, matrices // parts, master=master, state=state)
 
 
 def _step_peak(workload: RankWorkload, in_flight: InFlight | None = None) -> StepPeak:
@@ -295,9 +295,10 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
         return None
     precision = config.precision.resolved(accelerator)
     matrices = local_parameter_count(config.model, 1, block_matrices=True) or 0
-    separate_masters = precision.parameter != precision.optimizer
-    kept = config.optimizer.spec.kept_elements(parameters, matrices, separate_masters=separate_masters)
-    return parameters * DTYPE_BYTES[precision.parameter] + kept * DTYPE_BYTES[precision.optimizer]
+    kept = config.optimizer.spec.kept_bytes(
+        parameters, matrices, master=precision.master_bytes, state=DTYPE_BYTES[precision.moments]
+    )
+    return parameters * DTYPE_BYTES[precision.parameter] + kept
 
 
 def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
@@ -308,7 +309,8 @@ def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, acc
     workloads = RankWorkload.of_ranks(config, layout, accelerator)
     if not workloads:
         return None
-    state = max(_state_bytes(workload, separate_masters=True) for workload in workloads)
+    master = DTYPE_BYTES[workloads[0].precision.optimizer]
+    state = max(_state_bytes(workload, master=master) for workload in workloads)
     return state * ranks_per_node * 2 * (2 if layout.world > ranks_per_node else 1)
 
 
@@ -412,7 +414,7 @@ def offloaded_bytes(config: Config, layout: Layout, accelerator: bool) -> int:
         if workload.offloads:
             owned = [bucket.elements // bucket.slices for bucket in bucket_shapes(workload)]
             pinned = [_pinned_bytes(size * DTYPE_BYTES[workload.precision.optimizer]) for size in owned]
-            states = _state_bytes(workload, separate_masters=False)
+            states = _state_bytes(workload, master=0)
             sizes.append(states + sum(pinned) + _BUCKETS_ON_THEIR_WAY * max(pinned))
     return max(sizes, default=0)
 
@@ -441,11 +443,11 @@ def _rounding(workload: RankWorkload) -> tuple[int, int]:
 
     All the time: an int32 number for each element of a chunk. For a moment, of the elements of a bucket that the rank
     updates, a chunk at most: the master, its gradient and its states in float32, and in int32 the random words, the
-    bits of one tensor and its signs.
+    bits of one tensor and its signs. A master that is float32 already is updated where it is.
     """
-    if workload.precision.rounding != "stochastic":
+    rounded = workload.precision.rounded(len(workload.config.optimizer.spec.states))
+    if not rounded:
         return 0, 0
     chunk = rounding_chunk_elements(workload.accelerator)
     owned = max(bucket.elements // bucket.slices for bucket in bucket_shapes(workload))
-    tensors = 5 + len(workload.config.optimizer.spec.states)
-    return _FLOAT32 * chunk, tensors * _FLOAT32 * min(chunk, owned)
+    return _FLOAT32 * chunk, (4 + rounded) * _FLOAT32 * min(chunk, owned)

@@ -294,8 +294,9 @@ class _StateBytes:
             self._elements[layout.tensor] = (all_elements, in_matrices)
         layers = max(1, model.num_hidden_layers // layout.pipeline)
         elements, matrices = (layers * count for count in self._elements[layout.tensor])
-        separate_masters = precision.parameter != precision.optimizer
-        kept = self._config.optimizer.spec.kept_elements(elements, matrices, separate_masters=separate_masters)
+        kept = self._config.optimizer.spec.kept_bytes(
+            elements, matrices, master=precision.master_bytes, state=DTYPE_BYTES[precision.moments]
+        )
         shards = layout.data // choice.replicate if choice.zero else 1
         parameters = elements * DTYPE_BYTES[precision.parameter] / (shards if choice.zero == 3 else 1)
         # Gradients that are reduced once a step are whole until then.
@@ -303,7 +304,7 @@ class _StateBytes:
         is_cut = choice.zero >= 2 and not reduces_once and not choice.splits_backward
         gradients = elements * DTYPE_BYTES[precision.gradient] / (shards if is_cut else 1)
         on_device = 0 if self._offloads else kept
-        return parameters + gradients + on_device * DTYPE_BYTES[precision.optimizer] / shards
+        return parameters + gradients + on_device / shards
 
 
 def _memory(config: Config, layout: Layout, cluster: device_specs.Cluster, limit: float) -> MemoryEstimate:

@@ -22,6 +22,7 @@ from shardwise.planner import block_seconds, device_seconds
 from shardwise.planner.block_seconds import BlockShape, PartSeconds, PassSeconds, ProgramTraits
 from shardwise.planner.device_seconds import Constants, RankGroup, constants_of, group
 from shardwise.planner.device_specs import Cluster
+from shardwise.planner.update_bytes import update_bytes
 
 # Kernels that a block starts in its forward pass, as torch's dispatcher counts them: of a plain block, and additional
 # ones for rotary positions and for a gate. An accelerator starts no kernel for a view of a tensor; the host of a CPU's
@@ -30,6 +31,8 @@ _ACCELERATOR_KERNELS = (18, 8, 5)
 _CPU_OPERATORS = (37, 8, 7)
 
 
+_LEAST_SHARE = 0.001
+"""Share of a step from which on a part is shown."""
 _HOST_BANDWIDTH = 100e9
 """Bytes a second of a machine's memory, which its ranks share as they update offloaded state: assumed, not measured."""
 _HOST_LINK_BANDWIDTH = 25e9
@@ -44,6 +47,7 @@ class StepTime:
         matmul: matrix products of blocks, forward and backward, without recompute.
         attention: attention core.
         memory_bound: norms, activations, dropout and sums, which memory limits.
+        accumulation: additions of the gradients of blocks' weights to those of earlier micro-batches.
         launch: waits of the device for the host.
         head: output head and loss, and the embedding.
         recompute: all that is computed a second time.
@@ -58,6 +62,7 @@ class StepTime:
     matmul: float
     attention: float
     memory_bound: float
+    accumulation: float
     launch: float
     head: float
     recompute: float
@@ -80,6 +85,11 @@ class StepTime:
     def rows(self) -> list[tuple[str, float]]:
         """(part, seconds) in the order in which they are shown."""
         return [(part.name, getattr(self, part.name)) for part in fields(self)]
+
+    def shares(self) -> str:
+        """The parts of at least 0.1%, as shares of the step, the largest first."""
+        parts = sorted(((seconds / self.total, part) for part, seconds in self.rows()), reverse=True)
+        return ", ".join(f"{part.replace('_', ' ')} {share:.1%}" for share, part in parts if share >= _LEAST_SHARE)
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,7 @@ def step_time(
         matmul=m * model_work.matmul,
         attention=m * model_work.attention,
         memory_bound=m * model_work.memory_bound,
+        accumulation=m * model_work.accumulation,
         launch=m * (model_work.launch + sum(2 * work.action for work in works)),
         head=m * ends,
         recompute=m * recompute.total,
@@ -201,7 +212,18 @@ def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
         kernels += rotary
     if model.gated:
         kernels += gated
-    return ProgramTraits(fused_attention=fused, kernels=kernels, runs_ahead=on_accelerator)
+    precision = config.precision.resolved(on_accelerator)
+    return ProgramTraits(
+        fused_attention=fused,
+        kernels=kernels,
+        runs_ahead=on_accelerator,
+        adds_products=cluster.device.is_cuda
+        and precision.parameter == "bfloat16"
+        and precision.gradient == "float32"
+        and not config.train.bitwise
+        # Compiled products of ZeRO-2 and 3 are rounded before they are added.
+        and not (config.compile.enabled and config.optimizer.zero >= 2),
+    )
 
 
 def stage_works(
@@ -367,20 +389,30 @@ class _StepInputs:
         precision = self.precision
         elements = self.elements
         owned = elements / self._shard_ranks
-        # Master and states are read and written; the gradient is read, and the parameter written. Then all gradients
-        # are set to zero, and read once for their norm.
         spec = self.config.optimizer.spec
-        kept = spec.kept_elements(elements, self.matrices, separate_masters=True)
         width = DTYPE_BYTES[precision.optimizer]
-        touched = owned * (DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
-        touched += 2 * kept * width * owned / elements
-        cleared = elements * 2 * DTYPE_BYTES[precision.gradient]
+        if self.program.updates_in_one_pass:
+            # Master and states are read and written; the gradient is read, and the parameter written. All gradients are
+            # set to zero, and read once for their norm.
+            kept = spec.kept_bytes(elements, self.matrices, master=width, state=DTYPE_BYTES[precision.moments])
+            touched = owned * (DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
+            touched += 2 * kept * owned / elements + elements * 2 * DTYPE_BYTES[precision.gradient]
+        else:
+            touched = update_bytes(
+                self.config.optimizer,
+                precision,
+                elements=elements,
+                matrices=self.matrices,
+                ranks=self._shard_ranks,
+                frees_gradients=self.config.optimizer.zero >= 2 and self._shard_ranks > 1,
+            )
         update = self.constants.step
         if self.config.optimizer.offload and device.is_accelerator:
-            by_host = touched * min(self.layout.world, self.cluster.per_node) / _HOST_BANDWIDTH
+            by_device = 2 * elements * DTYPE_BYTES[precision.gradient]
+            by_host = (touched - by_device) * min(self.layout.world, self.cluster.per_node) / _HOST_BANDWIDTH
             update += max(by_host, 2 * owned * width / _HOST_LINK_BANDWIDTH)
-            touched = 0.0
-        update += (touched + cleared) / (device.memory_bandwidth * self.constants.update)
+            touched = by_device
+        update += touched / (device.memory_bandwidth * self.constants.update)
         if spec.orthogonalizes:
             update += self._orthogonalization_seconds()
         forward, backward = self._gather_seconds()
@@ -442,8 +474,9 @@ class _StepInputs:
     def _gather_seconds(self) -> tuple[_Gathers, _Gathers]:
         """Return the gathers of parameters before forward passes, and before backward passes.
 
-        Up to stage 2, parameters are gathered once, after the update. At stage 3, a unit is gathered while the unit
-        before it computes: all but the first can hide. The last block stays for the backward pass.
+        Up to stage 2, parameters are gathered once, after the update; on accelerators behind the first forward pass, in
+        its order. At stage 3, a unit is gathered while the unit before it computes. All but the first unit can hide.
+        The last block stays for the backward pass.
         """
         device = self.cluster.device
         c = self.constants
@@ -452,12 +485,13 @@ class _StepInputs:
         if self._shard_ranks == 1:
             return _Gathers(), _Gathers()
         seconds = device_seconds.collective(device, c, self._shard_group, float(width * self.elements))
-        if optimizer.zero < 3:
-            return _Gathers(exposed=seconds), _Gathers()
         layers = sum(len(work.stage.layers) for work in self.works if work.stage.rank == 0)
+        passes = self._pass_seconds
+        if optimizer.zero < 3:
+            hidden = self._hidden(passes.forward) if device.is_accelerator else 0.0
+            return _Gathers(exposed=max(seconds / (layers + 1), seconds - hidden)), _Gathers()
         latency = device_seconds.collective(device, c, self._shard_group, 1.0)
         seconds += layers * latency
-        passes = self._pass_seconds
         count = self.layout.accumulation(self.config.train) if self.config.gather == "micro_batch" else 1
         hidden = self._hidden(passes.forward) if optimizer.prefetch else 0.0
         forward = _Gathers(seconds, count * max(seconds / (layers + 1), seconds - hidden))

@@ -294,6 +294,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
         gradient_dtype=torch_dtype(precision.gradient),
         reduce_dtype=torch_dtype(precision.reduce),
         rounding=precision.rounding,
+        state_dtype=torch_dtype(precision.moments),
         rounding_seed=config.train.seed,
         **options,
     )

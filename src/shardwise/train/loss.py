@@ -21,6 +21,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import TrainConfig
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.distributed import collectives, devices
+from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import gives_losses
@@ -134,10 +135,10 @@ _LARGEST_EXPONENT = 700
 """Losses from here on give no perplexity: exp(710) exceeds the largest float, 1.8e308."""
 
 
-def count_targets(micro_batches: Sequence[MicroBatch], data_parallel: Group) -> Tensor:
-    """Counted targets of each objective in the global batch, [K]. Collective over data parallelism."""
+def count_targets(micro_batches: Sequence[MicroBatch], data_parallel: Group) -> Pending:
+    """Start counting the targets of each objective in the global batch, [K]. Collective over data parallelism."""
     counts_K = torch.stack([batch.counts_K for batch in micro_batches]).sum(dim=0)
-    return collectives.all_reduce_(counts_K, data_parallel)
+    return collectives.all_reduce_async(counts_K, data_parallel)
 
 
 def mean_over_targets(sums_K: Tensor, counts_K: Tensor) -> Tensor:

@@ -17,9 +17,6 @@ from shardwise.planner.memory_choice import RESERVED, fitted, leaves_open
 from shardwise.train.memory_remedies import remedies_of_machine, remedies_of_rank
 from shardwise.train.step_record import Progress
 
-_ALLOCATOR_SETTINGS = "PYTORCH_ALLOC_CONF"
-"""The variable by which torch's allocator is set."""
-
 
 def out_of_memory_text(
     config: Config, layout: Layout, rank: int, device: torch.device, progress: Progress, error: BaseException
@@ -51,10 +48,9 @@ def _allocator_line(device: torch.device) -> str:
     line = f"allocator: {size(allocator['allocated'])} in tensors, {size(unused)} more reserved"
     if total is not None:
         line += f", of {size(total)}"
-    is_expandable = "expandable_segments:True" in os.environ.get(_ALLOCATOR_SETTINGS, "")
     # A tenth is more than the usual rounding of sizes wastes: blocks are split so that no large tensor fits them.
-    if unused > allocator["reserved"] / 10 and not is_expandable:
-        line += f"; {_ALLOCATOR_SETTINGS}=expandable_segments:True lets tensors use what is reserved in pieces"
+    if unused > allocator["reserved"] / 10 and devices.has_fixed_segments():
+        line += "; PYTORCH_ALLOC_CONF with expandable_segments:True lets tensors use what is reserved in pieces"
     return f"{line}\n"
 
 

@@ -57,6 +57,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
         RunError: training failed.
         StoppedError: the run was asked to stop, and all is saved.
     """
+    devices.use_expandable_segments()
     join(timeout=config.launch.timeout)
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline, grains=config.grains)
     # Before any rank reads or writes: ranks of several machines may differ in files and software.

@@ -140,7 +140,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         (
             "precision",
             f"parameters {precision.parameter}, gradients {precision.gradient}, reduction {precision.reduce}, "
-            f"optimizer {precision.optimizer}{_rounding(precision)}",
+            f"optimizer {precision.optimizer}{_rounding(precision)}{_moments(precision)}",
         ),
         ("optimizer", _optimizer(config)),
     ]
@@ -158,12 +158,10 @@ def predicted_rows(plan: Plan | None) -> _Rows:
     if plan is None:
         return [("time", _UNKNOWN)]
     time = plan.time
-    shares = sorted(time.rows(), key=lambda row: -row[1])
-    parts = ", ".join(f"{part.replace('_', ' ')} {seconds / time.total:.0%}" for part, seconds in shares)
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     return [
         ("step", f"{units.duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
-        ("  parts", parts),
+        ("  parts", time.shares()),
         ("  all steps", f"{units.duration(plan.seconds)}, {plan.device_hours:,.0f} device-hours"),
         ("  memory", memory_text(plan)),
     ]
@@ -190,6 +188,10 @@ def _advice(precision: Precision, accelerator: bool) -> str:
 
 def _rounding(precision: Precision) -> str:
     return ", rounded stochastically" if precision.rounding == "stochastic" else ""
+
+
+def _moments(precision: Precision) -> str:
+    return f", moments {precision.moments}" if precision.moments != precision.optimizer else ""
 
 
 def _sharding(config: Config, layout: Layout, accelerator: bool) -> str:
@@ -484,7 +486,7 @@ def start_rows(
         ),
         (
             "device",
-            f"{device_name}, {precision.parameter}{other_dtypes}{_rounding(precision)}"
+            f"{device_name}, {precision.parameter}{other_dtypes}{_rounding(precision)}{_moments(precision)}"
             f"{_advice(precision, accelerator)}",
         ),
         ("memory", known),

@@ -26,6 +26,7 @@ from shardwise.config import Config, Layout
 from shardwise.data.samples.batch import Batches, BlendedBatches
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
+from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.replicated import ReplicatedParameters
 from shardwise.layers.units import units
@@ -37,6 +38,7 @@ from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.compile.units import Compilation
 from shardwise.train.evaluation import Evaluation, evaluate_rounds
 from shardwise.train.feed import Feed
+from shardwise.train.garbage import SteppedCollection
 from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets, perplexity
 from shardwise.train.model_checks import check_replicas, find_non_finite
 from shardwise.train.reporter import Reporter
@@ -120,12 +122,18 @@ class Trainer:
         """
         first = self.progress.step + 1
         last = end_of_run(self.config, self.progress.step)
-        with closing(self.feed), closing(self._open_trace()) as trace, self._gathers_behind_forward():
+        with (
+            closing(self.feed),
+            closing(self._open_trace()) as trace,
+            self._gathers_behind_forward(),
+            SteppedCollection() as garbage,
+        ):
             if self.config.train.eval_every and not self.progress.step:
                 self._evaluate_texts()
             for step in range(first, last + 1):
                 with trace.step(step):
                     record = self.step(None if checkpoints is None else checkpoints.flags)
+                garbage.after_step()
                 stopped_by = self._after_step(record, checkpoints, graphs, is_last=step == last)
                 if stopped_by is not None and step < last:
                     return stopped_by
@@ -230,8 +238,10 @@ class Trainer:
         with self.clock.phase(DATA):
             micro_batches = self.feed.at(self.progress.position, following=train.steps - step)
         self.progress.phase = "forward and backward"
-        counts_K = count_targets(micro_batches, self.mesh.dp)
-        losses_NK = self._forward_backward(micro_batches, counts_K)
+        # New weights may still be on their way on the same communicator: the forward pass waits for each as it needs
+        # it, and only the loss waits for these numbers, which come behind all weights.
+        counts = count_targets(micro_batches, self.mesh.dp)
+        losses_NK = self._forward_backward(micro_batches, counts)
         self.progress.phase = "gradient reduction"
         # Each replica has the losses of its samples, and in a pipeline only the last stage has them.
         if self.mesh.dp.grain is None:
@@ -242,7 +252,7 @@ class Trainer:
         numbers = self._read_numbers(losses, None if rank_flags is None else rank_flags())
         loss = sum(numbers.losses)
         if not (math.isfinite(loss) and math.isfinite(numbers.gradient_norm)):
-            self._stop_non_finite(step, loss, numbers.gradient_norm, micro_batches, counts_K)
+            self._stop_non_finite(step, loss, numbers.gradient_norm, micro_batches, counts)
         self.progress.phase = "optimizer update"
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
@@ -354,10 +364,11 @@ class Trainer:
         """Bytes of the state, which is complete after the first step. Added up once, as that takes a millisecond."""
         return state_by_kind(self.model, self.optimizer)
 
-    def _forward_backward(self, micro_batches: list[MicroBatch], counts_K: Tensor, *, last: bool = True) -> Tensor:
+    def _forward_backward(self, micro_batches: list[MicroBatch], counts: Pending, *, last: bool = True) -> Tensor:
         """Add the gradients of the global mean loss; returns this rank's terms of each objective's mean, [N, K].
 
-        There is one term, or in a bit-equal training one for each micro-batch (0 on stages that have no loss).
+        There is one term, or in a bit-equal training one for each micro-batch (0 on stages that have no loss). `counts`
+        gives the targets of the global batch, [K].
 
         With `last` the gradients are complete afterwards, and each bucket's reduction starts during the backward pass.
         """
@@ -373,7 +384,7 @@ class Trainer:
             if not gives_losses(part):
                 return out
             # Divided by the targets of the global batch, not of this micro-batch: gradients need no factor afterwards.
-            losses_K = mean_over_targets(out, counts_K)
+            losses_K = mean_over_targets(out, counts.wait())
             shares.append(losses_K.detach())
             return losses_K
 
@@ -394,7 +405,7 @@ class Trainer:
             ready = self.optimizer.gradient_ready if last and not self.optimizer.reduces_each_pass else None
             with self.optimizer.accumulate(), self.clock.phase(PIPELINE):
                 self.pipeline.step(compute, ready, end_group)
-            return self._loss_terms(shares, counts_K, len(micro_batches))
+            return self._loss_terms(shares, counts.wait(), len(micro_batches))
         for number in range(len(micro_batches)):
             with self.optimizer.accumulate(last=last and number == len(micro_batches) - 1):
                 with record_function(f"forward, micro-batch {number}"), self.clock.phase(FORWARD):
@@ -403,7 +414,7 @@ class Trainer:
                     loss.backward()
                 if ends_group(number):
                     self.optimizer.end_group()
-        return self._loss_terms(shares, counts_K, len(micro_batches))
+        return self._loss_terms(shares, counts.wait(), len(micro_batches))
 
     def _forward_pass(self, part: nn.Module) -> AbstractContextManager[None]:
         # A backward pass in two parts computes the gradient of each parameter by itself.
@@ -473,7 +484,7 @@ class Trainer:
             self.reporter.tasks(self.progress.step, results["results"])
 
     def _stop_non_finite(
-        self, step: int, loss: float, gradient_norm: float, micro_batches: list[MicroBatch], counts_K: Tensor
+        self, step: int, loss: float, gradient_norm: float, micro_batches: list[MicroBatch], counts: Pending
     ) -> None:
         """Raise with the rank and parameter at fault.
 
@@ -481,7 +492,7 @@ class Trainer:
         """
         self.optimizer.zero_grad()
         with self.optimizer.local_gradients(), self.optimizer.gathered():
-            rank_loss = float(self._forward_backward(micro_batches, counts_K, last=False).sum())
+            rank_loss = float(self._forward_backward(micro_batches, counts, last=False).sum())
             faults = collectives.all_gather_objects(find_non_finite(self.model, rank_loss), self.mesh.world)
         place = "each rank's own part is: their sum overflowed"
         # In a pipeline a value that is not finite travels on: of all ranks' findings the nearest cause counts.

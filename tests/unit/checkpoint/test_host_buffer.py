@@ -77,7 +77,7 @@ def test_pinned_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", counting)
     monkeypatch.setattr(host_buffer, "PINNED_BYTES", 3 * host_buffer.BLOCK_BYTES)
-    monkeypatch.setattr(host_buffer.devices, "synchronize", lambda device: None)
+    monkeypatch.setattr(host_buffer.devices, "side_stream", lambda device: None)
     buffer = HostBuffer(torch.device("cuda"))
     buffer.put(torch.zeros(5 * host_buffer.BLOCK_BYTES // 4))
     assert pinned == [True] * 3 + [False] * 2

@@ -153,6 +153,29 @@ def test_the_host_updates_no_whole_tensors_and_rounds_to_the_nearest(name: str) 
         check_layout(load_config("llama2-tiny", rounding), 1)
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["optimizer.name=lamb"], r"precision.moments \(bfloat16\) must be left out with optimizer.name lamb"),
+        (["optimizer.name=muon"], r"precision.moments \(bfloat16\) must be left out with optimizer.name muon"),
+        (["optimizer.offload=true"], r"optimizer.offload \(true\) must be false with precision.moments bfloat16"),
+    ],
+)
+def test_bfloat16_moments_need_adamw_on_the_device(keys: list[str], said: str) -> None:
+    moments = ["precision.mode=mixed", "precision.moments=bfloat16"]
+    check_layout(load_config("llama2-tiny", moments), 1)
+    with pytest.raises(ConfigError, match=said):
+        check_layout(load_config("llama2-tiny", [*moments, *keys]), 1)
+
+
+def test_moments_are_not_wider_than_masters() -> None:
+    said = r"precision.moments \(float32\) must be bfloat16 where masters are bfloat16: leave it out, or set "
+    with pytest.raises(ConfigError, match=said):
+        load_config("llama2-tiny", ["precision.mode=bfloat16", "precision.moments=float32"])
+    narrow = load_config("llama2-tiny", ["precision.mode=bfloat16", "precision.moments=bfloat16"])
+    assert narrow.precision.resolved(accelerator=False).rounded(2) == 3
+
+
 def test_muons_keys_need_muon() -> None:
     keys = ["optimizer.muon.momentum=0.9", "optimizer.muon.split_heads=true"]
     said = r"optimizer.muon.momentum and optimizer.muon.split_heads must be left out with optimizer.name adamw, which"

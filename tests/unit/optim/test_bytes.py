@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import ZeroRedundancyOptimizer
+from shardwise import LAMB, Muon, ZeroRedundancyOptimizer
+from shardwise.config import PrecisionConfig
+from shardwise.config.optimizer import OptimizerConfig
+from shardwise.planner.update_bytes import update_bytes
 
 ELEMENTS = 1 << 14
 WRITES_ONLY = {"aten::copy_", "aten::zero_", "aten::fill_"}
@@ -52,17 +55,69 @@ def of_all(tensor: Tensor) -> int:
     return tensor.nbytes if tensor.numel() == ELEMENTS else 0
 
 
-@pytest.mark.parametrize(("compares", "most"), [(False, 46), (True, 58)])
-def test_bytes_of_a_step_in_mixed_precision(compares: bool, most: int) -> None:
-    """AdamW 28 and the scaled gradient 4, the norm of the gradient 4, its zeroing 4, and the rounded weights 6."""
-    weight = nn.Parameter(torch.randn(128, ELEMENTS // 128).bfloat16())
-    optimizer = ZeroRedundancyOptimizer(
-        [weight], torch.optim.AdamW, lr=1e-2, max_norm=1e-3, gradient_dtype=torch.float32, fused=True
-    )
+def bytes_of_a_step(
+    wrapped: type[torch.optim.Optimizer], *, compares: bool = False, **options: Any
+) -> dict[str, float]:
+    """By operator: bytes that a step moves for each element of a matrix."""
+    dtype = options.pop("dtype", torch.bfloat16)
+    weight = nn.Parameter(torch.randn(128, ELEMENTS // 128).to(dtype))
+    optimizer = ZeroRedundancyOptimizer([weight], wrapped, lr=1e-2, max_norm=1e-3, **options)
     optimizer.compares_values = compares
     for _ in range(2):
         weight.square().sum().backward()
         with MovedBytes() as counted:
             optimizer.step()
-    moved = {name: size / ELEMENTS for name, size in counted.moved.items() if size}
+    return {name: size / ELEMENTS for name, size in counted.moved.items() if size}
+
+
+@pytest.mark.parametrize(("compares", "most"), [(False, 46), (True, 58)])
+def test_bytes_of_a_step_in_mixed_precision(compares: bool, most: int) -> None:
+    """AdamW 28 and the scaled gradient 4, the norm of the gradient 4, its zeroing 4, and the rounded weights 6."""
+    moved = bytes_of_a_step(torch.optim.AdamW, compares=compares, gradient_dtype=torch.float32, fused=True)
     assert sum(moved.values()) == most, moved
+
+
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::empty"}
+"""Operators of Muon's iteration, whose time the planner computes apart, and memory that nothing moves."""
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "wrapped", "options"),
+    [
+        ("adamw", {"mode": "mixed"}, torch.optim.AdamW, {"gradient_dtype": torch.float32, "fused": True}),
+        ("adamw", {"mode": "mixed", "gradient": "bfloat16"}, torch.optim.AdamW, {"fused": True}),
+        ("adamw", {"mode": "float32"}, torch.optim.AdamW, {"dtype": torch.float32, "fused": True}),
+        (
+            "adamw",
+            {"mode": "bfloat16", "rounding": "nearest"},
+            torch.optim.AdamW,
+            {"optimizer_dtype": torch.bfloat16, "fused": True},
+        ),
+        ("lamb", {"mode": "mixed"}, LAMB, {"gradient_dtype": torch.float32, "weight_decay": 0.01}),
+        ("muon", {"mode": "mixed"}, Muon, {"gradient_dtype": torch.float32}),
+    ],
+    ids=["mixed", "mixed, bfloat16 gradients", "float32", "bfloat16", "LAMB", "Muon"],
+)
+def test_the_planner_charges_the_bytes_that_are_moved(
+    name: str, precision: dict[str, Any], wrapped: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    moved = bytes_of_a_step(wrapped, **options)
+    matrices = ELEMENTS if name == "muon" else 0
+    charged = update_bytes(
+        OptimizerConfig(name=name, lr=1e-2),
+        PrecisionConfig(**precision).resolved(accelerator=False),
+        elements=ELEMENTS,
+        matrices=matrices,
+        ranks=1,
+        frees_gradients=False,
+    )
+    assert charged / ELEMENTS == sum(size for operator, size in moved.items() if operator not in PRODUCTS), moved
+
+
+def test_the_planner_charges_a_rank_for_the_part_that_it_owns() -> None:
+    def charged(**cut: Any) -> float:
+        precision = PrecisionConfig(mode="mixed").resolved(accelerator=True)
+        return update_bytes(OptimizerConfig(lr=1e-2), precision, elements=ELEMENTS, matrices=0, **cut) / ELEMENTS
+
+    assert charged(ranks=4, frees_gradients=False) == 42 / 4 + 4
+    assert charged(ranks=4, frees_gradients=True) == 46 / 4

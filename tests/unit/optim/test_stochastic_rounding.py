@@ -1,7 +1,9 @@
 """Stochastic rounding in one process: against its definition, written once more in numpy."""
 
+import copy
 import hashlib
 import io
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -97,7 +99,15 @@ def class_of(name: str) -> type[torch.optim.Optimizer]:
     return LAMB if name == "LAMB" else getattr(torch.optim, name)  # type: ignore[no-any-return]
 
 
-def reference(name: str, options: dict[str, Any], model: nn.Module, steps: int, gradient_dtype: torch.dtype) -> None:
+def reference(
+    name: str,
+    options: dict[str, Any],
+    model: nn.Module,
+    steps: int,
+    gradient_dtype: torch.dtype,
+    *,
+    rounds_weights: bool = True,
+) -> None:
     """The class itself on float32 copies; after each step, weights and state are rounded by the definition."""
     trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
     for p in trained:
@@ -117,8 +127,9 @@ def reference(name: str, options: dict[str, Any], model: nn.Module, steps: int, 
                 rows = [key for key, value in sorted(state.items()) if isinstance(value, Tensor) and value.dim()]
                 rows = rows if p.dim() else [key for key in sorted(state) if key not in ("step", "mu_product")]
                 rows = [key for key in rows if state[key] is not None]
-                bits = expected_bits(names[p][0].name, step, 1 + len(rows), p.numel())
-                for value, lane in zip([wide, *(state[key] for key in rows)], bits, strict=True):
+                values = [wide] * rounds_weights + [state[key] for key in rows]
+                bits = expected_bits(names[p][0].name, step, len(values), p.numel())
+                for value, lane in zip(values, bits, strict=True):
                     value.copy_(expected(value, lane))
                 p.copy_(wide)
 
@@ -154,6 +165,52 @@ def test_each_class_computes_in_float32_and_rounds_by_the_definition(
     ]
     assert {value.dtype for value in state} <= {torch.bfloat16}, "state takes 2 bytes an element"
     assert optimizer.state_bytes()["masters"] == 0, "the parameters are their own masters"
+
+
+@pytest.mark.parametrize(("name", "options"), CLASSES[:2], ids=str)
+@pytest.mark.parametrize(("bucket_mib", "chunk"), [(1e-5, 2**17), (1000.0, 7)])
+def test_state_beside_float32_masters_is_rounded_by_the_definition(
+    name: str, options: dict[str, Any], bucket_mib: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a resume."""
+    monkeypatch.setattr(chunks, "ROUNDING_CHUNK_ELEMENTS_CPU", chunk)
+    models = [make() for _ in range(3)]
+    wanted, found, resumed = models
+    reference(name, options, wanted, 4, torch.float32, rounds_weights=False)
+    make_optimizer = partial(
+        ZeroRedundancyOptimizer,
+        optimizer_class=class_of(name),
+        bucket_mib=bucket_mib,
+        state_dtype=torch.bfloat16,
+        rounding_seed=SEED,
+        **PLAIN,
+        **options,
+    )
+    first, second = (make_optimizer(model.parameters()) for model in (found, resumed))
+    train(found, first, 2, 1)
+    resumed.load_state_dict(found.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for model, optimizer in ((found, first), (resumed, second)):
+        train(model, optimizer, 2, 3)
+        assert_equal(model, wanted)
+        elements = sum(bucket.master.numel() for bucket in optimizer.buckets)
+        states = 3 if options.get("amsgrad") else 2
+        assert optimizer.state_bytes() | {"padding": 0} == {"state": 2 * states * elements, "masters": 0, "padding": 0}
+
+
+def test_bfloat16_keeps_a_second_moment_that_small_gradients_raise() -> None:
+    """A step moves it by a thousandth of itself, less than half the distance of bfloat16 numbers."""
+    means = {}
+    for state_dtype in (None, torch.bfloat16):
+        weight = nn.Parameter(torch.ones(4096))
+        optimizer = ZeroRedundancyOptimizer([weight], torch.optim.AdamW, state_dtype=state_dtype, **PLAIN)
+        for _ in range(300):
+            weight.sum().backward()
+            optimizer.step()
+        (state,) = optimizer.inner.state.values()
+        means[state_dtype] = float(state["exp_avg_sq"].float().mean())
+    assert means[None] == pytest.approx(1 - 0.999**300, rel=1e-3)
+    assert means[torch.bfloat16] == pytest.approx(means[None], rel=2e-3)
 
 
 def test_further_tensors_have_bits_of_their_own() -> None:
@@ -249,6 +306,13 @@ def test_what_cannot_be_rounded_is_refused() -> None:
         ZeroRedundancyOptimizer(make().double().parameters(), torch.optim.SGD, **STOCHASTIC)
     with pytest.raises(ValueError, match=r"rounding \('up'\) must be 'nearest' or 'stochastic'"):
         ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, **(STOCHASTIC | {"rounding": "up"}))
+    state: dict[str, Any] = PLAIN | {"state_dtype": torch.bfloat16}
+    with pytest.raises(ValueError, match=r"state_dtype \(torch.bfloat16\) must be left out with LAMB"):
+        ZeroRedundancyOptimizer(make().parameters(), LAMB, **state)
+    with pytest.raises(ValueError, match=r"state_dtype \(torch.float16\) must be torch.bfloat16"):
+        ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, **(state | {"state_dtype": torch.float16}))
+    with pytest.raises(ValueError, match=r"must be left out with parameters of torch.float64"):
+        ZeroRedundancyOptimizer(make().double().parameters(), torch.optim.SGD, **state)
 
 
 class Harmonic(torch.optim.Optimizer):

@@ -26,7 +26,8 @@ network: {gb_per_second: 50, latency_us: 10, topology: rail}
 
 @pytest.mark.parametrize("name", device_names())
 def test_every_figure_has_a_source(name: str) -> None:
-    assert len(load_device(name).sources) == 11
+    device = load_device(name)
+    assert len(device.sources) == 11 + len(device.constants)
     assert all(source for _, source in load_device(name).sources)
 
 
@@ -83,8 +84,8 @@ def test_the_accuracy_of_a_device_is_that_of_the_page() -> None:
     assert shown["AWS Neuron, Trainium1"] == (9, 19)
     assert "by 9% in the mean, one in ten by 19% or more" in load_device("trn1").accuracy
     assert shown["all sources that were never used for the fit"][0] == 8
-    assert "Compiled steps of earlier code, in seven settings, are off by at most 5%" in page
-    assert all(load_device(name).accuracy.startswith("step times within 5% on one H200") for name in ("h100", "h200"))
+    assert "compiled settings are off by 0.6% at most,\nand those of two eager ones by 6%" in page
+    assert all(load_device(name).accuracy.startswith("step times within 6% on one H200") for name in ("h100", "h200"))
 
 
 def test_the_page_names_every_key() -> None:

@@ -29,6 +29,7 @@ def config(
     model: str = "llama",
     *,
     mode: str = "float32",
+    moments: str | None = None,
     micro_batch: int = 2,
     length: int = 64,
     zero: int = 1,
@@ -46,7 +47,7 @@ def config(
             "recompute": recompute,
         },
         optimizer={"zero": zero},
-        precision={"mode": mode},
+        precision={"mode": mode, "moments": moments},
     )
 
 
@@ -73,12 +74,22 @@ def parameters(config: Config, tensor: int = 1) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mode", "parameter", "gradient", "state"), [("float32", 4, 4, 8), ("mixed", 2, 4, 12), ("bfloat16", 2, 2, 4)]
+    ("mode", "moments", "parameter", "gradient", "state"),
+    [
+        ("float32", None, 4, 4, 8),
+        ("mixed", None, 2, 4, 12),
+        ("bfloat16", None, 2, 2, 4),
+        ("float32", "bfloat16", 4, 4, 4),
+        ("mixed", "bfloat16", 2, 4, 8),
+    ],
 )
 @pytest.mark.parametrize("data", [1, 4])
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-def test_bytes_per_parameter(optimizer: str, mode: str, parameter: int, gradient: int, state: int, data: int) -> None:
-    chosen = make_config(section("llama"), optimizer={"name": optimizer}, precision={"mode": mode})
+def test_bytes_per_parameter(
+    optimizer: str, mode: str, moments: str | None, parameter: int, gradient: int, state: int, data: int
+) -> None:
+    precision = {"mode": mode, "moments": moments}
+    chosen = make_config(section("llama"), optimizer={"name": optimizer}, precision=precision)
     elements = sum(bucket.elements for bucket in bucket_shapes(case(chosen, Layout(data))))
     assert 0 <= elements - parameters(chosen) < 2 * 32 * data
     memory = estimate(chosen, Layout(data))
@@ -274,18 +285,19 @@ def test_masks_cost_what_they_hash_and_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "accelerator", "each"),
+    ("mode", "moments", "accelerator", "each"),
     [
-        ("float32", True, 4 + 2 * 4),
-        ("mixed", False, 2 + 3 * 4),
-        ("bfloat16", False, 2 + 2 * 2),
-        (None, True, 2 + 3 * 4),
+        ("float32", None, True, 4 + 2 * 4),
+        ("mixed", None, False, 2 + 3 * 4),
+        ("mixed", "bfloat16", False, 2 + 4 + 2 * 2),
+        ("bfloat16", None, False, 2 + 2 * 2),
+        (None, None, True, 2 + 3 * 4),
     ],
 )
 def test_a_checkpoint_holds_weights_moments_and_masters_where_they_differ(
-    mode: str | None, accelerator: bool, each: int
+    mode: str | None, moments: str | None, accelerator: bool, each: int
 ) -> None:
-    chosen = config(mode=mode)
+    chosen = config(mode=mode, moments=moments)
     assert checkpoint_bytes(chosen, accelerator) == each * parameters(chosen)
 
 

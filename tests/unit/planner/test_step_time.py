@@ -17,7 +17,7 @@ from shardwise.pipeline.timeline import StageTimes, simulate, timeline
 from shardwise.planner.block_seconds import ProgramTraits
 from shardwise.planner.device_seconds import RankGroup, collective, fitted, group, matmul
 from shardwise.planner.device_specs import cluster, load_device
-from shardwise.planner.step_time import step_time
+from shardwise.planner.step_time import shardwise_traits, step_time
 
 ROOT = Path(__file__).parents[3]
 A100 = load_device("a100")
@@ -149,17 +149,73 @@ def test_gradients_are_added_for_each_micro_batch() -> None:
     """10 bytes for a parameter: read in bfloat16, and added to what is there in float32."""
     on = cluster("h100:8", 16)
 
-    def memory_bound(*overrides: str) -> float:
-        config = _config(*overrides)
+    def accumulation(*overrides: str) -> float:
+        config = _config("compile.enabled=true", *overrides)
         found = step_time(config, check_layout(config, 128), on)
         assert found is not None
-        return found.memory_bound
+        return found.accumulation
 
-    own, half = memory_bound(), memory_bound("precision.gradient=bfloat16", "precision.reduce=bfloat16")
+    own, half = accumulation(), accumulation("precision.gradient=bfloat16", "precision.reduce=bfloat16")
     blocks = 12 * 12 * 12288**2 / 8  # of a pipeline rank's 12 blocks, on one of 8 tensor-parallel ranks
     micro_batches = 64 // 2
     added = micro_batches * blocks * (10 - 6) / (on.device.memory_bandwidth * fitted().memory)
     assert own - half == pytest.approx(added, rel=0.01)
+
+
+def test_new_weights_travel_behind_the_next_forward_pass() -> None:
+    """All but those of its first unit; on CPU ranks none do."""
+    config = load_config("llama2-7b", ["parallel.tensor=1", "train.global_batch=64"])
+
+    def gather(device: str, **traits: bool) -> float:
+        on = cluster(device, 2)
+        time = step_time(config, check_layout(config, 16), on, replace(shardwise_traits(config, on), **traits))
+        assert time is not None
+        return time.gather
+
+    layers = config.known_shapes.num_hidden_layers
+    assert gather("h200:8") == pytest.approx(gather("h200:8", overlaps=False) / (layers + 1))
+    assert gather("cpu:8") == gather("cpu:8", overlaps=False)
+
+
+def test_products_that_add_move_less() -> None:
+    """8 bytes for a parameter: the sum is read and written. Compiled blocks and bit-equal trainings cast and add."""
+    on = cluster("h200:8", 2)
+
+    def accumulation(*overrides: str) -> float:
+        config = load_config("llama2-7b", ["parallel.tensor=1", "train.global_batch=64", *overrides])
+        time = step_time(config, check_layout(config, 16), on)
+        assert time is not None
+        return time.accumulation
+
+    for casts in (["compile.enabled=true"], ["train.bitwise=true", "train.data_grain=16"]):
+        assert accumulation(*casts) == pytest.approx(18 / 8 * accumulation(), rel=1e-9)
+
+
+def test_llama_2_7b_on_an_h200_by_rates_that_others_reach() -> None:
+    """24 blocks, micro-batch 2, 16 micro-batches, by rates of an H200 from public sources, and the bytes of this code.
+
+    Matrix products at 700 TFLOP/s, attention at 550 forward and 420 backward, memory at 3.9 TB/s.
+    """
+    from shardwise.planner.search import predicted
+
+    device = load_device("h200")
+    attention = (1 + 2.5 / 0.85) / (1 / 550e12 + 2.5 / 420e12)  # a rate that gives both passes their time together
+    rates = {"matmul": 1.0, "depth": 0.0, "memory": 3.9e12, "update": 3.9e12, "fused_attention": attention}
+    for rate, peak in (("memory", device.memory_bandwidth), ("update", device.memory_bandwidth)):
+        rates[rate] /= peak
+    rates["fused_attention"] /= device.bfloat16
+    # With one processor products are not cut into tiles.
+    flat = replace(device, processors=1, matmul_share=700e12 / device.bfloat16, constants=tuple(rates.items()))
+    sizes = ["model.num_hidden_layers=24", "train.micro_batch=2", "train.global_batch=32", "train.recompute=none"]
+    config = load_config("llama2-7b", ["parallel.tensor=1", "parallel.sequence=false", "precision.mode=mixed", *sizes])
+    for program, least in (("eager", 0.60), ("compiled", 0.58)):
+        compiled = config.model_copy(
+            update={"compile": config.compile.model_copy(update={"enabled": program == "compiled"})}
+        )
+        plan = predicted(compiled, check_layout(compiled, 1), replace(cluster("h200:1"), device=flat))
+        assert plan is not None
+        assert plan.mfu is not None
+        assert least < plan.mfu < least + 0.01, f"{program}: {plan.mfu:.1%} = {plan.time.shares()}"
 
 
 def test_a_host_that_does_not_run_ahead_adds_all_its_time() -> None:

@@ -154,6 +154,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(devices, "name", lambda device: "some GPU")
     monkeypatch.setattr(devices, "computes_in", lambda device, dtype: dtype in (torch.float32, torch.bfloat16))
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     return device
 
 
@@ -162,9 +163,24 @@ def test_the_allocators_view_and_its_remedy(accelerator: torch.device, monkeypat
         return out_of_memory_text(config(), Layout(2), 0, accelerator, Progress(), MemoryError())
 
     line = "\nallocator: 8.0 GiB in tensors, 4.0 GiB more reserved, of 16.0 GiB"
-    assert f"{line}; PYTORCH_ALLOC_CONF=expandable_segments:True lets tensors use what is reserved" in said()
+    assert f"{line}\n" in said(), "a run has expandable segments unless the user says otherwise"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert f"{line}; PYTORCH_ALLOC_CONF with expandable_segments:True lets tensors use what is reserved" in said()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert f"{line}\n" in said()
+
+
+@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_are_expandable_unless_the_user_set_the_allocator(
+    variable: str | None, accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(devices, "set_allocator", given.append)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    if variable is not None:
+        monkeypatch.setenv(variable, "max_split_size_mb:512")
+    devices.use_expandable_segments()
+    assert given == ([] if variable else ["expandable_segments:True"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Garbage is collected between steps alone, and the collector is afterwards as it was."""
+
+import gc
+import weakref
+
+import pytest
+
+from shardwise.train import garbage
+from shardwise.train.garbage import SteppedCollection
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_a_cycle_lives_until_the_step_that_collects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "_EVERY", 4)
+    with SteppedCollection() as collection:
+        for _ in range(3):
+            collection.after_step()
+        cycle = weakref.ref(Cycle())
+        young = [[] for _ in range(3 * gc.get_threshold()[0])]
+        assert cycle() is not None, "the collector ran by itself"
+        collection.after_step()
+        assert cycle() is None
+    del young
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_collector_is_as_before(enabled: bool, frozen: bool) -> None:
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        if frozen:
+            gc.freeze()
+        count = gc.get_freeze_count()
+        with SteppedCollection() as collection:
+            for _ in range(3):
+                collection.after_step()
+            assert gc.get_freeze_count() > 0
+        assert gc.isenabled() == enabled
+        assert gc.get_freeze_count() == count
+    finally:
+        gc.unfreeze()
+        (gc.enable if was_enabled else gc.disable)()
