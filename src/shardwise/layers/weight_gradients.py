@@ -39,6 +39,15 @@ def let_products_add(weights: Iterable[nn.Parameter], *, in_place: bool = True) 
         cast(Any, weight).products_add = "in place" if in_place else "returned"
 
 
+def add_without_cast(weights: Iterable[nn.Parameter]) -> None:
+    """Let autograd add gradients of these weights to sums in another dtype without copies in that dtype.
+
+    Each weight must be used once in a backward pass: the gradients of several uses would be added in their own dtype.
+    """
+    for weight in weights:
+        weight.grad_dtype = None
+
+
 def products_add(x: Tensor, weight: Tensor) -> bool:
     """Return whether a linear layer of x `[…, I]` and a weight is one of those that `adding_linear` computes."""
     if not torch.is_grad_enabled() or not is_made_by_products(x, weight):

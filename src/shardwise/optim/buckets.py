@@ -206,10 +206,8 @@ class Bucket:
             if p.grad is not None:
                 gradient.copy_(p.grad.to_dense())
                 p.grad = None
-            # None: autograd adds a new gradient as it is, without a copy in another dtype.
-            grad_dtype = p.dtype if p.dtype == self.gradients.dtype else None
-            if p.grad_dtype != grad_dtype:
-                p.grad_dtype = grad_dtype
+            if p.grad_dtype != self.gradients.dtype:
+                p.grad_dtype = self.gradients.dtype
 
     @property
     def value_bytes(self) -> int:

@@ -26,7 +26,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
-from shardwise.layers.weight_gradients import let_products_add
+from shardwise.layers.weight_gradients import add_without_cast, let_products_add
 from shardwise.models.blocks import Stages, block_matrices
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.optim.state import kept_bytes, state_bytes
@@ -86,6 +86,8 @@ def build_trainer(
     use_loss(model, config)
     compilation = compile_units(model, config.compile, mesh.device) if config.compile.enabled else None
     optimizer = build_optimizer(config, precision, model, mesh)
+    if config.shapes is not None and precision.gradient != precision.parameter:
+        add_without_cast(weights_of(model))
     if products_add(config, mesh.device):
         adds_in_graphs = products_add_in_graphs(config, mesh.device)
         in_place = adds_in_graphs if config.compile.enabled else not config.splits_backward

@@ -22,7 +22,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
 from shardwise.launch.local import die_with_parent
 from shardwise.layers.linear import weights_of
-from shardwise.layers.weight_gradients import let_products_add
+from shardwise.layers.weight_gradients import add_without_cast, let_products_add
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
 from shardwise.train.compile.ahead_of_time import GraphJob
@@ -84,8 +84,8 @@ def play(
 def _give_gradients(weights: Sequence[nn.Parameter]) -> None:
     """Give weights the gradients that the graph takes as inputs, as the optimizer of a training does."""
     let_products_add(weights)
+    add_without_cast(weights)
     for weight in weights:
-        weight.grad_dtype = None
         weight.grad = torch.zeros_like(weight, dtype=torch.float32)
 
 
