@@ -254,8 +254,8 @@ def test_berts_loss_grows_with_what_it_predicts() -> None:
     few, many = (
         estimate(make_config(section("bert", **SIZES), data={"max_predictions": number})).loss for number in (2, 4)
     )
-    chunk, gradient, head = VOCABULARY + HIDDEN, HIDDEN, 4 * HIDDEN
-    assert many - few == 4 * 2 * 2 * (chunk + gradient + head)
+    gradient, head = HIDDEN, 4 * HIDDEN
+    assert many - few == 4 * 2 * 2 * (VOCABULARY + gradient + head)
 
 
 def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
