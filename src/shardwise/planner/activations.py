@@ -86,7 +86,7 @@ def invariant_masks(workload: RankWorkload, in_flight: int = 1) -> DropoutMasks:
     in_flight: micro-batches of a stage whose activations are held at once.
     """
     model = workload.model
-    recompute = workload.config.recompute
+    recompute = workload.recompute
     layers = workload.layers
     core = workload.probabilities if model.attention_dropout_p else 0
     hidden = 2 * workload.mask_elements + workload.inner_mask_elements
@@ -144,7 +144,7 @@ def _kept_and_work(workload: RankWorkload, block: BlockActivations) -> tuple[int
     mlp = _mlp_gradients(workload)
     core = _core_gradients(workload)
     core_mask, hidden_mask = _mask_hashing(workload)
-    match workload.config.recompute:
+    match workload.recompute:
         case "none":
             return block.saved, max(mlp, core - block.mlp, core_mask - block.mlp, hidden_mask)
         case "selective":
@@ -262,7 +262,7 @@ def split_peak(workload: RankWorkload, blocks: int) -> int:
     the MLP of this one. Beside them are the gradients of x, [T/s, H], of the values, [T·q/t], and in a core that goes
     step by step those of P before and after dropout. With full recompute, a backward pass is not split.
     """
-    if workload.config.recompute == "full":
+    if workload.recompute == "full":
         return 0
     matrices = 2 * workload.a * workload.probabilities if workload.attends_step_by_step else 0
     core = workload.x_bytes + workload.a * workload.tokens * workload.local.query + matrices + _core_again(workload)
@@ -277,7 +277,7 @@ def _waiting_mlp(workload: RankWorkload) -> int:
 
 def _core_again(workload: RankWorkload) -> int:
     """Return the bytes of the inside of a core step by step as selective recompute computes it again."""
-    if workload.config.recompute != "selective" or not workload.attends_step_by_step:
+    if workload.recompute != "selective" or not workload.attends_step_by_step:
         return 0
     return block_activations(workload, workload.stages[0].layers[0]).core
 

@@ -151,7 +151,7 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
     head = int(workload.has_last)
     embedding = int(workload.has_first)
     transfers = []
-    if workload.config.recompute == "full":
+    if workload.recompute == "full":
         # Recompute stops at the last tensor that a block saves. The sum after a block's last matrix product is
         # repeated only if dropout (its mask) or a norm (its input) saves something after it, or if both are in one.
         in_one = workload.config.parallel.tensor_overlap is not None

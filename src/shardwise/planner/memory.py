@@ -181,9 +181,7 @@ def _state_bytes(workload: RankWorkload, *, master: int) -> int:
 
 def _step_peak(workload: RankWorkload, in_flight: InFlight | None = None) -> StepPeak:
     """Return the peak of a step, without or with what is in flight at stages 2 and 3 of ZeRO."""
-    order = action_order(
-        workload.config.parallel, workload.micro_batches, workload.pipeline_rank, workload.config.recompute
-    )
+    order = action_order(workload.config.parallel, workload.micro_batches, workload.pipeline_rank, workload.recompute)
     passes = {stage.index: _pass(workload, stage, in_flight) for stage in workload.stages}
     peak = step_peak(order, passes, workload.micro_batches)
     return peak if in_flight is None else replace(peak, whole=peak.whole + in_flight.constant)
@@ -201,7 +199,7 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     x = workload.x_bytes
     embedding, last = _kept_at_ends(workload, stage)
     kept = block_stack(workload, stage.layers).kept + embedding + last + _document_tables(workload)
-    keeps_input = block_activations(workload, stage.layers[0]).saves_input or workload.config.recompute == "full"
+    keeps_input = block_activations(workload, stage.layers[0]).saves_input or workload.recompute == "full"
     received = 0 if keeps_input or stage.is_first else x
     gradient = 0 if stage.is_last else x
     onwards = 0
@@ -324,7 +322,7 @@ def _document_tables(workload: RankWorkload) -> int:
     data = workload.config.data
     train = workload.config.train
     model = workload.model
-    masked = workload.masks_documents and not (workload.attends_step_by_step and workload.config.recompute == "none")
+    masked = workload.masks_documents and not (workload.attends_step_by_step and workload.recompute == "none")
     mask = train.micro_batch * train.sequence_length**2 if masked else 0
     turns = workload.tokens * model.rotary_dim if data.reset_position_ids else 0
     return workload.a * (mask + turns)

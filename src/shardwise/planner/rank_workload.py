@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, Precision
+from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, Precision, Recompute
 from shardwise.config.layout import Stage
 from shardwise.models.parameter_counts import LocalWidths
 from shardwise.pipeline.partition import stage_plan
@@ -203,6 +203,15 @@ class RankWorkload:
         """True if a mask [B, S, S] keeps documents within a sample apart: see `models/attention.py`."""
         eager = self.accelerator and not self.config.compile.enabled
         return self.config.data.reset_attention_mask and (eager or self.model.attention_dropout_p > 0)
+
+    @property
+    def recompute(self) -> Recompute:
+        """What the backward pass computes again.
+
+        In compiled blocks the compiler chooses what to keep, and `selective` changes only a core step by step.
+        """
+        is_left_to_compiler = self.config.compile.enabled and not self.attends_step_by_step
+        return "none" if is_left_to_compiler and self.config.recompute == "selective" else self.config.recompute
 
     @property
     def attends_step_by_step(self) -> bool:

@@ -149,7 +149,7 @@ def gathered_bytes(workload: RankWorkload) -> int:
             continue
         state = GatherState()
         parallel = workload.config.parallel
-        for action in action_order(parallel, workload.micro_batches, workload.pipeline_rank, workload.config.recompute):
+        for action in action_order(parallel, workload.micro_batches, workload.pipeline_rank, workload.recompute):
             if gathers.sizes and action.stage == stage.index:
                 done = gathers.forward(state) if action.kind == "forward" else gathers.backward(state)
                 state = done.state

@@ -233,6 +233,7 @@ def stage_works(
     model = config.known_shapes
     local = LocalWidths.of(model, layout.tensor, config.vocab_multiple(layout.tensor))
     precision = config.precision.resolved(cluster.device.is_accelerator)
+    is_left_to_compiler = config.compile.enabled and program.fused_attention
     shape = BlockShape(
         model=model,
         local=local,
@@ -243,7 +244,7 @@ def stage_works(
         inside=min(layout.tensor, cluster.per_node),
         dtype=precision.parameter,
         gradient=precision.gradient,
-        recompute=config.recompute,
+        recompute="none" if is_left_to_compiler and config.recompute == "selective" else config.recompute,
         regathers=config.regathers,
     )
     block = block_seconds.block(shape, cluster.device, constants, program)

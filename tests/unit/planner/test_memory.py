@@ -220,6 +220,14 @@ def test_recompute_keeps_less() -> None:
     assert full.peak < selective.peak < none.peak
 
 
+def test_a_compiler_chooses_what_selective_recompute_leaves_out() -> None:
+    """Measured on a GPU: compiled blocks hold as much with `selective` as without."""
+    plain, fused, core = config(), config(recompute="selective"), config("gpt", p=0.1, recompute="selective")
+    compiled = [c.model_copy(update={"compile": c.compile.model_copy(update={"enabled": True})}) for c in (fused, core)]
+    assert stack(fused).kept < stack(compiled[0]).kept == stack(plain).kept
+    assert stack(compiled[1]).kept == stack(core).kept
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_peak_is_the_largest_of_all_moments(model: str, recompute: str) -> None:
