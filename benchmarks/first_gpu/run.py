@@ -2,7 +2,7 @@
 
 One process, without make, torchrun or an index of packages. Each configuration of a question is a line of JSON in
 FOLDER/lines.jsonl; `--report FOLDER` turns all lines in FOLDER/*.jsonl into `benchmarks/results/first_gpu.md` and
-`.json`.
+`.json`, and `--report AFTER --before BEFORE` the training steps of two commits into `first_gpu_step.md` and `.json`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder of the lines")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on any device, in seconds")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write the report of these lines instead")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="compare with these lines, of an earlier commit")
     parser.add_argument("--results", type=Path, help="folder of the report (default: benchmarks/results)")
     options = parser.parse_args()
     end = time.monotonic() + options.deadline
@@ -34,8 +35,14 @@ def main() -> int:
     if options.report is not None:
         from first_gpu import results
 
-        results.write(options.report, options.results or results.RESULTS)
+        target = options.results or results.RESULTS
+        if options.before is None:
+            results.write(options.report, target)
+        else:
+            results.write_comparison(options.before, options.report, target)
         return 0
+    if options.before is not None:
+        parser.error("--before must come with --report, which names the folder of the later commit's lines")
     if options.out is None:
         parser.error("--out must name a folder for the lines")
     if (problem := _problem(options.tiny)) is not None:
