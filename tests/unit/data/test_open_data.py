@@ -138,8 +138,8 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
     [
         (
             {"path": "texts"},
-            "5% of the text, whole documents from all over it, or the end of a text of few documents; the run evaluates "
-            "nothing",
+            "5% of the text, whole documents from all over it, or the end of a text of few documents; the run "
+            "evaluates nothing",
         ),
         (
             {"path": "tokens", "split": "80,15,5"},

@@ -308,7 +308,8 @@ def _summary(facts: Mapping[str, Any], source: _Source, chats: Mapping[Part, Con
     cut = sum(int((part.lengths[part.usable(length)] > length + 1).sum()) for part in chats.values())
     left_out = number - sum(len(part.usable(length)) for part in chats.values())
     summary = (
-        f"{source.name}: {counted(number, 'conversation')}, {size(facts['bytes'])} of messages, {describe_sizes(sizes)} tokens, "
+        f"{source.name}: {counted(number, 'conversation')}, {size(facts['bytes'])} of messages, "
+        f"{describe_sizes(sizes)} tokens, "
         f"{answered / max(1, sum(sizes.values())):.0%} of them in answers, vocabulary {facts['vocab_size']:,}"
     )
     # Entries of earlier versions left out none.
