@@ -407,7 +407,7 @@ def _local_ranks(arguments: argparse.Namespace, config: Config) -> int:
     run_path: Path | None = arguments.run_dir
     if nproc is None and run_path is not None and arguments.recipe == str(RunDirectory(run_path).config):
         # Costly to import, for a run that goes on alone.
-        from shardwise.runs.summary import local_ranks
+        from shardwise.cli.continued_run import local_ranks
 
         nproc = local_ranks(RunDirectory(run_path))
         _, count = accelerators()

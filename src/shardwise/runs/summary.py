@@ -6,7 +6,6 @@ Names of fields are stable within `SCHEMA`.
 from __future__ import annotations
 
 import contextlib
-import platform
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -186,22 +185,12 @@ def last_failure(run_path: Path) -> FailureRecord | None:
     return failure_of(RunDirectory(run_path).recorded_failure(), last_event(run_path, "start") or {})
 
 
-def local_ranks(run: RunDirectory) -> int | None:
-    """Return the number of ranks of the run's last start; None if it is unknown, or other machines had some of them."""
-    ranks = (last_event(run.path, "start") or {}).get("ranks")
-    if not isinstance(ranks, int) or ranks < 1:
-        return None
-    # A machine has neighbouring ranks: the first and the last one tell of all.
-    starts = [_last_line(run.rank_metrics(rank), "start") or {} for rank in (0, ranks - 1)]
-    return ranks if all(start.get("host") == platform.node() for start in starts) else None
-
-
 def last_event(run_path: Path, *kinds: str) -> dict[str, Any] | None:
     """Return the last event of these kinds in metrics.jsonl."""
-    return _last_line(RunDirectory(run_path).metrics, *kinds)
+    return last_line(RunDirectory(run_path).metrics, *kinds)
 
 
-def _last_line(path: Path, *kinds: str) -> dict[str, Any] | None:
+def last_line(path: Path, *kinds: str) -> dict[str, Any] | None:
     """Return the last event of these kinds. The file is searched from its end, because it may have gigabytes."""
     try:
         with open_plain(path) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
