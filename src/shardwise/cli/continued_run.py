@@ -1,7 +1,8 @@
-"""What a dry run tells of the run that its folder holds: where it would go on, and what changes."""
+"""The run that a folder holds: with how many ranks it goes on, and where and with which changes, for a dry run."""
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError
@@ -11,6 +12,7 @@ from shardwise.checkpoint.storage.run_identity import EarlierRun, earlier_run
 from shardwise.config import Config, Layout, resume_changes
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.layout_spans import layout_spans, short_layout
+from shardwise.runs.summary import last_event, last_line
 from shardwise.train.checkpoint_choice import look_for_checkpoints
 
 _Rows = list[tuple[str, str]]
@@ -41,6 +43,16 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
         return [], [f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)]
     changes = resume_changes(earlier.config, config.recorded())
     return [*rows, *(("  changed", change) for change in changes or ["no key"])], []
+
+
+def local_ranks(run: RunDirectory) -> int | None:
+    """Return the number of ranks of the run's last start; None if it is unknown, or other machines had some of them."""
+    ranks = (last_event(run.path, "start") or {}).get("ranks")
+    if not isinstance(ranks, int) or ranks < 1:
+        return None
+    # A machine has neighbouring ranks: the first and the last one tell of all.
+    starts = [last_line(run.rank_metrics(rank), "start") or {} for rank in (0, ranks - 1)]
+    return ranks if all(start.get("host") == platform.node() for start in starts) else None
 
 
 def _first_choice(config: Config, directory: RunDirectory, earlier: EarlierRun) -> StepFolder | None:

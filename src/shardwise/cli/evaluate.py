@@ -180,11 +180,13 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
             (_NAMES[name], f"loss {loss:.6f}, accuracy {facts[f'{name}_accuracy']:.2%} of {facts['counted'][name]:,}")
             for name, loss in facts["losses"].items()
         ]
-    tokens = f"{facts['tokens']:,} in {facts['sequences']:,} sequences of {facts['sequence_length']:,}, each once"
+    size = f"{facts['tokens']:,} in {facts['sequences']:,} sequences of {facts['sequence_length']:,}, each once"
+    # Of a model that predicts the next token, what counts are the targets: of conversations, the answers alone.
+    unit = "targets" if "perplexity" in facts else "tokens"
     return [
         ("model", f"{facts['model']} ({facts['family']}, {facts['precision']}, {cut})"),
         ("data", f"{facts['data']}, {_PARTS[facts['part']]}"),
         ("loss", f"{facts['loss']:.6f}"),
         *losses,
-        ("tokens", f"{tokens}; {count(facts['tokens_per_second'])} tokens/s"),
+        (unit, f"{size}; {count(facts['tokens_per_second'])} {unit}/s"),
     ]

@@ -30,7 +30,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "other", metavar="RUN", nargs="?", type=Path, help="a second run, B, overlaid on the first one, A"
     )
-    parser.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: report.html in RUN)")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="where to write it (default: report.html in RUN; of two, report-with-B.html in A)",
+    )
     parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and write no page")
 
@@ -44,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     reports = [report_of(run) for run in [*watched, *shown]]
     if len(shown) < len(branches) and not arguments.json:
         output.line(f"branches: the first {len(shown)} of {len(branches)}; name one as the second RUN to see it")
-    file: Path = arguments.output or watched[0].path / "report.html"
+    name = "report.html" if compared is None else f"report-with-{watched[1].path.resolve().name}.html"
+    file: Path = arguments.output or watched[0].path / name
     if file.is_dir():
         raise ConfigError(f"--output ({file}) must be a file, it is a folder: name a file in it")
     try:

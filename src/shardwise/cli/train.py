@@ -5,7 +5,7 @@ The command starts the local ranks: one per accelerator, rounded down to whole c
 data are checked before any rank starts.
 
 If --run-dir holds a run, this run is resumed from its newest intact checkpoint, or from that of checkpoint.resume=STEP;
-without RECIPE, with the configuration that the run has recorded.
+without RECIPE, with the configuration that the run has recorded and, on the machine where it ran, with as many ranks.
 Ctrl-C, SIGTERM, SIGUSR1 or `shardwise stop` end a run after the current step, with a checkpoint (exit code 75).
 """
 
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.launch.rank_process import as_rank, enter_job
 
     place = enter_job(arguments.nproc)
-    world = place.world if place is not None else number_of_ranks(config, arguments.nproc)
+    world = place.world if place is not None else _local_ranks(arguments, config)
     # Only now, as a batch that is given by a rule follows from the number of ranks.
     config = with_batch(config, world, run_path)
     check_layout(config, world, is_new=run_path is None)
@@ -281,7 +281,7 @@ def _ranks_of_dry_run(arguments: argparse.Namespace, config: Config, cluster: Cl
     if cluster is not None:
         return cluster.world
     place = joined()
-    return place.world if place is not None else number_of_ranks(config, arguments.nproc)
+    return place.world if place is not None else _local_ranks(arguments, config)
 
 
 def _show(
@@ -301,7 +301,9 @@ def _show(
     else:
         device = ""
         has_accelerator = cluster.device.is_accelerator
-    name = recipe_name(arguments.recipe)
+    run_path: Path | None = arguments.run_dir
+    is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
+    name = run_path.name if run_path is not None and is_recorded else recipe_name(arguments.recipe)
     text = dry_run(
         name,
         chosen,
@@ -397,6 +399,21 @@ def _glance_at_weights(load: str, config: Config) -> tuple[list[tuple[str, str]]
 def _names_weights(recipe: str, load: str) -> bool:
     """Return whether a shipped recipe itself names these weights: those of an earlier run, which may not exist yet."""
     return recipe in recipe_names() and load_config(recipe).checkpoint.load == load
+
+
+def _local_ranks(arguments: argparse.Namespace, config: Config) -> int:
+    """The number of ranks to start here: by default that of a run continued without its recipe, if it still fits."""
+    nproc: int | None = arguments.nproc
+    run_path: Path | None = arguments.run_dir
+    if nproc is None and run_path is not None and arguments.recipe == str(RunDirectory(run_path).config):
+        # Costly to import, for a run that goes on alone.
+        from shardwise.cli.continued_run import local_ranks
+
+        nproc = local_ranks(RunDirectory(run_path))
+        _, count = accelerators()
+        if nproc is not None and (nproc % config.parallel.ranks or 0 < count < nproc):
+            nproc = None
+    return number_of_ranks(config, nproc)
 
 
 def number_of_ranks(config: Config, nproc: int | None) -> int:

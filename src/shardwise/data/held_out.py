@@ -19,9 +19,9 @@ def held_out_text(config: Config, tokens: int | None = None, *, is_cut: bool = F
     place = _place(config, is_cut=is_cut)
     if tokens is None:
         return f"{place}; {_reading(config, None)}"
-    sequences = max(0, tokens - 1) // config.train.sequence_length
-    size = f"{counted(tokens, 'token')}, {counted(sequences, 'sequence')}"
-    return f"{place}; {size}; {_reading(config, sequences)}"
+    sequences, rest = divmod(max(0, tokens - 1), config.train.sequence_length)
+    size = f"{counted(tokens, 'token')}, {counted(sequences, 'full sequence')}"
+    return f"{place}; {size}; {_reading(config, sequences, has_rest=rest > 0)}"
 
 
 def _place(config: Config, *, is_cut: bool) -> str:
@@ -37,16 +37,16 @@ def _place(config: Config, *, is_cut: bool) -> str:
         return f"{held_out} of the first {counted(data.shuffle_buffer, 'document')}"
     if is_cut:
         return f"{held_out} of the documents, after the first {100 * first / total:.3g}%"
-    return f"{held_out} of the text, whole documents from all over it, or its end if they are few"
+    return f"{held_out} of the text, whole documents from all over it, or the end of a text of few documents"
 
 
-def _reading(config: Config, sequences: int | None) -> str:
+def _reading(config: Config, sequences: int | None, *, has_rest: bool = False) -> str:
     train = config.train
     if not train.eval_every:
         return "the run evaluates nothing (train.eval_every=0), `shardwise evaluate` all of it"
     most = train.eval_batches * train.global_batch
     if sequences is not None and sequences <= most:
-        return "each evaluation reads all of it"
+        return "each evaluation reads these" + (", that of `shardwise evaluate` the rest too" if has_rest else "")
     return (
         f"an evaluation of the run reads its first {most:,} sequences (train.eval_batches × train.global_batch), "
         "`shardwise evaluate` all of it"

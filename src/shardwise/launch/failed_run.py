@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import redacted_arguments
-from shardwise.launch.environment import REPLAY
+from shardwise.launch.environment import NODE, REPLAY, is_launched, joined
 from shardwise.launch.first_failure import TRACEBACK, Failure
 from shardwise.runs.failure import FailureRecord, checkpoint_intervals, fails_alike, failure_of, recorded_sections
 from shardwise.runs.folder import RunDirectory, now
@@ -70,6 +70,14 @@ def resume_command(run: Path) -> str | None:
     ]
     folder = [f"--run-dir={run}"] if str(run).startswith("-") else ["--run-dir", str(run)]
     return shlex.join(["shardwise", *kept, *folder])
+
+
+def continuing_command(run: Path) -> str:
+    """Return the command that continues a run which was stopped, in words if it needs those of another launcher."""
+    is_local = is_launched() or joined() is None
+    if sys.argv[1:2] == ["train"] and is_local and NODE not in os.environ:
+        return f"`{shlex.join(['shardwise', 'train', '--run-dir', str(run)])}`"
+    return f"the same command with --run-dir {run}"
 
 
 def _has_begun(run: Path) -> bool:

@@ -186,9 +186,14 @@ def last_failure(run_path: Path) -> FailureRecord | None:
 
 
 def last_event(run_path: Path, *kinds: str) -> dict[str, Any] | None:
+    """Return the last event of these kinds in metrics.jsonl."""
+    return last_line(RunDirectory(run_path).metrics, *kinds)
+
+
+def last_line(path: Path, *kinds: str) -> dict[str, Any] | None:
     """Return the last event of these kinds. The file is searched from its end, because it may have gigabytes."""
     try:
-        with open_plain(RunDirectory(run_path).metrics) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
+        with open_plain(path) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
             end = len(lines)
             while (position := max(lines.rfind(event_mark(kind), 0, end) for kind in kinds)) >= 0:
                 lines.seek(lines.rfind(b"\n", 0, position) + 1)

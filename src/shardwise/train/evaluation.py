@@ -36,7 +36,7 @@ class Evaluation:
         losses: mean loss of each objective's targets, in nats.
         counted: number of each objective's targets.
         accuracies: share of the targets that the model finds likeliest, for each objective of BERT; else empty.
-        tokens: tokens read, without padding; 0 where they were not counted.
+        tokens: targets of the next token, or for BERT tokens read, without padding; 0 where they were not counted.
         seconds: time of the evaluation, without the start.
         sequences: samples read; 0 where they were not counted.
         bytes: UTF-8 bytes of the text of the targets; None where they are not known.

@@ -113,7 +113,7 @@ class MicroBatch:
         )
 
     def tokens(self) -> Tensor:
-        """The number of tokens that are not padding."""
+        """The number of targets of the next token; for BERT, of tokens that are not padding."""
         if "mask_SB" not in self.inputs:
             return self.counts_K.sum()
         # Samples that only fill up a micro-batch have no label, and their special tokens do not count.

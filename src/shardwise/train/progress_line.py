@@ -41,6 +41,9 @@ class ProgressLine:
         first: steps done before the run.
         end: the run's last step.
         now: `time.perf_counter` at the start of the run.
+
+    Attributes:
+        before_steps: what the run does while it has done no step, for the user.
     """
 
     def __init__(self, console: Console, first: int, end: int, now: float, *, every_update: bool) -> None:
@@ -52,6 +55,7 @@ class ProgressLine:
         self._printed_at = now
         self._next_line = first + 1
         self._record: StepRecord | None = None
+        self.before_steps = "first step under way"
         self._step_seconds = 0.0
         self._tokens_per_second = 0.0
         self._display: Live | None = None
@@ -106,7 +110,7 @@ class ProgressLine:
         elapsed = f"{units.duration(round(now - self._started, 1))} elapsed"
         record = self._record
         if record is None:
-            return [f"step {self._first:,}/{self._end:,}", elapsed, "first step under way"], []
+            return [f"step {self._first:,}/{self._end:,}", elapsed, self.before_steps], []
         left = (self._end - record.step) * self._step_seconds
         width = len(f"{self._end:,}")
         progress = [

@@ -173,6 +173,11 @@ class Reporter:
                 f"no trace: log.profile ({self.config.log.profile}) has no step of this run, which takes {taken}"
             )
 
+    def before_steps(self, doing: str) -> None:
+        """Show what the run does before its first step is done."""
+        for progress in self._progress:
+            progress.before_steps = doing
+
     def resumed(self, manifest: Manifest, folder: str, changes: Sequence[str], load_seconds: float) -> None:
         """Record that the training continues from a checkpoint, with changes of its configuration."""
         loaded = {"checkpoint": folder, "written_by": manifest.layout, "load_seconds": load_seconds}

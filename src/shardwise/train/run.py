@@ -19,6 +19,7 @@ from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, Bl
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
+from shardwise.launch.failed_run import continuing_command
 from shardwise.planner.memory_choice import choice_text
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
 from shardwise.train.checkpoint_choice import goes_back
@@ -288,8 +289,8 @@ def _stop(opened: OpenedRun, stopped_by: str, reporter: Reporter) -> NoReturn:
     step = opened.progress.step
     checkpoint = opened.folder.checkpoints.root / step_name(step)
     raise StoppedError(
-        f"the run was stopped by {stopped_by} after step {step:,}; checkpoint: {checkpoint}; the same command with "
-        f"--run-dir {opened.folder.directory.path} continues it"
+        f"the run was stopped by {stopped_by} after step {step:,}; checkpoint: {checkpoint}; "
+        f"{continuing_command(opened.folder.directory.path)} continues it"
     )
 
 

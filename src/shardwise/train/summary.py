@@ -93,8 +93,11 @@ def dry_run(
     recorded = (recipe_config or config).recorded()
     if full:
         return f"{comments}\n\n# all keys\n{dump_yaml(recorded)}".rstrip()
-    differing = dump_yaml(config.without_defaults(recorded))
-    return f"{comments}\n\n# keys that differ from their defaults (--full shows all)\n{differing}".rstrip()
+    differing = config.without_defaults(recorded)
+    if config.data.key != "data.dataset":
+        # That of the recipe, in whose place other data are read.
+        differing.get("data", {}).pop("dataset", None)
+    return f"{comments}\n\n# keys that differ from their defaults (--full shows all)\n{dump_yaml(differing)}".rstrip()
 
 
 def _rate_curve(config: Config) -> list[str]:

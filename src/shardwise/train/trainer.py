@@ -129,7 +129,7 @@ class Trainer:
             SteppedCollection() as garbage,
         ):
             if self.config.train.eval_every and not self.progress.step:
-                self._evaluate_texts()
+                self._evaluate_before_steps()
             for step in range(first, last + 1):
                 with trace.step(step):
                     record = self.step(None if checkpoints is None else checkpoints.flags)
@@ -465,6 +465,13 @@ class Trainer:
             result = self._evaluate_batches(batches, sets.bytes_V)
             if self.reporter is not None:
                 self.reporter.evaluation_set(self.progress.step, name, result)
+
+    def _evaluate_before_steps(self) -> None:
+        if self.reporter is not None:
+            self.reporter.before_steps("evaluation before the first step")
+        self._evaluate_texts()
+        if self.reporter is not None:
+            self.reporter.before_steps("first step under way")
 
     def _evaluate_tasks(self) -> None:
         """Score `evaluation.tasks`."""

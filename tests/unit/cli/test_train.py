@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +89,9 @@ def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys
         "\n# warning        train.steps (20) read 10,240 tokens, and the data have at most 22: each is read at least "
         "465 times, and a text that is repeated more than four times teaches little (arXiv:2305.16264): lower " in out
     )
-    assert config_from(parse_yaml(out, "dry run")).data.path == "corpus.jsonl"
+    shown = parse_yaml(out, "dry run")["data"]
+    assert shown["path"] == "corpus.jsonl"
+    assert "dataset" not in shown
 
 
 def test_a_dry_run_tells_problems_of_layout_and_files_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,6 +321,35 @@ def test_a_run_goes_on_without_its_recipe(
     }.items():
         assert main(["train", *arguments]) == 2
         assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "host", "overrides", "expected"),
+    [
+        (8, platform.node(), [], 8),
+        (8, "another machine", [], 2),
+        (8, platform.node(), ["--nproc", "4"], 4),
+        (4, platform.node(), ["parallel.pipeline=4"], 8),
+        (None, platform.node(), [], 2),
+    ],
+)
+def test_a_run_goes_on_with_its_ranks_where_it_ran(
+    ranks: int | None,
+    host: str,
+    overrides: list[str],
+    expected: int,
+    started: list[tuple[list[str], int, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: ("cpu", 0))
+    run = RunDirectory(stored("old", "quickstart", "train.micro_batch=1", steps=240))
+    run.metrics.write_text(json.dumps({"event": "start", "ranks": ranks}) + "\n")
+    run.rank_metrics(0).parent.mkdir(exist_ok=True)
+    for rank, name in enumerate([platform.node()] * ((ranks or 1) - 1) + [host]):
+        run.rank_metrics(rank).write_text(json.dumps({"event": "start", "host": name}) + "\n")
+    assert main(["train", "--run-dir", "old", "train.steps=480", *overrides]) == 0
+    ((_, nproc, _),) = started
+    assert nproc == expected
 
 
 def test_a_run_keeps_the_batch_that_it_began_with(capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,7 +138,8 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
     [
         (
             {"path": "texts"},
-            "5% of the text, whole documents from all over it, or its end if they are few; the run evaluates nothing",
+            "5% of the text, whole documents from all over it, or the end of a text of few documents; the run "
+            "evaluates nothing",
         ),
         (
             {"path": "tokens", "split": "80,15,5"},
@@ -169,11 +170,11 @@ def test_the_held_out_part_has_a_size_once_it_is_prepared(tmp_path: Path, monkey
     config = chosen(dataset="tiny", vocab_size=512)
     tokens = prepare(config).count("eval")
     sequences = (tokens - 1) // 16
-    sizes = f"{tokens:,} tokens, {sequences:,} sequences; "
+    sizes = f"{tokens:,} tokens, {sequences:,} full sequences; "
     for every, batches, reading in (
         (0, 8, "the run evaluates nothing (train.eval_every=0), `shardwise evaluate` all of it"),
         (1, 8, "an evaluation of the run reads its first 16 sequences (train.eval_batches × train.global_batch), "),
-        (1, sequences, "each evaluation reads all of it"),
+        (1, sequences, "each evaluation reads these, that of `shardwise evaluate` the rest too"),
     ):
         train = config.train.model_copy(update={"eval_every": every, "eval_batches": batches})
         (row,) = [row for name, row in glance(config.model_copy(update={"train": train})).rows if name == "held out"]

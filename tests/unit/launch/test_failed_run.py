@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import see
-from shardwise.launch.failed_run import failure_text, resume_command
+from shardwise.launch.environment import ERROR_FILE, NODE
+from shardwise.launch.failed_run import continuing_command, failure_text, resume_command
 from shardwise.launch.first_failure import Failure
 from tests.monitor_runs import FIRST, Start, write_run
 
 KILLED = Failure(1, "rank 1 was killed (SIGKILL; usually out of memory)", 1)
+PLACE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 LOST = Failure(0, "rank 0 lost the connection to another rank during forward", 1, waited=True)
 
 
@@ -94,3 +96,22 @@ def test_the_command_that_continues_the_run(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["shardwise", *words])
     assert resume_command(Path("runs/a")) == command
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "`shardwise train --run-dir runs/a`"),
+        (PLACE, "the same command with --run-dir runs/a"),
+        ({**PLACE, ERROR_FILE: "error.json"}, "`shardwise train --run-dir runs/a`"),
+        ({**PLACE, ERROR_FILE: "error.json", NODE: "{}"}, "the same command with --run-dir runs/a"),
+    ],
+    ids=["one process", "torchrun", "local ranks", "ranks of a job"],
+)
+def test_the_command_that_continues_a_stopped_run(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shardwise", "train", "x.yaml", "--nproc", "2"])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert continuing_command(Path("runs/a")) == expected

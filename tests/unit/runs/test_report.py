@@ -53,7 +53,8 @@ class Text(HTMLParser):
 
 def report(run: Path, *more: str) -> str:
     assert main(["report", str(run), *more]) == 0
-    return (run / "report.html").read_text(encoding="utf-8")
+    name = f"report-with-{Path(more[0]).name}.html" if more else "report.html"
+    return (run / name).read_text(encoding="utf-8")
 
 
 def numbers(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -99,7 +100,7 @@ def test_two_runs_are_laid_over_each_other(tmp_path: Path, capsys: pytest.Captur
     assert ["train.steps", 20, 12] in compared["config"]
     largest = {"difference": pytest.approx(0.5), "step": 7, "a": loss_of(7) * 1.5, "b": loss_of(7)}
     assert compared["largest"] == largest
-    assert not (b / "report.html").exists()
+    assert not [*a.glob("report.html"), *b.glob("report*.html")], "the page of one run stays"
 
 
 TENSOR_PARALLEL = Mesh(1, 1, 2, 1, sequence=True)

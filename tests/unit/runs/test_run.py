@@ -16,7 +16,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.cli import main
 from shardwise.runs.folder import FORMAT, RunLock, json_text
 from shardwise.runs.report.numbers import report_of
-from shardwise.runs.run import RunView, Unreadable, folders, open_run, runs
+from shardwise.runs.run import RunView, Unreadable, folders, open_run, runs_at
 from shardwise.runs.screen.frame import Reader, frame_of
 from shardwise.runs.screen.panels import told_event
 from shardwise.runs.summary import snapshot
@@ -289,7 +289,7 @@ def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pyte
         assert run.refresh() is False, "what was read stays"
         with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read: Permission denied"):
             open_run(path, all_steps=False)
-        (unreadable,) = runs(tmp_path)
+        (unreadable,) = runs_at(str(tmp_path))
         assert isinstance(unreadable, Unreadable)
         assert (unreadable.name, unreadable.reason.rpartition(": ")[2]) == ("run", "Permission denied")
         patched.setattr(Path, "exists", refuse)
@@ -307,8 +307,9 @@ def test_runs_newest_first(tmp_path: Path) -> None:
         os.utime(path / "metrics.jsonl", (written, written))
     (tmp_path / "latest").symlink_to("a")
     (tmp_path / "reserved").mkdir()
-    assert [run.name for run in runs(tmp_path)] == ["b", "c", "a"]
-    assert runs(tmp_path / "none") == []
+    assert [run.name for run in runs_at(str(tmp_path))] == ["b", "c", "a"]
+    with pytest.raises(ConfigError, match="must be a folder of runs, or a run's folder: there is no such folder"):
+        runs_at(str(tmp_path / "none"))
     assert open_run(tmp_path / "latest", all_steps=False).name == "a"
 
 

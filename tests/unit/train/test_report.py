@@ -296,8 +296,11 @@ def test_a_terminal_gets_lines_that_fit(tmp_path: Path, monkeypatch: pytest.Monk
     made, stream = reporter(tmp_path)
     with made:
         made.start()
-        made.step(record(50))
         shown = Console(width=width, file=io.StringIO(), record=True)
+        made.before_steps("evaluation before the first step")
+        shown.print(made._progress[0])
+        assert "evaluation before the first step" in shown.export_text()
+        made.step(record(50))
         shown.print(made._progress[0])
     printed = shown.export_text().splitlines()
     assert len(printed) == (1 if width == 160 else 2)

@@ -91,23 +91,36 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
         scan = _scan(source)
         content = scan.content
         cache.remember_content(root, known, content)
-    named = config.data.tokenizer
-    weights = config.data.split_weights
-    key = {
-        "chat": _RULE,
-        "content": content,
-        "split": weights[1] / sum(weights),
-        "tokenizer": "byte-level BPE" if named is None else user_tokenizer_digest(named),
-        "vocab_size": config.model.vocab_size,
-    }
+    key = cache.entry_key(root, _key(content, config, config.data.tokenizer))
     entry = cache.open_or_build_tokens(
         root,
-        cache.key_of(key),
+        key,
         lambda folder: _build(folder, source, scan or _scan(source), config, announce),
         f"{source.name}: once",
         announce,
     )
+    if config.data.tokenizer is None:
+        # An evaluation names the tokenizer that was trained here, which the checkpoints have.
+        cache.remember_same_tokens(root, key, _key(content, config, str(entry.tokenizer_path)))
     return _prepared(entry, source, config, any_size)
+
+
+def _key(content: str, config: Config, tokenizer: str | None) -> str:
+    """The key of the cache entry: a digest of all that decides the tokens.
+
+    Args:
+        tokenizer: path or hub id of the tokenizer; None if one is trained on the conversations.
+    """
+    weights = config.data.split_weights
+    return cache.key_of(
+        {
+            "chat": _RULE,
+            "content": content,
+            "split": weights[1] / sum(weights),
+            "tokenizer": "byte-level BPE" if tokenizer is None else user_tokenizer_digest(tokenizer),
+            "vocab_size": config.model.vocab_size,
+        }
+    )
 
 
 def _require_fitting(config: Config) -> None:
@@ -295,7 +308,8 @@ def _summary(facts: Mapping[str, Any], source: _Source, chats: Mapping[Part, Con
     cut = sum(int((part.lengths[part.usable(length)] > length + 1).sum()) for part in chats.values())
     left_out = number - sum(len(part.usable(length)) for part in chats.values())
     summary = (
-        f"{source.name}: {size(facts['bytes'])}, {counted(number, 'conversation')}, {describe_sizes(sizes)} tokens, "
+        f"{source.name}: {counted(number, 'conversation')}, {size(facts['bytes'])} of messages, "
+        f"{describe_sizes(sizes)} tokens, "
         f"{answered / max(1, sum(sizes.values())):.0%} of them in answers, vocabulary {facts['vocab_size']:,}"
     )
     # Entries of earlier versions left out none.
@@ -320,8 +334,8 @@ def glance(config: Config) -> str:
         next(conversations(file, reading.kind, source.text_key))
     total = sum(file.stat().st_size for file in source.files)
     return (
-        f"conversations, {counted(len(source.files), 'file')}, {size(total)}, prepared when the run starts, unless the "
-        f"cache has them{source.left_out_note()}"
+        f"conversations, {counted(len(source.files), 'file')} of {size(total)}, prepared when the run starts, unless "
+        f"the cache has them{source.left_out_note()}"
     )
 
 

@@ -259,7 +259,8 @@ def told_event(event: Mapping[str, Any], now: float | None, width: int | None = 
                 style = BAD
             elif reason == "finished":
                 style = GOOD
-            text = reason if reason == "finished" else f"stopped: {reason.removeprefix('failed: ')}"
+            is_told = reason == "finished" or reason.startswith("stopped")
+            text = reason if is_told else f"stopped: {reason.removeprefix('failed: ')}"
         case _:
             text = " ".join([kind, *(f"{name} {value}" for name, value in event.items() if name not in _KNOWN)])
     line = Text.assemble((f" {_moment(event, now)} ", FAINT), ("▌", style if style != TEXT else RULE))

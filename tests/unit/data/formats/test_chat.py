@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,21 @@ def test_tokens_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
         found += [(tokens.tolist(), marks.tolist()) for tokens, marks in pairs]
     assert sorted(found) == sorted(expected)
     assert 9 <= len(data.conversations["eval"].lengths) <= 16
-    assert data.summary.startswith("chat: 2")
-    assert ", 300 conversations, 19" in data.summary
+    assert data.summary.startswith("chat: 300 conversations, 2")
+    assert " KiB of messages, 19" in data.summary
     assert "40% of them in answers, vocabulary 320; 8 conversations cut at train.sequence_length + 1" in data.summary
     assert theirs.eos_token == "<|im_end|>"
     assert opened(config(eval_every=1), tmp_path).fingerprint == data.fingerprint
+
+
+def test_an_evaluation_opens_what_the_training_prepared(tmp_path: Path) -> None:
+    built: list[str] = []
+    trained = prepare(config(), tmp_path / "cache", announce=built.append)
+    shutil.copytree(trained.tokenizer_path, tmp_path / "checkpoint")
+    named = config(dataset="chat", tokenizer=str(tmp_path / "checkpoint"))
+    evaluated = prepare(named, tmp_path / "cache", announce=built.append)
+    assert len(built) == 1
+    assert prepare(named, tmp_path / "other").fingerprint == evaluated.fingerprint == trained.fingerprint
 
 
 def test_targets_are_the_answers_and_the_tokens_that_end_them(tmp_path: Path) -> None:
@@ -278,7 +289,7 @@ def test_answers_that_a_template_rewrites_are_counted(tmp_path: Path) -> None:
 def test_a_look_shows_what_is_trained_on(tmp_path: Path) -> None:
     path = written(tmp_path / "chat.jsonl", {"messages": GOOD}, {"messages": [*GOOD, *GOOD]})
     rows = glance(config(path=path, format="chat")).rows
-    assert rows[0][1].startswith(f"{path}: conversations, 1 file, ")
+    assert rows[0][1].startswith(f"{path}: conversations, 1 file of ")
     plain = inspect(path, 1, {"format": "chat"})
     assert plain.samples[0].text == "user: Who are you? assistant: ⟦A model.⟧"
     assert plain.counts["conversations"] == 2
