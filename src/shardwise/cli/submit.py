@@ -259,20 +259,20 @@ def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
         config = with_batch(job.config, layout.world, None)
         plan = prediction(config, layout, replace(machines, per_node=job.ranks_per_node))
         rows += [("device", str(machines)), *predicted_rows(plan)]
-        if plan is not None and job.config.launch.time is not None:
-            rows.append(("  starts", _starts(job, layout, plan.seconds)))
+        limit = job.config.launch.time
+        if plan is not None and limit is not None:
+            rows.append(("  starts", _starts(job, layout, limit, plan.seconds)))
         if plan is not None and plan.headroom < 0:
             warnings.append(("warning", f"memory {memory_text(plan)}"))
     return [*rows, *checked.inputs, *warnings]
 
 
-def _starts(job: JobPlan, layout: Layout, seconds: float) -> str:
+def _starts(job: JobPlan, layout: Layout, limit: str, seconds: float) -> str:
     """The number of starts that all steps need within the time limit, and their node-hours."""
-    launch = job.config.launch
-    usable = commands.seconds(launch.time) - launch.warning_seconds
+    usable = commands.seconds(limit) - job.config.launch.warning_seconds
     node_hours = seconds / 3600 * layout.world / job.ranks_per_node
     starts = units.counted(math.ceil(seconds / usable), "start")
-    return f"about {starts} of {launch.time}, {node_hours:,.0f} node-hours for the steps alone"
+    return f"about {starts} of {limit}, {node_hours:,.0f} node-hours for the steps alone"
 
 
 def _files_text(job: JobPlan, arguments: argparse.Namespace) -> str:

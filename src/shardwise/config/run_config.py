@@ -164,7 +164,7 @@ class Config(Section):
         """Remember the tokens that the numbers of steps at some places were given in."""
         self._token_counts = dict(token_counts)
 
-    def with_tokens(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_tokens(self, values: dict[str, Any]) -> dict[str, Any]:
         """These values of the configuration, with tokens in place of the steps that were given in tokens."""
         for place, tokens in self._token_counts.items():
             values = replaced(values, place, tokens_text(tokens))

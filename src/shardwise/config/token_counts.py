@@ -51,10 +51,8 @@ def parse_tokens(text: object) -> int | None:
 
 def tokens_text(tokens: int) -> str:
     """Return the text of which `parse_tokens` makes a number of tokens: `300B`."""
-    for suffix in "TBM":
-        if tokens >= _POWERS[suffix] and parse_tokens(text := f"{tokens / _POWERS[suffix]!r}{suffix}") == tokens:
-            return text.replace(".0", "", 1) if text.endswith(f".0{suffix}") else text
-    return f"{tokens / 1000!r}k"
+    suffix = next((suffix for suffix in "TBM" if tokens >= _POWERS[suffix]), "k")
+    return str(tokens / _POWERS[suffix]).removesuffix(".0") + suffix
 
 
 def steps_of(tokens: int, step_tokens: int) -> int:
