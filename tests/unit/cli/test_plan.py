@@ -164,7 +164,7 @@ def test_a_price_of_one_device_adds_a_column(capsys: pytest.CaptureFixture[str])
     small = ["plan", "llama2-7b", "train.global_batch=64", "parallel.pipeline=1", "--device", "h100:8"]
     assert main(small) == 0
     assert "dollars" not in capsys.readouterr().out
-    assert main([*small, "--price", "2"]) == 0
+    assert main([*small, "train.steps=1000000", "--price", "2"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"device-hours +dollars$", out, re.MULTILINE)
     assert '"device-hours", "dollars" = all steps, without evaluations, checkpoints and restarts' in out
