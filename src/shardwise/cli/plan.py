@@ -21,7 +21,17 @@ from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.cli.plan_against_run import compare_with_run
 from shardwise.cli.plan_devices import compare_devices, named_devices, prices
-from shardwise.cli.plan_rows import DAY, accuracy, dollars, plan_facts, row, time_unit
+from shardwise.cli.plan_rows import (
+    DAY,
+    accuracy,
+    accuracy_text,
+    costs_legend,
+    dollars,
+    plan_facts,
+    row,
+    time_range,
+    time_unit,
+)
 from shardwise.config import Config, config_from, dump_yaml, load_config, recipe_name
 from shardwise.planner.device_specs import cluster, shipped_text
 from shardwise.planner.memory import offloaded_bytes
@@ -32,7 +42,7 @@ _SECONDS_OF = {"hour": 3600, "day": DAY, "week": 7 * DAY}
 _MOST_PLANS = 30
 """Layouts of the list before those that differ in details are left out."""
 _MOST_ROWS = 10
-"""Rows of the list, and layouts of `--json` and `--plot`."""
+"""Rows of the list without `--all`."""
 _NODE_COUNTS = sorted({2**power for power in range(15)} | {3 * 2**power for power in range(13)})
 """Numbers of nodes that are tried: 1, 2, 3, 4, 6, 8, 12, 16 and so on, up to 16,384."""
 _LEGEND = (
@@ -40,6 +50,7 @@ _LEGEND = (
     '"free" = device memory - run - 6% reserve (context, buffers, fragmentation)',
     '"comm." = communication time not overlapped with compute',
 )
+_COMPILED = '"step" = of compiled blocks (compile.enabled); eager ones took 4 to 6% longer on one H200'
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +87,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="write the recipe with the best layout to FILE; for a run, a device file",
     )
-    parser.add_argument("--layout", metavar="N", type=int, help="with --write: the layout of the list (default: 1)")
+    parser.add_argument("--layout", metavar="N", type=int, help="with --write: the number of a row (default: 1)")
     parser.add_argument(
         "--show-device", metavar="DEVICE", help="print the file of a device, as a beginning for your own"
     )
@@ -119,18 +130,22 @@ def run(arguments: argparse.Namespace) -> int:
     if len(devices) > 1:
         return compare_devices(arguments, devices, searched)
     result = searched(devices[0])
+    # The numbers that --layout, --why and a plot have are those of the rows.
+    listed = result.plans
+    if not arguments.all:
+        listed = [result.plans[index] for index in distinct(result.plans)[:_MOST_ROWS]]
     if arguments.write is not None:
         # Before the list, whose reader may close the output, as `head` does.
-        _write(arguments.write, recipe_name(recipe), result.plans, 1 if arguments.layout is None else arguments.layout)
+        _write(arguments.write, recipe_name(recipe), listed, 1 if arguments.layout is None else arguments.layout)
     if arguments.why is not None:
-        _show_differences(result.plans, *arguments.why)
+        _show_differences(listed, *arguments.why)
     elif arguments.json:
-        plans = [plan_facts(plan) for plan in result.plans[:_MOST_ROWS]]
-        output.json({"valid": result.valid, "dropped": dict(result.too_large), "plans": plans})
+        facts = {"valid": result.valid, "dropped": dict(result.too_large), "plans": [*map(plan_facts, listed)]}
+        output.json(facts | {"accuracy": accuracy_text(listed[0])})
     else:
-        _show(recipe_name(recipe), result, has_all=arguments.all)
+        _show(recipe_name(recipe), result, listed)
     if arguments.plot is not None:
-        draw(result.plans[:_MOST_ROWS], arguments.plot)
+        draw(listed, arguments.plot)
         output.progress(f"wrote {arguments.plot}")
     return 0
 
@@ -176,34 +191,34 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(name: str, result: Search, *, has_all: bool) -> None:
-    best = result.plans[0]
+def _show(name: str, result: Search, listed: Sequence[Plan]) -> None:
+    best = listed[0]
     train = best.config.train
     tokens = train.steps * train.global_batch * train.sequence_length
     output.prose(f"{name} on {best.cluster}: {tokens:,} tokens in {train.steps:,} steps")
     dropped = "".join(f"; {number:,} dropped: {reason}" for reason, number in result.too_large.items())
     output.prose(f"{result.valid:,} layouts are valid{dropped}")
     output.line()
-    chosen = list(range(len(result.plans))) if has_all else distinct(result.plans)[:_MOST_ROWS]
     unit = time_unit(best)
     head = ["", "layout", "step", "tokens/s", "MFU", "memory", "free", "bubble", "comm.", unit, "device-hours"]
-    rows = [[str(index + 1), *row(result.plans[index], unit)] for index in chosen]
+    rows = [[str(number), *row(plan, unit)] for number, plan in enumerate(listed, 1)]
     if best.dollars is not None:
         head.append("dollars")
-        rows = [[*cells, dollars(result.plans[index])] for cells, index in zip(rows, chosen, strict=True)]
+        rows = [[*cells, dollars(plan)] for cells, plan in zip(rows, listed, strict=True)]
     output.table(rows, head, right=(0, *range(2, len(head))))
     output.line()
-    left_out = chosen[-1] + 1 - len(chosen)
+    left_out = result.plans.index(listed[-1]) + 1 - len(listed)
     if left_out:
-        differ = "differs" if left_out == 1 else "differ"
         output.prose(
-            f"{units.counted(left_out, 'layout')} between them {differ} from a faster one in schedule, micro-batch, "
-            "recompute or SP alone, by at most 4% of the time: --all shows each."
+            f"Not listed: {units.counted(left_out, 'layout')} at most 4% slower than a listed layout with the same "
+            "degrees and ZeRO; only schedule, micro-batch, recompute or SP differ. --all lists them."
         )
-    if any(result.plans[index].is_tight for index in chosen):
+    if any(plan.is_tight for plan in listed):
         output.line("(tight): less than 10% of the device's memory is free.")
     output.prose(f"A step of layout 1: {best.time.shares()}")
-    for line in (*_LEGEND, *accuracy([best])):
+    if best.cluster.device.is_cuda:
+        output.line(_COMPILED)
+    for line in (*_LEGEND, costs_legend(best, unit), *time_range(best, unit), *accuracy([best])):
         output.line(line)
     if on_host := offloaded_bytes(best.config, best.layout, best.cluster.device.is_accelerator):
         output.prose(f"Layout 1 needs {units.size(on_host)} of the host's memory for each rank, which is not checked.")
@@ -244,11 +259,13 @@ def _write(path: Path, name: str, plans: Sequence[Plan], number: int) -> None:
     which = "as `shardwise plan` predicts it fastest" if number == 1 else f"layout {number} of `shardwise plan`"
     text = f"# {name} on {plan.cluster}: {plan.text()}, {which}\n"
     # Keys that the recipe left out stay out: a later release may have a better default for them.
-    values = plan.config.model_dump(mode="json", exclude_unset=True)
+    values = plan.config.with_tokens(plan.config.model_dump(mode="json", exclude_unset=True))
     if plan.cluster.device.is_cuda and "enabled" not in values.get("compile", {}):
         values |= _compiled(values)
     files.write_new(path, text + dump_yaml(values), "--write")
-    output.progress(f"wrote {path}; train it with: shardwise train {path}")
+    nodes = plan.cluster.nodes
+    command = f"shardwise train {path}" if nodes == 1 else f"shardwise submit {path} --nodes {nodes}"
+    output.progress(f"wrote {path}; train it with: {command}")
 
 
 def _compiled(values: dict[str, Any]) -> dict[str, Any]:

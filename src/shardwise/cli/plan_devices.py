@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
-from shardwise.cli.plan_rows import accuracy, dollars, plan_facts, row, time_unit
+from shardwise.cli.plan_rows import accuracy, accuracy_text, dollars, plan_facts, row, time_unit
 from shardwise.planner.device_specs import PRICE_RANGE
 from shardwise.planner.search import Plan, Search
 
@@ -75,7 +75,8 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
     if not plans:
         raise ConfigError([f"{device}: {problem}" for device, problem in problems.items()])
     if arguments.json:
-        output.json({"devices": {name: plan_facts(plan) for name, plan in plans.items()}, "problems": problems})
+        facts = {name: plan_facts(plan) | {"accuracy": accuracy_text(plan)} for name, plan in plans.items()}
+        output.json({"devices": facts, "problems": problems})
         return 0
     _show(plans)
     for device, problem in problems.items():

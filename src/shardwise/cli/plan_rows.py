@@ -19,6 +19,8 @@ _LEAST_WHOLE_DOLLARS = 100
 _ACCURACY_COLUMNS = 80
 _ACCURACY_PAGE = "docs/planner.md#how-far-off-it-is"
 _OTHER_ACCURACY = "not measured; published steps on other devices differ by 8% in the mean, one in ten by 19% or more"
+_PUBLISHED_ERRORS = {"the mean of published runs": 0.08, "exceeded by one published run in ten": 0.19}
+"""Sizes of errors relative to the measured step, of the runs that no constant was fitted to, as the page has them."""
 _FITTED_ACCURACY = "constants are those of the file; `shardwise plan RUN` compares a run with them"
 
 
@@ -42,13 +44,38 @@ def dollars(plan: Plan) -> str:
     return f"{plan.dollars:,.0f}" if plan.dollars >= _LEAST_WHOLE_DOLLARS else f"{plan.dollars:,.2f}"
 
 
+def costs_legend(best: Plan, unit: str) -> str:
+    columns = [unit, "device-hours", *([] if best.dollars is None else ["dollars"])]
+    names = ", ".join(f'"{column}"' for column in columns)
+    return f"{names} = all steps, without evaluations, checkpoints and restarts"
+
+
+def time_range(best: Plan, unit: str) -> list[str]:
+    """Lines on the time and the price of the fastest layout if its prediction errs as those of published runs do."""
+    if best.cluster.world == 1 or accuracy_text(best) == _FITTED_ACCURACY:
+        return []
+    lines = []
+    for name, error in _PUBLISHED_ERRORS.items():
+        fewest, most = 1 / (1 + error), 1 / (1 - error)
+        time = best.seconds / (DAY if unit == "days" else 3600)
+        text = f"Layout 1 with an error of {error:.0%}, {name}: {time * fewest:,.1f} to {time * most:,.1f} {unit}"
+        if best.dollars is not None:
+            text += f", {best.dollars * fewest:,.0f} to {best.dollars * most:,.0f} dollars"
+        lines.append(text)
+    return lines
+
+
+def accuracy_text(plan: Plan) -> str:
+    """How far predictions for a plan's device are off."""
+    device = plan.cluster.device
+    return device.accuracy or (_FITTED_ACCURACY if device.constants else _OTHER_ACCURACY)
+
+
 def accuracy(plans: Iterable[Plan]) -> list[str]:
     """Lines of 80 columns on how far predictions for the devices can be trusted, and the page that says more."""
     names: dict[str, list[str]] = {}
     for plan in plans:
-        device = plan.cluster.device
-        text = device.accuracy or (_FITTED_ACCURACY if device.constants else _OTHER_ACCURACY)
-        names.setdefault(text, []).append(device.name)
+        names.setdefault(accuracy_text(plan), []).append(plan.cluster.device.name)
     sentences = [f"Accuracy: {text}" for text in names]
     if len(names) > 1:
         sentences = [f"Accuracy for {listing(devices)}: {text}" for text, devices in names.items()]

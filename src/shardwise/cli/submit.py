@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shlex
 import shutil
@@ -25,7 +26,7 @@ from shardwise.base.redaction import redacted
 from shardwise.cli import output
 from shardwise.cli.jobs import follow
 from shardwise.cli.train import glance_at_inputs, with_batch
-from shardwise.config import Config, Layout, load_config, recipe_name, recipe_text, require_data
+from shardwise.config import Config, Layout, check_layout, load_config, recipe_name, recipe_text, require_data
 from shardwise.launch.slurm import commands, submission
 from shardwise.launch.slurm.script import JobPlan, compile_script, job_log, job_script, job_set, ranks_per_node
 from shardwise.planner.device_specs import Cluster, cluster
@@ -33,6 +34,10 @@ from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
 from shardwise.runs.summary import last_step, newest_checkpoint
 
 _KEYS = ("partition", "account", "time", "constraint", "gres")
+_TRAINS_TOKENIZER = (
+    "all ranks wait while the tokenizer is trained and the text is tokenized: name data.tokenizer, and tokenize the "
+    "text before by `shardwise data prepare`"
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -175,8 +180,10 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
     problems = Problems()
     counts = None
     warnings: list[tuple[str, str]] = []
-    with problems:
-        require_data(config, recipe)
+    # A dry run says in a row that no data are named, as that of `train` does.
+    if not arguments.dry_run:
+        with problems:
+            require_data(config, recipe)
     with problems:
         counts = _counts(arguments, config)
         submission.check_memory(config, counts.layout, counts.gres)
@@ -194,6 +201,11 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
     if input_problems and not is_elsewhere:
         problems.texts += input_problems
     problems.require_none(input_problems)
+    if config.data.tokenizer is None and not config.data.is_built_in:
+        from shardwise.data.open_data import TRAINED_AT_START
+
+        if any(text.endswith(TRAINED_AT_START) for _, text in inputs):
+            warnings.append(("warning", _TRAINS_TOKENIZER))
     assert counts is not None, "nodes or a layout that are refused are a problem"
     job = JobPlan(
         config, recipe, tuple(_overrides(arguments)), folder, Path.cwd(), counts.nodes, counts.ranks, counts.gres
@@ -215,6 +227,10 @@ def _counts(arguments: argparse.Namespace, config: Config) -> _Counts:
     layout, notes = submission.check_counts(
         config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, arguments.run_dir)
     )
+    if arguments.precompile:
+        # The graphs are compiled for the fewest nodes.
+        fewest = nodes[0] * ranks
+        check_layout(with_batch(config, fewest, arguments.run_dir), fewest)
     return _Counts(nodes, ranks, gres, layout, notes, machines)
 
 
@@ -243,9 +259,20 @@ def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
         config = with_batch(job.config, layout.world, None)
         plan = prediction(config, layout, replace(machines, per_node=job.ranks_per_node))
         rows += [("device", str(machines)), *predicted_rows(plan)]
+        limit = job.config.launch.time
+        if plan is not None and limit is not None:
+            rows.append(("  starts", _starts(job, layout, limit, plan.seconds)))
         if plan is not None and plan.headroom < 0:
             warnings.append(("warning", f"memory {memory_text(plan)}"))
     return [*rows, *checked.inputs, *warnings]
+
+
+def _starts(job: JobPlan, layout: Layout, limit: str, seconds: float) -> str:
+    """The number of starts that all steps need within the time limit, and their node-hours."""
+    usable = commands.seconds(limit) - job.config.launch.warning_seconds
+    node_hours = seconds / 3600 * layout.world / job.ranks_per_node
+    starts = units.counted(math.ceil(seconds / usable), "start")
+    return f"about {starts} of {limit}, {node_hours:,.0f} node-hours for the steps alone"
 
 
 def _files_text(job: JobPlan, arguments: argparse.Namespace) -> str:

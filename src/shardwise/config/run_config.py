@@ -30,7 +30,7 @@ from shardwise.config.sections import (
     Recompute,
     TrainConfig,
 )
-from shardwise.config.token_counts import Path, replaced, steps_of, token_keys
+from shardwise.config.token_counts import Path, replaced, steps_of, token_keys, tokens_text
 
 
 class Config(Section):
@@ -163,6 +163,12 @@ class Config(Section):
     def came_from_tokens(self, token_counts: Mapping[Path, int]) -> None:
         """Remember the tokens that the numbers of steps at some places were given in."""
         self._token_counts = dict(token_counts)
+
+    def with_tokens(self, values: dict[str, Any]) -> dict[str, Any]:
+        """These values of the configuration, with tokens in place of the steps that were given in tokens."""
+        for place, tokens in self._token_counts.items():
+            values = replaced(values, place, tokens_text(tokens))
+        return values
 
 
 def with_steps(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[Path, int]]:

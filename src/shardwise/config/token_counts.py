@@ -49,6 +49,12 @@ def parse_tokens(text: object) -> int | None:
     return None if match is None else round(float(match[1]) * _POWERS[match[2]])
 
 
+def tokens_text(tokens: int) -> str:
+    """Return the text of which `parse_tokens` makes a number of tokens: `300B`."""
+    suffix = next((suffix for suffix in "TBM" if tokens >= _POWERS[suffix]), "k")
+    return str(tokens / _POWERS[suffix]).removesuffix(".0") + suffix
+
+
 def steps_of(tokens: int, step_tokens: int) -> int:
     """Return the steps of `step_tokens` tokens that come nearest to a number of tokens, at least 1."""
     return max(1, (2 * tokens + step_tokens) // (2 * step_tokens))

@@ -141,6 +141,8 @@ FORMATS: Mapping[str, DataFormat] = {
 }
 """All formats, by their names, in the order in which they are looked for at a path."""
 
+TRAINED_AT_START = "trained on the data when the run starts"
+"""The end of the row on a tokenizer that nothing names."""
 USER_SAMPLES = SampleSource(contents="tokens", open_data=user_samples.open_data, glance=user_samples.glance)
 """The object that `hooks.data` names."""
 
@@ -382,7 +384,7 @@ def _glance_at_tokenizer(config: Config, contents: Contents) -> str:
         return _glance_at_user_tokenizer(config, config.data.tokenizer, contents)
     if contents in ("text", "conversations"):
         trained_special_tokens(vocabulary, pairs=common.in_pairs(config), chat=contents == "conversations")
-        return f"byte-level BPE of {vocabulary:,} tokens, trained on the data when the run starts"
+        return f"byte-level BPE of {vocabulary:,} tokens, {TRAINED_AT_START}"
     if contents == "text or tokens":
         return "where the data hold text, one is trained on them"
     # Pairs of shards have their special tokens; the samples of other tokens may need some.

@@ -23,7 +23,7 @@ def test_best_layouts_first_and_each_fits(capsys: pytest.CaptureFixture[str], tm
     assert main(["plan", *GPT, "--json", "--write", str(written)]) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     seconds = [plan["step_seconds"] for plan in plans]
-    assert len(plans) == 10
+    assert 5 <= len(plans) <= 10
     assert seconds == sorted(seconds)
     assert all(plan["headroom_bytes"] >= 0 for plan in plans)
     assert all(sum(plan["parts_seconds"].values()) == pytest.approx(plan["step_seconds"]) for plan in plans)
@@ -42,7 +42,7 @@ def test_any_layout_of_the_list_is_written_before_the_list(
     assert main(["plan", *GPT, "--layout", "3"]) == 2
     assert "--layout (3) must go with --write FILE" in capsys.readouterr().err
     written = tmp_path / "third.yaml"
-    assert main(["plan", *GPT, "--write", str(written), "--layout", "31"]) == 2
+    assert main(["plan", *GPT, "--write", str(written), "--all", "--layout", "31"]) == 2
     assert "--layout (31) must be a layout of the list, 1 to 30" in capsys.readouterr().err
 
     def closed(*_: object, **__: object) -> None:
@@ -51,7 +51,10 @@ def test_any_layout_of_the_list_is_written_before_the_list(
     monkeypatch.setattr("shardwise.cli.output.json", closed)
     monkeypatch.setattr("shardwise.cli.entry.os.dup2", lambda *_: None)
     monkeypatch.setattr("sys.stdout.fileno", lambda: 1)
-    assert main(["plan", *GPT, "--json", "--write", str(written), "--layout", "3"]) == 1
+    tokens = "train.steps=300B"
+    assert main(["plan", *GPT, tokens, "--json", "--write", str(written), "--layout", "3"]) == 1
+    assert "  steps: 300B\n" in written.read_text(encoding="utf-8")
+    assert f"train it with: shardwise submit {written} --nodes 4\n" in capsys.readouterr().err
     config = load_config(str(written))
     layout = check_layout(config, 32)
     assert (layout.tensor, layout.pipeline) == (third["tensor"], third["pipeline"])
@@ -103,11 +106,15 @@ def test_layouts_that_differ_in_details_are_left_out_and_counted(capsys: pytest.
     assert main([*small, "--all"]) == 0
     every = capsys.readouterr().out
     listed, all_rows = (re.findall(r"^ *(\d+)  (TP .*?)  ", text, re.MULTILINE) for text in (out, every))
-    assert [number for number, _ in all_rows] == [str(number) for number in range(1, len(all_rows) + 1)]
-    assert set(listed) < set(all_rows), "a row keeps its number, which --why takes"
-    left_out = int(listed[-1][0]) - len(listed)
-    assert re.search(rf"^{left_out} layouts? between them differs? from a faster one in ", out, re.MULTILINE)
-    assert "between them" not in every
+    for rows in (listed, all_rows):
+        assert [number for number, _ in rows] == [str(number) for number in range(1, len(rows) + 1)]
+    layouts, all_layouts = ([layout for _, layout in rows] for rows in (listed, all_rows))
+    assert set(layouts) < set(all_layouts)
+    left_out = all_layouts.index(layouts[-1]) + 1 - len(layouts)
+    assert re.search(rf"^Not listed: {left_out} layouts? at most 4% slower than ", out, re.MULTILINE)
+    assert "Not listed" not in every
+    assert main([*small, "--why", "1", "2"]) == 0
+    assert f"2: {layouts[1]}\n" in capsys.readouterr().out, "--why takes the numbers of the rows"
     assert "  hours  " in out, "the training takes less than ten days"
     assert re.search(r"^ *1  TP .*\(tight\) [\d.]+ GiB", out, re.MULTILINE)
     assert "(tight): less than 10% of the device's memory is free." in out
@@ -131,6 +138,7 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     assert main([*small, "--device", devices, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["devices"]["h100:8"]["dollars"] is None
+    assert facts["devices"]["h100:8"]["accuracy"].startswith("step times within 6% on one H200")
     assert facts["devices"][f"{cheap}:8"]["layout"]["tensor"] >= 1
     assert list(facts["problems"]) == ["a100-40gb:1"]
     for option in (["--why", "1", "2"], ["--all"]):
@@ -156,8 +164,14 @@ def test_a_price_of_one_device_adds_a_column(capsys: pytest.CaptureFixture[str])
     small = ["plan", "llama2-7b", "train.global_batch=64", "parallel.pipeline=1", "--device", "h100:8"]
     assert main(small) == 0
     assert "dollars" not in capsys.readouterr().out
-    assert main([*small, "--price", "2"]) == 0
-    assert re.search(r"device-hours +dollars$", capsys.readouterr().out, re.MULTILINE)
+    assert main([*small, "train.steps=1000000", "--price", "2"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"device-hours +dollars$", out, re.MULTILINE)
+    assert '"device-hours", "dollars" = all steps, without evaluations, checkpoints and restarts' in out
+    (dollars,) = re.findall(r"^ *1  .* ([\d,.]+)$", out, re.MULTILINE)
+    low, high = re.findall(r"error of 8%, .* ([\d,]+) to ([\d,]+) dollars$", out, re.MULTILINE)[0]
+    price, least, most = (float(number.replace(",", "")) for number in (dollars, low, high))
+    assert (least * 1.08, most * 0.92) == pytest.approx((price, price), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +194,7 @@ def test_other_prices_are_refused(price: str, message: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("device", "shown"),
     [
-        ("h100:8", "communication between GPUs is not measured"),
+        ("h100:8", "no run on several GPUs was measured"),
         ("a100:8", "published steps on A100 differ by 7 to 8%"),
         ("b200:8", "not measured; published steps on other devices differ by 8%"),
         ("{file}:8", "constants are those of the file"),
@@ -196,6 +210,7 @@ def test_the_accuracy_stands_below_the_list(
     lines = capsys.readouterr().out.splitlines()
     (first,) = (number for number, line in enumerate(lines) if line.startswith("Accuracy: "))
     accuracy = lines[first:]
+    assert sum(line.startswith("Layout 1 with an error of ") for line in lines) == (0 if device.startswith("{") else 2)
     assert shown in " ".join(accuracy)
     assert accuracy[-1].endswith("(docs/planner.md#how-far-off-it-is)")
     assert len(accuracy) <= 2

@@ -63,10 +63,10 @@ def test_the_memory_of_copies_is_told(capsys: pytest.CaptureFixture[str]) -> Non
         assert main([*TWO, *keys, "--dry-run"]) == 0
         return next((line for line in capsys.readouterr().out.splitlines() if line.startswith("copies ")), "")
 
-    assert told() == ""
+    assert told().startswith("copies    none in memory: checkpoint.every, the default of memory_every, is 0")
     assert "every 20 steps, " in told("checkpoint.every=20")
     assert "more than 50% of it" in told("checkpoint.memory_every=1", "checkpoint.memory_share=0.5")
-    assert told("checkpoint.every=20", "checkpoint.memory_every=0") == ""
+    assert "none in memory: checkpoint.memory_every is 0" in told("checkpoint.every=20", "checkpoint.memory_every=0")
 
 
 def test_a_dry_run_warns_of_the_disk_of_this_machine(

@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import check_layout, load_config
-from shardwise.config.token_counts import parse_tokens, steps_of
+from shardwise.config.token_counts import parse_tokens, steps_of, tokens_text
 
 TOKENS_OF_STEP = 8 * 256
 """Of llama-small."""
@@ -22,6 +22,11 @@ def problems(*overrides: str) -> list[str]:
 )
 def test_tokens_are_read(text: str, tokens: int) -> None:
     assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["500k", "1.5T", "300B", "2M", "1.234567M", "0.5k"])
+def test_tokens_are_written_as_they_are_read(text: str) -> None:
+    assert tokens_text(parse_tokens(text) or 0) == text
 
 
 @pytest.mark.parametrize("text", ["20", "20X", "20b", "1e9", "-2M", "M", "", "auto", 20, None, True])

@@ -81,22 +81,26 @@ def check_counts(
     """Return the layout on the most nodes, and notes on numbers of nodes that cannot be filled.
 
     Raises:
-        ConfigError: neither the fewest nor the most nodes can be filled; with every reason.
+        ConfigError: the layout fills no number of the nodes, or none up to the fewest.
     """
     fewest, most = nodes
     refused: dict[int, ConfigError] = {}
     layouts: dict[int, Layout] = {}
-    for count in range(fewest, most + 1):
+    for count in range(most, 0, -1):
         try:
             layouts[count] = check_layout(with_batch(config, count * ranks), count * ranks)
         except ConfigError as error:
             refused[count] = error
-    if fewest in refused:
+        # At the fewest nodes a job may use a part of them, which is a number below the range.
+        if count <= fewest and (count in layouts or fewest == most):
+            break
+    if max(layouts, default=0) < fewest or min(layouts) > fewest:
         raise refused[fewest]
     if not refused:
         return layouts[most], []
-    usable = listing(layouts, most=_SHOWN_COUNTS)
-    return layouts[max(layouts)], [f"of {fewest} to {most} nodes the layout fills {usable}; of others a part is used"]
+    usable = listing(sorted(layouts), most=_SHOWN_COUNTS)
+    note = f"the layout fills {usable} nodes; of another number from {fewest} to {most} a part is used"
+    return layouts[max(layouts)], [note]
 
 
 def check_run_folder(run_path: Path, config: Config) -> None:
@@ -207,8 +211,11 @@ def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, 
     keys = job.config.checkpoint
     every = keys.every if keys.memory_every is None else keys.memory_every
     taken = memory_copies_bytes(job.config, layout, job.ranks_per_node, accelerator)
-    if not every or taken is None:
+    if taken is None:
         return []
+    if not every:
+        key = "checkpoint.memory_every" if keys.memory_every == 0 else "checkpoint.every, the default of memory_every,"
+        return [("copies", f"none in memory: {key} is 0; a restart reads the newest checkpoint on the disk")]
     bound = f"none are made where this is more than {keys.memory_share:.0%} of it (checkpoint.memory_share)"
     return [("copies", f"every {every:,} steps, {units.size(taken)} of each node's memory; {bound}")]
 
@@ -230,7 +237,7 @@ def _node_hours(job: JobPlan) -> str:
     if limit is None:
         return "the partition's limit (launch.time=null)"
     hours = commands.seconds(limit) / 3600
-    return f"{limit} for each start, {job.nodes[1] * hours:,.1f} node-hours"
+    return f"{limit} for each start, at most {job.nodes[1] * hours:,.1f} node-hours"
 
 
 def _cluster_notes() -> list[str]:

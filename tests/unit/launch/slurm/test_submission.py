@@ -47,7 +47,12 @@ def test_ranks_are_those_that_are_given_else_gpus_else_a_copy_of_the_model() -> 
 def test_numbers_of_nodes_that_the_layout_does_not_fill_are_told() -> None:
     layout, notes = check_counts(config("train.global_batch=8", "train.micro_batch=2"), (1, 3), 2, as_it_is)
     assert layout.world == 4
-    assert notes == ["of 1 to 3 nodes the layout fills 1 and 2; of others a part is used"]
+    assert notes == ["the layout fills 1 and 2 nodes; of another number from 1 to 3 a part is used"]
+    layout, notes = check_counts(config("train.global_batch=8"), (3, 4), 1, as_it_is)
+    assert layout.world == 4
+    assert notes == ["the layout fills 2 and 4 nodes; of another number from 3 to 4 a part is used"]
+    with pytest.raises(ConfigError, match=r"train\.global_batch \(8\) must be a multiple"):
+        check_counts(config("train.global_batch=8"), (5, 7), 1, as_it_is)
     with pytest.raises(ConfigError, match=r"train\.global_batch \(8\) must be a multiple"):
         check_counts(config("train.global_batch=8"), (3, 3), 1, as_it_is)
 
