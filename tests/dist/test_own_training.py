@@ -62,7 +62,9 @@ def test_a_mean_is_not_taken_for_a_sum(name: str, warned: bool) -> None:
     made.run()
     assert bool(said) == warned
     if warned:
-        assert "ids and targets [sequence, batch], must return the sum of its targets' losses, not their mean" in said[0]
+        assert (
+            "ids and targets [sequence, batch], must return the sum of its targets' losses, not their mean" in said[0]
+        )
 
 
 def test_a_model_that_swaps_sequence_and_batch_is_refused() -> None:

@@ -254,6 +254,12 @@ class Verified:
             for line in "\n".join(outcome.problems).splitlines():
                 _show_wrapped(line, "  ", "  ")
             output.line()
+        if self.config.shapes is None and any(outcome.cell.tensor == 1 for outcome in broken if outcome.differences):
+            # A layout without tensor parallelism runs the model as one process does, on other samples.
+            _show_wrapped(
+                "Data parallelism alone differs: forward must take ids and targets [sequence, batch], and return the "
+                "sum of its targets' losses, not their mean."
+            )
         if broken:
             output.line(f"BROKEN by {len(broken)} of {units.counted(number, 'layout')}")
         else:
