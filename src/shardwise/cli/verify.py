@@ -254,8 +254,11 @@ class Verified:
             for line in "\n".join(outcome.problems).splitlines():
                 _show_wrapped(line, "  ", "  ")
             output.line()
-        if self.config.shapes is None and any(outcome.cell.tensor == 1 for outcome in broken if outcome.differences):
-            # A layout without tensor parallelism runs the model as one process does, on other samples.
+        bound = Tolerance.of(self.config).gradients
+        if self.config.shapes is None and any(
+            outcome.cell.tensor == 1 and outcome.differences is not None and not outcome.differences.gradients <= bound
+            for outcome in broken
+        ):
             _show_wrapped(
                 "Data parallelism alone differs: forward must take ids and targets [sequence, batch], and return the "
                 "sum of its targets' losses, not their mean."
