@@ -42,6 +42,18 @@ class Mean(Dropping):
         return super().forward(ids_SB, targets_SB) / targets_SB.numel()
 
 
+class Summing(Dropping):
+    """Each token sees the sum of itself and those before it along `axis`, which is right for axis 0."""
+
+    def __init__(self, vocab_size: int, axis: int = 0) -> None:
+        super().__init__(vocab_size)
+        self.axis = axis
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
+        logits = self.head(self.dropout(self.embedding(ids_SB).cumsum(self.axis)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets_SB.flatten(), reduction="sum")
+
+
 class Plain(nn.Module):
     """Plain PyTorch, with what a checkpoint may stumble over: a tied head, a scale without dims, a frozen table, no
     elements at all, and a buffer that the constructor makes again.

@@ -1,16 +1,17 @@
-"""What training does for a model of the user's own: chance, evaluation, and a warning where the loss is a mean."""
+"""What training does for a model of the user's own: chance, evaluation, a loss that is a mean, and swapped axes."""
 
 from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigError
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
 
-def trainer(name: str) -> Any:
-    config = make_config(model={"family": f"tests.dist.own_models:{name}", "vocab_size": 131})
+def trainer(name: str, **keys: Any) -> Any:
+    config = make_config(model={"family": f"tests.dist.own_models:{name}", "vocab_size": 131, **keys})
     mesh = shared_mesh(1)
     return build_trainer(config, mesh, make_data())
 
@@ -61,7 +62,15 @@ def test_a_mean_is_not_taken_for_a_sum(name: str, warned: bool) -> None:
     made.run()
     assert bool(said) == warned
     if warned:
-        assert "must return the sum of its targets' losses, not their mean" in said[0]
+        assert (
+            "ids and targets [sequence, batch], must return the sum of its targets' losses, not their mean" in said[0]
+        )
+
+
+def test_a_model_that_swaps_sequence_and_batch_is_refused() -> None:
+    assert all(module.training for module in trainer("Summing").model.modules())
+    with pytest.raises(ConfigError, match=r"ids and targets must be read as \[sequence, batch\]"):
+        trainer("Summing", axis=1)
 
 
 def test_a_model_is_in_evaluation_mode_for_an_evaluation_alone() -> None:

@@ -97,6 +97,19 @@ def test_the_page_shows_verify_as_it_is() -> None:
     assert block.partition("\n")[2] == (EXAMPLE / "verify.py").read_text(encoding="utf-8")
 
 
+def test_the_wrapper_of_the_page_sums_what_plain_averages() -> None:
+    (code,) = (block for block in blocks("python", OPTIONAL) if block.startswith("# wrapped.py\n"))
+    scope: dict[str, Any] = {}
+    exec(compile(code, "own-model.md", "exec"), scope)
+    model = scope["SequenceFirst"](64, 16, 32, 1, 2)
+    ids, targets = torch.randint(64, (2, 3, 8))
+    targets[0, :5] = -100
+    plain_model = scope["Decoder"](64, 16, 32, 1, 2)
+    plain_model.load_state_dict(model.state_dict())
+    assert model.logits(ids.t()).shape == (8, 3, 64)
+    assert model(ids.t(), targets.t()).item() == pytest.approx(plain_model(ids, targets).item() * 19, rel=1e-5)
+
+
 # ---- its commands
 
 

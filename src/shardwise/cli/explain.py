@@ -41,7 +41,8 @@ class Entry:
 def entries() -> dict[str, Entry]:
     """The entries of all pages by their names."""
     by_name = {}
-    for path in sorted(_PAGES.glob("*.md")):
+    # In a source tree without docs the links lead nowhere.
+    for path in filter(Path.exists, sorted(_PAGES.glob("*.md"))):
         for name, *texts in re.findall(_ENTRY, path.read_text(encoding="utf-8")):
             message, cause, fix = (" ".join(re.sub(_LINK, r"\1", text).split()) for text in texts)
             by_name[name] = Entry(name, path.stem, message, cause, fix)
@@ -54,6 +55,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     known = entries()
+    if not known:
+        raise ConfigError(
+            f"{_PAGES} holds no troubleshooting pages: install shardwise again, or run it where docs/troubleshooting is"
+        )
     if arguments.name is None:
         output.table([(entry.name, entry.message) for entry in known.values()], ("NAME", "message"))
         return 0

@@ -254,6 +254,15 @@ class Verified:
             for line in "\n".join(outcome.problems).splitlines():
                 _show_wrapped(line, "  ", "  ")
             output.line()
+        bound = Tolerance.of(self.config).gradients
+        if self.config.shapes is None and any(
+            outcome.cell.tensor == 1 and outcome.differences is not None and not outcome.differences.gradients <= bound
+            for outcome in broken
+        ):
+            _show_wrapped(
+                "Data parallelism alone differs: forward must take ids and targets [sequence, batch], and return the "
+                "sum of its targets' losses, not their mean."
+            )
         if broken:
             output.line(f"BROKEN by {len(broken)} of {units.counted(number, 'layout')}")
         else:

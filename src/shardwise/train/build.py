@@ -39,6 +39,7 @@ from shardwise.train.compile.units import compile_units, products_add, products_
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import use_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
+from shardwise.train.model_checks import check_axes
 from shardwise.train.rank_agreement import raised_on_every_rank, versions
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed
@@ -71,7 +72,7 @@ def build_trainer(
         sets: further texts of evaluations.
 
     Raises:
-        ConfigError: the weights are of another model, or damaged.
+        ConfigError: the weights are of another model, or damaged; a model of the user's own swaps axes.
         DataError: the data hold less than one sample.
     """
     layout = layout or check_layout(config, mesh.world.size)
@@ -97,6 +98,10 @@ def build_trainer(
         _load_checkpoint(config, weights, model, optimizer, mesh)
     elif weights is not None:
         load_hugging_face(model, config.model, mesh, weights.local(), optimizer)
+    # Another size of micro-batch would be compiled for this check alone.
+    if config.shapes is None and compilation is None:
+        with optimizer.gathered(all_units=False):
+            check_axes(model, feed.batches, mesh.device, config.model.vocab_size)
     state_hashes = None
     if config.log.state_hash_every and reporter is not None:
         state_hashes = StateHashes(model, optimizer, mesh, config, reporter)

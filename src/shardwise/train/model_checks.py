@@ -1,23 +1,66 @@
-"""Checks of a model during its training: copies of a parameter are equal bit for bit, and all values are finite."""
+"""Checks of a model: copies of a parameter are equal bit for bit, all values are finite, axes are not swapped."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.errors import RunError, see
+from shardwise.base.errors import ConfigError, RunError, see
+from shardwise.data.samples.batch import IGNORE, Batches
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import of_or_whole, placements
 from shardwise.models.blocks import Stages
 from shardwise.optim.state import weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
+from shardwise.train.loss import MicroBatch
 
 _WIDTH_TO_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22
 """Elements widened to 64 bits at a time: 64 MiB with their positions, 2 × 8 bytes for each of 2^22."""
+
+
+@torch.no_grad()
+def check_axes(model: nn.Module, batches: Batches, device: torch.device, vocab_size: int) -> None:
+    """Refuse a model of the user's own that takes the first axis of its ids, the sequence, for the batch. Collective.
+
+    Only the last target of the last sample counts. If its loss depends on the other samples, and not on the tokens
+    before it in its own sample, the axes are swapped.
+
+    Raises:
+        ConfigError: the axes are swapped.
+    """
+    batch = MicroBatch.on(device, batches.blank(2))
+    ids_SB = batch.inputs["ids_SB"]
+    targets_SB = torch.full_like(batch.inputs["targets_SB"], IGNORE)
+    targets_SB[-1, -1] = 0
+    drawn = torch.randint(vocab_size, ids_SB.shape, generator=torch.Generator().manual_seed(0))
+    ids_SB = drawn.to(ids_SB)
+    other_samples_SB = ids_SB.clone()
+    other_samples_SB[:, :-1] = (ids_SB[:, :-1] + 1) % vocab_size
+    earlier_tokens_SB = ids_SB.clone()
+    earlier_tokens_SB[:-1, -1] = (ids_SB[:-1, -1] + 1) % vocab_size
+
+    def loss(ids_SB: Tensor) -> Tensor:
+        inputs = {**batch.inputs, "ids_SB": ids_SB, "targets_SB": targets_SB}
+        changed = replace(batch, inputs=inputs, lengths_B=None)
+        return changed.result(model, changed.call(model))
+
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    before = loss(ids_SB)
+    is_swapped = not before.equal(loss(other_samples_SB)) and before.equal(loss(earlier_tokens_SB))
+    for module in in_training:
+        module.training = True
+    if is_swapped:
+        raise ConfigError(
+            f"model.family ({type(model).__name__}): ids and targets must be read as [sequence, batch], but a loss "
+            "depends on the other samples and not on the earlier tokens of its own: transpose both at the start of "
+            f"forward{see('training#swapped-axes')}"
+        )
 
 
 @torch.no_grad()

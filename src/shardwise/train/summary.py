@@ -133,7 +133,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
     return [
         (
             "layout",
-            f"{layout.product()}, {_sharding(config, layout, accelerator)}",
+            f"{layout.product()}{_sharding(config, layout, accelerator)}",
         ),
         ("device", device),
         ("batch", _batch(config, layout)),
@@ -198,7 +198,10 @@ def _moments(precision: Precision) -> str:
 
 
 def _sharding(config: Config, layout: Layout, accelerator: bool) -> str:
-    """The stage of ZeRO, with a remark if one above 1, which is chosen on purpose, has nothing to cut."""
+    """The stage of ZeRO after a comma, with a remark if one above 1, which is chosen on purpose, has nothing to cut.
+
+    One rank has nothing to cut either, and stage 1, the default, is left out.
+    """
     optimizer = config.optimizer
     text = optimizer.sharding_text(config.parallel.replicate)
     idle = [f"optimizer.{key}" for key in optimizer.idle_keys]
@@ -208,7 +211,9 @@ def _sharding(config: Config, layout: Layout, accelerator: bool) -> str:
         text += f", {listing(idle)} without effect"
     if optimizer.offload and not accelerator:
         text += ", optimizer.offload without effect on a CPU"
-    return f"{text}, no effect with DP 1" if optimizer.zero > 1 and layout.data == 1 else text
+    if optimizer.zero > 1 and layout.data == 1:
+        text += ", no effect with DP 1"
+    return "" if layout.world == 1 and text == "ZeRO-1" else f", {text}"
 
 
 def _batch(config: Config, layout: Layout) -> str:
@@ -485,7 +490,7 @@ def start_rows(
         ("batch", _batch(config, layout)),
         (
             "layout",
-            f"{layout.product()}, {_sharding(config, layout, accelerator)}",
+            f"{layout.product()}{_sharding(config, layout, accelerator)}",
         ),
         (
             "device",

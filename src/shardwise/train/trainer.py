@@ -206,7 +206,11 @@ class Trainer:
     def _warn_of_a_mean(self, record: StepRecord) -> None:
         """Warn that a model or a loss of the user's own may return a mean: the first loss is far below a guess's."""
         model = self.config.model
-        source = f"forward of {model.family}" if self.config.shapes is None else self.config.hooks.loss
+        source = (
+            f"forward of {model.family}, which gets ids and targets [sequence, batch],"
+            if self.config.shapes is None
+            else self.config.hooks.loss
+        )
         if self.reporter is None or source is None or record.step != 1:
             return
         # Equal probabilities of all V tokens give a loss of ln V.
