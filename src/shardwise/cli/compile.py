@@ -81,7 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
         with write_errors_explained(cache.root):
             taken = cache.take_in(arguments.imported)
         output.line(f"{units.counted(len(taken), 'graph')} of {arguments.imported} are in {cache.root}")
-    code = 0 if config is None else _compile(config, cache, arguments)
+    code = 0
+    if config is not None:
+        _require_one_recompute(config)
+        code = _compile(config, cache, arguments)
     if arguments.export is not None:
         try:
             exported = cache.export(arguments.export)
@@ -118,12 +121,15 @@ def _name(facts: Facts) -> str:
     return name_of(facts["unit"], facts["training"])
 
 
-def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -> int:
+def _require_one_recompute(config: Config) -> None:
     if config.train.recompute == "auto":
         raise ConfigError(
             "train.recompute (auto) must be none, selective or full here: its graphs are those of one choice, which a "
             "run makes by the memory of its devices"
         )
+
+
+def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -> int:
     ranks = _positive("--nproc", arguments.nproc)
     layout = check_layout(config, ranks or config.parallel.ranks)
     kind, count = accelerators()

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, nearest_numbers, see
+from shardwise.config.communication_rules import overlap_problems, regather_problems
 from shardwise.config.data import MASKED_FRACTION, PYTHON_NAME, MixedSource
 from shardwise.config.layout import Layout
 from shardwise.config.load import config_from
@@ -49,8 +50,8 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
         problems = error.problems
     problems += pipeline_problems(config, micro_batches)
     problems += tensor_problems(config, sequence)
-    problems += _overlap_problems(config)
-    problems += _regather_problems(config)
+    problems += overlap_problems(config)
+    problems += regather_problems(config)
     problems += _compile_problems(config)
     problems += _schedule_problems(config)
     problems += _masking_problems(config)
@@ -127,42 +128,6 @@ def _document_problems(config: Config) -> list[str]:
     if data.eod_token >= model.vocab_size:
         return [f"data.eod_token ({data.eod_token}) must be below model.vocab_size ({model.vocab_size})"]
     return []
-
-
-def _overlap_problems(config: Config) -> list[str]:
-    parallel = config.parallel
-    how = parallel.tensor_overlap
-    problems = []
-    if how is not None and parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward:
-        problems.append(
-            f"parallel.tensor_overlap ({how}) must be null with parallel.schedule {parallel.schedule}, which computes "
-            f"the gradients that it overlaps apart from each other: choose another schedule, such as {DEFAULT_SCHEDULE}"
-        )
-    if how == "symmetric_memory" and not parallel.sequence:
-        problems.append(
-            f"parallel.tensor_overlap ({how}) must go with parallel.sequence (true): its operators gather and scatter "
-            "the sequence"
-        )
-    return problems
-
-
-def _regather_problems(config: Config) -> list[str]:
-    parallel = config.parallel
-    if not config.regathers:
-        return []
-    problems = []
-    if config.splits_backward:
-        problems.append(
-            f"parallel.sequence_regather (true) must be false with parallel.schedule {parallel.schedule}, which "
-            "computes the gradients of inputs and weights apart from each other, and would gather twice: choose "
-            f"another schedule, such as {DEFAULT_SCHEDULE}"
-        )
-    if config.compile.enabled:
-        problems.append(
-            "parallel.sequence_regather (true) must be false with compile.enabled (true): the compiler chooses what "
-            "a compiled block keeps"
-        )
-    return problems
 
 
 def _compile_problems(config: Config) -> list[str]:

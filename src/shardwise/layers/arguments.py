@@ -165,3 +165,32 @@ def by_name(owner: str, further: Sequence[object], names: Sequence[str], given: 
     if twice := [name for name in positional if name in given]:
         raise ArgumentError(f"{owner} got {listing(twice)} by position and by keyword: give each argument once")
     return cast(_Given, {**positional, **given})
+
+
+def two_sizes(output_sizes: object) -> tuple[int, int]:
+    """Return the features of the queries and of the keys.
+
+    Raises:
+        ArgumentError: they are not two numbers above 0.
+    """
+    sizes = tuple(output_sizes) if isinstance(output_sizes, Sequence) else (output_sizes,)
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ArgumentError(
+            f"output_sizes ({output_sizes!r}) must be two numbers above 0: the features of the queries and those of "
+            "the keys, which the values have too"
+        )
+    return sizes[0], sizes[1]
+
+
+def features_per_head(kv_size: int, multiplier: object, ranks: int) -> int:
+    """Return the features of a rank's part of the keys, if each part stands on `multiplier` of the ranks.
+
+    Raises:
+        ValueError: the keys cannot be cut into such parts.
+    """
+    if not isinstance(multiplier, int) or multiplier < 1 or ranks % multiplier or kv_size * multiplier % ranks:
+        raise ValueError(
+            f"kv_size_multiplier ({multiplier}) must divide the group's size ({ranks}), and the key/value size "
+            f"({kv_size}) must be divisible by their quotient: give head_dim=, the features of a head, instead"
+        )
+    return kv_size * multiplier // ranks

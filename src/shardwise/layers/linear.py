@@ -13,11 +13,10 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.errors import ArgumentError
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group, Ranks
 from shardwise.distributed.placement import Init
-from shardwise.layers.arguments import by_name, refuse_unknown, sharing_group
+from shardwise.layers.arguments import by_name, features_per_head, refuse_unknown, sharing_group, two_sizes
 from shardwise.layers.matmul import Overlap, can_regather, gather_and_multiply, linear, multiply_and_sum, usable
 from shardwise.layers.parts import (
     Section,
@@ -386,9 +385,9 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         refuse_unknown(type(self), options, LinearOptions.__optional_keys__)
         group = sharing_group(type(self).__name__, options.get("group"))
         size = group.size
-        q_size, kv_size = _two_sizes(output_sizes)
+        q_size, kv_size = two_sizes(output_sizes)
         given_dim = head_dim
-        head_dim = _features_per_head(kv_size, kv_size_multiplier, size) if given_dim is None else given_dim
+        head_dim = features_per_head(kv_size, kv_size_multiplier, size) if given_dim is None else given_dim
         for kind, features in (("query", q_size), ("key/value", kv_size)):
             if features < head_dim or features % head_dim:
                 raise ValueError(f"{kind} size ({features}) must be a multiple of head_dim ({head_dim})")
@@ -432,35 +431,6 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._outputs(self.project(x))
         return q, k, v
-
-
-def _two_sizes(output_sizes: object) -> tuple[int, int]:
-    """Return the features of the queries and of the keys.
-
-    Raises:
-        ArgumentError: they are not two numbers above 0.
-    """
-    sizes = tuple(output_sizes) if isinstance(output_sizes, Sequence) else (output_sizes,)
-    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ArgumentError(
-            f"output_sizes ({output_sizes!r}) must be two numbers above 0: the features of the queries and those of "
-            "the keys, which the values have too"
-        )
-    return sizes[0], sizes[1]
-
-
-def _features_per_head(kv_size: int, multiplier: object, ranks: int) -> int:
-    """Return the features of a rank's part of the keys, if each part stands on `multiplier` of the ranks.
-
-    Raises:
-        ValueError: the keys cannot be cut into such parts.
-    """
-    if not isinstance(multiplier, int) or multiplier < 1 or ranks % multiplier or kv_size * multiplier % ranks:
-        raise ValueError(
-            f"kv_size_multiplier ({multiplier}) must divide the group's size ({ranks}), and the key/value size "
-            f"({kv_size}) must be divisible by their quotient: give head_dim=, the features of a head, instead"
-        )
-    return kv_size * multiplier // ranks
 
 
 class RowParallelLinear(placement.PlacedModule):

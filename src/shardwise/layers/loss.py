@@ -275,6 +275,12 @@ def _add_weight_gradient_(dw_vH: Tensor, dlogits_Nv: Tensor, x_NH: Tensor, group
         dw_vH.add_(weight_gradient_of_rows(dlogits_Nv, x_NH, group.parts))
 
 
+def _rows_of_a_chunk(chunk_elements: int, weight_vH: Tensor, target_RSB: Tensor, group: Group) -> int:
+    """Return the rows of each part of the sequence that a chunk of logits has."""
+    width = weight_vH.shape[0] * (1 if group.grain is None else group.size)
+    return max(1, chunk_elements // (width * target_RSB.shape[0] * target_RSB.shape[2]))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Head and loss, chunk by chunk. The forward pass computes the gradients, while a chunk's probabilities exist.
 
@@ -309,9 +315,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx_RSBH = None if dx is None else dx.unflatten(0, (local_parts, -1))
         # [parts, S/parts, B]: as the gathered chunk holds them one after the other.
         target_RSB = target_SB.view(local_parts * group.size if is_cut else local_parts, -1, target_SB.shape[-1])
-        tokens_a_row = target_RSB.shape[0] * target_RSB.shape[2]
-        width = weight_vH.shape[0] * (1 if group.grain is None else group.size)
-        step = max(1, chunk_elements // (width * tokens_a_row))
+        step = _rows_of_a_chunk(chunk_elements, weight_vH, target_RSB, group)
         total = torch.zeros((), dtype=torch.float32, device=x_SBH.device)
         for start in range(0, x_RSBH.shape[1], step):
             rows = slice(start, min(start + step, x_RSBH.shape[1]))

@@ -100,8 +100,7 @@ class Bucket:
         gradient: owned part of the reduced gradients.
         master: owned part in the optimizer's dtype, such as float32 master weights of bfloat16 parameters.
         stage: number of the pipeline stage.
-        order: sorts buckets by their first use in a forward pass. Vectors are first: blocks all over the model use
-            those of one bucket.
+        order: sorts buckets by their first use in a forward pass; those of vectors serve all blocks, and are first.
         has_values: True while `values` are complete on this rank.
         keeps_values: True if freed values are whole, and may be changed, until `keeps_values` is set to False.
         separate: True if the master has another dtype than the parameters; False if it has the same values.
@@ -133,14 +132,13 @@ class Bucket:
         has_matrices = any(len(placement.of_or_whole(p).pieces[0].shape) > 1 for p in self.parameters)
         self.frees_values = self.sharded and sharding.stage == 3 and has_matrices
         self.order = (has_matrices, place)
-        parts = group.size
-        self.offsets, self.numel = offsets_and_length([p.numel() for p in self.parameters], parts)
+        self.offsets, self.numel = offsets_and_length([p.numel() for p in self.parameters], group.size)
         dtype = parameters[0].dtype
         device = parameters[0].device
         self.gradients = torch.zeros(self.numel, dtype=dtypes.gradient or dtype, device=device)
         self.values = torch.zeros(self.numel, dtype=dtype, device=device)
         self.reduce_dtype = dtypes.reduce or self.gradients.dtype
-        share = self.numel // parts
+        share = self.numel // group.size
         self.owned = slice(share * group.rank, share * (group.rank + 1))
         # `empty_like` gives the strides of a dense tensor: a parameter may be a view with gaps.
         self.orders = [memory_order(p.shape, torch.empty_like(p, device="meta").stride()) for p in self.parameters]
@@ -579,9 +577,8 @@ def make_buckets(
         sizes.append((kind, p.numel() * (dtypes.gradient or p.dtype).itemsize, place.unit))
     if cap_bytes is None:
         accelerator = any(p.device.type not in ("cpu", "meta") for p in parameters)
-        gradient_bytes = sum(size for _, size, _ in sizes)
         ranks = sharding.ranks.size * sharding.copies.size
-        cap_bytes = bucket_bytes(gradient_bytes, ranks, accelerator=accelerator)
+        cap_bytes = bucket_bytes(sum(size for _, size, _ in sizes), ranks, accelerator=accelerator)
     return [
         Bucket(
             [parameters[index] for index in indices],

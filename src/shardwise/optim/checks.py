@@ -57,9 +57,12 @@ def require_plain(parameters: Iterable[nn.Parameter], *, has_mesh: bool) -> None
 
 
 def require_sharding(
-    stage: int, model: nn.Module | None, bucket_mib: float | None, *, replicate: int, prefetch: int
+    stage: int, model: nn.Module | None, bucket_mib: float | None, *, replicate: int, prefetch: int, **frequencies: str
 ) -> None:
-    """Raise ValueError for arguments that do not say how the parameters are cut into buckets and over ranks."""
+    """Raise ValueError for arguments that do not say how the parameters are cut into buckets and over ranks.
+
+    frequencies: `micro_batch` or `step` each.
+    """
     for name, number, least in (("replicate", replicate, 1), ("prefetch", prefetch, 0)):
         if number < least:
             raise ValueError(f"{name} ({number}) must be at least {least}")
@@ -69,10 +72,6 @@ def require_sharding(
         raise ValueError(f"stage ({stage}) must be 0, 1, 2 or 3")
     if stage == 3 and model is None:
         raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
-
-
-def require_frequency(**frequencies: str) -> None:
-    """Raise ValueError unless each value is `micro_batch` or `step`."""
     for name, value in frequencies.items():
         if value not in get_args(Frequency):
             raise ValueError(f"{name} ({value!r}) must be {listing(map(repr, get_args(Frequency)), 'or')}")

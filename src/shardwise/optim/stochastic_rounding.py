@@ -42,7 +42,7 @@ def is_stochastic(rounding: str) -> bool:
     return rounding == "stochastic"
 
 
-def require_bfloat16(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
+def _require_bfloat16(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
     """Raise ValueError unless `dtype`, of masters and state, is bfloat16, and would be so for all parameters."""
     if dtype != torch.bfloat16:
         raise ValueError(f"rounding='stochastic' rounds to bfloat16: optimizer_dtype ({dtype}) must be torch.bfloat16")
@@ -50,10 +50,26 @@ def require_bfloat16(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> 
         raise ValueError("rounding='stochastic' rounds to bfloat16: no parameter may be torch.float64")
 
 
-def require_rounded_state(
-    state: torch.dtype, masters: torch.dtype, optimizer_class: type[torch.optim.Optimizer]
+def require_roundable(
+    is_stochastic: bool, masters: torch.dtype, state: torch.dtype | None, parameters: Sequence[nn.Parameter]
 ) -> None:
-    """Raise ValueError unless states of this dtype can be kept beside masters of that one."""
+    """Raise ValueError if masters or states of the parameters cannot be rounded to bfloat16 as they shall be."""
+    if is_stochastic:
+        _require_bfloat16(masters, parameters)
+    if state is not None and any(p.dtype == torch.float64 for p in parameters):
+        raise ValueError(f"state_dtype ({state}) must be left out with parameters of torch.float64")
+
+
+def rounded_state(
+    state: torch.dtype | None, masters: torch.dtype, optimizer_class: type[torch.optim.Optimizer]
+) -> torch.dtype | None:
+    """Return the dtype of states that are rounded beside masters of that dtype; None if they have the masters'.
+
+    Raises:
+        ValueError: such states cannot be kept.
+    """
+    if state is None or state == masters:
+        return None
     if state != torch.bfloat16 or masters != torch.float32:
         raise ValueError(
             f"state_dtype ({state}) must be torch.bfloat16, with optimizer_dtype torch.float32 ({masters} is given), "
@@ -64,6 +80,15 @@ def require_rounded_state(
             f"state_dtype ({state}) must be left out with {optimizer_class.__name__}, which needs whole tensors: give "
             "an elementwise class, such as torch.optim.AdamW"
         )
+    return state
+
+
+def cast_states(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    """Give the elementwise states of an optimizer this dtype, as `load_state_dict` gives them that of the masters."""
+    for master, entries in optimizer.state.items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == master.shape and value.is_floating_point():
+                entries[name] = value.to(dtype)
 
 
 def round_into(target: Tensor, x: Tensor, bits: Tensor, *, keeps_nan: bool = True) -> None:

@@ -22,6 +22,7 @@ from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import named_pieces, of_or_whole
 from shardwise.distributed.torch_private import WithoutCompiler
+from shardwise.optim import stochastic_rounding
 from shardwise.optim.buckets import Bucket, Dtypes, Sharding, make_buckets, weak_hook
 from shardwise.optim.checks import (
     Assignments,
@@ -30,7 +31,6 @@ from shardwise.optim.checks import (
     known_options,
     layout_of,
     refuse_wrapped,
-    require_frequency,
     require_loadable,
     require_plain,
     require_same_parameters,
@@ -48,13 +48,6 @@ from shardwise.optim.parameter_changes import adopt_changes
 from shardwise.optim.partial_gradients import PartialGradients
 from shardwise.optim.reductions import Reductions
 from shardwise.optim.slice_optimizer import SliceOptimizer
-from shardwise.optim.stochastic_rounding import (
-    RandomBits,
-    StochasticUpdate,
-    is_stochastic,
-    require_bfloat16,
-    require_rounded_state,
-)
 from shardwise.optim.unit_weights import UnitWeights, places_in
 from shardwise.optim.unsharded_parameters import UncutGradients, take_first_values
 
@@ -172,8 +165,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     ) -> None:
         if grad_clipping:
             require_max_norm(max_norm)
-        require_sharding(stage, model, bucket_mib, replicate=replicate, prefetch=prefetch)
-        require_frequency(reduce=reduce, gather=gather)
+        require_sharding(stage, model, bucket_mib, replicate=replicate, prefetch=prefetch, reduce=reduce, gather=gather)
         defaults = known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
         self._inner_class = class_for_slices(optimizer_class, defaults)
         self.optimizer_class = optimizer_class
@@ -186,10 +178,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
         self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32)
         self._defaults = defaults
-        self._is_stochastic = is_stochastic(rounding)
-        self.state_dtype = None if state_dtype == self._dtypes.optimizer else state_dtype
-        if self.state_dtype is not None:
-            require_rounded_state(self.state_dtype, self._dtypes.optimizer, self._inner_class)
+        self._is_stochastic = stochastic_rounding.is_stochastic(rounding)
+        self.state_dtype = stochastic_rounding.rounded_state(state_dtype, self._dtypes.optimizer, self._inner_class)
         self._offload = offload
         if offload:
             require_offloadable(self._inner_class, rounds=self._is_stochastic or self.state_dtype is not None)
@@ -203,8 +193,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._bucket_places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._assignments = Assignments(self._bucket_places)
         self._frozen: list[nn.Parameter] = []
-        probe = self._inner_class([nn.Parameter(torch.zeros(1))], **defaults)
-        super().__init__(params, probe.defaults)
+        super().__init__(params, self._inner_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
         self._take_over(self.param_groups)
         if model is not None and stage == 3:
             self._weights = UnitWeights(model, self.buckets, prefetch, once_a_step=gather == "step")
@@ -262,10 +251,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
         hook = weak_hook(self._on_gradient)
-        if self._is_stochastic:
-            require_bfloat16(self._dtypes.optimizer, trainable)
-        if self.state_dtype is not None and any(p.dtype == torch.float64 for p in trainable):
-            raise ValueError(f"state_dtype ({self.state_dtype}) must be left out with parameters of torch.float64")
+        stochastic_rounding.require_roundable(self._is_stochastic, self._dtypes.optimizer, self.state_dtype, trainable)
         buckets = make_buckets(
             trainable,
             self.sharding,
@@ -299,8 +285,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if not self._is_stochastic and self.state_dtype is None:
             update_class = HostUpdate if any(bucket.on_host for bucket in self.buckets) else Update
             return update_class(self.inner, self.buckets, make_slices)
-        bits = RandomBits(pieces, self._rounding_seed)
-        return StochasticUpdate(self.inner, self.buckets, make_slices, self._make_inner, bits)
+        bits = stochastic_rounding.RandomBits(pieces, self._rounding_seed)
+        return stochastic_rounding.StochasticUpdate(self.inner, self.buckets, make_slices, self._make_inner, bits)
 
     # ---- when gradients are ready
 
@@ -583,10 +569,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         devices.synchronize(device_of(self.param_groups, self._mesh))  # masters may be on their way to the device
         self.inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         if self.state_dtype is not None:
-            for master, entries in self.inner.state.items():
-                for name, value in entries.items():
-                    if isinstance(value, Tensor) and value.shape == master.shape and value.is_floating_point():
-                        entries[name] = value.to(self.state_dtype)
+            stochastic_rounding.cast_states(self.inner, self.state_dtype)
         # States of earlier versions have no "steps": the buckets' own counts stand in.
         counts = (int(state.get("step", 0)) for state in state_dict["state"].values())
         self.steps = state_dict.get("steps", max(counts, default=0))

@@ -210,9 +210,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32
     else:
         saves_input = not workload.layout.sequence_parallel or workload.config.regathers
-    rotated = 0
-    if model.rotates(layer) and model.query_key_norm is None:
-        rotated = a * workload.tokens * (local.query + local.key_value)
+    is_rotated = model.rotates(layer) and model.query_key_norm is None
     return BlockActivations(
         saves_input=saves_input,
         attention=attention + norm_bytes(workload),
@@ -221,7 +219,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core=core,
         mlp=mlp + norm_bytes(workload) - (x if model.parallel_residual else 0),
         normed=_normed(workload),
-        rotated=rotated,
+        rotated=is_rotated * a * workload.tokens * (local.query + local.key_value),
         activated=0 if model.activation == "relu" and not model.gated else feed,
     )
 

@@ -130,13 +130,18 @@ class BlockShape:
         """a·T·H: bytes of x after it is gathered over sequence parallelism."""
         return self.a * self.tokens * self.model.hidden_size
 
-    def accumulation_bytes(self, elements: int, device: Device, program: ProgramTraits) -> float:
+    def accumulation_bytes(
+        self, elements: int, device: Device, program: ProgramTraits, in_products: bool = False
+    ) -> float:
         """Return the bytes that are read and written to add a weight's new gradient to that of earlier micro-batches.
 
         The new gradient and the sum are read, and the sum is written. With another dtype, a program that casts also
-        writes and reads a copy of the new gradient, as a CPU's addition does.
+        writes and reads a copy of the new gradient, as a CPU's addition does. `in_products`: the new gradient stays in
+        the product's kernel.
         """
         g = DTYPE_BYTES[self.gradient]
+        if in_products:
+            return 2.0 * g * elements
         if self.gradient == self.dtype:
             return 3.0 * g * elements
         cast = 2 * g if program.casts_gradients or not device.is_accelerator else 0
@@ -234,11 +239,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     outputs = sum(device_seconds.matmul(device, c, peak, s.tokens, n, k) for n, k in weights)
     input_gradients = sum(device_seconds.matmul(device, c, peak, s.tokens, k, n) for n, k in weights)
     weight_gradients = sum(device_seconds.matmul(device, c, peak, n, k, s.tokens) for n, k in weights)
-    elements = sum(n * k for n, k in weights)
-    accumulated = s.accumulation_bytes(elements, device, program)
-    if program.adds_products:
-        # The sum is read and written; the new gradient stays in the kernel.
-        accumulated = 2.0 * DTYPE_BYTES[s.gradient] * elements
+    accumulated = s.accumulation_bytes(sum(n * k for n, k in weights), device, program, program.adds_products)
     accumulation = device_seconds.passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
 
@@ -272,25 +273,30 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
         for n, k in (weights[0], weights[2]):
             exposed = max(0.0, gather - device_seconds.matmul(device, c, peak, s.tokens, k, n))
             backward = backward.plus(PartSeconds(tensor=exposed))
-    recompute = PartSeconds()
+    cheap_bytes = norm_bytes + s.a * feed_elements
+    if s.model.rotary_dim:
+        cheap_bytes += 2 * s.a * s.tokens * (s.local.query + s.local.key_value)
+    recompute = _recomputed(s, device, program, forward, device_seconds.passes(device, c, cheap_bytes))
+    return PassSeconds(forward, backward.plus(recompute), weight_gradients + accumulation, recompute)
+
+
+def _recomputed(
+    s: BlockShape, device: Device, program: ProgramTraits, forward: PartSeconds, cheap: float
+) -> PartSeconds:
+    """Return the seconds of what is computed again.
+
+    forward: of the forward pass; cheap: of norms, activation and rotated q and k, without the host's time.
+    """
     if s.recompute == "full":
         # On a CPU the functions that recompute calls for each saved tensor take about as long as the operators' starts.
-        launch = forward.launch * (1 if device.is_accelerator else 2)
-        recompute = PartSeconds(forward.matmul, forward.attention, forward.memory_bound, launch, collectives)
-        backward = backward.plus(recompute)
-    elif s.recompute == "selective":
-        # Norms, activation and rotated q and k, of which the last two are read and written once more.
-        cheap = device_seconds.passes(device, c, norm_bytes + s.a * feed_elements)
-        if s.model.rotary_dim:
-            cheap += device_seconds.passes(device, c, 2 * s.a * s.tokens * (s.local.query + s.local.key_value))
-        if program.recomputes_core:
-            recompute = PartSeconds(attention=core.forward)
-        else:
-            attention = 0.0 if program.fused_attention else core.forward
-            launch = forward.launch * cheap / memory_forward
-            recompute = PartSeconds(attention=attention, memory_bound=cheap, launch=launch)
-        backward = backward.plus(recompute)
-    return PassSeconds(forward, backward, weight_gradients + accumulation, recompute)
+        return replace(forward, launch=forward.launch * (1 if device.is_accelerator else 2))
+    if s.recompute == "none":
+        return PartSeconds()
+    if program.recomputes_core:
+        return PartSeconds(attention=forward.attention)
+    attention = 0.0 if program.fused_attention else forward.attention
+    launch = forward.launch * cheap / forward.memory_bound
+    return PartSeconds(attention=attention, memory_bound=cheap, launch=launch)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.files import read_plain
+from shardwise.base.hardware import torch_type
 from shardwise.config import DtypeName, parse_yaml
 
 _FOLDER = Path(__file__).parent / "devices"
@@ -57,7 +58,8 @@ PRICE_RANGE = (0.0, 10_000.0)
 """Dollars for a device and an hour that a file may give: prices differ by contract, so no shipped file has one."""
 _WHOLE = ("processors", "devices_per_node")
 _TEXTS = ("name", "node_link.topology", "network.topology")
-_TYPES = ("cpu", "cuda", "accelerator")
+_CUDA = torch_type("nvidia")
+_TYPES = ("cpu", _CUDA, "accelerator")
 _OTHER_KEYS = ("type", "accuracy")
 
 
@@ -228,8 +230,7 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     problems = [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
     problems += [f"{where}: {key} is missing" for key in (*_RANGES, *_TEXTS) if key not in flat]
     kind = flat.get("type", "accelerator")
-    if kind not in _TYPES:
-        problems.append(f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}")
+    problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
     sources: list[tuple[str, str]] = []
     numbers: dict[str, Any] = {}
     given = {key: limits for key, limits in optional.items() if key in flat}
@@ -270,7 +271,7 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         network=link("network"),
         sources=tuple(sources),
         is_accelerator=kind != "cpu",
-        is_cuda=kind == "cuda",
+        is_cuda=kind == _CUDA,
         constants=tuple((key.removeprefix("constants."), float(numbers[key])) for key in given if key in constants),
         dollars_per_hour=numbers.get(_PRICE),
         accuracy=str(flat.get("accuracy", "")),
@@ -323,7 +324,7 @@ def described(device: Device, constants: Mapping[str, float], source: str) -> st
     kept = {name: own(f"constants.{name}", value) for name, value in device.constants if name not in constants}
     values: dict[str, Any] = {
         "name": device.name,
-        "type": "cuda" if device.is_cuda else "accelerator" if device.is_accelerator else "cpu",
+        "type": _CUDA if device.is_cuda else "accelerator" if device.is_accelerator else "cpu",
         "memory_gb": own("memory_gb", device.memory / 1e9),
         "memory_gb_per_second": own("memory_gb_per_second", device.memory_bandwidth / 1e9),
         "bfloat16_tflops": own("bfloat16_tflops", device.bfloat16 / 1e12),

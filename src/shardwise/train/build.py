@@ -87,13 +87,7 @@ def build_trainer(
     use_loss(model, config)
     compilation = compile_units(model, config.compile, mesh.device) if config.compile.enabled else None
     optimizer = build_optimizer(config, precision, model, mesh)
-    if config.shapes is not None and precision.gradient != precision.parameter:
-        add_without_cast(weights_of(model))
-    if products_add(config, mesh.device):
-        adds_in_graphs = products_add_in_graphs(config, mesh.device)
-        in_place = adds_in_graphs if config.compile.enabled else not config.splits_backward
-        heads = [module.weight for module in model.modules() if isinstance(module, ParallelLMHead)]
-        let_products_add([*weights_of(model), *heads], in_place=in_place)
+    _choose_accumulation(config, precision, model, mesh.device)
     if weights is not None and is_checkpoint:
         _load_checkpoint(config, weights, model, optimizer, mesh)
     elif weights is not None:
@@ -277,6 +271,17 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
     length = train.sequence_length // layout.sequence_parts
     x = torch.empty(length, train.micro_batch, config.known_shapes.hidden_size, dtype=dtype, device="meta")
     return Pipeline(model, config.parallel, mesh, layout.accumulation(train), x, losses=len(config.model.objectives))
+
+
+def _choose_accumulation(config: Config, precision: Precision, model: nn.Module, device: torch.device) -> None:
+    """Choose what adds the gradients of weights to those of earlier micro-batches: products, or autograd."""
+    if config.shapes is not None and precision.gradient != precision.parameter:
+        add_without_cast(weights_of(model))
+    if products_add(config, device):
+        adds_in_graphs = products_add_in_graphs(config, device)
+        in_place = adds_in_graphs if config.compile.enabled else not config.splits_backward
+        heads = [module.weight for module in model.modules() if isinstance(module, ParallelLMHead)]
+        let_products_add([*weights_of(model), *heads], in_place=in_place)
 
 
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:

@@ -13,7 +13,7 @@ from shardwise.config import Config, Layout
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.planner.memory import expected_memory, memory_of_machine, offloaded_bytes
-from shardwise.planner.memory_choice import RESERVED, fitted, leaves_open
+from shardwise.planner.memory_choice import RESERVED, choice_text, fitted, leaves_open
 from shardwise.train.memory_remedies import remedies_of_machine, remedies_of_rank
 from shardwise.train.step_record import Progress
 
@@ -54,8 +54,10 @@ def _allocator_line(device: torch.device) -> str:
     return f"{line}\n"
 
 
-def fitted_to_devices(config: Config, layout: Layout, mesh: Mesh) -> Config:
-    """Return the configuration with what its keys leave to the memory of the ranks' devices. Collective.
+def fitted_to_devices(config: Config, layout: Layout, mesh: Mesh) -> tuple[Config, str | None]:
+    """Return the configuration with what its keys leave to the memory of the ranks' devices, and that as a text.
+
+    Collective.
 
     Raises:
         ConfigError: `train.recompute=auto` where the memory of a device is not known.
@@ -63,7 +65,7 @@ def fitted_to_devices(config: Config, layout: Layout, mesh: Mesh) -> Config:
     device = mesh.device
     accelerator = device.type != "cpu"
     if not leaves_open(config, layout, accelerator):
-        return config
+        return config, None
     if accelerator:
         total = devices.total_memory(device)
         room = None if total is None else int(total * (1 - RESERVED))
@@ -72,7 +74,8 @@ def fitted_to_devices(config: Config, layout: Layout, mesh: Mesh) -> Config:
         room = None if available is None else available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # The ranks choose alike, by the least of them; of -0 nothing is known.
     (least,) = collectives.reduce_numbers([-(room or 0)], mesh.world)
-    return fitted(config, layout, -least or None, accelerator=accelerator, device=devices.name(device))
+    chosen = fitted(config, layout, -least or None, accelerator=accelerator, device=devices.name(device))
+    return chosen, choice_text(chosen, config)
 
 
 def require_device(config: Config, layout: Layout, rank: int, device: torch.device) -> str | None:

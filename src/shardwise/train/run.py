@@ -20,7 +20,6 @@ from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.failed_run import continuing_command
-from shardwise.planner.memory_choice import choice_text
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
 from shardwise.train.checkpoint_choice import goes_back
 from shardwise.train.compile.run_graphs import RunGraphs
@@ -65,8 +64,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     config = _with_one_batch(config, mesh)
     require_same(config, mesh, run_path)
     layout = check_layout(config, mesh.world.size)
-    recipe_config = config
-    config = fitted_to_devices(config, layout, mesh)
+    config, choice = fitted_to_devices(config, layout, mesh)
     progress = Progress(phase="preparation of the data")
     with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
         shortage = require_device(config, layout, mesh.world.rank, mesh.device)
@@ -81,10 +79,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             collectives.barrier(mesh.world)
             copies = build_memory_copies(opened, trainer)
             resumed = _begin(opened, trainer, reporter, copies)
-            if shortage is not None:
-                reporter.warning(shortage)
-            if (choice := choice_text(config, recipe_config)) is not None:
-                reporter.message(f"chosen for the memory of the devices: {choice}")
+            _tell_memory(reporter, shortage, choice)
             graphs = None
             if trainer.compilation is not None:
                 # After the start is reported: this tells the user which graphs have to be compiled. The graphs stay
@@ -281,6 +276,13 @@ def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
             f"the tokenizer of the data has other ids than that of the loaded weights ({weights}): to keep "
             f"what they learned, set data.tokenizer={weights}"
         )
+
+
+def _tell_memory(reporter: Reporter, shortage: str | None, choice: str | None) -> None:
+    if shortage is not None:
+        reporter.warning(shortage)
+    if choice is not None:
+        reporter.message(f"chosen for the memory of the devices: {choice}")
 
 
 def _stop(opened: OpenedRun, stopped_by: str, reporter: Reporter) -> NoReturn:

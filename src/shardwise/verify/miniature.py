@@ -15,6 +15,7 @@ from shardwise.verify.layouts import Cell, common_batch
 
 _HEAD_WIDTH = 8
 _FEWEST_HEADS = 4
+_PARALLEL_KEYS = ("vocab_multiple", "tensor_overlap", "sequence_regather", "replicate")
 _LENGTH = 16
 _VOCABULARY = 128
 _BUCKET_MIB = 0.1
@@ -51,12 +52,7 @@ def miniature(
     documents = {key: True for key in document_keys if getattr(data, key)}
     values: dict[str, Any] = {
         "model": _model(config, degrees, max(4, *(cell.stages for cell in cells))),
-        "parallel": {
-            "vocab_multiple": config.parallel.vocab_multiple,
-            "tensor_overlap": config.parallel.tensor_overlap,
-            "sequence_regather": config.parallel.sequence_regather,
-            "replicate": config.parallel.replicate,
-        },
+        "parallel": {key: getattr(config.parallel, key) for key in _PARALLEL_KEYS},
         "train": {
             "steps": steps,
             "global_batch": common_batch(cells),
