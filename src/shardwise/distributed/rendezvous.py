@@ -198,11 +198,11 @@ def _run(seconds: float) -> None:
 
 def _waiting() -> dict[int, int]:
     """The threads that call something which may wait for other ranks, each with its processor time in milliseconds."""
-    frames = sys._current_frames()
+    # Not the frames: one of them is of this function, so that with them all threads' tensors would be cyclic garbage.
+    files = {ident: frame.f_code.co_filename for ident, frame in sys._current_frames().items()}
     waiting = {}
     for thread in threading.enumerate():
-        frame = frames.get(thread.ident or 0)
-        if frame is not None and frame.f_code.co_filename.startswith(_WAITING_CODE):
+        if files.get(thread.ident or 0, "").startswith(_WAITING_CODE):
             # Python keeps the number that the main thread had before a fork.
             number = os.getpid() if thread is threading.main_thread() else thread.native_id or 0
             # The thread may have just ended.

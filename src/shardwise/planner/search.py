@@ -220,7 +220,7 @@ def _add_fastest(
                 needed.append((choice, least))
                 continue
             estimated = partial(_memory, layout=layout, cluster=cluster, limit=limit)
-            chosen, memory = first_that_fits(choice.applied(config), layout, estimated, limit)
+            chosen, memory = first_that_fits(compiled(choice.applied(config), cluster.device), layout, estimated, limit)
             choice = replace(choice, regathers=chosen.regathers)
             activation_bytes = memory.total - memory.state - memory.in_flight
             state_share = memory.state / state_bytes(choice, layout)
@@ -265,7 +265,7 @@ def _bounds(config: Config, shardings: list[Choice], layout: Layout, cluster: de
     """Return the bounds of the times of choices that differ only in how data parallelism is sharded."""
     if not shardings:
         return []
-    chosen = shardings[0].applied(config)
+    chosen = compiled(shardings[0].applied(config), cluster.device)
     return least_times([chosen, *(choice.sharded(chosen) for choice in shardings[1:])], layout, cluster)
 
 
@@ -431,6 +431,14 @@ class Choice:
     def _sharding_text(self) -> str:
         settings = OptimizerConfig.model_construct(zero=self.zero, reduce=self.reduce)
         return settings.sharding_text(self.replicate)
+
+
+def compiled(config: Config, device: device_specs.Device) -> Config:
+    """Return the configuration with compiled blocks on CUDA, unless its recipe chooses, or its layout must not."""
+    is_able = not (config.splits_backward or config.parallel.tensor_overlap or config.regathers)
+    if "enabled" in config.compile.model_fields_set or not (device.is_cuda and is_able):
+        return config
+    return config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": True})})
 
 
 def choices(

@@ -1,10 +1,13 @@
 """How long a rank waits for others is measured in seconds in which it ran."""
 
+import gc
 import socket
 import sys
 import threading
+import weakref
 
 import pytest
+import torch
 
 from shardwise.distributed import rendezvous
 from shardwise.distributed.rendezvous import Watch, close_connections
@@ -52,3 +55,18 @@ def test_fault_23_what_waits_on_a_connection_goes_on_when_it_is_closed(monkeypat
         waiting.join(30)
         assert heard == [b""]
         socket.create_connection(server.getsockname()).close()
+
+
+def test_a_watch_keeps_nothing_of_the_threads_that_it_looks_at() -> None:
+    """A frame of the function that looks would keep itself, and with it the frames and tensors of all threads."""
+
+    def looked_at() -> weakref.ref[torch.Tensor]:
+        value = torch.zeros(1)
+        rendezvous._waiting()
+        return weakref.ref(value)
+
+    gc.disable()
+    try:
+        assert looked_at()() is None
+    finally:
+        gc.enable()

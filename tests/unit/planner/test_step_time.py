@@ -146,7 +146,7 @@ def test_the_fit_is_repeated() -> None:
 
 
 def test_gradients_are_added_for_each_micro_batch() -> None:
-    """10 bytes for a parameter: read in bfloat16, and added to what is there in float32."""
+    """8 bytes for a parameter where products add to what is there in float32, and 10 where ZeRO-2 adds bfloat16."""
     on = cluster("h100:8", 16)
 
     def accumulation(*overrides: str) -> float:
@@ -155,11 +155,12 @@ def test_gradients_are_added_for_each_micro_batch() -> None:
         assert found is not None
         return found.accumulation
 
-    own, half = accumulation(), accumulation("precision.gradient=bfloat16", "precision.reduce=bfloat16")
+    half = accumulation("precision.gradient=bfloat16", "precision.reduce=bfloat16")
     blocks = 12 * 12 * 12288**2 / 8  # of a pipeline rank's 12 blocks, on one of 8 tensor-parallel ranks
     micro_batches = 64 // 2
-    added = micro_batches * blocks * (10 - 6) / (on.device.memory_bandwidth * fitted().memory)
-    assert own - half == pytest.approx(added, rel=0.01)
+    a_byte = micro_batches * blocks / (on.device.memory_bandwidth * fitted().memory)
+    assert accumulation() - half == pytest.approx((8 - 6) * a_byte, rel=0.01)
+    assert accumulation("optimizer.zero=2") - half == pytest.approx((10 - 6) * a_byte, rel=0.01)
 
 
 def test_new_weights_travel_behind_the_next_forward_pass() -> None:
@@ -178,7 +179,7 @@ def test_new_weights_travel_behind_the_next_forward_pass() -> None:
 
 
 def test_products_that_add_move_less() -> None:
-    """8 bytes for a parameter: the sum is read and written. Compiled blocks and bit-equal trainings cast and add."""
+    """8 bytes for a parameter: the sum is read and written. Bit-equal trainings add new gradients of bfloat16."""
     on = cluster("h200:8", 2)
 
     def accumulation(*overrides: str) -> float:
@@ -187,8 +188,9 @@ def test_products_that_add_move_less() -> None:
         assert time is not None
         return time.accumulation
 
-    for casts in (["compile.enabled=true"], ["train.bitwise=true", "train.data_grain=16"]):
-        assert accumulation(*casts) == pytest.approx(18 / 8 * accumulation(), rel=1e-9)
+    assert accumulation("compile.enabled=true") == accumulation()
+    for adds in (["compile.enabled=true", "optimizer.zero=2"], ["train.bitwise=true", "train.data_grain=16"]):
+        assert accumulation(*adds) == pytest.approx(10 / 8 * accumulation(), rel=1e-9)
 
 
 def test_llama_2_7b_on_an_h200_by_rates_that_others_reach() -> None:
@@ -208,14 +210,10 @@ def test_llama_2_7b_on_an_h200_by_rates_that_others_reach() -> None:
     flat = replace(device, processors=1, matmul_share=700e12 / device.bfloat16, constants=tuple(rates.items()))
     sizes = ["model.num_hidden_layers=24", "train.micro_batch=2", "train.global_batch=32", "train.recompute=none"]
     config = load_config("llama2-7b", ["parallel.tensor=1", "parallel.sequence=false", "precision.mode=mixed", *sizes])
-    for program, least in (("eager", 0.60), ("compiled", 0.58)):
-        compiled = config.model_copy(
-            update={"compile": config.compile.model_copy(update={"enabled": program == "compiled"})}
-        )
-        plan = predicted(compiled, check_layout(compiled, 1), replace(cluster("h200:1"), device=flat))
-        assert plan is not None
-        assert plan.mfu is not None
-        assert least < plan.mfu < least + 0.01, f"{program}: {plan.mfu:.1%} = {plan.time.shares()}"
+    plan = predicted(config, check_layout(config, 1), replace(cluster("h200:1"), device=flat))
+    assert plan is not None
+    assert plan.mfu is not None
+    assert 0.60 < plan.mfu < 0.61, f"{plan.mfu:.1%} = {plan.time.shares()}"
 
 
 def test_a_host_that_does_not_run_ahead_adds_all_its_time() -> None:

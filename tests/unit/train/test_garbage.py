@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 
-from shardwise.train import garbage
 from shardwise.train.garbage import SteppedCollection
 
 
@@ -14,8 +13,7 @@ class Cycle:
         self.itself = self
 
 
-def test_a_cycle_lives_until_the_step_that_collects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "_EVERY", 4)
+def test_a_cycle_lives_until_the_end_of_its_step() -> None:
     with SteppedCollection() as collection:
         for _ in range(3):
             collection.after_step()
