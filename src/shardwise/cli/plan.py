@@ -264,7 +264,9 @@ def _write(path: Path, name: str, plans: Sequence[Plan], number: int) -> None:
     values = plan.config.with_tokens(plan.config.model_dump(mode="json", exclude_unset=True))
     files.write_new(path, text + dump_yaml(values), "--write")
     nodes = plan.cluster.nodes
-    command = f"shardwise train {path}" if nodes == 1 else f"shardwise submit {path} --nodes {nodes}"
+    command = f"shardwise train {path}"
+    if nodes > 1:
+        command = f"shardwise submit {path} --nodes {nodes} launch.ranks_per_node={plan.cluster.per_node}"
     output.progress(f"wrote {path}; train it with: {command}")
 
 

@@ -42,9 +42,9 @@ def ranks_per_node(config: Config, nodes: tuple[int, int], gres: str | None) -> 
     fewest, _ = nodes
     if model_ranks % fewest:
         raise ConfigError(
-            f"launch.ranks_per_node must be set: the partition has no GPUs, and one copy of the model "
-            f"({model_ranks} ranks) cannot be cut into {fewest} equal parts, one for each node"
-            f"{see('jobs#ranks-of-a-node')}"
+            "launch.ranks_per_node must be set, or --gres name the GPUs of a node (gpu:8): the partition has none, and "
+            f"one copy of the model ({units.counted(model_ranks, 'rank')}) cannot be cut into {fewest} equal parts, one "
+            f"for each node{see('jobs#ranks-of-a-node')}"
         )
     return model_ranks // fewest
 

@@ -40,7 +40,7 @@ def test_ranks_are_those_that_are_given_else_gpus_else_a_copy_of_the_model() -> 
     assert ranks_per_node(config("launch.ranks_per_node=3"), (2, 2), "gpu:8") == 3
     assert ranks_per_node(config(), (2, 2), "gpu:h100:8") == 8
     assert ranks_per_node(config("parallel.tensor=4"), (2, 2), None) == 2
-    with pytest.raises(ConfigError, match=r"launch\.ranks_per_node must be set: .*\(2 ranks\) cannot be cut into 3"):
+    with pytest.raises(ConfigError, match=r"launch\.ranks_per_node must be set, .*\(2 ranks\) cannot be cut into 3"):
         ranks_per_node(config("parallel.tensor=2"), (3, 3), None)
 
 
