@@ -43,8 +43,8 @@ def ranks_per_node(config: Config, nodes: tuple[int, int], gres: str | None) -> 
     if model_ranks % fewest:
         raise ConfigError(
             "launch.ranks_per_node must be set, or --gres name the GPUs of a node (gpu:8): the partition has none, and "
-            f"one copy of the model ({units.counted(model_ranks, 'rank')}) cannot be cut into {fewest} equal parts, one "
-            f"for each node{see('jobs#ranks-of-a-node')}"
+            f"one copy of the model ({units.counted(model_ranks, 'rank')}) cannot be cut into {fewest} equal parts, "
+            f"one for each node{see('jobs#ranks-of-a-node')}"
         )
     return model_ranks // fewest
 
