@@ -59,7 +59,7 @@ def check_axes(model: nn.Module, batches: Batches, device: torch.device, vocab_s
         raise ConfigError(
             f"model.family ({type(model).__name__}): ids and targets must be read as [sequence, batch], but a loss "
             "depends on the other samples and not on the earlier tokens of its own: transpose both at the start of "
-            f"forward{see('training#swapped-axes')}"
+            f"forward, and return the sum of the losses{see('training#swapped-axes')}"
         )
 
 
