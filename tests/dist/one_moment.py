@@ -34,6 +34,7 @@ RECORD = OptimizerSpec(
     path=f"{__name__}:Momentum",
     keys=("lr", "betas"),
     states=("moment",),
+    update_values=13,
     eps=1e-8,
     miniature_lr=1e-2,
     summary="momentum",

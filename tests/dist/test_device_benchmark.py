@@ -68,7 +68,7 @@ def test_the_blocks_fill_a_device_and_no_more(monkeypatch: pytest.MonkeyPatch) -
     for gib in (16, 80, 1000):
         monkeypatch.setattr(devices, "total_memory", lambda _, size=gib * 2**30: size)
         blocks.append(module().fitting(mesh).model.num_hidden_layers)
-    assert blocks == [1, 15, 32]
+    assert blocks == [2, 16, 32]
     monkeypatch.setattr(devices, "total_memory", lambda _: 2**30)
     with pytest.raises(ConfigError, match="must have memory for one block of Llama 2 7B"):
         module().fitting(mesh)

@@ -55,7 +55,7 @@ def test_own_text(kind: str, documents: int, tmp_path: Path) -> None:
     assert results["layout"]["ranks"] == 1
     assert results["precision"] == {
         "parameter": "bfloat16", "gradient": "float32", "reduce": "float32", "optimizer": "float32",
-        "rounding": "nearest",
+        "moments": "float32", "rounding": "nearest",
     }  # fmt: skip
     assert results["sample"] is None
     config = json.loads((run / "checkpoints/step-00000003/config.json").read_text())

@@ -387,7 +387,10 @@ def _mlp_gradients(workload: RankWorkload) -> int:
     a = workload.a
     x = workload.x_bytes
     feed = a * workload.tokens * workload.local.intermediate
-    last = feed + workload.gradient_bytes(workload.local.intermediate * model.hidden_size)
+    elements = workload.local.intermediate * model.hidden_size
+    # Where a micro-batch's gradients are freed, they are copied to the bucket and not added.
+    is_copied = workload.frees_gradients and workload.config.reduce == "micro_batch"
+    last = feed + (a * elements if is_copied else workload.gradient_bytes(elements))
     if layout.sequence_parallel:
         last += workload.gathered_bytes
     if workload.drops_hidden:
