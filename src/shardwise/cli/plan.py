@@ -221,7 +221,7 @@ def _show(name: str, result: Search, listed: Sequence[Plan]) -> None:
     if best.cluster.device.is_cuda:
         output.prose(_COMPILED)
     for line in (*_LEGEND, costs_legend(best, unit), *time_range(best, unit), *accuracy([best])):
-        output.line(line)
+        output.prose(line)
     if on_host := offloaded_bytes(best.config, best.layout, best.cluster.device.is_accelerator):
         output.prose(f"Layout 1 needs {units.size(on_host)} of the host's memory for each rank, which is not checked.")
 
