@@ -53,7 +53,8 @@ class Text(HTMLParser):
 
 def report(run: Path, *more: str) -> str:
     assert main(["report", str(run), *more]) == 0
-    name = f"report-with-{Path(more[0]).name}.html" if more else "report.html"
+    is_compared = bool(more) and not more[0].startswith("--")
+    name = f"report-with-{Path(more[0]).name}.html" if is_compared else "report.html"
     return (run / name).read_text(encoding="utf-8")
 
 
@@ -485,7 +486,7 @@ def test_parts_are_stacked() -> None:
 def test_two_long_runs_fit_into_a_mail(tmp_path: Path) -> None:
     runs = [write_big(tmp_path / name, ranks=1024, steps=20_000, tail=1) for name in "ab"]
     report(runs[0], str(runs[1]))
-    assert (runs[0] / "report.html").stat().st_size < 400_000
+    assert (runs[0] / "report-with-b.html").stat().st_size < 400_000
 
 
 PROBE = """<body><script>
