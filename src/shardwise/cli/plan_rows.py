@@ -56,7 +56,8 @@ def time_range(best: Plan, unit: str) -> list[str]:
         return []
     lines = []
     for name, error in _PUBLISHED_ERRORS.items():
-        fewest, most = 1 / (1 + error), 1 / (1 - error)
+        fewest = 1 / (1 + error)
+        most = 1 / (1 - error)
         time = best.seconds / (DAY if unit == "days" else 3600)
         text = f"Layout 1 with an error of {error:.0%}, {name}: {time * fewest:,.1f} to {time * most:,.1f} {unit}"
         if best.dollars is not None:

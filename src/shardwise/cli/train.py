@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError, Problems
-from shardwise.base.hardware import accelerators, available_memory, torch_type
+from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
 from shardwise.cli import output
@@ -262,16 +262,12 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
     if cluster is not None:
         device = cluster.device.name
         room = cluster.device.memory * (1 - RESERVED)
-    elif accelerator:
+    else:
         import torch
 
-        from shardwise.distributed import devices
+        from shardwise.train.memory import memory_for_steps
 
-        total = devices.total_memory(torch.device(torch_type(kind), 0))
-        room = None if total is None else total * (1 - RESERVED)
-    else:
-        available = available_memory()
-        room = None if available is None else available / layout.world
+        room = memory_for_steps(torch.device(torch_type(kind), 0) if accelerator else torch.device("cpu"), layout.world)
     chosen = fitted(config, layout, room, accelerator=accelerator, device=device)
     choice = choice_text(chosen, config)
     return chosen, [] if choice is None else [("chosen", f"{choice}, by the memory of a rank")]

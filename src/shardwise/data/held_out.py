@@ -19,9 +19,9 @@ def held_out_text(config: Config, tokens: int | None = None, *, is_cut: bool = F
     place = _place(config, is_cut=is_cut)
     if tokens is None:
         return f"{place}; {_reading(config, None)}"
-    sequences, rest = divmod(max(0, tokens - 1), config.train.sequence_length)
+    sequences, odd_tokens = divmod(max(0, tokens - 1), config.train.sequence_length)
     size = f"{counted(tokens, 'token')}, {counted(sequences, 'full sequence')}"
-    return f"{place}; {size}; {_reading(config, sequences, has_rest=rest > 0)}"
+    return f"{place}; {size}; {_reading(config, sequences, has_rest=odd_tokens > 0)}"
 
 
 def _place(config: Config, *, is_cut: bool) -> str:

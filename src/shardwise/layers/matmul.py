@@ -345,9 +345,9 @@ class _Gathering:
     """
 
     def __init__(self, x: Tensor, group: Group, how: Overlap | None) -> None:
-        rows, *others = x.shape
+        rows, *row_shape = x.shape
         self.pieces = _pieces(rows) if how == "pieces" else [slice(0, rows)]
-        self.result = x.new_empty(group.size * rows, *others)
+        self.result = x.new_empty(group.size * rows, *row_shape)
         # Collectives need contiguous tensors.
         x = x.contiguous()
         self.pending = []

@@ -63,7 +63,7 @@ class AttentionCore(nn.Module):
 
     def _is_fused(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> bool:
         """Return whether one kernel computes it and keeps its inputs, its output and the logarithms of sums alone."""
-        if self._steps(q.device, context.dropout):
+        if self._goes_by_steps(q.device, context.dropout):
             return False
         if context.starts_SB is not None or context.block_mask is not None or torch.compiler.is_compiling():
             return True
@@ -78,7 +78,7 @@ class AttentionCore(nn.Module):
             is_grouped=q.shape[1] != k.shape[1],
         )
 
-    def _steps(self, device: torch.device, key: AnyKey | None) -> bool:
+    def _goes_by_steps(self, device: torch.device, key: AnyKey | None) -> bool:
         """Return whether softmax, dropout and products are operations of their own, as no kernel has this dropout."""
         is_in_kernel = isinstance(key, DropoutKey) and key.mode == "fast" and device.type != "cpu"
         return self.p > 0 and key is not None and not is_in_kernel
@@ -97,7 +97,7 @@ class AttentionCore(nn.Module):
             out = flex_attention(q, k, v, block_mask=context.block_mask, enable_gqa=is_grouped)
         elif key is None:
             out = F.scaled_dot_product_attention(q, k, v, context.mask, is_causal=causal, enable_gqa=is_grouped)
-        elif isinstance(key, DropoutKey) and not self._steps(q.device, key):
+        elif isinstance(key, DropoutKey) and not self._goes_by_steps(q.device, key):
             with key.seeded(q.device, self.place.layer, ATTENTION, self.place.shard):
                 out = F.scaled_dot_product_attention(
                     q, k, v, context.mask, self.p, is_causal=causal, enable_gqa=is_grouped

@@ -285,7 +285,9 @@ def _recomputed(
 ) -> PartSeconds:
     """Return the seconds of what is computed again.
 
-    forward: of the forward pass; cheap: of norms, activation and rotated q and k, without the host's time.
+    Args:
+        forward: seconds of the forward pass.
+        cheap: seconds of norms, activation and rotated q and k, without the host's time.
     """
     if s.recompute == "full":
         # On a CPU the functions that recompute calls for each saved tensor take about as long as the operators' starts.

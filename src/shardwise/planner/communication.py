@@ -159,8 +159,8 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
     if workload.config.regathers and workload.layout.sequence_parallel:
-        again = "inputs of attention and MLP, gathered again"
-        transfers.append(_over_tensor(workload, "all_gather", gathered, again, 2 * workload.layers))
+        inputs = "inputs of attention and MLP, gathered again"
+        transfers.append(_over_tensor(workload, "all_gather", gathered, inputs, 2 * workload.layers))
     transfers.append(_query_key_squares(workload, "gradients of "))
     if workload.model.head_transform:
         size = workload.a * workload.predicted * workload.model.hidden_size

@@ -54,6 +54,18 @@ def _allocator_line(device: torch.device) -> str:
     return f"{line}\n"
 
 
+def memory_for_steps(device: torch.device, ranks: int) -> int | None:
+    """Return the bytes that each of this machine's ranks has on a device of its type; None if nobody knows.
+
+    Ranks on the CPU share what the machine has available.
+    """
+    if device.type == "cpu":
+        available = available_memory()
+        return None if available is None else available // ranks
+    total = devices.total_memory(device)
+    return None if total is None else int(total * (1 - RESERVED))
+
+
 def fitted_to_devices(config: Config, layout: Layout, mesh: Mesh) -> tuple[Config, str | None]:
     """Return the configuration with what its keys leave to the memory of the ranks' devices, and that as a text.
 
@@ -66,12 +78,7 @@ def fitted_to_devices(config: Config, layout: Layout, mesh: Mesh) -> tuple[Confi
     accelerator = device.type != "cpu"
     if not leaves_open(config, layout, accelerator):
         return config, None
-    if accelerator:
-        total = devices.total_memory(device)
-        room = None if total is None else int(total * (1 - RESERVED))
-    else:
-        available = available_memory()
-        room = None if available is None else available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    room = memory_for_steps(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # The ranks choose alike, by the least of them; of -0 nothing is known.
     (least,) = collectives.reduce_numbers([-(room or 0)], mesh.world)
     chosen = fitted(config, layout, -least or None, accelerator=accelerator, device=devices.name(device))
