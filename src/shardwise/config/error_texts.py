@@ -118,7 +118,7 @@ def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo]) -> list[str]:
     section, _, _ = path.rpartition(".")
     if not section:
         near = section_suggestion(path, Config.model_fields)
-        if near is None and isinstance(value, Mapping):
+        if near is None and isinstance(value, Mapping) and value:
             return [text for inner in value for text in _unknown(f"{path}.{inner}", None, keys)]
         if near is not None:
             return [f"{path}: unknown key; did you mean {near}?"]
