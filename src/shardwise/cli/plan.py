@@ -22,11 +22,13 @@ from shardwise.cli.plan_against_run import compare_with_run
 from shardwise.cli.plan_devices import compare_devices, named_devices, prices
 from shardwise.cli.plan_rows import (
     DAY,
+    TIGHT,
     accuracy,
     accuracy_text,
     costs_legend,
     dollars,
     plan_facts,
+    price_range,
     row,
     time_range,
     time_unit,
@@ -50,8 +52,7 @@ _LEGEND = (
     '"comm." = communication time not overlapped with compute',
 )
 _COMPILED = (
-    '"step" = as with compiled blocks (compile.enabled); eager ones, also those of schedules that split the backward '
-    "pass, took 4 to 6% longer on one H200"
+    '"step" = with compiled blocks (compile.enabled) in layouts that can be compiled, and with eager ones in others'
 )
 
 
@@ -216,11 +217,15 @@ def _show(name: str, result: Search, listed: Sequence[Plan]) -> None:
             "degrees and ZeRO; only schedule, micro-batch, recompute or SP differ. --all lists them."
         )
     if any(plan.is_tight for plan in listed):
-        output.line("(tight): less than 10% of the device's memory is free.")
+        output.line(TIGHT)
     output.prose(f"A step of layout 1: {best.time.shares()}")
-    if best.cluster.device.is_cuda:
+    if any(plan.config.compile.enabled for plan in listed):
         output.prose(_COMPILED)
-    for line in (*_LEGEND, costs_legend(best, unit), *time_range(best, unit), *accuracy([best])):
+    consequence = ""
+    if times := time_range(best, unit):
+        prices_text = price_range(best)
+        consequence = f": layout 1 takes {times} {unit}{f', {prices_text}' if prices_text else ''}"
+    for line in (*_LEGEND, costs_legend(best, unit), *accuracy([best], consequence)):
         output.prose(line)
     if on_host := offloaded_bytes(best.config, best.layout, best.cluster.device.is_accelerator):
         output.prose(f"Layout 1 needs {units.size(on_host)} of the host's memory for each rank, which is not checked.")
