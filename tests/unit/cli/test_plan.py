@@ -58,11 +58,31 @@ def test_any_layout_of_the_list_is_written_before_the_list(
     tokens = "train.steps=300B"
     assert main(["plan", *GPT, tokens, "--json", "--write", str(written), "--layout", "3"]) == 1
     assert "  steps: 300B\n" in written.read_text(encoding="utf-8")
-    assert f"train it with: shardwise submit {written} --nodes 4 launch.ranks_per_node=8\n" in capsys.readouterr().err
+    command = f"shardwise submit {written} --nodes 4 launch.ranks_per_node=8 data.path=corpus.jsonl data.tokenizer=FOLDER"
+    assert f"train it with: {command}\n" in capsys.readouterr().err
     config = load_config(str(written))
     layout = check_layout(config, 32)
     assert (layout.tensor, layout.pipeline) == (third["tensor"], third["pipeline"])
     assert (config.train.micro_batch, config.train.recompute) == (third["micro_batch"], third["recompute"])
+
+
+def test_a_written_recipe_has_the_comments_that_its_training_needs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fixed = ["--device", "h200:8", "parallel.tensor=8", "parallel.pipeline=1", "train.micro_batch=1"]
+    first = tmp_path / "first.yaml"
+    assert main(["plan", "llama2-7b", *fixed, "--write", str(first)]) == 0
+    command = f"train it with: shardwise train {first} data.path=corpus.jsonl data.tokenizer=FOLDER\n"
+    assert capsys.readouterr().err.endswith(command)
+    comments = [line for line in first.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    assert comments[1].startswith("# Learning rate:  ")
+    assert comments[3].endswith(" optimizer.lr=3e-4 optimizer.warmup_steps=100")
+    assert comments[4].startswith("# Your own data:  ")
+    second = tmp_path / "second.yaml"
+    others = ["data.dataset=tiny", "optimizer.lr=3e-4"]
+    assert main(["plan", str(first), *fixed, *others, "--write", str(second)]) == 0
+    assert capsys.readouterr().err.endswith(f"train it with: shardwise train {second}\n")
+    assert second.read_text(encoding="utf-8").count("#") == 1
 
 
 def test_pruning_loses_no_layout() -> None:
