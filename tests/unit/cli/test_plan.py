@@ -58,8 +58,8 @@ def test_any_layout_of_the_list_is_written_before_the_list(
     tokens = "train.steps=300B"
     assert main(["plan", *GPT, tokens, "--json", "--write", str(written), "--layout", "3"]) == 1
     assert "  steps: 300B\n" in written.read_text(encoding="utf-8")
-    command = f"shardwise submit {written} --nodes 4 launch.ranks_per_node=8 data.path=corpus.jsonl data.tokenizer=FOLDER"
-    assert f"train it with: {command}\n" in capsys.readouterr().err
+    command = f"shardwise submit {written} --nodes 4 launch.ranks_per_node=8"
+    assert f"train it with: {command} data.path=corpus.jsonl data.tokenizer=FOLDER\n" in capsys.readouterr().err
     config = load_config(str(written))
     layout = check_layout(config, 32)
     assert (layout.tensor, layout.pipeline) == (third["tensor"], third["pipeline"])
