@@ -47,6 +47,7 @@ class RunFolder:
         notes: remarks for the user on files of the earlier run that were rebuilt.
         batch_note: remark on a global batch that is kept from the earlier run; None where the configured one is used.
         began: steps that were done when each earlier start of the run began to train.
+        former_steps: `train.steps` of the earlier run of this folder; None where there was none.
     """
 
     directory: RunDirectory
@@ -57,6 +58,7 @@ class RunFolder:
     notes: tuple[str, ...] = ()
     batch_note: str | None = None
     began: tuple[int, ...] = ()
+    former_steps: int | None = None
 
     def require_room(self, config: Config, needed: int | None) -> None:
         """Raise ConfigError where checkpoints go to this folder and its disk lacks the `needed` bytes of one."""
@@ -176,7 +178,9 @@ def _open(
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     batch_note = None
+    former_steps = None
     if earlier is not None:
+        former_steps = earlier.config["train"]["steps"]
         changes = tuple(resume_changes(earlier.config, resolved))
         notes = earlier.notes
         batch_note = kept_batch_note(earlier.config, config)
@@ -185,7 +189,7 @@ def _open(
         notes += (f"{run_path} is a copy of {checkpoints.original}: it goes on as a run of its own, with another id",)
     run_id = directory.id(run_id)
     began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
-    folder = RunFolder(directory, run_id, directory.key(), checkpoints, changes, notes, batch_note, began)
+    folder = RunFolder(directory, run_id, directory.key(), checkpoints, changes, notes, batch_note, began, former_steps)
     folder.require_room(config, checkpoint_bytes(config, mesh.device.type != "cpu"))
     # Results of an earlier end would tell readers that this run has ended too.
     directory.set_results_aside()
