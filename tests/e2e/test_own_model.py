@@ -180,7 +180,7 @@ def test_verify_compares_both_models(followed: Followed) -> None:
     others = [line for line in COMMANDS if line not in followed.outcomes]
     *said, _, _, compared = [follow(line, followed.at).out for line in others]
     assert len(said) == 2
-    assert "differ" in compared
+    assert "both     5 steps" in compared
     assert [re.findall(r"dp=\d, tp=\d", text) for text in said] == [["dp=1, tp=1"], ["dp=2, tp=2"]]
     for text in said:
         (worst,) = re.findall(r"differ by at most (\S+)", text)
