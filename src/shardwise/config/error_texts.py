@@ -121,7 +121,7 @@ def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo], *, is_own_mod
     section, _, _ = path.rpartition(".")
     if not section:
         near = section_suggestion(path, Config.model_fields)
-        if near is None and isinstance(value, Mapping):
+        if near is None and isinstance(value, Mapping) and value:
             names = [f"{path}.{name}" for name in value]
             return [text for name in names for text in _unknown(name, None, keys, is_own_model=is_own_model)]
         if near is not None:
