@@ -136,13 +136,11 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.run_dir = run_path
             with folder.removed_if_refused():
                 return _launch(arguments, world)
-        with as_rank(place, run_path) as ending:
+        with as_rank(place, run_path, None if folder is None else folder.remove_refused) as ending:
             # Imported inside, with torch: what fails there is told as a failure of this rank.
             from shardwise.train.run import run as train
 
             train(config, run_path, recipe_name(recipe))
-        if folder is not None and ending.code == ConfigError.exit_code:
-            folder.remove_refused()
         return ending.code
 
 
