@@ -106,7 +106,7 @@ def open_run(
     weights = _find_weights(config, mesh)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
     base_model = _base_model(config)
-    folder, companions = _open_folder(config, run_path or new_run_path(recipe), mesh, weights, data.tokenizer_path)
+    folder, companions = _open_folder(config, run_path, recipe, mesh, weights, data.tokenizer_path)
     followed = FollowedFolder(folder.directory.path) if mesh.world.rank == 0 else None
     if folder.checkpoints.candidates:
         weights = None
@@ -143,7 +143,7 @@ def _base_model(config: Config) -> str | None:
 
 
 def _open_folder(
-    config: Config, run_path: Path, mesh: Mesh, weights: Root | None, tokenizer: Path | None
+    config: Config, run_path: Path | None, recipe: str, mesh: Mesh, weights: Root | None, tokenizer: Path | None
 ) -> tuple[RunFolder, Companions]:
     """Rank 0 makes the folder, or opens that of an earlier run; all ranks have the same, or all fail.
 
@@ -153,7 +153,7 @@ def _open_folder(
     companions = Companions()
     with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
-            folder, companions = _open(config, run_path, mesh, weights, tokenizer)
+            folder, companions = _open(config, run_path or new_run_path(recipe), mesh, weights, tokenizer)
     folder = collectives.broadcast_object(folder, mesh.world)
     assert folder is not None
     # Only now is there a folder for the logs: what ranks above 0 print goes there from here on.
