@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 from shardwise.runs.lost_time import number
@@ -46,7 +45,7 @@ class RankView:
     def from_lines(rank: int, start: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], heard: float) -> RankView:
         """Make the view from the rank's last "start" line and its last steps, the last one first."""
         line = steps[0] if steps else {}
-        works = [seconds for step in steps if math.isfinite(seconds := number(step.get("work_seconds"), math.inf))]
+        works = sorted(seconds for step in steps if math.isfinite(seconds := number(step.get("work_seconds"))))
         return RankView(
             rank=rank,
             host=start.get("host") or "",
@@ -54,7 +53,7 @@ class RankView:
             device=start.get("device") or "",
             place=start.get("place") or {},
             step=line.get("step"),
-            work_seconds=median(works) if works else None,
+            work_seconds=works[len(works) // 2] if works else None,
             relative=None,
             memory_bytes=line.get("memory_in_use_bytes", line.get("peak_memory_bytes")),
             utilization=line.get("device_utilization"),
