@@ -71,7 +71,7 @@ def is_without_data(config: Config) -> bool:
 def own_data(recipe: str) -> str:
     """The keys that name a user's own data, as a comment of the recipe has them."""
     comment = re.search(_OWN_DATA, recipe_text(recipe))
-    return comment[1].strip() if comment else "data.path=corpus.jsonl"
+    return comment[1].strip() if comment else "data.path=YOUR_TEXT.jsonl"
 
 
 def carried_comments(recipe: str, config: Config) -> str:
