@@ -74,13 +74,13 @@ def test_a_written_recipe_has_the_comments_that_its_training_needs(
 ) -> None:
     fixed = ["--device", "h200:8", "parallel.tensor=8", "parallel.pipeline=1", "train.micro_batch=1"]
     first = tmp_path / "first.yaml"
-    assert main(["plan", "llama2-7b", *fixed, "--write", str(first)]) == 0
+    assert main(["plan", "llama2-7b", *fixed, "model.vocab_size=32768", "--write", str(first)]) == 0
     command = f"{_REPLACED}: shardwise train {first} data.path=YOUR_TEXT.jsonl data.tokenizer=YOUR_TOKENIZER_FOLDER\n"
     assert capsys.readouterr().err.endswith(command)
     comments = [line for line in first.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     assert comments[1].startswith("# Learning rate:  ")
     assert comments[3].endswith(" optimizer.lr=3e-4 optimizer.warmup_steps=100")
-    assert comments[4].startswith("# Your own data:  ")
+    assert re.match(r"# Your own data:  .*YOUR_TOKENIZER_FOLDER$", comments[4]), "without the recipe's vocabulary"
     second = tmp_path / "second.yaml"
     others = ["data.dataset=tiny", "optimizer.lr=3e-4"]
     assert main(["plan", str(first), *fixed, *others, "--write", str(second)]) == 0
@@ -322,6 +322,12 @@ def test_budget_finds_the_fewest_nodes(capsys: pytest.CaptureFixture[str]) -> No
     plan = json.loads(shown.out)["plans"][0]
     assert plan["days"] <= 30
     assert " it in 30 days, even if steps take 23% longer than predicted\n" in shown.err
+    close = f"{1.1 * plan['days']:.2f} days"
+    assert main(["plan", "llama2-7b", *days, "parallel.pipeline=1", "--budget", close]) == 0
+    late = (
+        f"1 node of 8 trains it in {close}, as predicted; if steps take 23% longer than predicted, 2 nodes are needed\n"
+    )
+    assert late in capsys.readouterr().err
     if plan["devices"] > 8:
         fewer = str({2: 1, 3: 2, 4: 3}.get(plan["devices"] // 8, plan["devices"] // 16))
         assert main(["plan", "llama2-7b", *days, "--nodes", fewer]) == 0
