@@ -24,8 +24,10 @@ if dist.is_torchelastic_launched():
     dist.init_process_group("gloo")
 mesh = Mesh(tensor=int(sys.argv[1]) if len(sys.argv) > 1 else 1, device="cpu")
 torch.manual_seed(0)
-sharded = Sharded(**SIZES, group=mesh.tp, sequence_parallel=mesh.tp.size > 1)
+sharded = Sharded(**SIZES, group=mesh.tp, sequence_parallel=mesh.tp.size > 1 and "no-sp" not in sys.argv)
 plain = Plain(**SIZES)
+for matrix in (parameter for parameter in sharded.parameters() if parameter.dim() > 1):
+    matrix.data.mul_(3)  # small weights hide a different activation function: near zero all are alike
 starts = {name: whole.clone() for name, whole in canonical_tensors(sharded)}  # plain.py's names, whole tensors
 plain.load_state_dict(starts)
 tokens = torch.randint(SIZES["vocab_size"], (8, 33))
@@ -62,8 +64,9 @@ for name, whole in canonical_tensors(sharded):
 name = max(apart, key=apart.__getitem__)
 
 if mesh.world.rank == 0:
-    print(f"{mesh}: loss {wanted.item():.4f}, the two differ by at most {worst:.1e}")
+    local, total = (sum(t.numel() for t in tensors) for tensors in (sharded.parameters(), starts.values()))
+    print(f"{mesh}: {local:,} of {total:,} parameters, loss {wanted.item():.4f}, the two differ by at most {worst:.1e}")
     print(f"the weight whose change differs most: {name}, by {apart[name]:.1e}")
 if dist.is_initialized():
     dist.destroy_process_group()
-sys.exit(0 if worst <= 1e-5 and apart[name] <= 1e-3 else "the two models are not the same")
+sys.exit(0 if worst <= 1e-5 and apart[name] <= 2e-4 else "the two models are not the same")

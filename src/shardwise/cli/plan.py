@@ -1,8 +1,9 @@
 """Rank the layouts of a recipe on a cluster, by the predicted time of a step.
 
 Nothing is measured and no device is needed: `--device h100:8 --nodes 16` names a cluster of 16 machines with 8 devices
-each, and a YAML file can describe any other device. All layouts are tried; parallel.tensor=8 searches only layouts with
-TP 8. docs/planner.md compares predictions with published runs.
+each, and a YAML file can describe any other device. All layouts are tried, whatever layout the recipe states;
+parallel.tensor=8 on the command line searches only layouts with TP 8. docs/planner.md compares predictions with
+published runs.
 
 --calibrate measures this machine and writes a device file for --device. With a run's folder instead of a recipe, the
 run is compared with its prediction, and --write FILE writes a device file with constants that fit the run.
@@ -22,20 +23,23 @@ from shardwise.cli.plan_against_run import compare_with_run
 from shardwise.cli.plan_devices import compare_devices, named_devices, prices
 from shardwise.cli.plan_rows import (
     DAY,
+    MOST_RATIO,
+    RANGE,
     TIGHT,
     accuracy,
     accuracy_text,
     costs_legend,
     dollars,
+    has_range,
     plan_facts,
-    price_range,
+    range_text,
     row,
-    time_range,
     time_unit,
 )
 from shardwise.config import Config, dump_yaml, load_config, recipe_name
 from shardwise.config.recipe_files import carried_comments, is_without_data, own_data
-from shardwise.planner.device_specs import cluster, shipped_text
+from shardwise.models import parameter_counts
+from shardwise.planner.device_specs import Cluster, cluster, shipped_text
 from shardwise.planner.memory import offloaded_bytes
 from shardwise.planner.search import Plan, Search, distinct, search
 from shardwise.planner.step_time import timeline_of
@@ -140,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         listed = [result.plans[index] for index in distinct(result.plans)[:_MOST_ROWS]]
     if arguments.write is not None:
         # Before the list, whose reader may close the output, as `head` does.
-        _write(arguments.write, recipe, listed, 1 if arguments.layout is None else arguments.layout)
+        _write(arguments.write, recipe, devices[0], listed, 1 if arguments.layout is None else arguments.layout)
     if arguments.why is not None:
         _show_differences(listed, *arguments.why)
     elif arguments.json:
@@ -199,7 +203,8 @@ def _show(name: str, result: Search, listed: Sequence[Plan]) -> None:
     best = listed[0]
     train = best.config.train
     tokens = train.steps * train.global_batch * train.sequence_length
-    output.prose(f"{name} on {best.cluster}: {tokens:,} tokens in {train.steps:,} steps")
+    parameters = units.count(parameter_counts.parameter_count(best.config.model) or 0)
+    output.prose(f"{name}, {parameters} parameters, on {best.cluster}: {tokens:,} tokens in {train.steps:,} steps")
     dropped = "".join(f"; {number:,} dropped: {reason}" for reason, number in result.too_large.items())
     output.prose(f"{result.valid:,} layouts are valid{dropped}")
     output.line()
@@ -214,8 +219,9 @@ def _show(name: str, result: Search, listed: Sequence[Plan]) -> None:
     left_out = result.plans.index(listed[-1]) + 1 - len(listed)
     if left_out:
         output.prose(
-            f"Not listed: {units.counted(left_out, 'layout')} at most 4% slower than a listed layout with the same "
-            "degrees and ZeRO; only schedule, micro-batch, recompute or SP differ. --all lists them."
+            f"Listed are the {len(listed)} fastest. Left out: {units.counted(left_out, 'layout')} at most 4% slower "
+            "than a listed layout with the same degrees and ZeRO; only schedule, micro-batch, recompute or SP differ. "
+            f"--all lists the {len(result.plans)} fastest with them."
         )
     if any(plan.is_tight for plan in listed):
         output.line(TIGHT)
@@ -223,9 +229,8 @@ def _show(name: str, result: Search, listed: Sequence[Plan]) -> None:
     if any(plan.config.compile.enabled for plan in listed):
         output.prose(_COMPILED)
     consequence = ""
-    if times := time_range(best, unit):
-        prices_text = price_range(best)
-        consequence = f": layout 1 takes {times} {unit}{f', {prices_text}' if prices_text else ''}"
+    if ranges := range_text(best):
+        consequence = f": layout 1 takes {ranges}, {RANGE}"
     for line in (*_LEGEND, costs_legend(best, unit), *accuracy([best], consequence)):
         output.prose(line)
     if on_host := offloaded_bytes(best.config, best.layout, best.cluster.device.is_accelerator):
@@ -259,8 +264,12 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
     output.table(memory_rows, ("memory", str(first), str(second)), right=(1, 2))
 
 
-def _write(path: Path, recipe: str, plans: Sequence[Plan], number: int) -> None:
-    """Write the recipe with the layout of this number in the list."""
+def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: int) -> None:
+    """Write the recipe with the layout of this number in the list, and print how to train it.
+
+    Args:
+        device: value of `--device`.
+    """
     if not 1 <= number <= len(plans):
         raise ConfigError(f"--layout ({number}) must be a layout of the list, 1 to {len(plans)}")
     plan = plans[number - 1]
@@ -272,10 +281,15 @@ def _write(path: Path, recipe: str, plans: Sequence[Plan], number: int) -> None:
     nodes = plan.cluster.nodes
     command = f"shardwise train {path}"
     if nodes > 1:
-        command = f"shardwise submit {path} --nodes {nodes} launch.ranks_per_node={plan.cluster.per_node}"
+        command = f"shardwise submit {path} --nodes {nodes} --device {device}"
+        command += f" launch.ranks_per_node={plan.cluster.per_node}"
+    replaced = ""
     if is_without_data(plan.config):
         command += f" {own_data(recipe)}"
-    output.progress(f"wrote {path}; train it with: {command}")
+        replaced = " (replace YOUR_… by the paths of your data)"
+    ranges = range_text(plan)
+    predicted = f" with layout {number}, predicted to take {ranges}" if ranges else f" with layout {number}"
+    output.progress(f"wrote {path}{predicted}; train it with{replaced}: {command}")
 
 
 def _budget_seconds(budget: str) -> float:
@@ -289,6 +303,7 @@ def _search_within_budget(config: Config, device: str, budget: str, fixed: set[s
     """Return the best layouts on the fewest nodes on which the training ends in time."""
     limit = _budget_seconds(budget)
     fastest: Plan | None = None
+    enough: Cluster | None = None
     for nodes in _NODE_COUNTS:
         machines = cluster(device, nodes)
         # A batch that does not grow with the ranks cannot be divided among many more of them.
@@ -304,11 +319,35 @@ def _search_within_budget(config: Config, device: str, budget: str, fixed: set[s
             continue
         if fastest is None or plans[0].seconds < fastest.seconds:
             fastest = plans[0]
-        if plans[0].seconds <= limit:
-            output.progress(f"{units.counted(nodes, 'node')} of {machines.per_node} train it in {budget}")
-            return search(config, machines, best=_MOST_PLANS, fixed=fixed)
+        if plans[0].seconds <= limit and enough is None:
+            enough = machines
+        if enough is not None and (not has_range(plans[0]) or plans[0].seconds * MOST_RATIO <= limit):
+            output.progress(_nodes_text(enough, machines, budget, has_range(plans[0])))
+            return search(config, enough, best=_MOST_PLANS, fixed=fixed)
+    if enough is not None:
+        output.progress(_nodes_text(enough, None, budget, True))
+        return search(config, enough, best=_MOST_PLANS, fixed=fixed)
     shortest = "nothing fits" if fastest is None else f"{units.duration(fastest.seconds)} on {fastest.cluster}"
     raise ConfigError(f"--budget ({budget}) must be longer: the shortest training found takes {shortest}")
+
+
+def _nodes_text(enough: Cluster, safe: Cluster | None, budget: str, is_in_doubt: bool) -> str:
+    """Return the number of nodes that a budget needs as predicted, and at the upper end of the prediction's error.
+
+    Args:
+        safe: nodes that suffice at the upper end; None if no number does.
+        is_in_doubt: False if the error of the prediction is not known.
+    """
+    verb = "trains" if enough.nodes == 1 else "train"
+    text = f"{units.counted(enough.nodes, 'node')} of {enough.per_node} {verb} it in {budget}"
+    if not is_in_doubt:
+        return f"{text}, as predicted"
+    late = f"if steps take {MOST_RATIO - 1:.0%} longer than predicted"
+    if safe is None:
+        return f"{text}, as predicted; {late}, no number of nodes that was tried does"
+    if safe == enough:
+        return f"{text}, even {late}"
+    return f"{text}, as predicted; {late}, {units.counted(safe.nodes, 'node')} are needed"
 
 
 def _why_nothing_fits(result: Search, config: Config, device: str, nodes: int, fixed: set[str]) -> str:
@@ -332,7 +371,7 @@ def _why_nothing_fits(result: Search, config: Config, device: str, nodes: int, f
             break
     return (
         f"no layout fits {machines}: the smallest ({choice.text(machines.world)}) needs at least {units.size(size)} on "
-        f"a device of {units.size(machines.device.memory)}, of which 6% are its own: {fix}"
+        f"a device of {units.size(machines.device.memory)}, of which 6% are reserved: {fix}"
     )
 
 

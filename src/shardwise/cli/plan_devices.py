@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.cli.plan_rows import (
+    RANGE,
     TIGHT,
     accuracy,
     accuracy_text,
     dollars,
+    has_range,
     plan_facts,
-    range_head,
+    price_range,
     row,
     time_range,
     time_unit,
@@ -96,6 +98,10 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
         output.line(TIGHT)
     for line in accuracy(plans.values()):
         output.line(line)
+    if sum(map(has_range, plans.values())) > 1:
+        output.prose(
+            "Predictions for these devices probably err in the same direction: their order is surer than their times."
+        )
     return 0
 
 
@@ -104,20 +110,22 @@ def _show(plans: dict[str, Plan]) -> None:
     unit = time_unit(fastest)
     has_prices = any(plan.dollars is not None for plan in plans.values())
     head = ["devices", "layout", "step", "tokens/s", "MFU", "memory", "free", unit, "device-hours"]
-    ranges = [time_range(plan, unit) for plan in plans.values()]
-    if any(ranges):
-        head.insert(-1, range_head())
+    has_ranges = any(map(has_range, plans.values()))
+    if has_ranges:
+        head.insert(-1, RANGE)
     if has_prices:
-        head.append("dollars")
+        head += ["dollars", RANGE] if has_ranges else ["dollars"]
     rows = []
-    for plan, times in zip(plans.values(), ranges, strict=True):
+    for plan in plans.values():
         *cells, hours = row(plan, unit)
         # Without bubble and communication.
         shown = [str(plan.cluster), *cells[:6], *cells[8:]]
-        if any(ranges):
-            shown.append(times)
+        if has_ranges:
+            shown.append(time_range(plan, unit))
         shown.append(hours)
         if has_prices:
             shown.append(dollars(plan))
+        if has_prices and has_ranges:
+            shown.append(price_range(plan))
         rows.append(shown)
     output.table(rows, head, right=tuple(range(2, len(head))))

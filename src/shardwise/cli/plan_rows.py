@@ -21,6 +21,10 @@ _ACCURACY_COLUMNS = 80
 _ACCURACY_PAGE = "docs/planner.md#how-far-off-it-is"
 _PUBLISHED_ERROR = 0.19
 """Size of the error, relative to the measured step, that nine in ten published runs do not exceed: see the page."""
+LEAST_RATIO = 1 / (1 + _PUBLISHED_ERROR)
+MOST_RATIO = 1 / (1 - _PUBLISHED_ERROR)
+"""Ratio of the measured to the predicted time at the two ends of this error."""
+RANGE = f"{LEAST_RATIO - 1:+.0%} to {MOST_RATIO - 1:+.0%}"
 _PUBLISHED_ACCURACY = f"nine in ten published steps on A100 and Trainium1 were predicted within {_PUBLISHED_ERROR:.0%}"
 _FITTED_ACCURACY = "constants are those of the file; `shardwise plan RUN` compares a run with them"
 
@@ -51,19 +55,32 @@ def costs_legend(best: Plan, unit: str) -> str:
     return f"{names} = all steps, without evaluations, checkpoints and restarts"
 
 
+def has_range(plan: Plan) -> bool:
+    """Whether the accuracy of a plan is that of published runs."""
+    return _PUBLISHED_ACCURACY in accuracy_text(plan)
+
+
 def time_range(plan: Plan, unit: str) -> str:
     """Return the times of a training if its prediction errs as those of published runs; empty if these do not count."""
-    if _PUBLISHED_ACCURACY not in accuracy_text(plan):
+    if not has_range(plan):
         return ""
     time = plan.seconds / (DAY if unit == "days" else 3600)
-    return f"{time / (1 + _PUBLISHED_ERROR):,.1f} to {time / (1 - _PUBLISHED_ERROR):,.1f}"
+    return f"{time * LEAST_RATIO:,.1f} to {time * MOST_RATIO:,.1f}"
 
 
 def price_range(plan: Plan) -> str:
     """Return the prices for these times; empty if the price of the device is unknown."""
-    if plan.dollars is None:
+    if plan.dollars is None or not has_range(plan):
         return ""
-    return f"{plan.dollars / (1 + _PUBLISHED_ERROR):,.0f} to {plan.dollars / (1 - _PUBLISHED_ERROR):,.0f} dollars"
+    return f"{plan.dollars * LEAST_RATIO:,.0f} to {plan.dollars * MOST_RATIO:,.0f}"
+
+
+def range_text(plan: Plan) -> str:
+    """Return times and prices of a training with the error of published runs; empty if these do not count."""
+    unit = time_unit(plan)
+    times = time_range(plan, unit)
+    prices = price_range(plan)
+    return f"{times} {unit}{f' and {prices} dollars' if prices else ''}" if times else ""
 
 
 def accuracy_text(plan: Plan) -> str:
@@ -73,11 +90,6 @@ def accuracy_text(plan: Plan) -> str:
         return _FITTED_ACCURACY if device.constants else _PUBLISHED_ACCURACY
     # The sentence of a file is on one device.
     return device.accuracy if plan.cluster.world == 1 else f"{device.accuracy}; {_PUBLISHED_ACCURACY}"
-
-
-def range_head() -> str:
-    """Return the head of a column of `time_range`."""
-    return f"with {_PUBLISHED_ERROR:.0%} error"
 
 
 def accuracy(plans: Iterable[Plan], consequence: str = "") -> list[str]:

@@ -89,8 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     # The job reads the copy of the recipe in its folder: it may wait for days, and the user edits the original.
     job = replace(job, recipe=str(job.run_path / submission.RECIPE))
     try:
-        missing = [("warning", problem) for problem in checked.input_problems if arguments.write_only]
-        output.table([*_rows(job, checked), *missing, ("files", _files_text(job, arguments))])
+        output.table([*_rows(job, checked), ("files", _files_text(job, arguments))])
         scripts = [compile_script(job), job_script(job)] if arguments.precompile else [job_script(job)]
         for script in scripts:
             output.line()
@@ -99,9 +98,6 @@ def run(arguments: argparse.Namespace) -> int:
             script_path = submission.write_inputs(job, scripts[0], recipe_text(recipe))
             output.line(f"nothing was submitted; submit it by: sbatch {shlex.quote(str(script_path))}")
             return 0
-        # Last: the numbers and the script are of use on a machine without the files too.
-        if checked.input_problems:
-            raise ConfigError(checked.input_problems)
         if not arguments.dry_run and (arguments.yes or _is_wanted()):
             return _submit(job, arguments)
     finally:
@@ -157,15 +153,13 @@ class _Checked:
     Attributes:
         job: the job, with a folder whose name may change.
         inputs: rows on data, tokenizer and weights.
-        warnings: rows on what may go wrong.
-        input_problems: files that cannot be read here.
+        warnings: rows on what may go wrong, and on files that cannot be read here.
     """
 
     job: JobPlan
     counts: _Counts
     inputs: list[tuple[str, str]]
     warnings: list[tuple[str, str]]
-    input_problems: list[str]
 
 
 def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) -> _Checked:
@@ -198,9 +192,10 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
         submission.check_run_folder(folder, config)
         warnings = _disk_warnings(folder, config, is_elsewhere)
     inputs, input_problems = ([], []) if arguments.kubernetes is not None else glance_at_inputs(recipe, config)
-    if input_problems and not is_elsewhere:
+    if not is_elsewhere:
         problems.texts += input_problems
     problems.require_none(input_problems)
+    warnings += [("warning", problem) for problem in input_problems]
     if config.data.tokenizer is None and not config.data.is_built_in:
         from shardwise.data.open_data import TRAINED_AT_START
 
@@ -212,7 +207,7 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
     )
     if counts.machines is not None:
         warnings += _fewer_devices(arguments.device, counts.machines, counts.gres)
-    return _Checked(job, counts, inputs, warnings, input_problems)
+    return _Checked(job, counts, inputs, warnings)
 
 
 def _counts(arguments: argparse.Namespace, config: Config) -> _Counts:

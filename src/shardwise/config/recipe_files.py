@@ -71,17 +71,22 @@ def is_without_data(config: Config) -> bool:
 def own_data(recipe: str) -> str:
     """The keys that name a user's own data, as a comment of the recipe has them."""
     comment = re.search(_OWN_DATA, recipe_text(recipe))
-    return comment[1].strip() if comment else "data.path=corpus.jsonl"
+    return comment[1].strip() if comment else "data.path=YOUR_TEXT.jsonl"
 
 
 def carried_comments(recipe: str, config: Config) -> str:
     """The comments that a recipe made of another needs too: on a kept learning rate, and on data if none are named."""
     text = recipe_text(recipe)
+    keys = parse_yaml(text, recipe)
     comments: list[str] = []
-    if (parse_yaml(text, recipe).get("optimizer") or {}).get("lr") == config.optimizer.lr:
+    if (keys.get("optimizer") or {}).get("lr") == config.optimizer.lr:
         comments += re.findall(_RATE_COMMENT, text)
     if is_without_data(config):
-        comments += re.findall(_DATA_COMMENT, text)
+        data_comments: list[str] = re.findall(_DATA_COMMENT, text)
+        if (keys.get("model") or {}).get("vocab_size") != config.model.vocab_size:
+            # A remark in parentheses is on the tokenizer of the vocabulary that the recipe has.
+            data_comments = [re.sub(r" \(.*\)$", "", comment) for comment in data_comments]
+        comments += data_comments
     lines = [re.sub(r"^ *# ", "", line) for comment in comments for line in comment.split("\n")]
     return "".join(f"# {line}\n" for line in lines)
 

@@ -36,6 +36,7 @@ from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_not
 from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
 from shardwise.train.start_screen import print_pipeline, print_summary
 from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
+from shardwise.train.straggler import STRAGGLER_STEPS
 from shardwise.train.summary import start_rows
 from shardwise.train.trace import trace_text, traced_steps
 
@@ -290,8 +291,8 @@ class Reporter:
         if slow is not None and self._slow.begins(slow.relative, slow.rank):
             self.warning(
                 f"rank {slow.rank}{place_of_rank(self.run, slow.rank)} is slow: its own work, without waiting, takes "
-                f"{slow.relative:.1f} times that of the best rank of its stage, and {slow.own:.1f} times its own best"
-                f"{see('training#slow-rank')}"
+                f"{slow.relative:.1f} times that of the fastest rank of its stage, and {slow.own:.1f} times what its "
+                f"own fastest {STRAGGLER_STEPS} steps took{see('training#slow-rank')}"
             )
 
     def evaluation(self, step: int, loss: float, perplexity: float, losses: Mapping[str, float] | None = None) -> None:

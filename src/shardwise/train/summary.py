@@ -172,11 +172,11 @@ def predicted_rows(plan: Plan | None) -> _Rows:
 
 def memory_text(plan: Plan) -> str:
     """Whether a layout fits on each device of its cluster."""
-    state = f"{units.size(plan.headroom)} free"
+    state = f"{units.size(plan.headroom)} free{' (tight)' if plan.is_tight else ''}"
     if plan.headroom < 0:
         state = f"does not fit: {units.size(plan.memory.total)} are needed"
-    memory = units.size(plan.cluster.device.memory)
-    return f"{state} of {memory} on each device, of which {RESERVED:.0%} are its own"
+    reserve = f"{RESERVED:.0%} of the device's {units.size(plan.cluster.device.memory)}"
+    return f"{state} beside a reserve of {reserve} (context, buffers, fragmentation)"
 
 
 def _advice(precision: Precision, accelerator: bool) -> str:

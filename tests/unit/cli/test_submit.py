@@ -52,10 +52,11 @@ def test_data_that_are_not_there_are_told_before_the_job_waits(capsys: pytest.Ca
     assert main([*wrong, "-y"]) == 2
     assert "nowhere" in capsys.readouterr().err
     assert made() == []
-    assert main([*wrong, "--dry-run"]) == 2
-    shown = capsys.readouterr()
-    assert "#SBATCH --nodes=2" in shown.out, "the script is shown all the same"
-    assert "nowhere" in shown.err
+    assert main([*wrong, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^warning +data\.path \(nowhere\) does not exist", out, re.M)
+    assert "#SBATCH --nodes=2" in out
+    assert re.search(r"^memory +.* on CPUs; --device h100:8 sizes it for GPUs$", out, re.M)
 
 
 def test_what_a_failed_job_resumes_from_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +64,9 @@ def test_what_a_failed_job_resumes_from_is_told(capsys: pytest.CaptureFixture[st
         assert main([*TWO, *keys, "--dry-run"]) == 0
         return next((line for line in capsys.readouterr().out.splitlines() if line.startswith("resumes ")), "")
 
-    on_disk = "after a failure from the newest checkpoint on the disk; with checkpoint.memory_every=100 from a copy in"
+    on_disk = (
+        "after a failure from the newest checkpoint on the disk; set checkpoint.memory_every=100 to resume from a copy"
+    )
     assert on_disk in told()
     assert on_disk in told("checkpoint.every=20", "checkpoint.memory_every=0")
     assert "from a copy in the nodes' memory, made every 20 steps (" in told("checkpoint.every=20")
@@ -154,7 +157,9 @@ def test_a_job_that_does_not_fit_or_gets_fewer_gpus_is_warned_of(capsys: pytest.
     large = ["submit", "llama2-7b", "data.dataset=python", "parallel.pipeline=1", "--nodes", "4", "--dry-run"]
     assert main([*large, "--device", "h100:8", "parallel.tensor=1", "train.micro_batch=8"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^warning +memory does not fit: \d+ GiB are needed of 74\.5 GiB on each device", out, re.M)
+    assert re.search(
+        r"^warning +memory does not fit: \d+ GiB are needed beside a reserve of 6% of the device's 74\.5 GiB", out, re.M
+    )
     assert "launch.gres" not in out
     assert main([*large, "--device", "h100:8", "--gres", "gpu:4", "parallel.tensor=4"]) == 0
     out = capsys.readouterr().out

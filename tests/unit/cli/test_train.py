@@ -477,7 +477,8 @@ def test_a_run_without_data_is_refused_with_lines_that_name_some(
     assert capsys.readouterr().err == (
         "shardwise: llama2-7b must name its data by data.path, data.blend or data.dataset "
         "(`shardwise explain no-data-named`):\n"
-        "  Your own data:        data.path=corpus.jsonl data.tokenizer=FOLDER (Llama 2's has 32,000 tokens)\n"
+        "  Your own data:        data.path=YOUR_TEXT.jsonl data.tokenizer=YOUR_TOKENIZER_FOLDER "
+        "(Llama 2's has 32,000 tokens)\n"
         "  The tutorial's data:  data.dataset=wikicorpus data.config=raw_en data.tokenizer=meta-llama/Llama-2-7b-hf\n"
         "                        data.prepend_bos=true data.append_eod=false\n"
         "  For a trial:          data.dataset=python\n"

@@ -148,13 +148,16 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
         accelerator: True if each rank has an accelerator; None to decide by `gres`.
     """
     launch = job.config.launch
+    is_cpu_assumed = accelerator is None and not commands.gpus_of(job.gres or "")
     if accelerator is None:
-        accelerator = commands.gpus_of(job.gres or "") > 0
+        accelerator = not is_cpu_assumed
     memory = _memory_of_rank(job.config, layout, accelerator)
     device = _device_memory(job.gres)
     shown = "unknown: the model is your own" if memory is None else f"{units.size(memory)} per rank"
     if memory is not None and device is not None:
         shown += f", of {units.size(device)} on its device"
+    if memory is not None and is_cpu_assumed:
+        shown += " on CPUs; --device h100:8 sizes it for GPUs"
     partition = f", partition {launch.partition}" if launch.partition else ""
     lines = [
         ("run", str(job.run_path)),
@@ -214,7 +217,7 @@ def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, 
     if taken is None:
         return []
     if not every:
-        more = "with checkpoint.memory_every=100 from a copy in the nodes' memory, made every 100 steps"
+        more = "set checkpoint.memory_every=100 to resume from a copy in the nodes' memory, made every 100 steps"
         return [("resumes", f"after a failure from the newest checkpoint on the disk; {more}")]
     copy = f"a copy in the nodes' memory, made every {every:,} steps ({units.size(taken)} of each node)"
     bound = f"if that is more than {keys.memory_share:.0%} of a node (checkpoint.memory_share), from the disk"
