@@ -102,6 +102,7 @@ class CompileConfig(Section):
 DtypeName = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
 Rounding = Literal["nearest", "stochastic"]
+Matmul = Literal["fp8"]
 Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 TensorOverlap = Literal["pieces", "symmetric_memory"]
@@ -343,7 +344,8 @@ class PrecisionConfig(Section):
 
     mode: Literal["float32", "mixed", "bfloat16"] | None = Field(
         default=None,
-        description="mixed = bfloat16 with float32 masters; null = float32 on CPU, mixed on accelerators",
+        description="mixed = bfloat16 with float32 masters; null = mixed on accelerators and with precision.matmul, "
+        "float32 on CPU",
     )
     gradient: DtypeName | None = Field(default=None, description="dtype of gradient sums; null = the mode's own")
     reduce: DtypeName | None = Field(default=None, description="dtype of gradient reduction; null = the mode's own")
@@ -357,6 +359,12 @@ class PrecisionConfig(Section):
         default=None,
         description="how the update rounds bfloat16 masters and moments: stochastic = up or down at random so that "
         "the mean is kept, by the same random bits in every layout; null = stochastic with mode bfloat16, else nearest",
+    )
+
+    matmul: Matmul | None = Field(
+        default=None,
+        description="fp8 = matrix products of blocks multiply 8-bit numbers, by one scale for each tensor; null = in "
+        "the mode's dtype",
     )
 
     @model_validator(mode="after")
@@ -379,7 +387,7 @@ class PrecisionConfig(Section):
 
     def resolved(self, accelerator: bool) -> Precision:
         """The dtype of each role; the default mode depends on whether there is an accelerator."""
-        mode = self.mode or ("mixed" if accelerator else "float32")
+        mode = self.mode or ("mixed" if accelerator or self.matmul is not None else "float32")
         parameter: DtypeName = "float32" if mode == "float32" else "bfloat16"
         state: DtypeName = "bfloat16" if mode == "bfloat16" else "float32"
         optimizer = self.optimizer or state

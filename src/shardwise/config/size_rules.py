@@ -52,6 +52,42 @@ def tensor_problems(config: Config, sequence: bool) -> list[str]:
     return [f"parallel.tensor ({tensor}) must {reason}: {degrees}" for reason in reasons]
 
 
+FP8_MULTIPLE = 16
+"""The number of which GPUs want the widths of fp8 products to be multiples."""
+
+
+def fp8_problems(config: Config) -> list[str]:
+    """Refuse widths of a rank's products, and tokens of a micro-batch, that `precision.matmul` fp8 does not take.
+
+    The widths of a model of the user's own are checked where it is built (`layers/linear.py`).
+    """
+    if config.precision.matmul is None:
+        return []
+    train = config.train
+    tokens = train.sequence_length * train.micro_batch
+    sizes = {f"train.sequence_length × train.micro_batch ({tokens})": tokens}
+    model = config.shapes
+    if model is not None:
+        tensor = config.parallel.tensor
+        head = f"model head width ({model.head_dim})"
+        query = model.num_attention_heads * model.head_dim // tensor
+        key_value = max(model.num_key_value_heads // tensor, 1) * model.head_dim
+        by_rank = f"/ parallel.tensor ({tensor})"
+        sizes |= {
+            f"model.hidden_size ({model.hidden_size})": model.hidden_size,
+            f"model.intermediate_size ({model.intermediate_size}) {by_rank}": model.intermediate_size // tensor,
+            f"query heads ({model.num_attention_heads}) × {head} {by_rank}": query,
+            f"a rank's query and key/value heads ({(query + 2 * key_value) // model.head_dim}) × {head}": query
+            + 2 * key_value,
+        }
+    return [
+        f"{name} must be a multiple of {FP8_MULTIPLE} with precision.matmul (fp8): change it, or leave "
+        "precision.matmul out"
+        for name, size in sizes.items()
+        if size % FP8_MULTIPLE
+    ]
+
+
 def bitwise_problems(config: Config, layout: Layout) -> list[str]:
     """Refuse layouts and keys with which `train.bitwise` could not give the bits of one process."""
     if not config.train.bitwise:

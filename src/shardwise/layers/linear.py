@@ -13,10 +13,13 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.errors import ConfigError
+from shardwise.config.size_rules import FP8_MULTIPLE
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group, Ranks
 from shardwise.distributed.placement import Init
 from shardwise.layers.arguments import by_name, features_per_head, refuse_unknown, sharing_group, two_sizes
+from shardwise.layers.fp8 import Scaling, fp8_linear
 from shardwise.layers.matmul import Overlap, can_regather, gather_and_multiply, linear, multiply_and_sum, usable
 from shardwise.layers.parts import (
     Section,
@@ -140,10 +143,12 @@ class _ColumnParallel(placement.PlacedModule):
     Attributes:
         overlap: way in which it communicates during its matmuls (`layers/matmul.py`); None: in turn with them.
         regathers: true if under sequence parallelism it gathers its input again for the backward pass.
+        scaling: scales of products in fp8 (`layers/fp8.py`) in training; None: products in the dtype of the weight.
     """
 
     overlap: Overlap | None = None
     regathers: bool = False
+    scaling: Scaling | None = None
 
     def __init__(
         self,
@@ -196,9 +201,10 @@ class _ColumnParallel(placement.PlacedModule):
     def multiply(self, entered: Tensor) -> tuple[Tensor, ...]:
         """`entered` `[…, I]`, whole on every rank of the group → each part `[…, local outputs]`. No communication."""
         if self.group.has_parts:
-            return column_products(entered, self.weight, self.bias, self._sections, self.group)
-        y = linear(entered, self.weight, self.bias)
-        return tuple(y.split(self._sizes, dim=-1))
+            return column_products(
+                entered, self.weight, self.bias, self._sections, self.group, _scaling_in_training(self)
+            )
+        return tuple(_product(self, entered, self.bias).split(self._sizes, dim=-1))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → each part `[S, B, local outputs]`."""
@@ -222,7 +228,7 @@ class _ColumnParallel(placement.PlacedModule):
                 sequence_parallel=self.sequence_parallel_enabled,
                 regathers=regathers,
             )
-        return linear(self._enter(x), self.weight, self.bias)
+        return _product(self, self._enter(x), self.bias)
 
     def _regathers(self, x: Tensor) -> bool:
         return self.regathers and self.sequence_parallel_enabled and can_regather(x, self.group)
@@ -453,13 +459,14 @@ class RowParallelLinear(placement.PlacedModule):
         options: see `LayerOptions` and `LinearOptions`.
 
     Attributes:
-        overlap: as in the column-parallel layers.
+        overlap, scaling: as in the column-parallel layers.
 
     Raises:
         ValueError: `input_size` is not divisible by the group's size; sequence parallelism without `input_is_parallel`.
     """
 
     overlap: Overlap | None = None
+    scaling: Scaling | None = None
 
     def __init__(
         self,
@@ -520,11 +527,12 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
         y = multiply_and_sum(products, first.group, overlap, sequence_parallel=sequence_parallel)
     else:
         if first.group.has_parts:
-            partial = row_products([(x, layer.weight) for layer, x in terms], first.group)
+            products = [(x, layer.weight) for layer, x in terms]
+            partial = row_products(products, first.group, _scaling_in_training(first))
         else:
-            partial = linear(x, first.weight)
+            partial = _product(first, x)
             for layer, x in terms[1:]:
-                partial = partial + linear(x, layer.weight)
+                partial = partial + _product(layer, x)
         leave = collectives.scatter_sum_sequence if sequence_parallel else collectives.reduce_from_group
         y = leave(partial, first.group)
     # Biases are added after the sum: before it, each rank would add them.
@@ -532,6 +540,19 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
         if layer.bias is not None:
             y = apply_by_sequence_part(torch.add, y, [layer.bias], layer.group, sequence_parallel=sequence_parallel)
     return y
+
+
+def _product(layer: _ColumnParallel | RowParallelLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `x weightᵀ + bias`."""
+    scaling = _scaling_in_training(layer)
+    if scaling is not None:
+        return fp8_linear(x, layer.weight, bias, scaling)
+    return linear(x, layer.weight, bias)
+
+
+def _scaling_in_training(layer: _ColumnParallel | RowParallelLinear) -> Scaling | None:
+    """Return the scales of a layer that is trained. One that is evaluated has no scales, which depend on the batch."""
+    return layer.scaling if layer.training else None
 
 
 def set_overlap(model: nn.Module, how: Overlap | None) -> None:
@@ -546,6 +567,28 @@ def set_regathers(model: nn.Module, regathers: bool) -> None:
     for module in model.modules():
         if isinstance(module, _ColumnParallel):
             module.regathers = regathers
+
+
+def multiply_in_fp8(model: nn.Module) -> bool:
+    """Let all column- and row-parallel layers in a model's blocks, the entries of its module lists, multiply in fp8.
+
+    Returns:
+        true if there is such a layer.
+
+    Raises:
+        ConfigError: the rank's part of a layer has a width that fp8 products do not take.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    modules = dict.fromkeys(module for blocks in lists for module in blocks.modules())
+    layers = [module for module in modules if isinstance(module, _ColumnParallel | RowParallelLinear)]
+    for layer in layers:
+        if any(width % FP8_MULTIPLE for width in layer.weight.shape):
+            raise ConfigError(
+                f"widths of each rank's linear layers ({layer.weight.shape[1]} and {layer.weight.shape[0]}) must be "
+                f"multiples of {FP8_MULTIPLE} with precision.matmul (fp8): change them, or leave precision.matmul out"
+            )
+        layer.scaling = Scaling(layer.group, cuts_outputs=isinstance(layer, _ColumnParallel))
+    return bool(layers)
 
 
 def weights_of(model: nn.Module) -> list[nn.Parameter]:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import BertConfig, Config, DecoderConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
 from shardwise.distributed.mesh import Group
-from shardwise.layers.linear import set_overlap, set_regathers
+from shardwise.layers.linear import multiply_in_fp8, set_overlap, set_regathers
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Part
 from shardwise.models.gpt import GPT
@@ -48,7 +49,8 @@ def build_model(
         deferred: true if the optimizer gives the parameters of a family memory and values (`LayerOptions`).
 
     Raises:
-        ConfigError: `model.family` names a class of the user's that cannot be imported or built.
+        ConfigError: `model.family` names a class of the user's that cannot be imported or built; or widths or a lack of
+            layers that `precision.matmul` refuses.
     """
     model = config.shapes
     if model is None:
@@ -69,4 +71,9 @@ def build_model(
         )
     set_overlap(built, config.parallel.tensor_overlap)
     set_regathers(built, config.regathers)
+    if config.precision.matmul is not None and not multiply_in_fp8(built) and model is None:
+        raise ConfigError(
+            f"precision.matmul (fp8) must be left out with model.family {config.model.family}, which has no column- or "
+            "row-parallel layer in a torch.nn.ModuleList"
+        )
     return built

@@ -5,10 +5,11 @@ Legend: see `planner/rank_workload.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Recompute
+from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Matmul, Recompute
 from shardwise.models.parameter_counts import LocalWidths
 from shardwise.planner import device_seconds
 from shardwise.planner.device_seconds import Constants, RankGroup
@@ -93,6 +94,7 @@ class BlockShape:
         gradient: dtype of gradients.
         recompute: kind of recompute.
         regathers: True if inputs that sequence parallelism gathered are gathered again in the backward pass.
+        matmul: format of the products of weights, if it is not `dtype`.
     """
 
     model: FamilyConfig
@@ -106,6 +108,7 @@ class BlockShape:
     gradient: DtypeName
     recompute: Recompute
     regathers: bool = False
+    matmul: Matmul | None = None
 
     @property
     def tokens(self) -> int:
@@ -224,7 +227,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     Its backward pass has two matrix products for each of the forward pass: the gradient of the input and that of the
     weight. The latter are `weight`, with the time to add them to earlier gradients.
     """
-    peak = device.peak(s.dtype)
+    peak = device.peak(s.dtype) if s.matmul is None else device.require_fp8()
     hidden = s.model.hidden_size
     gated = s.model.gated
     feed_width = s.local.intermediate
@@ -252,8 +255,10 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     # and made contiguous: three passes.
     feed_elements = s.tokens * feed_width * (3 if gated else 2)
     activation_bytes = s.a * (feed_elements + 3 * s.tokens * query_key_value)
-    memory_forward = device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes)
+    rounded_forward, rounded_backward = _rounding_bytes(s, weights)
+    memory_forward = device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes + rounded_forward)
     backward_bytes = _NORM_BACKWARD * norm_bytes + _ADD_BACKWARD * add_bytes + _ACTIVATION_BACKWARD * activation_bytes
+    backward_bytes += rounded_backward
     memory_backward = device_seconds.passes(device, c, backward_bytes)
 
     collectives = _tensor_collectives(s, device, c)
@@ -278,6 +283,22 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
         cheap_bytes += 2 * s.a * s.tokens * (s.local.query + s.local.key_value)
     recompute = _recomputed(s, device, program, forward, device_seconds.passes(device, c, cheap_bytes))
     return PassSeconds(forward, backward.plus(recompute), weight_gradients + accumulation, recompute)
+
+
+def _rounding_bytes(s: BlockShape, weights: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the bytes by which fp8 products round their operands, forward and backward, as compiled blocks move them.
+
+    A tensor is read for its largest number, then read and written in one byte. Backward, weights have their scales, and
+    weights, inputs and gradients are copied so that kernels read them along the dimension of the sum.
+    """
+    if s.matmul is None:
+        return 0, 0
+    elements = sum(n * k for n, k in weights)
+    inputs = s.tokens * sum(k for _, k in weights)
+    gradients = s.tokens * sum(n for n, _ in weights)
+    forward = (2 * s.a + 1) * (inputs + elements)
+    copies = 2 * (elements + inputs + gradients)
+    return forward, (s.a + 1) * elements + (2 * s.a + 1) * gradients + copies
 
 
 def _recomputed(

@@ -91,7 +91,8 @@ def step_transfers(
     workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
     if workload is None:
         return None
-    return _transfers(workload, _forward(workload) + _backward(workload), _update(workload, data_rank, tensor_rank))
+    micro_batch = _forward(workload) + _backward(workload) + _scales(workload)
+    return _transfers(workload, micro_batch, _update(workload, data_rank, tensor_rank))
 
 
 def evaluation_transfers(
@@ -243,6 +244,24 @@ def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
     count = workload.layers if workload.model.query_key_norm == "all_heads" else 0
     tensor = f"{prefix}sums of squares of queries and keys"
     return _over_tensor(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
+
+
+def _scales(workload: RankWorkload) -> list[Transfer]:
+    """The scales of fp8 products in training, for each of the four linear layers of a block.
+
+    The ranks agree on the largest number, in float32, of a weight, and of the input or the gradient that they cut. Full
+    recompute repeats the forward pass, and a split backward pass computes its gradients in both halves.
+    """
+    if workload.config.precision.matmul is None:
+        return []
+    pairs = 2 * workload.layers
+    forwards = pairs * (2 if workload.recompute == "full" else 1)
+    backwards = pairs * (2 if workload.config.splits_backward else 1)
+    return [
+        _over_tensor(workload, "all_reduce", _FLOAT32, "largest weights of QKV and of the MLP's first layer", forwards),
+        _over_tensor(workload, "all_reduce", 2 * _FLOAT32, "largest weights and inputs of the other layers", forwards),
+        _over_tensor(workload, "all_reduce", _FLOAT32, "largest gradients of outputs", backwards),
+    ]
 
 
 def _head(workload: RankWorkload) -> list[Transfer]:

@@ -246,6 +246,7 @@ def stage_works(
         gradient=precision.gradient,
         recompute="none" if is_left_to_compiler and config.recompute == "selective" else config.recompute,
         regathers=config.regathers,
+        matmul=config.precision.matmul,
     )
     block = block_seconds.block(shape, cluster.device, constants, program)
     embedding = block_seconds.embedding(shape, cluster.device, constants, program)
