@@ -69,20 +69,20 @@ def fp8_problems(config: Config) -> list[str]:
     model = config.shapes
     if model is not None:
         tensor = config.parallel.tensor
-        head = f"model head width ({model.head_dim})"
         query = model.num_attention_heads * model.head_dim // tensor
         key_value = max(model.num_key_value_heads // tensor, 1) * model.head_dim
-        by_rank = f"/ parallel.tensor ({tensor})"
+        feed_width = model.intermediate_size // tensor
+        cut = f"of {tensor} ranks" if tensor > 1 else "of the rank"
         sizes |= {
             f"model.hidden_size ({model.hidden_size})": model.hidden_size,
-            f"model.intermediate_size ({model.intermediate_size}) {by_rank}": model.intermediate_size // tensor,
-            f"query heads ({model.num_attention_heads}) × {head} {by_rank}": query,
-            f"a rank's query and key/value heads ({(query + 2 * key_value) // model.head_dim}) × {head}": query
+            f"the part of model.intermediate_size that each {cut} has ({feed_width})": feed_width,
+            f"the width of the queries that each {cut} has ({query})": query,
+            f"the width of the queries, keys and values that each {cut} has ({query + 2 * key_value})": query
             + 2 * key_value,
         }
     return [
-        f"{name} must be a multiple of {FP8_MULTIPLE} with precision.matmul (fp8): change it, or leave "
-        "precision.matmul out"
+        f"{name} must be a multiple of {FP8_MULTIPLE} with precision.matmul (fp8): change the model's or the batch's "
+        "sizes or parallel.tensor, or leave precision.matmul out"
         for name, size in sizes.items()
         if size % FP8_MULTIPLE
     ]

@@ -13,8 +13,6 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.errors import ConfigError
-from shardwise.config.size_rules import FP8_MULTIPLE
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group, Ranks
 from shardwise.distributed.placement import Init
@@ -555,45 +553,27 @@ def _scaling_in_training(layer: _ColumnParallel | RowParallelLinear) -> Scaling 
     return layer.scaling if layer.training else None
 
 
+def linear_layers(model: nn.Module) -> list[_ColumnParallel | RowParallelLinear]:
+    """Return all column- and row-parallel layers of a model."""
+    return [module for module in model.modules() if isinstance(module, _ColumnParallel | RowParallelLinear)]
+
+
 def set_overlap(model: nn.Module, how: Overlap | None) -> None:
     """Let all column- and row-parallel layers of a model communicate during their matmuls; None: in turn with them."""
-    for module in model.modules():
-        if isinstance(module, _ColumnParallel | RowParallelLinear):
-            module.overlap = how
+    for layer in linear_layers(model):
+        layer.overlap = how
 
 
 def set_regathers(model: nn.Module, regathers: bool) -> None:
     """Let all column-parallel layers of a model gather their inputs again for the backward pass, or keep them."""
-    for module in model.modules():
-        if isinstance(module, _ColumnParallel):
-            module.regathers = regathers
-
-
-def multiply_in_fp8(model: nn.Module) -> bool:
-    """Let all column- and row-parallel layers in a model's blocks, the entries of its module lists, multiply in fp8.
-
-    Returns:
-        true if there is such a layer.
-
-    Raises:
-        ConfigError: the rank's part of a layer has a width that fp8 products do not take.
-    """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    modules = dict.fromkeys(module for blocks in lists for module in blocks.modules())
-    layers = [module for module in modules if isinstance(module, _ColumnParallel | RowParallelLinear)]
-    for layer in layers:
-        if any(width % FP8_MULTIPLE for width in layer.weight.shape):
-            raise ConfigError(
-                f"widths of each rank's linear layers ({layer.weight.shape[1]} and {layer.weight.shape[0]}) must be "
-                f"multiples of {FP8_MULTIPLE} with precision.matmul (fp8): change them, or leave precision.matmul out"
-            )
-        layer.scaling = Scaling(layer.group, cuts_outputs=isinstance(layer, _ColumnParallel))
-    return bool(layers)
+    for layer in linear_layers(model):
+        if isinstance(layer, _ColumnParallel):
+            layer.regathers = regathers
 
 
 def weights_of(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights of all column- and row-parallel layers of a model."""
-    return [module.weight for module in model.modules() if isinstance(module, _ColumnParallel | RowParallelLinear)]
+    return [layer.weight for layer in linear_layers(model)]
 
 
 class ReplicatedLinear(placement.PlacedModule):

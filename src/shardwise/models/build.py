@@ -9,8 +9,10 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import BertConfig, Config, DecoderConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
+from shardwise.config.size_rules import FP8_MULTIPLE
 from shardwise.distributed.mesh import Group
-from shardwise.layers.linear import multiply_in_fp8, set_overlap, set_regathers
+from shardwise.layers.fp8 import Scaling
+from shardwise.layers.linear import RowParallelLinear, linear_layers, set_overlap, set_regathers
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Part
 from shardwise.models.gpt import GPT
@@ -77,3 +79,25 @@ def build_model(
             "row-parallel layer in a torch.nn.ModuleList"
         )
     return built
+
+
+def multiply_in_fp8(model: nn.Module) -> bool:
+    """Let all column- and row-parallel layers in a model's blocks, the entries of its module lists, multiply in fp8.
+
+    Returns:
+        true if there is such a layer.
+
+    Raises:
+        ConfigError: the rank's part of a layer has a width that fp8 products do not take.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = [layer for blocks in lists for layer in linear_layers(blocks)]
+    for layer in layers:
+        outputs, inputs = layer.weight.shape
+        if outputs % FP8_MULTIPLE or inputs % FP8_MULTIPLE:
+            raise ConfigError(
+                f"widths of each rank's linear layers ({inputs} and {outputs}) must be multiples of {FP8_MULTIPLE} "
+                "with precision.matmul (fp8): change them, or leave precision.matmul out"
+            )
+        layer.scaling = Scaling(layer.group, cuts_outputs=not isinstance(layer, RowParallelLinear))
+    return bool(layers)

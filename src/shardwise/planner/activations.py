@@ -192,8 +192,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     x = workload.x_bytes
     rounds = workload.rounds_inputs
     attended = workload.tokens * local.query
-    fed = workload.tokens * local.intermediate
-    feed = a * fed
+    feed = a * workload.tokens * local.intermediate
     attention = (
         workload.product_input_bytes
         + workload.input_width * attended
@@ -204,16 +203,6 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     core_input, core_input_saved, core = _core(
         workload, copied=model.rotates(layer) or model.query_key_norm is not None
     )
-    has_parts = workload.config.train.bitwise and workload.config.parallel.grain > 1
-    mlp = (
-        workload.product_input_bytes
-        + (2 + has_parts if model.gated else 1) * feed
-        + workload.input_width * fed
-        + workload.inner_mask_elements
-        + workload.mask_elements
-    )
-    if model.activation == "relu" and not (workload.inner_mask_elements or rounds):
-        mlp -= feed
     if model.norm_place == "input":
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32
     else:
@@ -225,11 +214,23 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core_input=core_input,
         core_input_saved=core_input_saved,
         core=core,
-        mlp=mlp + norm_bytes(workload) - (x if model.parallel_residual else 0),
+        mlp=_mlp(workload, feed) + norm_bytes(workload) - (x if model.parallel_residual else 0),
         normed=_normed(workload),
         rotated=is_rotated * a * workload.tokens * (local.query + local.key_value),
         activated=0 if rounds or (model.activation == "relu" and not model.gated) else feed,
     )
+
+
+def _mlp(workload: RankWorkload, feed: int) -> int:
+    """Return the bytes that the MLP with its dropout saves; feed: bytes of its inner width, [T·F/t]."""
+    model = workload.model
+    has_parts = workload.config.train.bitwise and workload.config.parallel.grain > 1
+    inner = (2 + has_parts if model.gated else 1) * feed
+    if model.activation == "relu" and not (workload.inner_mask_elements or workload.rounds_inputs):
+        inner -= feed
+    last_input = workload.input_width * workload.tokens * workload.local.intermediate
+    masks = workload.inner_mask_elements + workload.mask_elements
+    return workload.product_input_bytes + inner + last_input + masks
 
 
 def _normed(workload: RankWorkload) -> int:

@@ -255,10 +255,9 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     # and made contiguous: three passes.
     feed_elements = s.tokens * feed_width * (3 if gated else 2)
     activation_bytes = s.a * (feed_elements + 3 * s.tokens * query_key_value)
-    rounded_forward, rounded_backward = _rounding_bytes(s, weights)
-    memory_forward = device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes + rounded_forward)
-    backward_bytes = _NORM_BACKWARD * norm_bytes + _ADD_BACKWARD * add_bytes + _ACTIVATION_BACKWARD * activation_bytes
-    backward_bytes += rounded_backward
+    rounded, backward_bytes = _rounding_bytes(s, weights)
+    memory_forward = device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes + rounded)
+    backward_bytes += _NORM_BACKWARD * norm_bytes + _ADD_BACKWARD * add_bytes + _ACTIVATION_BACKWARD * activation_bytes
     memory_backward = device_seconds.passes(device, c, backward_bytes)
 
     collectives = _tensor_collectives(s, device, c)
@@ -285,14 +284,14 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     return PassSeconds(forward, backward.plus(recompute), weight_gradients + accumulation, recompute)
 
 
-def _rounding_bytes(s: BlockShape, weights: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def _rounding_bytes(s: BlockShape, weights: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Return the bytes by which fp8 products round their operands, forward and backward, as compiled blocks move them.
 
     A tensor is read for its largest number, then read and written in one byte. Backward, weights have their scales, and
     weights, inputs and gradients are copied so that kernels read them along the dimension of the sum.
     """
     if s.matmul is None:
-        return 0, 0
+        return 0.0, 0.0
     elements = sum(n * k for n, k in weights)
     inputs = s.tokens * sum(k for _, k in weights)
     gradients = s.tokens * sum(n for n, _ in weights)

@@ -57,6 +57,12 @@ _FP8 = "fp8_tflops"
 _PRICE = "dollars_per_hour"
 PRICE_RANGE = (0.0, 10_000.0)
 """Dollars for a device and an hour that a file may give: prices differ by contract, so no shipped file has one."""
+_CONSTANT = "constants."
+_OPTIONAL = {
+    _FP8: _RANGES["bfloat16_tflops"],
+    _PRICE: PRICE_RANGE,
+    **{_CONSTANT + key: limits for key, limits in CONSTANTS.items()},
+}
 _WHOLE = ("processors", "devices_per_node")
 _TEXTS = ("name", "node_link.topology", "network.topology")
 _CUDA = torch_type("nvidia")
@@ -245,16 +251,14 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     """
     values = parse_yaml(text, where)
     flat = _with_base(_flat(values if isinstance(values, dict) else {}), device_key, where)
-    constants = {f"constants.{name}": limits for name, limits in CONSTANTS.items()}
-    optional = {_FP8: _RANGES["bfloat16_tflops"], _PRICE: PRICE_RANGE, **constants}
-    known = {*_RANGES, *_TEXTS, *optional, *_OTHER_KEYS}
+    known = {*_RANGES, *_TEXTS, *_OPTIONAL, *_OTHER_KEYS}
     problems = [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
     problems += [f"{where}: {key} is missing" for key in (*_RANGES, *_TEXTS) if key not in flat]
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
     sources: list[tuple[str, str]] = []
     numbers: dict[str, Any] = {}
-    given = {key: limits for key, limits in optional.items() if key in flat}
+    given = {key: limits for key, limits in _OPTIONAL.items() if key in flat}
     for key, (least, most) in (_RANGES | given).items():
         entry = flat.get(key)
         if isinstance(entry, dict):
@@ -278,6 +282,7 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
             topology=str(flat[f"{key}.topology"]),
         )
 
+    constants = [key for key in given if key.startswith(_CONSTANT)]
     return Device(
         key=device_key,
         name=str(flat["name"]),
@@ -294,7 +299,7 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         sources=tuple(sources),
         is_accelerator=kind != "cpu",
         is_cuda=kind == _CUDA,
-        constants=tuple((key.removeprefix("constants."), float(numbers[key])) for key in given if key in constants),
+        constants=tuple((key.removeprefix(_CONSTANT), float(numbers[key])) for key in constants),
         dollars_per_hour=numbers.get(_PRICE),
         accuracy=str(flat.get("accuracy", "")),
     )

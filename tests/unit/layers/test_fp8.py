@@ -10,7 +10,8 @@ from shardwise.base.errors import ConfigError
 from shardwise.distributed.mesh import Group
 from shardwise.layers import fp8
 from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, fp8_linear, rounded
-from shardwise.layers.linear import ColumnParallelLinear, multiply_in_fp8
+from shardwise.layers.linear import ColumnParallelLinear
+from shardwise.models.build import multiply_in_fp8
 
 FORMATS = {OPERAND: (3, -6), GRADIENT: (2, -14)}
 """Bits of the mantissa, and the exponent of the smallest normal number."""
