@@ -367,6 +367,12 @@ class PrecisionConfig(Section):
         "the mode's dtype",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fp8_is_mixed_by_default(cls, values: Any) -> Any:
+        is_left_out = isinstance(values, dict) and values.get("matmul") is not None and values.get("mode") is None
+        return {**values, "mode": "mixed"} if is_left_out else values
+
     @model_validator(mode="after")
     def _check(self) -> PrecisionConfig:
         if self.rounding == "stochastic" and self.resolved(accelerator=False).optimizer != "bfloat16":
@@ -387,7 +393,7 @@ class PrecisionConfig(Section):
 
     def resolved(self, accelerator: bool) -> Precision:
         """The dtype of each role; the default mode depends on whether there is an accelerator."""
-        mode = self.mode or ("mixed" if accelerator or self.matmul is not None else "float32")
+        mode = self.mode or ("mixed" if accelerator else "float32")
         parameter: DtypeName = "float32" if mode == "float32" else "bfloat16"
         state: DtypeName = "bfloat16" if mode == "bfloat16" else "float32"
         optimizer = self.optimizer or state

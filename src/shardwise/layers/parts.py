@@ -34,6 +34,10 @@ from shardwise.layers.part_products import (
 from shardwise.layers.replicated import part_views
 
 
+_ALONE = Group()
+"""Over which nothing is gathered. A compiler cannot capture the making of a group."""
+
+
 @dataclass(frozen=True)
 class Section:
     """Rows of a column-parallel weight that are one linear map, cut into parts along its outputs.
@@ -75,7 +79,7 @@ def column_products(
     """
     require_width(x, weight)
     # Gradients are switched off within the function.
-    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), Group(), scaling)
+    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), _ALONE, scaling)
     return cast(tuple[Tensor, ...], _ColumnProducts.apply(*arguments))  # type: ignore[no-untyped-call]
 
 

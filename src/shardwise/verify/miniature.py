@@ -69,7 +69,7 @@ def miniature(
             "bucket_mib": _BUCKET_MIB,
         },
         "precision": config.precision.model_dump()
-        | {"mode": config.precision.mode or _default_mode(config, has_accelerator)},
+        | {"mode": config.precision.mode or ("mixed" if has_accelerator else "float32")},
         "data": {
             **documents,
             **({"eod_token": _END} if documents else {}),
@@ -83,10 +83,6 @@ def miniature(
         values["train"] |= {"bitwise": True, "data_grain": _grain(cell.data for cell in cells)}
         values["train"]["global_batch"] *= SAMPLES_WITH_BITS
     return config_from(values)
-
-
-def _default_mode(config: Config, has_accelerator: bool) -> str:
-    return "float32" if config.precision.resolved(has_accelerator).parameter == "float32" else "mixed"
 
 
 def _rates(optimizer: OptimizerConfig) -> dict[str, Any]:
