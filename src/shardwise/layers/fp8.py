@@ -83,11 +83,11 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling)
         ValueError: x has another width than the rank's weight takes.
     """
     require_width(x, weight)
-    y = cast(Tensor, _Linear.apply(x, weight, scaling))  # type: ignore[no-untyped-call]
+    y = cast(Tensor, _Fp8Linear.apply(x, weight, scaling))  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
 
-class _Linear(torch.autograd.Function):
+class _Fp8Linear(torch.autograd.Function):
     """Keeps x in fp8. The weight is kept as it is, and rounded again: ZeRO-3 frees it between the passes."""
 
     @staticmethod

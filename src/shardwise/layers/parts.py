@@ -33,7 +33,6 @@ from shardwise.layers.part_products import (
 )
 from shardwise.layers.replicated import part_views
 
-
 _ALONE = Group()
 """Over which nothing is gathered. A compiler cannot capture the making of a group."""
 

@@ -7,14 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from shardwise.base.errors import ConfigError
 from shardwise.config import BertConfig, Config, DecoderConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
-from shardwise.config.size_rules import FP8_MULTIPLE
 from shardwise.distributed.mesh import Group
-from shardwise.layers.fp8 import Scaling
-from shardwise.layers.linear import RowParallelLinear, linear_layers, set_overlap, set_regathers
+from shardwise.layers.linear import set_overlap, set_regathers
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Part
+from shardwise.models.fp8_blocks import multiply_in_fp8
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
@@ -73,31 +71,6 @@ def build_model(
         )
     set_overlap(built, config.parallel.tensor_overlap)
     set_regathers(built, config.regathers)
-    if config.precision.matmul is not None and not multiply_in_fp8(built) and model is None:
-        raise ConfigError(
-            f"precision.matmul (fp8) must be left out with model.family {config.model.family}, which has no column- or "
-            "row-parallel layer in a torch.nn.ModuleList"
-        )
+    if config.precision.matmul is not None:
+        multiply_in_fp8(built, config)
     return built
-
-
-def multiply_in_fp8(model: nn.Module) -> bool:
-    """Let all column- and row-parallel layers in a model's blocks, the entries of its module lists, multiply in fp8.
-
-    Returns:
-        true if there is such a layer.
-
-    Raises:
-        ConfigError: the rank's part of a layer has a width that fp8 products do not take.
-    """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    layers = [layer for blocks in lists for layer in linear_layers(blocks)]
-    for layer in layers:
-        outputs, inputs = layer.weight.shape
-        if outputs % FP8_MULTIPLE or inputs % FP8_MULTIPLE:
-            raise ConfigError(
-                f"widths of each rank's linear layers ({inputs} and {outputs}) must be multiples of {FP8_MULTIPLE} "
-                "with precision.matmul (fp8): change them, or leave precision.matmul out"
-            )
-        layer.scaling = Scaling(layer.group, cuts_outputs=not isinstance(layer, RowParallelLinear))
-    return bool(layers)

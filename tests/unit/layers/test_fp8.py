@@ -11,7 +11,9 @@ from shardwise.distributed.mesh import Group
 from shardwise.layers import fp8
 from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, fp8_linear, rounded
 from shardwise.layers.linear import ColumnParallelLinear
-from shardwise.models.build import multiply_in_fp8
+from shardwise.layers.parts import Section, column_products, row_products
+from shardwise.models.fp8_blocks import multiply_in_fp8
+from tests.dist.training import make_config
 
 FORMATS = {OPERAND: (3, -6), GRADIENT: (2, -14)}
 """Bits of the mantissa, and the exponent of the smallest normal number."""
@@ -98,10 +100,31 @@ def test_what_is_not_finite_stays_so(place: str, value: float) -> None:
     assert not any(finite) if place == "dy" else not all(finite)
 
 
+@pytest.mark.parametrize("cuts_outputs", [True, False], ids=["column", "row"])
+def test_products_by_parts_are_those_of_the_same_rounded_numbers(cuts_outputs: bool) -> None:
+    """`train.bitwise` multiplies in the dtype of the weights."""
+    group = Group(grain=4)
+    scaling = Scaling(group, cuts_outputs=cuts_outputs)
+
+    def by_parts(x: Tensor, weight: Tensor) -> Tensor:
+        if cuts_outputs:
+            return column_products(x, weight, None, [Section(len(weight))], group, scaling)[0]
+        return row_products([(x, weight)], group, scaling)
+
+    results = []
+    for multiply in (by_parts, lambda x, weight: fp8_linear(x, weight, None, SCALING)):
+        x, weight, _, dy = operands(torch.float32)
+        y = multiply(x, weight)
+        y.backward(dy)
+        results.append((y.detach(), x.grad, weight.grad))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
+
+
 def test_layers_outside_of_blocks_keep_their_dtype() -> None:
     inside, outside = (ColumnParallelLinear(32, 48, group=Group(), name=name) for name in ("inside", "outside"))
     model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([inside]), "outside": outside})
-    assert multiply_in_fp8(model)
+    multiply_in_fp8(model, make_config())
     x = torch.randn(4, 2, 32)
     plain = {layer: x @ layer.weight.T for layer in (inside, outside)}
     assert torch.allclose(outside(x), plain[outside], atol=1e-6)
@@ -112,5 +135,4 @@ def test_layers_outside_of_blocks_keep_their_dtype() -> None:
 def test_widths_of_own_models_are_refused() -> None:
     blocks = torch.nn.ModuleList([ColumnParallelLinear(40, 48, group=Group(), name="up")])
     with pytest.raises(ConfigError, match=r"widths .* \(40 and 48\) must be multiples of 16"):
-        multiply_in_fp8(blocks)
-    assert not multiply_in_fp8(torch.nn.Linear(32, 32))
+        multiply_in_fp8(blocks, make_config())
