@@ -199,9 +199,8 @@ class _ColumnParallel(placement.PlacedModule):
     def multiply(self, entered: Tensor) -> tuple[Tensor, ...]:
         """`entered` `[…, I]`, whole on every rank of the group → each part `[…, local outputs]`. No communication."""
         if self.group.has_parts:
-            return column_products(
-                entered, self.weight, self.bias, self._sections, self.group, _scaling_in_training(self)
-            )
+            scaling = _scaling_in_training(self)
+            return column_products(entered, self.weight, self.bias, self._sections, self.group, scaling)
         return tuple(_product(self, entered, self.bias).split(self._sizes, dim=-1))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -525,8 +524,7 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
         y = multiply_and_sum(products, first.group, overlap, sequence_parallel=sequence_parallel)
     else:
         if first.group.has_parts:
-            products = [(x, layer.weight) for layer, x in terms]
-            partial = row_products(products, first.group, _scaling_in_training(first))
+            partial = row_products([(x, layer.weight) for layer, x in terms], first.group, _scaling_in_training(first))
         else:
             partial = _product(first, x)
             for layer, x in terms[1:]:
@@ -543,9 +541,7 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
 def _product(layer: _ColumnParallel | RowParallelLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x weightᵀ + bias`."""
     scaling = _scaling_in_training(layer)
-    if scaling is not None:
-        return fp8_linear(x, layer.weight, bias, scaling)
-    return linear(x, layer.weight, bias)
+    return linear(x, layer.weight, bias) if scaling is None else fp8_linear(x, layer.weight, bias, scaling)
 
 
 def _scaling_in_training(layer: _ColumnParallel | RowParallelLinear) -> Scaling | None:

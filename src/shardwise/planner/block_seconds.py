@@ -5,7 +5,6 @@ Legend: see `planner/rank_workload.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -113,6 +112,18 @@ class BlockShape:
     @property
     def tokens(self) -> int:
         return self.batch * self.length
+
+    @property
+    def weights(self) -> tuple[tuple[int, int], ...]:
+        """(output, input) of QKV, of the output projection, and of the MLP's first and last layers."""
+        hidden = self.model.hidden_size
+        feed_width = self.local.intermediate
+        return (
+            (self.local.query + 2 * self.local.key_value, hidden),
+            (hidden, self.local.query),
+            (feed_width * (2 if self.model.gated else 1), hidden),
+            (hidden, feed_width),
+        )
 
     @property
     def has_dropout(self) -> bool:
@@ -232,13 +243,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     gated = s.model.gated
     feed_width = s.local.intermediate
     query_key_value = s.local.query + 2 * s.local.key_value
-    # (output, input) of QKV, of the output projection, and of the MLP's first and last layers.
-    weights = (
-        (query_key_value, hidden),
-        (hidden, s.local.query),
-        (feed_width * (2 if gated else 1), hidden),
-        (hidden, feed_width),
-    )
+    weights = s.weights
     outputs = sum(device_seconds.matmul(device, c, peak, s.tokens, n, k) for n, k in weights)
     input_gradients = sum(device_seconds.matmul(device, c, peak, s.tokens, k, n) for n, k in weights)
     weight_gradients = sum(device_seconds.matmul(device, c, peak, n, k, s.tokens) for n, k in weights)
@@ -255,7 +260,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     # and made contiguous: three passes.
     feed_elements = s.tokens * feed_width * (3 if gated else 2)
     activation_bytes = s.a * (feed_elements + 3 * s.tokens * query_key_value)
-    rounded, backward_bytes = _rounding_bytes(s, weights)
+    rounded, backward_bytes = _rounding_bytes(s)
     memory_forward = device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes + rounded)
     backward_bytes += _NORM_BACKWARD * norm_bytes + _ADD_BACKWARD * add_bytes + _ACTIVATION_BACKWARD * activation_bytes
     memory_backward = device_seconds.passes(device, c, backward_bytes)
@@ -284,7 +289,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     return PassSeconds(forward, backward.plus(recompute), weight_gradients + accumulation, recompute)
 
 
-def _rounding_bytes(s: BlockShape, weights: Sequence[tuple[int, int]]) -> tuple[float, float]:
+def _rounding_bytes(s: BlockShape) -> tuple[float, float]:
     """Return the bytes by which fp8 products round their operands, forward and backward, as compiled blocks move them.
 
     A tensor is read for its largest number, then read and written in one byte. Backward, weights have their scales, and
@@ -292,9 +297,9 @@ def _rounding_bytes(s: BlockShape, weights: Sequence[tuple[int, int]]) -> tuple[
     """
     if s.matmul is None:
         return 0.0, 0.0
-    elements = sum(n * k for n, k in weights)
-    inputs = s.tokens * sum(k for _, k in weights)
-    gradients = s.tokens * sum(n for n, _ in weights)
+    elements = sum(n * k for n, k in s.weights)
+    inputs = s.tokens * sum(k for _, k in s.weights)
+    gradients = s.tokens * sum(n for n, _ in s.weights)
     forward = (2 * s.a + 1) * (inputs + elements)
     copies = 2 * (elements + inputs + gradients)
     return forward, (s.a + 1) * elements + (2 * s.a + 1) * gradients + copies
