@@ -24,7 +24,11 @@ KEYS = (
     "log.tensorboard=false",
     "log.sample_tokens=0",
 )
-WAYS = {"float32": [], "bfloat16": ["precision.moments=bfloat16"]}
+WAYS = {
+    "float32": [],
+    "bfloat16": ["precision.moments=bfloat16"],
+    "float32, another seed": ["train.seed=1"],
+}
 
 
 def run(rounds: int) -> Report:
@@ -39,7 +43,7 @@ def run(rounds: int) -> Report:
 
 
 def report(folder: Path) -> Report:
-    """The evaluation losses of both, and how far the training losses are apart."""
+    """The evaluation losses of all, and how far the training losses are apart."""
     from shardwise import Run
 
     evaluations: dict[str, list[float]] = {}
@@ -55,8 +59,8 @@ def report(folder: Path) -> Report:
     apart = [narrow / wide - 1 for wide, narrow in pairs]
     steps_of_rows = range(EVERY, STEPS + 1, EVERY)
     rows = [
-        [str(step), f"{wide:.4f}", f"{narrow:.4f}", f"{narrow / wide - 1:+.2%}"]
-        for step, wide, narrow in zip(steps_of_rows, *evaluations.values(), strict=True)
+        [str(step), f"{wide:.4f}", f"{narrow:.4f}", f"{narrow / wide - 1:+.2%}", f"{other / wide - 1:+.2%}"]
+        for step, wide, narrow, other in zip(steps_of_rows, *evaluations.values(), strict=True)
     ]
     off = abs(evaluations["bfloat16"][-1] / evaluations["float32"][-1] - 1)
     largest = max(apart, key=abs)
@@ -64,12 +68,14 @@ def report(folder: Path) -> Report:
     return Report(
         "moments",
         "AdamW's moments in bfloat16 on llama-small",
-        [Table(("step", "float32 moments", "bfloat16 moments", "difference"), rows)],
+        [Table(("step", "float32 moments", "bfloat16 moments", "difference", "another seed"), rows)],
         {"evaluation": evaluations, "losses": losses, "step_seconds": seconds},
         [target("evaluation loss at the end, off that of float32 moments by", off, 0.005, at_least=False)],
         [
-            "Evaluation losses of one process in float32, sequences of 64, betas of 0.9 and 0.999. The training losses "
-            f"of a step differ by {statistics.mean(apart):+.2%} in the mean and {largest:+.2%} at most. A step takes "
+            "Evaluation losses of one process in float32, sequences of 64, betas of 0.9 and 0.999. The last column is "
+            "how far another seed is off with float32 moments: other weights and another order of the data. The losses "
+            f"of training steps with bfloat16 moments differ by {statistics.mean(apart):+.2%} in the mean and "
+            f"{largest:+.2%} at most. A step takes "
             f"{ratio:.2f} times as long with bfloat16 moments, in separate trainings."
         ],
     )

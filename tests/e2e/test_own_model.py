@@ -17,7 +17,6 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import shardwise as sw
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import Config, load_config
@@ -155,7 +154,8 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
         assert recipe.count(whole) == 1
         recipe = recipe.replace(whole, small)
     (at / RECIPE).write_text(recipe, encoding="utf-8")
-    return Followed(at, {line: follow(line, at) for line in COMMANDS if line.startswith("shardwise train")})
+    first_lines = [line for line in COMMANDS if line.startswith("shardwise train") and "checkpoint.load" not in line]
+    return Followed(at, {line: follow(line, at) for line in first_lines})
 
 
 def follow(line: str, at: Path) -> Outcome:
@@ -175,9 +175,12 @@ def test_four_ranks_have_the_losses_of_one(followed: Followed) -> None:
 
 @pytest.mark.slow
 def test_verify_compares_both_models(followed: Followed) -> None:
+    (wrapper,) = (block for block in blocks("python", OPTIONAL) if block.startswith("# wrapped.py\n"))
+    (followed.at / "wrapped.py").write_text(wrapper)
     others = [line for line in COMMANDS if line not in followed.outcomes]
-    said = [follow(line, followed.at).out for line in others]
+    *said, _, _, compared = [follow(line, followed.at).out for line in others]
     assert len(said) == 2
+    assert "both     5 steps" in compared
     assert [re.findall(r"dp=\d, tp=\d", text) for text in said] == [["dp=1, tp=1"], ["dp=2, tp=2"]]
     for text in said:
         (worst,) = re.findall(r"differ by at most (\S+)", text)
@@ -265,7 +268,7 @@ def gradients_of_the_page(code: str, tensor: int, sequence: bool) -> tuple[Tenso
     options = {"group": group, "sequence_parallel_enabled": sequence}
     layers = nn.ModuleDict(
         {
-            "positions": sw.ReplicatedEmbedding(8, 32, name="positions", **options),
+            "embeddings": scope["Embeddings"](16, 8, 32, options),
             "attention": scope["Attention"]("attention", 32, 4, 2, options),
             "mlp": scope["GatedMLP"]("mlp", 32, 48, options),
             "scale": scope["Scale"](32, group, sequence),
@@ -276,7 +279,7 @@ def gradients_of_the_page(code: str, tensor: int, sequence: bool) -> tuple[Tenso
         whole.chunk(group.size)[group.rank] if sequence else whole
         for whole in (dense.random(seed, 8, 2, 32) for seed in (1, 2))
     )
-    y_SBH = x_SBH + layers["positions"](torch.arange(8)[:, None])
+    y_SBH = x_SBH + layers["embeddings"](torch.arange(16).view(8, 2))
     for name in ("attention", "mlp", "scale"):
         y_SBH = layers[name](y_SBH)
     y_SBH.backward(dy_SBH)
@@ -290,6 +293,7 @@ def test_the_layers_of_the_page_compute_the_same_at_any_degree(tensor: int, sequ
     code = "".join(blocks("python", OPTIONAL))
     wanted, gradients = gradients_of_the_page(code, 1, False)
     assert {"attention.k.weight", "attention.q_norm.weight", "attention.temperature", "scale.weight"} <= set(gradients)
+    assert {"embeddings.positions.weight", "embeddings.norm.bias"} <= set(gradients)
     for y, found in dense.run(ranks, tensor, gradients_of_the_page, code, tensor, sequence):
         assert dense.error(y, wanted) < 1e-5
         assert set(found) == set(gradients)
@@ -353,6 +357,7 @@ def test_what_only_the_ranks_can_see_is_told_once(tmp_path: Path) -> None:
     said = shardwise("train", RECIPE, "parallel.tensor=2", at=tmp_path).failed(2)
     text = "needs layers of shardwise, or shardwise.make_parameter, for head.weight and head.bias"
     assert said.count(text) == said.count("shardwise: ") == 1, said
+    assert not [*(tmp_path / "runs").iterdir()], "a first start that is refused must leave no run behind"
 
 
 def test_a_forward_that_returns_no_sum_is_told(tmp_path: Path) -> None:

@@ -166,10 +166,10 @@ def train(
         require_same_run_dir(path, config.launch.timeout)
         if path is not None and is_finished(locks, config, path, rank):
             return Run(path)
-        path = prepare_run(locks, config, name, path, rank)
-        with output.restored(), _signals_restored(), failure_recorded(rank, path):
+        folder = prepare_run(locks, config, name, path, rank)
+        with folder.removed_if_refused(), output.restored(), _signals_restored(), failure_recorded(rank, folder.path):
             take_any_character()
-            return Run(run(config, path, name))
+            return Run(run(config, folder.path, name))
 
 
 def _join() -> Rank | None:

@@ -162,7 +162,7 @@ def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, evalu
 
 _PARTS = {
     "all": "all of it",
-    "eval": "the part that data.split holds out",
+    "eval": "the whole part that data.split holds out (a run itself reads its first train.eval_batches batches)",
     "test": "the test part",
     "train": "the training part",
 }

@@ -22,16 +22,19 @@ from shardwise.cli.plan_against_run import compare_with_run
 from shardwise.cli.plan_devices import compare_devices, named_devices, prices
 from shardwise.cli.plan_rows import (
     DAY,
+    TIGHT,
     accuracy,
     accuracy_text,
     costs_legend,
     dollars,
     plan_facts,
+    price_range,
     row,
     time_range,
     time_unit,
 )
 from shardwise.config import Config, dump_yaml, load_config, recipe_name
+from shardwise.config.recipe_files import carried_comments, is_without_data, own_data
 from shardwise.planner.device_specs import cluster, shipped_text
 from shardwise.planner.memory import offloaded_bytes
 from shardwise.planner.search import Plan, Search, distinct, search
@@ -50,8 +53,7 @@ _LEGEND = (
     '"comm." = communication time not overlapped with compute',
 )
 _COMPILED = (
-    '"step" = as with compiled blocks (compile.enabled); eager ones, also those of schedules that split the backward '
-    "pass, took 4 to 6% longer on one H200"
+    '"step" = with compiled blocks (compile.enabled) in layouts that can be compiled, and with eager ones in others'
 )
 
 
@@ -138,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
         listed = [result.plans[index] for index in distinct(result.plans)[:_MOST_ROWS]]
     if arguments.write is not None:
         # Before the list, whose reader may close the output, as `head` does.
-        _write(arguments.write, recipe_name(recipe), listed, 1 if arguments.layout is None else arguments.layout)
+        _write(arguments.write, recipe, listed, 1 if arguments.layout is None else arguments.layout)
     if arguments.why is not None:
         _show_differences(listed, *arguments.why)
     elif arguments.json:
@@ -216,11 +218,15 @@ def _show(name: str, result: Search, listed: Sequence[Plan]) -> None:
             "degrees and ZeRO; only schedule, micro-batch, recompute or SP differ. --all lists them."
         )
     if any(plan.is_tight for plan in listed):
-        output.line("(tight): less than 10% of the device's memory is free.")
+        output.line(TIGHT)
     output.prose(f"A step of layout 1: {best.time.shares()}")
-    if best.cluster.device.is_cuda:
+    if any(plan.config.compile.enabled for plan in listed):
         output.prose(_COMPILED)
-    for line in (*_LEGEND, costs_legend(best, unit), *time_range(best, unit), *accuracy([best])):
+    consequence = ""
+    if times := time_range(best, unit):
+        prices_text = price_range(best)
+        consequence = f": layout 1 takes {times} {unit}{f', {prices_text}' if prices_text else ''}"
+    for line in (*_LEGEND, costs_legend(best, unit), *accuracy([best], consequence)):
         output.prose(line)
     if on_host := offloaded_bytes(best.config, best.layout, best.cluster.device.is_accelerator):
         output.prose(f"Layout 1 needs {units.size(on_host)} of the host's memory for each rank, which is not checked.")
@@ -253,13 +259,13 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
     output.table(memory_rows, ("memory", str(first), str(second)), right=(1, 2))
 
 
-def _write(path: Path, name: str, plans: Sequence[Plan], number: int) -> None:
+def _write(path: Path, recipe: str, plans: Sequence[Plan], number: int) -> None:
     """Write the recipe with the layout of this number in the list."""
     if not 1 <= number <= len(plans):
         raise ConfigError(f"--layout ({number}) must be a layout of the list, 1 to {len(plans)}")
     plan = plans[number - 1]
     which = "as `shardwise plan` predicts it fastest" if number == 1 else f"layout {number} of `shardwise plan`"
-    text = f"# {name} on {plan.cluster}: {plan.text()}, {which}\n"
+    text = f"# {recipe_name(recipe)} on {plan.cluster}: {plan.text()}, {which}\n{carried_comments(recipe, plan.config)}"
     # Keys that the recipe left out stay out: a later release may have a better default for them.
     values = plan.config.with_tokens(plan.config.model_dump(mode="json", exclude_unset=True))
     files.write_new(path, text + dump_yaml(values), "--write")
@@ -267,6 +273,8 @@ def _write(path: Path, name: str, plans: Sequence[Plan], number: int) -> None:
     command = f"shardwise train {path}"
     if nodes > 1:
         command = f"shardwise submit {path} --nodes {nodes} launch.ranks_per_node={plan.cluster.per_node}"
+    if is_without_data(plan.config):
+        command += f" {own_data(recipe)}"
     output.progress(f"wrote {path}; train it with: {command}")
 
 

@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
-from shardwise.cli.plan_rows import accuracy, accuracy_text, dollars, plan_facts, row, time_unit
+from shardwise.cli.plan_rows import (
+    TIGHT,
+    accuracy,
+    accuracy_text,
+    dollars,
+    plan_facts,
+    range_head,
+    row,
+    time_range,
+    time_unit,
+)
 from shardwise.planner.device_specs import PRICE_RANGE
 from shardwise.planner.search import Plan, Search
 
@@ -82,6 +92,8 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
     for device, problem in problems.items():
         output.line(f"{device}: {problem}")
     output.line()
+    if any(plan.is_tight for plan in plans.values()):
+        output.line(TIGHT)
     for line in accuracy(plans.values()):
         output.line(line)
     return 0
@@ -91,11 +103,21 @@ def _show(plans: dict[str, Plan]) -> None:
     fastest = min(plans.values(), key=lambda plan: plan.seconds)
     unit = time_unit(fastest)
     has_prices = any(plan.dollars is not None for plan in plans.values())
-    head = ("devices", "layout", "step", "tokens/s", "MFU", "memory", "free", unit, "device-hours")
+    head = ["devices", "layout", "step", "tokens/s", "MFU", "memory", "free", unit, "device-hours"]
+    ranges = [time_range(plan, unit) for plan in plans.values()]
+    if any(ranges):
+        head.insert(-1, range_head())
+    if has_prices:
+        head.append("dollars")
     rows = []
-    for plan in plans.values():
-        cost = (dollars(plan),) if has_prices else ()
-        cells = row(plan, unit)
+    for plan, times in zip(plans.values(), ranges, strict=True):
+        *cells, hours = row(plan, unit)
         # Without bubble and communication.
-        rows.append((str(plan.cluster), *cells[:6], *cells[8:], *cost))
-    output.table(rows, (*head, *(("dollars",) if has_prices else ())), right=tuple(range(2, 10)))
+        shown = [str(plan.cluster), *cells[:6], *cells[8:]]
+        if any(ranges):
+            shown.append(times)
+        shown.append(hours)
+        if has_prices:
+            shown.append(dollars(plan))
+        rows.append(shown)
+    output.table(rows, head, right=tuple(range(2, len(head))))

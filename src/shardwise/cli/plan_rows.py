@@ -14,13 +14,14 @@ from shardwise.planner.search import Plan
 DAY = 86_400
 _LEAST_DAYS = 10
 """Days from which on the time of a training is shown in days."""
+TIGHT = "(tight): less than 10% of the device's memory is free."
 _LEAST_WHOLE_DOLLARS = 100
 """Dollars from which on cents are not shown."""
 _ACCURACY_COLUMNS = 80
 _ACCURACY_PAGE = "docs/planner.md#how-far-off-it-is"
-_OTHER_ACCURACY = "not measured; published steps on other devices differ by 8% in the mean, one in ten by 19% or more"
-_PUBLISHED_ERRORS = {"the mean of published runs": 0.08, "exceeded by one published run in ten": 0.19}
-"""Sizes of errors relative to the measured step, of the runs that no constant was fitted to, as the page has them."""
+_PUBLISHED_ERROR = 0.19
+"""Size of the error, relative to the measured step, that nine in ten published runs do not exceed: see the page."""
+_PUBLISHED_ACCURACY = f"nine in ten published steps on A100 and Trainium1 were predicted within {_PUBLISHED_ERROR:.0%}"
 _FITTED_ACCURACY = "constants are those of the file; `shardwise plan RUN` compares a run with them"
 
 
@@ -50,37 +51,48 @@ def costs_legend(best: Plan, unit: str) -> str:
     return f"{names} = all steps, without evaluations, checkpoints and restarts"
 
 
-def time_range(best: Plan, unit: str) -> list[str]:
-    """Lines on the time and the price of the fastest layout if its prediction errs as those of published runs do."""
-    if best.cluster.world == 1 or accuracy_text(best) == _FITTED_ACCURACY:
-        return []
-    lines = []
-    for name, error in _PUBLISHED_ERRORS.items():
-        fewest = 1 / (1 + error)
-        most = 1 / (1 - error)
-        time = best.seconds / (DAY if unit == "days" else 3600)
-        text = f"Layout 1 with an error of {error:.0%}, {name}: {time * fewest:,.1f} to {time * most:,.1f} {unit}"
-        if best.dollars is not None:
-            text += f", {best.dollars * fewest:,.0f} to {best.dollars * most:,.0f} dollars"
-        lines.append(text)
-    return lines
+def time_range(plan: Plan, unit: str) -> str:
+    """Return the times of a training if its prediction errs as those of published runs; empty if these do not count."""
+    if _PUBLISHED_ACCURACY not in accuracy_text(plan):
+        return ""
+    time = plan.seconds / (DAY if unit == "days" else 3600)
+    return f"{time / (1 + _PUBLISHED_ERROR):,.1f} to {time / (1 - _PUBLISHED_ERROR):,.1f}"
+
+
+def price_range(plan: Plan) -> str:
+    """Return the prices for these times; empty if the price of the device is unknown."""
+    if plan.dollars is None:
+        return ""
+    return f"{plan.dollars / (1 + _PUBLISHED_ERROR):,.0f} to {plan.dollars / (1 - _PUBLISHED_ERROR):,.0f} dollars"
 
 
 def accuracy_text(plan: Plan) -> str:
     """How far predictions for a plan's device are off."""
     device = plan.cluster.device
-    return device.accuracy or (_FITTED_ACCURACY if device.constants else _OTHER_ACCURACY)
+    if not device.accuracy:
+        return _FITTED_ACCURACY if device.constants else _PUBLISHED_ACCURACY
+    # The sentence of a file is on one device.
+    return device.accuracy if plan.cluster.world == 1 else f"{device.accuracy}; {_PUBLISHED_ACCURACY}"
 
 
-def accuracy(plans: Iterable[Plan]) -> list[str]:
-    """Lines of 80 columns on how far predictions for the devices can be trusted, and the page that says more."""
+def range_head() -> str:
+    """Return the head of a column of `time_range`."""
+    return f"with {_PUBLISHED_ERROR:.0%} error"
+
+
+def accuracy(plans: Iterable[Plan], consequence: str = "") -> list[str]:
+    """Lines of 80 columns on how far predictions for the devices can be trusted, and the page that says more.
+
+    Args:
+        consequence: what the accuracy means for the plans.
+    """
     names: dict[str, list[str]] = {}
     for plan in plans:
         names.setdefault(accuracy_text(plan), []).append(plan.cluster.device.name)
     sentences = [f"Accuracy: {text}" for text in names]
     if len(names) > 1:
         sentences = [f"Accuracy for {listing(devices)}: {text}" for text, devices in names.items()]
-    sentences[-1] += f" ({_ACCURACY_PAGE})"
+    sentences[-1] += f"{consequence} ({_ACCURACY_PAGE})"
     return [line for sentence in sentences for line in wrapped(sentence, _ACCURACY_COLUMNS)]
 
 
@@ -89,7 +101,7 @@ def row(plan: Plan, unit: str) -> tuple[str, ...]:
     mfu = plan.mfu
     return (
         plan.text(),
-        units.duration(time.total),
+        units.step_duration(time.total),
         f"{plan.tokens_per_second:,.0f}",
         "" if mfu is None else f"{mfu:.1%}",
         units.size(plan.memory.total),

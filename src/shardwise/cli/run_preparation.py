@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.base.errors import ConfigError, ShardwiseError
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.cli import output
@@ -17,7 +20,43 @@ from shardwise.data.open_data import prepare
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank
-from shardwise.runs.folder import RunDirectory, RunLock, new_run_path
+from shardwise.runs.folder import RUNS, RunDirectory, RunLock, new_run_path
+
+
+@dataclass(frozen=True)
+class PreparedFolder:
+    """The folder of a run that is about to start.
+
+    Attributes:
+        path: the folder; None where a rank other than 0 does not know it yet.
+        is_new: True if this start has made it.
+        latest: folder to which `runs/latest` led before; None if there was none.
+    """
+
+    path: Path | None
+    is_new: bool = False
+    latest: Path | None = None
+
+    def remove_refused(self) -> None:
+        """Leave nothing of a first start that was refused."""
+        if self.path is None or not self.is_new:
+            return
+        link = RUNS / "latest"
+        if link.is_symlink() and link.resolve() == self.path.resolve():
+            link.unlink()
+            if self.latest is not None:
+                RunDirectory(self.latest).mark_latest()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    @contextmanager
+    def removed_if_refused(self) -> Iterator[None]:
+        """Remove the folder if the body raises that the start is refused."""
+        try:
+            yield
+        except ShardwiseError as error:
+            if error.exit_code == ConfigError.exit_code:
+                self.remove_refused()
+            raise
 
 
 def claim(locks: ExitStack, run_path: Path) -> None:
@@ -65,22 +104,20 @@ def is_finished(locks: ExitStack, config: Config, run_path: Path, place: Rank | 
 
 def prepare_run(
     locks: ExitStack, config: Config, recipe: str, run_path: Path | None, place: Rank | None
-) -> Path | None:
-    """Fetch what keys name by a hub id and tokenize the data, each once; then make and claim a new run's folder.
-
-    Returns:
-        the folder; None where a rank other than 0 does not know it yet.
-    """
+) -> PreparedFolder:
+    """Fetch what keys name by a hub id and tokenize the data, each once; then make and claim a new run's folder."""
     # Before the folder is made, so that wrong inputs leave none behind.
     fetch_inputs(config, output.progress if place is None or place.local_rank == 0 else None)
     if place is not None and place.rank != 0:
-        return run_path
+        return PreparedFolder(run_path)
+    link = RUNS / "latest"
+    latest = link.resolve() if link.is_dir() else None
     is_new = run_path is None or not run_path.is_dir()
     run_path = run_path or new_run_path(recipe)
     RunDirectory(run_path).create()
     if is_new:
         claim(locks, run_path)
-    return run_path
+    return PreparedFolder(run_path, is_new, latest)
 
 
 def fetch_inputs(config: Config, announce: Callable[[str], None] | None) -> None:

@@ -41,6 +41,7 @@ from shardwise.runs.folder import RunDirectory
 
 if TYPE_CHECKING:
     # Costly to import, for the option --device alone.
+    from shardwise.cli.run_preparation import PreparedFolder
     from shardwise.planner.device_specs import Cluster
 
 _VALUE_COLUMN = 16
@@ -120,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     # These two keep the user's terminal; other ranks write to their logs.
     if place is None or place.rank == 0:
         stdio.survive_hangup()
+    folder: PreparedFolder | None = None
     with ExitStack() as claims:
         # A launched rank finds the folder claimed and the data prepared by the process that launched it.
         if not is_launched():
@@ -127,11 +129,14 @@ def run(arguments: argparse.Namespace) -> int:
 
             if run_path is not None and is_finished(claims, config, run_path, place):
                 return 0
-            run_path = prepare_run(claims, config, recipe, run_path, place)
+            folder = prepare_run(claims, config, recipe, run_path, place)
+            run_path = folder.path
         if place is None and world > 1:
+            assert folder is not None, "a rank that was launched has a place"
             arguments.run_dir = run_path
-            return _launch(arguments, world)
-        with as_rank(place, run_path) as ending:
+            with folder.removed_if_refused():
+                return _launch(arguments, world)
+        with as_rank(place, run_path, None if folder is None else folder.remove_refused) as ending:
             # Imported inside, with torch: what fails there is told as a failure of this rank.
             from shardwise.train.run import run as train
 

@@ -14,7 +14,7 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.config.base_section import PROBLEMS, Section, as_given
 from shardwise.config.data import MixedSource
 from shardwise.config.evaluation import as_keys_of_set
-from shardwise.config.model import FAMILIES
+from shardwise.config.model import FAMILIES, UserModelConfig
 from shardwise.config.run_config import Config
 from shardwise.config.suggestions import reason_without_key, section_suggestion, suggestion
 from shardwise.config.token_counts import counts_steps
@@ -55,7 +55,7 @@ def error_texts(details: Any, family: str = "") -> list[str]:
     if kind == "extra_forbidden" and location[:2] == ("data", "mixture"):
         return [f"{path}: unknown key; a source has {listing(MixedSource.model_fields)}"]
     if kind == "extra_forbidden":
-        return _unknown(path, value, known)
+        return _unknown(path, value, known, is_own_model=":" in family)
     rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)
     if kind == "int_type" and isinstance(value, str) and counts_steps(Config, location):
         rule = "must be a whole number of steps, or tokens such as 20B, 500M or 1.5T"
@@ -113,13 +113,17 @@ def _list_rule(field: FieldInfo) -> str:
     return f"must be a list of {entries}, such as {listing(field.examples or [], 'or')}"
 
 
-def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo]) -> list[str]:
+def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo], *, is_own_model: bool) -> list[str]:
     """The messages for an unknown key; those of an unknown section are about its keys, unless its name is a slip."""
+    if is_own_model:
+        # Its class has keys of its own, and those that other models have are no advice.
+        keys = {key: field for key, field in keys.items() if not key.startswith("model.")}
     section, _, _ = path.rpartition(".")
     if not section:
         near = section_suggestion(path, Config.model_fields)
-        if near is None and isinstance(value, Mapping):
-            return [text for inner in value for text in _unknown(f"{path}.{inner}", None, keys)]
+        if near is None and isinstance(value, Mapping) and value:
+            names = [f"{path}.{name}" for name in value]
+            return [text for name in names for text in _unknown(name, None, keys, is_own_model=is_own_model)]
         if near is not None:
             return [f"{path}: unknown key; did you mean {near}?"]
     if reason := reason_without_key(path):
@@ -127,6 +131,8 @@ def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo]) -> list[str]:
     near = suggestion(path, keys)
     if near is not None:
         return [f"{path}: unknown key; did you mean {near}?"]
+    if is_own_model and not section:
+        return [f"{path}: unknown key; did you mean model.{path}, an argument of your model's class?"]
     siblings = [key for key in keys if key.rpartition(".")[0] == section]
     if not siblings:
         return [f"{path}: unknown key; the sections are {listing(Config.model_fields)}"]
@@ -143,6 +149,8 @@ def known_paths(family: str = "") -> dict[str, FieldInfo]:
         sections: list[Any] = [field.annotation]
         if name == "model":
             sections = [FAMILIES[family]] if family in FAMILIES else [*FAMILIES.values()]
+            if ":" in family:
+                sections = [UserModelConfig]
         for section in sections:
             for key, inner in section.model_fields.items():
                 paths[f"{name}.{key}"] = inner

@@ -20,6 +20,8 @@ _RECIPES = Path(__file__).parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
 _DATA_COMMENT = r"(?m)^ *# ((?:\S.*: +|  +)data\..+)"
 """A comment of a recipe that names data for it, such as `# For a trial:  data.dataset=python`, or continues one."""
+_OWN_DATA = r"Your own data: +((?:data\.\S+ ?)+)"
+_RATE_COMMENT = r"(?m)^ *# (Learning rate: .+(?:\n *#  +.+)*)"
 
 
 def recipe_names() -> list[str]:
@@ -61,9 +63,32 @@ def recipe_name(recipe: str) -> str:
     return Path(recipe).stem if recipe.endswith(_SUFFIXES) else Path(recipe).name
 
 
+def is_without_data(config: Config) -> bool:
+    """Whether nothing names the data of a recipe."""
+    return not config.data.is_named and config.hooks.data is None
+
+
+def own_data(recipe: str) -> str:
+    """The keys that name a user's own data, as a comment of the recipe has them."""
+    comment = re.search(_OWN_DATA, recipe_text(recipe))
+    return comment[1].strip() if comment else "data.path=corpus.jsonl"
+
+
+def carried_comments(recipe: str, config: Config) -> str:
+    """The comments that a recipe made of another needs too: on a kept learning rate, and on data if none are named."""
+    text = recipe_text(recipe)
+    comments: list[str] = []
+    if (parse_yaml(text, recipe).get("optimizer") or {}).get("lr") == config.optimizer.lr:
+        comments += re.findall(_RATE_COMMENT, text)
+    if is_without_data(config):
+        comments += re.findall(_DATA_COMMENT, text)
+    lines = [re.sub(r"^ *# ", "", line) for comment in comments for line in comment.split("\n")]
+    return "".join(f"# {line}\n" for line in lines)
+
+
 def require_data(config: Config, recipe: str) -> None:
     """Raises ConfigError, with the comments of the recipe that name data for it, where nothing names data."""
-    if not config.data.is_named and config.hooks.data is None:
+    if is_without_data(config):
         lines = re.findall(_DATA_COMMENT, recipe_text(recipe)) or ["For a trial:  data.dataset=python"]
         shown = "\n".join(f"  {line}" for line in lines)
         raise ConfigError(

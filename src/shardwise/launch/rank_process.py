@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +70,9 @@ def check_accelerators(nproc: int, accelerators: int) -> None:
 
 
 @contextmanager
-def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[RankExit]:
+def as_rank(
+    place: Rank | None, run_path: Path | None = None, on_refusal: Callable[[], None] | None = None
+) -> Iterator[RankExit]:
     """Run the body of the `with` statement as the work of one rank, and catch whatever it raises.
 
     The user reads why the work failed, once for all ranks. In a job the process of the rank ends here, at once, whether
@@ -79,6 +81,7 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[RankEx
     Args:
         place: place of this process in a launched job; None if it is the only rank.
         run_path: folder of the run that is trained. Its logs get the traceback of an unexpected error.
+        on_refusal: called before this process ends because the start was refused.
     """
     rank_exit = RankExit()
     began = time.time()
@@ -113,6 +116,8 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[RankEx
             failure, place, None if is_request else lambda failed: _words(failed, place, run_path, began)
         )
         rank_exit.code = failure.exit_code
+        if on_refusal is not None and failure.exit_code == ConfigError.exit_code:
+            on_refusal()
         external_launchers.end_step(failure)
         if place is not None or is_request:
             # Without waiting for threads that still write.

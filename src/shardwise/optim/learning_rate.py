@@ -67,6 +67,26 @@ def schedule_points(config: Config) -> list[RateAtStep]:
     return points
 
 
+def moved_end_text(config: Config, former_steps: int, step: int) -> str | None:
+    """Return a line for the user of a run whose schedule ends at another step than before; None if it does not.
+
+    Args:
+        former_steps: `train.steps` before the run was resumed.
+        step: the last step that is done.
+    """
+    train = config.train.model_copy(update={"steps": former_steps})
+    former = schedule_points(config.model_copy(update={"train": train}))
+    points = schedule_points(config)
+    if former == points:
+        return None
+    rate, former_rate = (rate_at(schedule, step + 1) for schedule in (points, former))
+    changed = f"{rate:.2e} in place of {former_rate:.2e}" if rate != former_rate else f"{rate:.2e}, as before"
+    return (
+        f"learning rate: the {config.optimizer.schedule} schedule ends at step {config.train.steps:,} in place of "
+        f"{former_steps:,}, so that step {step + 1:,} has {changed}"
+    )
+
+
 def _between(start: RateAtStep, end: RateAtStep, step: int) -> float:
     if start.rate == 0 and end.shape == "linear":
         return end.rate * (step - start.step) / (end.step - start.step)

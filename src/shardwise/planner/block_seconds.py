@@ -34,6 +34,7 @@ _FUSED_BACKWARD_RATE = 0.85
 # Kernels that the host starts; estimates, but for those of a block, which `ProgramTraits.kernels` has.
 _BACKWARD_KERNELS = 1.6  # for each kernel of the forward pass: matrix products have two, others one
 _STEPWISE_ATTENTION_KERNELS = 6  # two products, scale, mask, softmax and dropout in place of one fused kernel
+_ROUNDING_KERNELS = 22  # of a product in fp8: the scales of two tensors, two roundings and copies
 _HEAD_KERNELS = 20
 _EMBEDDING_KERNELS = 8
 
@@ -60,6 +61,8 @@ class ProgramTraits:
             gradients and to round the weights, and the norm reads the gradients of all ranks.
         reduces_all: True if gradients are all-reduced even if the optimizer's state is sharded.
         recomputes_core: True if selective recompute repeats attention, fused or not, and nothing else.
+        separate_kernels: True if each element-wise function of a block is a kernel; otherwise functions one after the
+            other are one.
         kernels: number of kernels that a block starts in its forward pass.
     """
 
@@ -74,6 +77,7 @@ class ProgramTraits:
     updates_in_one_pass: bool = False
     reduces_all: bool = False
     recomputes_core: bool = False
+    separate_kernels: bool = False
     kernels: int = 24
 
 
@@ -134,6 +138,11 @@ class BlockShape:
     def a(self) -> int:
         """Bytes of an element of an activation."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def x_elements(self) -> int:
+        """T/s·H: elements of x between the cut layers."""
+        return self.tokens * self.model.hidden_size // (self.tensor if self.sequence_parallel else 1)
 
     @property
     def tensor_group(self) -> RankGroup:
@@ -239,10 +248,6 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     weight. The latter are `weight`, with the time to add them to earlier gradients.
     """
     peak = device.peak(s.dtype) if s.matmul is None else device.require_fp8()
-    hidden = s.model.hidden_size
-    gated = s.model.gated
-    feed_width = s.local.intermediate
-    query_key_value = s.local.query + 2 * s.local.key_value
     weights = s.weights
     outputs = sum(device_seconds.matmul(device, c, peak, s.tokens, n, k) for n, k in weights)
     input_gradients = sum(device_seconds.matmul(device, c, peak, s.tokens, k, n) for n, k in weights)
@@ -251,27 +256,16 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     accumulation = device_seconds.passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
 
-    x_elements = s.tokens * hidden // (s.tensor if s.sequence_parallel else 1)
-    # Two norms read and write x. Attention and MLP are each added to x: two tensors are read, one is written, and with
-    # dropout a mask of one byte.
-    norm_bytes = 4 * s.a * x_elements
-    add_bytes = 2 * (3 * s.a + s.has_dropout) * x_elements
-    # The activation reads its input and writes its output, gated with one tensor more. QKV is split into heads, rotated
-    # and made contiguous: three passes.
-    feed_elements = s.tokens * feed_width * (3 if gated else 2)
-    activation_bytes = s.a * (feed_elements + 3 * s.tokens * query_key_value)
-    rounded, backward_bytes = _rounding_bytes(s)
-    memory_forward = device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes + rounded)
-    backward_bytes += _NORM_BACKWARD * norm_bytes + _ADD_BACKWARD * add_bytes + _ACTIVATION_BACKWARD * activation_bytes
-    memory_backward = device_seconds.passes(device, c, backward_bytes)
-
+    passes = _memory_passes(s, device, c, program)
     collectives = _tensor_collectives(s, device, c)
     kernels = program.kernels + core.kernels
+    if s.matmul is not None and program.separate_kernels:
+        kernels += _ROUNDING_KERNELS * len(weights)
     forward = _with_launch(
-        PartSeconds(outputs, core.forward, memory_forward, 0.0, collectives), kernels, c.host, program
+        PartSeconds(outputs, core.forward, passes.forward, 0.0, collectives), kernels, c.host, program
     )
     backward = _with_launch(
-        PartSeconds(input_gradients + weight_gradients, core.backward, memory_backward, 0.0, collectives, accumulation),
+        PartSeconds(input_gradients + weight_gradients, core.backward, passes.backward, 0.0, collectives, accumulation),
         _BACKWARD_KERNELS * kernels,
         c.host,
         program,
@@ -282,27 +276,114 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
         for n, k in (weights[0], weights[2]):
             exposed = max(0.0, gather - device_seconds.matmul(device, c, peak, s.tokens, k, n))
             backward = backward.plus(PartSeconds(tensor=exposed))
-    cheap_bytes = norm_bytes + s.a * feed_elements
-    if s.model.rotary_dim:
-        cheap_bytes += 2 * s.a * s.tokens * (s.local.query + s.local.key_value)
-    recompute = _recomputed(s, device, program, forward, device_seconds.passes(device, c, cheap_bytes))
+    recompute = _recomputed(s, device, program, forward, passes.cheap)
     return PassSeconds(forward, backward.plus(recompute), weight_gradients + accumulation, recompute)
 
 
-def _rounding_bytes(s: BlockShape) -> tuple[float, float]:
-    """Return the bytes by which fp8 products round their operands, forward and backward, as compiled blocks move them.
+@dataclass(frozen=True)
+class _MemoryPasses:
+    """Seconds of a block's passes over activations, without those of the attention core.
 
-    A tensor is read for its largest number, then read and written in one byte. Backward, weights have their scales, and
-    weights, inputs and gradients are copied so that kernels read them along the dimension of the sum.
+    Attributes:
+        forward: seconds of the forward pass.
+        backward: seconds of the backward pass.
+        cheap: seconds of what selective recompute repeats: norms, activation, and rotated q and k.
     """
+
+    forward: float
+    backward: float
+    cheap: float
+
+
+def _memory_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _MemoryPasses:
+    passes = _separate_passes(s, device, c) if program.separate_kernels else _fused_passes(s, device, c)
     if s.matmul is None:
-        return 0.0, 0.0
+        return passes
+    forward, backward = _rounding_bytes(s, separate=program.separate_kernels)
+    return replace(
+        passes,
+        forward=passes.forward + device_seconds.passes(device, c, forward),
+        backward=passes.backward + device_seconds.passes(device, c, backward),
+    )
+
+
+def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPasses:
+    """Return the seconds of passes where functions one after the other are one kernel."""
+    feed_width = s.local.intermediate
+    query_key_value = s.local.query + 2 * s.local.key_value
+    # Two norms read and write x. Attention and MLP are each added to x: two tensors are read, one is written, and with
+    # dropout a mask of one byte.
+    norm_bytes = 4 * s.a * s.x_elements
+    add_bytes = 2 * (3 * s.a + s.has_dropout) * s.x_elements
+    # The activation reads its input and writes its output, gated with one tensor more. QKV is split into heads, rotated
+    # and made contiguous: three passes.
+    feed_elements = s.tokens * feed_width * (3 if s.model.gated else 2)
+    activation_bytes = s.a * (feed_elements + 3 * s.tokens * query_key_value)
+    backward_bytes = _NORM_BACKWARD * norm_bytes + _ADD_BACKWARD * add_bytes + _ACTIVATION_BACKWARD * activation_bytes
+    cheap_bytes = norm_bytes + s.a * feed_elements
+    if s.model.rotary_dim:
+        cheap_bytes += 2 * s.a * s.tokens * (s.local.query + s.local.key_value)
+    return _MemoryPasses(
+        device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes),
+        device_seconds.passes(device, c, backward_bytes),
+        device_seconds.passes(device, c, cheap_bytes),
+    )
+
+
+def _separate_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPasses:
+    """Return the seconds of passes where each function is a kernel that reads its inputs and writes its output.
+
+    | function                | forward                  | backward                                              |
+    |-------------------------|--------------------------|-------------------------------------------------------|
+    | norm                    | x → y                    | dy, x → dx; dy, x → gradient of the weight            |
+    | addition to x           | two → one                | two gradients of x → their sum                        |
+    | dropout                 | x → y, mask              | dy, mask → dx                                         |
+    | QKV                     | views                    | dq, dk, dv → one tensor                               |
+    | rotation of q, k (rows) | x → y; x, y → y          | as forward; elements that are not rotated are copied  |
+    | silu(gate)·up (rows)    | gate → y; y, up → y      | gate → du; du, dy → du; dy, up → dg; dg, gate → dg    |
+    | other activation        | x → y                    | dy, x → dx                                            |
+
+    (rows): inputs or outputs are parts of a tensor's rows.
+    """
+    norm_bytes = s.a * s.x_elements
+    dropout_bytes = (2 * s.a + 1) * s.x_elements if s.has_dropout else 0
+    add_bytes = 2 * (3 * s.a * s.x_elements + dropout_bytes)
+    query_key = s.tokens * (s.local.query + s.local.key_value)
+    query_key_value = query_key + s.tokens * s.local.key_value
+    feed_elements = s.tokens * s.local.intermediate
+    rotation = 0.0
+    if s.model.rotary_dim:
+        rotated = query_key * s.model.rotary_dim / s.model.head_dim
+        written = query_key + rotated
+        rotation = device_seconds.strided_passes(device, c, written, s.a * (2 * query_key + 3 * rotated))
+    if s.model.gated:
+        activation = device_seconds.strided_passes(device, c, 2 * feed_elements, 5 * s.a * feed_elements)
+        activation_backward = device_seconds.strided_passes(device, c, 4 * feed_elements, 11 * s.a * feed_elements)
+    else:
+        activation = device_seconds.passes(device, c, 2 * s.a * feed_elements)
+        activation_backward = device_seconds.passes(device, c, 3 * s.a * feed_elements)
+    backward_bytes = 2 * 5 * norm_bytes + add_bytes + 2 * s.a * query_key_value
+    cheap = device_seconds.passes(device, c, 2 * 2 * norm_bytes) + rotation + activation
+    return _MemoryPasses(
+        cheap + device_seconds.passes(device, c, add_bytes),
+        device_seconds.passes(device, c, backward_bytes) + rotation + activation_backward,
+        cheap,
+    )
+
+
+def _rounding_bytes(s: BlockShape, *, separate: bool) -> tuple[int, int]:
+    """Return the bytes by which fp8 products round their operands, forward and backward.
+
+    A tensor is read for its largest number, then read and written in one byte; with separate kernels it is written and
+    read once more between. Backward, weights have their scales, and weights, inputs and gradients are copied so that
+    kernels read them along the dimension of the sum.
+    """
     elements = sum(n * k for n, k in s.weights)
     inputs = s.tokens * sum(k for _, k in s.weights)
     gradients = s.tokens * sum(n for n, _ in s.weights)
-    forward = (2 * s.a + 1) * (inputs + elements)
+    written = s.a + 1 + (2 * s.a if separate else 0)
     copies = 2 * (elements + inputs + gradients)
-    return forward, (s.a + 1) * elements + (2 * s.a + 1) * gradients + copies
+    return (s.a + written) * (inputs + elements), written * elements + (s.a + written) * gradients + copies
 
 
 def _recomputed(

@@ -16,6 +16,10 @@ from shardwise.planner.device_specs import Device
 CONSTANTS = Path(__file__).parent / "constants.json"
 # Rows and columns of the tiles that kernels compute, and the part of the largest rate that each reaches.
 _TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
+# Elements that one processor writes in a second in kernels that compute each address from a tensor's strides. In a step
+# of eager blocks on one H200, with 132 processors, such kernels (silu, its gradient, products and addcmul) wrote
+# 10.1·10⁹ elements in 32.9 ms: benchmarks/results/first_gpu.md.
+_STRIDED_RATE = 2.3e9
 _TREE = 0.85
 """Bandwidth of NCCL's tree as a part of its ring's; an assumption."""
 
@@ -97,6 +101,11 @@ def matmul(device: Device, c: Constants, peak: float, m: int, n: int, k: int, ba
 def passes(device: Device, c: Constants, size: float) -> float:
     """Return the seconds of operations that read and write so many bytes."""
     return size / (device.memory_bandwidth * c.memory)
+
+
+def strided_passes(device: Device, c: Constants, elements: float, size: float) -> float:
+    """Return the seconds of kernels over parts of rows: they write so many elements, and move `size` bytes."""
+    return max(elements / (device.processors * _STRIDED_RATE), passes(device, c, size))
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ _TIGHT = 0.1
 _SAME_TIME = 1.04
 """Ratio of two predicted times up to which a difference in details alone is no reason to list both layouts."""
 
+_ROUNDING = 1e-12
+"""Relative rounding error of a bound: it adds up the seconds of a step in another order than the step's time does."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -171,7 +174,7 @@ def search(config: Config, cluster: device_specs.Cluster, *, best: int = 10, fix
         )
         for number, fitting_choices in enumerate(fitting, result.valid - len(fitting) + 1):
             if fitting_choices:
-                bound = min(next(bounds) for _ in fitting_choices)
+                bound = (1 - _ROUNDING) * min(next(bounds) for _ in fitting_choices)
                 bounded.append((bound, number, fitting_choices, layout))
     _add_fastest(result, config, cluster, limit, bounded, best, state_bytes)
     return result

@@ -216,6 +216,7 @@ def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
     return ProgramTraits(
         fused_attention=fused,
         kernels=kernels,
+        separate_kernels=cluster.device.is_cuda and not config.compile.enabled,
         runs_ahead=on_accelerator,
         adds_products=cluster.device.is_cuda
         and precision.parameter == "bfloat16"

@@ -27,8 +27,8 @@ _HEAD_BYTES = 256
 """Bytes by which a file is known again; the first event has its time, so that two runs differ in them."""
 _STEPS_AT_THE_END = 64
 """Steps that are read of a run whose history is left out: more than the 20 over which means are taken."""
-_BLOCK_BYTES = 1 << 13
-"""Much more than a line of a rank's file has."""
+_BLOCK_BYTES = 1 << 15
+"""Much more than the last twenty lines of a rank's file have."""
 
 
 class GrowingFile:
@@ -90,10 +90,13 @@ def last_lines(path: Path, byte_count: int) -> list[dict[str, Any]]:
         return []
 
 
-def last_lines_of_rank(path: Path, *, start: bool, after: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the last "start" line and the last step of a rank's file, {} in place of a missing one.
+def last_lines_of_rank(
+    path: Path, *, steps: int, start: bool, after: float | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the last "start" line of a rank's file, {} if it is missing, and its last steps, the last one first.
 
     Args:
+        steps: largest number of steps. They are those of one process, and stand near the end of the file.
         start: True to search the whole file for the start if it is not near the end; otherwise {} takes its place.
         after: last start of the rank's process, in seconds since the epoch; None if it started once.
     """
@@ -101,13 +104,24 @@ def last_lines_of_rank(path: Path, *, start: bool, after: float | None) -> tuple
         file = opened.fileno()
         size = os.fstat(file).st_size
         lines = _block(file, max(0, size - _BLOCK_BYTES))
-        step = next((line for line in _parsed(reversed(lines)) if "step" in line), {})
+        last_steps = _last_steps(lines, steps)
         begun = _last_start(lines)
         if not begun and start:
             # Two blocks: the start lies within a block after the place that is found.
             begin = 0 if after is None else _position_of_time(file, size, after)
             begun = _last_start(_block(file, begin, 2 * _BLOCK_BYTES))
-    return begun, step
+    return begun, last_steps
+
+
+def _last_steps(lines: list[bytes], count: int) -> list[dict[str, Any]]:
+    """Return the steps of the process that took the last step of `lines`, at most so many, the last one first."""
+    last_steps: list[dict[str, Any]] = []
+    for line in _parsed(reversed(lines)):
+        if "step" in line:
+            last_steps.append(line)
+        if len(last_steps) == count or (last_steps and line.get("event") == "start"):
+            break
+    return last_steps
 
 
 def _position_of_time(file: int, size: int, after: float) -> int:

@@ -62,7 +62,7 @@ _RUN = (
 _RANK = (
     SnapshotMetric("rank_step", "step", "The last step that the rank recorded."),
     SnapshotMetric("rank_step_seconds", "step_seconds", "Seconds of the rank's last step."),
-    SnapshotMetric("rank_work_seconds", "work_seconds", "Seconds of the rank's own work in its last step."),
+    SnapshotMetric("rank_work_seconds", "work_seconds", "Seconds of the rank's own work: median of its last 20 steps."),
     SnapshotMetric("rank_relative_work", "relative", "Own work over that of the rank with the least."),
     SnapshotMetric("rank_memory_bytes", "memory_bytes", "Memory of the rank's device in use."),
     SnapshotMetric("rank_utilization", "utilization", "Utilization of the rank's device, from 0 to 1."),

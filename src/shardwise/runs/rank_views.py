@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.runs.lost_time import number
+
 SILENT_SECONDS = 60.0
 SILENT_STEPS = 20
 """A rank or a run is silent if it has written nothing for the longer of these two: a step may take minutes."""
@@ -19,7 +21,8 @@ class RankView:
     Attributes:
         pid: process id on its host.
         place: index of the rank along each axis of the mesh: `pp`, `dp`, `tp`.
-        work_seconds: seconds of the rank's own work in the step, without waiting for other ranks.
+        work_seconds: seconds of the rank's own work in a step, without waiting for other ranks: the median of its last
+            steps, as a single slow step names nobody.
         relative: ratio of `work_seconds` to the least of its pipeline stage; None if ranks recorded none.
         heard: time of its last line, in seconds since the epoch.
         last: the last line itself.
@@ -39,8 +42,10 @@ class RankView:
     last: Mapping[str, Any]
 
     @staticmethod
-    def from_lines(rank: int, start: Mapping[str, Any], line: Mapping[str, Any], heard: float) -> RankView:
-        """Make the view from the rank's last "start" line and its last step."""
+    def from_lines(rank: int, start: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], heard: float) -> RankView:
+        """Make the view from the rank's last "start" line and its last steps, the last one first."""
+        line = steps[0] if steps else {}
+        works = sorted(seconds for step in steps if math.isfinite(seconds := number(step.get("work_seconds"))))
         return RankView(
             rank=rank,
             host=start.get("host") or "",
@@ -48,7 +53,7 @@ class RankView:
             device=start.get("device") or "",
             place=start.get("place") or {},
             step=line.get("step"),
-            work_seconds=line.get("work_seconds"),
+            work_seconds=works[len(works) // 2] if works else None,
             relative=None,
             memory_bytes=line.get("memory_in_use_bytes", line.get("peak_memory_bytes")),
             utilization=line.get("device_utilization"),

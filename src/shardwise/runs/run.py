@@ -322,12 +322,14 @@ class RunView:
         # A start that is known may be an earlier one: the rank may have moved to another machine since.
         is_known = known is not None and not seconds_of(known) < began
         try:
-            start, step = last_lines_of_rank(path, start=not is_known, after=began if self.lost.starts > 1 else None)
+            start, steps = last_lines_of_rank(
+                path, steps=_RECENT_STEPS, start=not is_known, after=began if self.lost.starts > 1 else None
+            )
         except OSError:
             return
         if start:
             self._starts[rank] = start
-        view = RankView.from_lines(rank, self._starts.setdefault(rank, {}), step, changed)
+        view = RankView.from_lines(rank, self._starts.setdefault(rank, {}), steps, changed)
         self._ranks[rank] = (changed, view)
 
     def _file(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def check_axes(model: nn.Module, batches: Batches, device: torch.device, vocab_s
     ids_SB = batch.inputs["ids_SB"]
     targets_SB = torch.full_like(batch.inputs["targets_SB"], IGNORE)
     targets_SB[-1, -1] = 0
-    drawn = torch.randint(vocab_size, ids_SB.shape, generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(vocab_size, ids_SB.shape, generator=torch.Generator().manual_seed(0), device="cpu")
     ids_SB = drawn.to(ids_SB)
     other_samples_SB = ids_SB.clone()
     other_samples_SB[:, :-1] = (ids_SB[:, :-1] + 1) % vocab_size

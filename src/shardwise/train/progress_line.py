@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -77,7 +78,7 @@ class ProgressLine:
             self._console.print(Text(_GAP.join([*progress, loss, smoothed, *numbers])), soft_wrap=True)
             self._printed_at = now
             # At multiples of `every`, also after a line that came out of turn.
-            every = max(1, (self._end - self._first) // _LINES_PER_RUN)
+            every = max(1, math.ceil((self._end - self._first) / _LINES_PER_RUN))
             self._next_line = self._first + ((record.step - self._first) // every + 1) * every
 
     def stop(self) -> None:

@@ -20,6 +20,7 @@ from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.failed_run import continuing_command
+from shardwise.optim.learning_rate import moved_end_text
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
 from shardwise.train.checkpoint_choice import goes_back
 from shardwise.train.compile.run_graphs import RunGraphs
@@ -257,6 +258,10 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
             "back once more, move the later checkpoints away"
         )
     reporter.resumed(manifest, str(resumed.folder), opened.folder.changes, load_seconds)
+    if opened.folder.former_steps is not None:
+        moved_end = moved_end_text(opened.config, opened.folder.former_steps, manifest.step)
+        if moved_end is not None:
+            reporter.message(moved_end)
 
 
 def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:

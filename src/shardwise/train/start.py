@@ -47,6 +47,7 @@ class RunFolder:
         notes: remarks for the user on files of the earlier run that were rebuilt.
         batch_note: remark on a global batch that is kept from the earlier run; None where the configured one is used.
         began: steps that were done when each earlier start of the run began to train.
+        former_steps: `train.steps` of the earlier run of this folder; None where there was none.
     """
 
     directory: RunDirectory
@@ -57,6 +58,7 @@ class RunFolder:
     notes: tuple[str, ...] = ()
     batch_note: str | None = None
     began: tuple[int, ...] = ()
+    former_steps: int | None = None
 
     def require_room(self, config: Config, needed: int | None) -> None:
         """Raise ConfigError where checkpoints go to this folder and its disk lacks the `needed` bytes of one."""
@@ -104,7 +106,7 @@ def open_run(
     weights = _find_weights(config, mesh)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
     base_model = _base_model(config)
-    folder, companions = _open_folder(config, run_path or new_run_path(recipe), mesh, weights, data.tokenizer_path)
+    folder, companions = _open_folder(config, run_path, recipe, mesh, weights, data.tokenizer_path)
     followed = FollowedFolder(folder.directory.path) if mesh.world.rank == 0 else None
     if folder.checkpoints.candidates:
         weights = None
@@ -141,7 +143,7 @@ def _base_model(config: Config) -> str | None:
 
 
 def _open_folder(
-    config: Config, run_path: Path, mesh: Mesh, weights: Root | None, tokenizer: Path | None
+    config: Config, run_path: Path | None, recipe: str, mesh: Mesh, weights: Root | None, tokenizer: Path | None
 ) -> tuple[RunFolder, Companions]:
     """Rank 0 makes the folder, or opens that of an earlier run; all ranks have the same, or all fail.
 
@@ -151,7 +153,7 @@ def _open_folder(
     companions = Companions()
     with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
-            folder, companions = _open(config, run_path, mesh, weights, tokenizer)
+            folder, companions = _open(config, run_path or new_run_path(recipe), mesh, weights, tokenizer)
     folder = collectives.broadcast_object(folder, mesh.world)
     assert folder is not None
     # Only now is there a folder for the logs: what ranks above 0 print goes there from here on.
@@ -176,7 +178,9 @@ def _open(
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     batch_note = None
+    former_steps = None
     if earlier is not None:
+        former_steps = earlier.config["train"]["steps"]
         changes = tuple(resume_changes(earlier.config, resolved))
         notes = earlier.notes
         batch_note = kept_batch_note(earlier.config, config)
@@ -185,7 +189,7 @@ def _open(
         notes += (f"{run_path} is a copy of {checkpoints.original}: it goes on as a run of its own, with another id",)
     run_id = directory.id(run_id)
     began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
-    folder = RunFolder(directory, run_id, directory.key(), checkpoints, changes, notes, batch_note, began)
+    folder = RunFolder(directory, run_id, directory.key(), checkpoints, changes, notes, batch_note, began, former_steps)
     folder.require_room(config, checkpoint_bytes(config, mesh.device.type != "cpu"))
     # Results of an earlier end would tell readers that this run has ended too.
     directory.set_results_aside()

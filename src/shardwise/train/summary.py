@@ -164,7 +164,7 @@ def predicted_rows(plan: Plan | None) -> _Rows:
     time = plan.time
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     return [
-        ("step", f"{units.duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
+        ("step", f"{units.step_duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
         ("  parts", time.shares()),
         ("  all steps", f"{units.duration(plan.seconds)}, {plan.device_hours:,.0f} device-hours"),
         ("  memory", memory_text(plan)),

@@ -58,15 +58,16 @@ def test_data_that_are_not_there_are_told_before_the_job_waits(capsys: pytest.Ca
     assert "nowhere" in shown.err
 
 
-def test_the_memory_of_copies_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_failed_job_resumes_from_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     def told(*keys: str) -> str:
         assert main([*TWO, *keys, "--dry-run"]) == 0
-        return next((line for line in capsys.readouterr().out.splitlines() if line.startswith("copies ")), "")
+        return next((line for line in capsys.readouterr().out.splitlines() if line.startswith("resumes ")), "")
 
-    assert told().startswith("copies    none in memory: checkpoint.every, the default of memory_every, is 0")
-    assert "every 20 steps, " in told("checkpoint.every=20")
-    assert "more than 50% of it" in told("checkpoint.memory_every=1", "checkpoint.memory_share=0.5")
-    assert "none in memory: checkpoint.memory_every is 0" in told("checkpoint.every=20", "checkpoint.memory_every=0")
+    on_disk = "after a failure from the newest checkpoint on the disk; with checkpoint.memory_every=100 from a copy in"
+    assert on_disk in told()
+    assert on_disk in told("checkpoint.every=20", "checkpoint.memory_every=0")
+    assert "from a copy in the nodes' memory, made every 20 steps (" in told("checkpoint.every=20")
+    assert "more than 50% of a node" in told("checkpoint.memory_every=1", "checkpoint.memory_share=0.5")
 
 
 def test_a_dry_run_warns_of_the_disk_of_this_machine(

@@ -34,6 +34,15 @@ def test_overrides_replace_keys() -> None:
     assert (config.optimizer.lr, config.data.path, config.optimizer.max_norm) == (1e-4, "my.txt", None)
 
 
+def test_no_name_of_another_library_is_advice_for_an_own_model() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("llama2-tiny", ["model.family=package:Net", "n_heads=8", "tensr=2"])
+    assert caught.value.problems == [
+        "n_heads: unknown key; did you mean model.n_heads, an argument of your model's class?",
+        "tensr: unknown key; did you mean parallel.tensor?",
+    ]
+
+
 def test_a_section_may_be_opened_by_an_override() -> None:
     assert load_config("quickstart", ["precision.mode=bfloat16"]).precision.mode == "bfloat16"
 

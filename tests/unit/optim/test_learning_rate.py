@@ -9,7 +9,7 @@ import transformers
 
 from shardwise.config import Config, config_from, load_config
 from shardwise.config.recipe_files import parse_yaml, recipe_text
-from shardwise.optim.learning_rate import learning_rate
+from shardwise.optim.learning_rate import learning_rate, moved_end_text
 from tests.arch.source import ROOT
 
 
@@ -192,6 +192,23 @@ def test_wsd_without_decay_is_constant_and_constant_steps_come_last() -> None:
     assert found[3:26] == [2e-3] * 23
     assert found[26:35] == pytest.approx([2e-3 - 1.8e-3 * step / 10 for step in range(1, 10)])
     assert found[35:] == [2e-4] * 5
+
+
+def test_an_end_that_moved_is_told_with_the_rate_of_the_next_step() -> None:
+    def text(*keys: str, former_steps: int = 240) -> str | None:
+        return moved_end_text(load_config("llama2-tiny", ["train.steps=480", *keys]), former_steps, 200)
+
+    linear = ["optimizer.schedule=linear", "optimizer.warmup_steps=0", "optimizer.lr=4.8e-4"]
+    assert text(*linear) == (
+        "learning rate: the linear schedule ends at step 480 in place of 240, so that step 201 has 2.80e-04 in place "
+        "of 8.00e-05"
+    )
+    late = ["optimizer.schedule=wsd", "optimizer.warmup_steps=0", "optimizer.decay_steps=10", "optimizer.lr=1e-3"]
+    assert text(*late) == (
+        "learning rate: the wsd schedule ends at step 480 in place of 240, so that step 201 has 1.00e-03, as before"
+    )
+    assert text(*linear, former_steps=480) is None
+    assert text("optimizer.schedule=constant", "optimizer.warmup_steps=0") is None
 
 
 def test_points_are_any_curve() -> None:

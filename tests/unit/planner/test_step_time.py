@@ -1,5 +1,6 @@
 """The time of a step: limits that follow from the device, the event simulation, and the published runs."""
 
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -233,11 +234,53 @@ def test_llama_2_7b_on_an_h200_by_rates_that_others_reach() -> None:
     # With one processor products are not cut into tiles.
     flat = replace(device, processors=1, matmul_share=700e12 / device.bfloat16, constants=tuple(rates.items()))
     sizes = ["model.num_hidden_layers=24", "train.micro_batch=2", "train.global_batch=32", "train.recompute=none"]
+    sizes.append("compile.enabled=true")
     config = load_config("llama2-7b", ["parallel.tensor=1", "parallel.sequence=false", "precision.mode=mixed", *sizes])
     plan = predicted(config, check_layout(config, 1), replace(cluster("h200:1"), device=flat))
     assert plan is not None
     assert plan.mfu is not None
     assert 0.60 < plan.mfu < 0.61, f"{plan.mfu:.1%} = {plan.time.shares()}"
+
+
+def test_steps_of_one_h200_take_what_was_measured() -> None:
+    """Compiled and eager, of all settings of the last measurement."""
+    page = (ROOT / "benchmarks" / "results" / "first_gpu_step.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (eager|compiled) *\| *(\w+) \| +(?:27 → )?(\d+) \| +(\d+) of (\d) \| +[\d,]* \| +([\d,]+) \|",
+        page,
+        re.MULTILINE,
+    )
+    assert len(rows) == 15
+    errors: dict[str, list[float]] = {"eager": [], "compiled": []}
+    for program, recompute, blocks, micro_batches, micro_batch, measured in rows:
+        keys = [
+            *("parallel.tensor=1", "parallel.sequence=false", "optimizer.zero=0", "precision.mode=mixed"),
+            f"compile.enabled={str(program == 'compiled').lower()}",
+            f"model.num_hidden_layers={blocks}",
+            f"train.recompute={recompute}",
+            f"train.micro_batch={micro_batch}",
+            f"train.global_batch={int(micro_batch) * int(micro_batches)}",
+        ]
+        config = load_config("llama2-7b", keys)
+        time = step_time(config, check_layout(config, 1), cluster("h200:1"))
+        assert time is not None
+        errors[program].append(1000 * time.total / float(measured.replace(",", "")) - 1)
+    assert max(map(abs, errors["compiled"])) < 0.015, errors
+    assert max(map(abs, errors["eager"])) < 0.025, errors
+
+
+def test_schedules_that_cannot_be_compiled_take_the_time_of_eager_blocks() -> None:
+    from shardwise.planner.search import compiled
+
+    on = cluster("h200:8")
+    memory_bound = {}
+    for schedule in ("1f1b", "zbv"):
+        keys = ["parallel.tensor=1", "parallel.pipeline=8", f"parallel.schedule={schedule}", "train.recompute=none"]
+        config = compiled(load_config("llama2-7b", keys), on.device)
+        time = step_time(config, check_layout(config, 8), on)
+        assert time is not None
+        memory_bound[schedule] = time.memory_bound
+    assert memory_bound["zbv"] > 1.5 * memory_bound["1f1b"]
 
 
 def test_a_host_that_does_not_run_ahead_adds_all_its_time() -> None:

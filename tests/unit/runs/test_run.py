@@ -202,6 +202,18 @@ def test_a_run_that_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     assert [node.host for node in run.nodes(run.ranks())] == ["node-000"]
 
 
+def test_a_single_slow_step_names_no_rank(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    before = [view.relative for view in RunView(path, all_steps=False).ranks()]
+    file = path / "ranks/rank-0002.jsonl"
+    *lines, last = file.read_text().splitlines()
+    slow = json.loads(last)
+    slow["work_seconds"] *= 3
+    file.write_text("\n".join([*lines, json.dumps(slow)]) + "\n")
+    after = [view.relative for view in RunView(path, all_steps=False).ranks()]
+    assert after == pytest.approx(before, rel=0.05)
+
+
 def test_a_rank_writes_no_whole_line(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     (path / "ranks/rank-0003.jsonl").write_text('{"event": "sta')

@@ -273,6 +273,18 @@ def test_about_twenty_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
         assert expected in printed[-1]
 
 
+@pytest.mark.parametrize(("before", "steps"), [(0, 39), (61, 100)])
+def test_a_run_that_goes_on_prints_no_more_lines_than_a_new_one(before: int, steps: int, tmp_path: Path) -> None:
+    chosen = config().model_copy(update={"train": config().train.model_copy(update={"steps": steps})})
+    made, stream = reporter(tmp_path, chosen)
+    with made:
+        made.start(steps_before=before)
+        for step in range(before + 1, steps + 1):
+            made.step(record(step))
+    printed = [int(line[5:].partition("/")[0]) for line in stream.getvalue().splitlines() if line.startswith("step ")]
+    assert printed == [before + 1, *range(before + 2, steps, 2), steps]
+
+
 def test_a_slow_run_still_shows_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, stream = reporter(tmp_path)
     now = 0.0

@@ -207,17 +207,18 @@ def _device_memory(gres: str | None) -> int | None:
 
 
 def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
-    """Return a line on the memory that copies of the state take on each node, if some are made."""
+    """Return a line on what a failed job resumes from, if copies of the state in the nodes' memory are possible."""
     keys = job.config.checkpoint
     every = keys.every if keys.memory_every is None else keys.memory_every
     taken = memory_copies_bytes(job.config, layout, job.ranks_per_node, accelerator)
     if taken is None:
         return []
     if not every:
-        key = "checkpoint.memory_every" if keys.memory_every == 0 else "checkpoint.every, the default of memory_every,"
-        return [("copies", f"none in memory: {key} is 0; a restart reads the newest checkpoint on the disk")]
-    bound = f"none are made where this is more than {keys.memory_share:.0%} of it (checkpoint.memory_share)"
-    return [("copies", f"every {every:,} steps, {units.size(taken)} of each node's memory; {bound}")]
+        more = "with checkpoint.memory_every=100 from a copy in the nodes' memory, made every 100 steps"
+        return [("resumes", f"after a failure from the newest checkpoint on the disk; {more}")]
+    copy = f"a copy in the nodes' memory, made every {every:,} steps ({units.size(taken)} of each node)"
+    bound = f"if that is more than {keys.memory_share:.0%} of a node (checkpoint.memory_share), from the disk"
+    return [("resumes", f"after a failure from {copy}; {bound}")]
 
 
 def check_time_limit(config: Config) -> None:
