@@ -46,9 +46,7 @@ class Scaling:
     cuts_outputs: bool
 
     def of_operands(self, x: Tensor, weight: Tensor) -> list[Tensor]:
-        """Return the scales of x `[…, I]` and of a weight `[O, I]`. One collective."""
-        if self.cuts_outputs:
-            return [*_scales([x], None, OPERAND), *_scales([weight], self.group, OPERAND)]
+        """Return the scales of x `[…, I]` and of a weight `[O, I]`. One collective, also for an x that is not cut."""
         return _scales([x, weight], self.group, OPERAND)
 
     def of_gradient(self, dy: Tensor) -> Tensor:

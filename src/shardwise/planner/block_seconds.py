@@ -34,7 +34,7 @@ _FUSED_BACKWARD_RATE = 0.85
 # Kernels that the host starts; estimates, but for those of a block, which `ProgramTraits.kernels` has.
 _BACKWARD_KERNELS = 1.6  # for each kernel of the forward pass: matrix products have two, others one
 _STEPWISE_ATTENTION_KERNELS = 6  # two products, scale, mask, softmax and dropout in place of one fused kernel
-_ROUNDING_KERNELS = 22  # of a product in fp8: the scales of two tensors, two roundings and copies
+_ROUNDING_KERNELS = 18  # of a linear layer with fp8 products in each pass: scales, roundings, and copies for kernels
 _HEAD_KERNELS = 20
 _EMBEDDING_KERNELS = 8
 
@@ -259,14 +259,13 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     passes = _memory_passes(s, device, c, program)
     collectives = _tensor_collectives(s, device, c)
     kernels = program.kernels + core.kernels
-    if s.matmul is not None and program.separate_kernels:
-        kernels += _ROUNDING_KERNELS * len(weights)
+    rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
-        PartSeconds(outputs, core.forward, passes.forward, 0.0, collectives), kernels, c.host, program
+        PartSeconds(outputs, core.forward, passes.forward, 0.0, collectives), kernels + rounding, c.host, program
     )
     backward = _with_launch(
         PartSeconds(input_gradients + weight_gradients, core.backward, passes.backward, 0.0, collectives, accumulation),
-        _BACKWARD_KERNELS * kernels,
+        _BACKWARD_KERNELS * kernels + rounding,
         c.host,
         program,
     )

@@ -249,17 +249,16 @@ def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
 def _scales(workload: RankWorkload) -> list[Transfer]:
     """The scales of fp8 products in training, for each of the four linear layers of a block.
 
-    The ranks agree on the largest number, in float32, of a weight, and of the input or the gradient that they cut. Full
-    recompute repeats the forward pass, and a split backward pass computes its gradients in both halves.
+    The ranks agree on the largest number, in float32, of the input and of the weight of each, and of the gradients of
+    outputs that they cut, those of QKV and of the MLP's first layer. Full recompute repeats the forward pass, and a
+    split backward pass computes its gradients in both halves.
     """
     if workload.config.precision.matmul is None:
         return []
-    pairs = 2 * workload.layers
-    forwards = pairs * (2 if workload.recompute == "full" else 1)
-    backwards = pairs * (2 if workload.config.splits_backward else 1)
+    forwards = 4 * workload.layers * (2 if workload.recompute == "full" else 1)
+    backwards = 2 * workload.layers * (2 if workload.config.splits_backward else 1)
     return [
-        _over_tensor(workload, "all_reduce", _FLOAT32, "largest weights of QKV and of the MLP's first layer", forwards),
-        _over_tensor(workload, "all_reduce", 2 * _FLOAT32, "largest weights and inputs of the other layers", forwards),
+        _over_tensor(workload, "all_reduce", 2 * _FLOAT32, "largest inputs and weights of linear layers", forwards),
         _over_tensor(workload, "all_reduce", _FLOAT32, "largest gradients of outputs", backwards),
     ]
 
