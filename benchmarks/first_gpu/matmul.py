@@ -8,13 +8,17 @@ import torch
 
 from first_gpu.session import Figures, Session
 from first_gpu.timing import copies, tflops, timed
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.torch_private import scaled_matmul
 from shardwise.layers.chunks import loss_chunk_elements
+from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, fp8_linear
 
 TITLE = "Matrix products"
 NOTE = (
     "Y = X Wᵀ of T tokens, dX = dY W and dW = dYᵀ X, with the operands' layouts as in the layers; Q, K and V are one "
-    "product, gate and up too. The head computes a chunk of tokens at a time. fp8: e4m3, one scale for each operand, "
-    "fast accumulation, operands converted before. Clock and power are those of dW. A call's inputs are in no cache."
+    "product, gate and up too. The head computes a chunk of tokens at a time. fp8: operands converted before, e4m3 and "
+    "for dY e5m2, one scale for each, fast accumulation of Y, dW in float32. fp8 layer: the layer's own passes, with "
+    "scales, rounding and copies, eager. Clock and power are those of dW. A call's inputs are in no cache."
 )
 COLUMNS = "product dtype tokens y_tflops dx_tflops dw_tflops sm_mhz watts"
 Make = Callable[[Session, str, int, int, int], Callable[[], torch.Tensor]]
@@ -36,9 +40,13 @@ def products(session: Session) -> dict[str, tuple[int, int]]:
 def run(session: Session) -> None:
     chunk = loss_chunk_elements(session.sizes.vocabulary, accelerator=True) // session.sizes.vocabulary // 16 * 16
     shapes = products(session)
-    for dtype, make in (("bfloat16", _bfloat16), ("fp8", _fp8)):
+    for dtype, make in (("bfloat16", _bfloat16), ("fp8", _fp8), ("fp8 layer", _fp8_layer)):
         cases = [(product, tokens) for tokens in session.sizes.tokens for product in shapes]
-        for product, tokens in session.few([*cases, ("head", chunk)]):
+        cases.append(("head", chunk))
+        if make is _fp8_layer:
+            # The head is no layer with fp8 products, and one number of tokens shows what rounding takes.
+            cases = [case for case in cases if case[0] != "head" and case[1] == session.sizes.tokens[0]]
+        for product, tokens in session.few(cases):
             session.measure(
                 {"product": product, "dtype": dtype, "tokens": tokens},
                 lambda make=make, tokens=tokens, shape=shapes[product]: _figures(session, make, tokens, *shape),
@@ -70,7 +78,20 @@ def _bfloat16(session: Session, result: str, t: int, o: int, i: int) -> Callable
 def _fp8(session: Session, result: str, t: int, o: int, i: int) -> Callable[[], torch.Tensor]:
     """The product [M, K] · [K, N]; the kernel takes the first operand by rows and the second by columns."""
     m, n, k = {"y": (t, o, i), "dx": (t, i, o), "dw": (o, i, t)}[result]
-    first = session.random(m, k).to(torch.float8_e4m3fn)
-    second = session.random(n, k).to(torch.float8_e4m3fn).t()
+    is_forward = result == "y"
+    first = session.random(m, k).to(OPERAND if is_forward else GRADIENT)
+    second = session.random(n, k).to(OPERAND).t()
     one = torch.ones((), dtype=torch.float32, device=session.device)
-    return lambda: torch._scaled_mm(first, second, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    dtype = torch.float32 if result == "dw" else torch.bfloat16
+    return lambda: scaled_matmul(first, second, one, one, dtype, fast=is_forward)
+
+
+def _fp8_layer(session: Session, result: str, t: int, o: int, i: int) -> Callable[[], torch.Tensor]:
+    scaling = Scaling(Group(), cuts_outputs=True)
+    x, weight = session.random(t, i), session.random(o, i, std=0.02)
+    if result == "y":
+        return lambda: fp8_linear(x, weight, None, scaling)
+    wanted = (x if result == "dx" else weight).requires_grad_()
+    y = fp8_linear(x, weight, None, scaling)
+    dy = session.random(t, o)
+    return lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True)[0]

@@ -2,13 +2,13 @@
 
 QUESTIONS = {
     "environment": 8,
-    "training": 115,
+    "training": 150,
     "profile": 35,
     "block": 35,
     "accumulation": 8,
     "update": 20,
     "attention": 25,
-    "matmul": 30,
+    "matmul": 35,
     "memory": 20,
     "tensor_parallel": 10,
 }

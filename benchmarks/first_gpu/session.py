@@ -125,9 +125,9 @@ class Session:
             signal.signal(signal.SIGALRM, before)
             self.release()
 
-    def few(self, items: Sequence[Item]) -> Sequence[Item]:
-        """All items, or the first two of them for tiny shapes."""
-        return items[:2] if self.is_tiny else items
+    def few(self, items: Sequence[Item], count: int = 2) -> Sequence[Item]:
+        """All items, or the first of them for tiny shapes."""
+        return items[:count] if self.is_tiny else items
 
     def measure(self, labels: Figures, function: Callable[[], Figures | Iterator[Figures]]) -> None:
         """Write what a function returns, or each that it yields, with its labels and the peak of memory; or its error.

@@ -27,8 +27,9 @@ from shardwise.train.trainer import Trainer
 TITLE = "Training"
 NOTE = (
     "Steps of shardwise's trainer: embedding, blocks of Llama 2 7B at its width, head, AdamW; 4,096 tokens a sequence, "
-    "mixed precision, initial weights drawn by the device. MFU: model FLOPs without recompute, the causal half of "
-    "attention counted, over the published dense bfloat16 peak. Expected: by `shardwise.planner` from data sheets."
+    "mixed precision, with fp8 products where the program says so, initial weights drawn by the device. MFU: model "
+    "FLOPs without recompute, the causal half of attention counted, over the published dense bfloat16 peak. Expected: "
+    "by `shardwise.planner` from data sheets."
 )
 COLUMNS = (
     "program recompute blocks micro_batch micro_batches step_ms "
@@ -44,10 +45,11 @@ class Setting:
     is_compiled: bool
     recompute: str
     micro_batch: int
+    in_fp8: bool = False
 
     @property
     def labels(self) -> Figures:
-        program = "compiled" if self.is_compiled else "eager"
+        program = ("compiled" if self.is_compiled else "eager") + (", fp8" if self.in_fp8 else "")
         return {"program": program, "recompute": self.recompute, "micro_batch": self.micro_batch}
 
     def config(self, session: Session, micro_batches: int, blocks: int | None = None) -> Config:
@@ -55,23 +57,25 @@ class Setting:
             f"train.micro_batch={self.micro_batch}",
             f"train.global_batch={self.micro_batch * micro_batches}",
             f"train.recompute={self.recompute}",
+            *(["precision.matmul=fp8"] if self.in_fp8 else []),
             *session.compile_keys(self.is_compiled),
             blocks=blocks,
         )
 
 
 SETTINGS = [
-    *(Setting(*s) for s in ((False, "none", 1), (True, "none", 1), (True, "none", 2), (False, "none", 2))),
+    *(Setting(*s) for s in ((False, "none", 1), (True, "none", 1), (True, "none", 1, True), (True, "none", 2))),
+    *(Setting(*s) for s in ((False, "none", 1, True), (True, "none", 2, True), (False, "none", 2))),
     *(Setting(*s) for s in ((False, "selective", 1), (True, "selective", 1))),
     *(Setting(*s) for s in ((False, "selective", 2), (True, "selective", 2))),
 ]
 """In order of value."""
-_FULL_DEVICE_AFTER = 4
+_FULL_DEVICE_AFTER = 7
 """Number of settings before the one with as many blocks as fit, which needs the graphs of the second."""
 
 
 def run(session: Session) -> None:
-    for number, setting in enumerate(session.few(SETTINGS)):
+    for number, setting in enumerate(session.few(SETTINGS, 3)):
         if number == _FULL_DEVICE_AFTER:
             session.measure(
                 {**SETTINGS[1].labels, "fills_device": True},

@@ -66,8 +66,8 @@ class Cell:
         schedule: of the pipeline, where there is one.
         dropout: with masks that do not depend on the layout.
         regathers: with `parallel.sequence_regather`.
-        batch: `train.global_batch`. mode: `precision.mode`. stages: blocks of each stage, where they are named. The
-            others are configuration keys.
+        batch: `train.global_batch`. mode, matmul: of `precision`. stages: blocks of each stage, where they are named.
+            The others are configuration keys.
     """
 
     family: str = "llama"
@@ -88,6 +88,7 @@ class Cell:
     recompute: str = "none"
     dropout: bool = False
     mode: str = "float32"
+    matmul: str | None = None
     layers: int = 4
     batch: int = 8
     stages: tuple[int, ...] | None = None
@@ -101,10 +102,12 @@ class Cell:
     def micro_batch(self) -> int:
         """Samples at once: one process takes all, but in bfloat16 one, so that it rounds each as a pipeline does.
 
-        With `bitwise` it does not depend on the layout.
+        With `bitwise` it does not depend on the layout, nor with fp8, whose scales are those of a micro-batch.
         """
         if self.bitwise:
             return 2
+        if self.matmul is not None:
+            return 1
         if self.world == 1:
             return self.batch if self.mode == "float32" else 1
         return 1 if self.pipeline > 1 else 2
@@ -129,6 +132,7 @@ class Cell:
         said = [self.family, "variant" if self.variant else "", *cut, "sp" if self.sequence else "", self.overlap or ""]
         said += [f"zero{self.zero}" if self.data > 1 else "", self.optimizer if self.optimizer != "adamw" else ""]
         said += [self.recompute if self.recompute != "none" else "", self.mode if self.mode != "float32" else ""]
+        said.append(self.matmul or "")
         flags = ("regathers", "dropout", "documents", "uneven", "stages", "bitwise", "data_grain")
         said += [flag for flag in flags if getattr(self, flag)]
         return "-".join(word for word in said if word)
@@ -309,7 +313,7 @@ def configuration(cell: Cell) -> Config:
             "dropout_mode": "invariant" if cell.dropout else "fast",
         },
         optimizer={"zero": cell.zero, "bucket_mib": 0.02, "warmup_steps": 1} | OPTIMIZERS[cell.optimizer],
-        precision={"mode": cell.mode},
+        precision={"mode": cell.mode, "matmul": cell.matmul},
         data=data if cell.documents else {},
     )
 

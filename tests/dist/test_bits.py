@@ -17,6 +17,7 @@ DOCUMENTS = Cell("llama", documents=True, mode="mixed", bitwise=True, layers=2)
 GPT = Cell("gpt", dropout=True, optimizer="lamb", bitwise=True)
 GPT_NEOX = Cell("gpt_neox", mode="bfloat16", bitwise=True, layers=2, batch=4)
 BERT = Cell("bert", mode="mixed", bitwise=True)
+FP8 = Cell("llama", variant=True, mode="mixed", matmul="fp8", bitwise=True, layers=2)
 OLMO2 = Cell("olmo2", optimizer="lamb", bitwise=True, layers=2, batch=4)
 CELLS = (
     replace(LLAMA, tensor=4, sequence=True, regathers=True),
@@ -27,6 +28,9 @@ CELLS = (
     replace(GPT, schedule="zbv", pipeline=2, tensor=2),
     replace(GPT, data=4, zero=3, recompute="full"),
     replace(GPT_NEOX, tensor=4),
+    replace(GPT_NEOX, tensor=2, data=2, matmul="fp8"),
+    replace(FP8, tensor=2, sequence=True, data=2, zero=3),
+    replace(FP8, schedule="zbv", pipeline=2, tensor=2, layers=4, recompute="selective"),
     replace(BERT, schedule="zbv", pipeline=2, data=2, zero=3),
     replace(OLMO2, tensor=2, sequence=True, data=2, recompute="full"),
 )

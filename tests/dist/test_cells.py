@@ -68,7 +68,14 @@ LIKE_LLAMA = small(
     Cell("smollm3", schedule="1f1b", pipeline=2, data=2, recompute="full"),
 )
 """Families that differ from Llama by facts alone: with copied key/value heads, norms of q and k, layers that rotate."""
-CELLS = [*array(), *CURVES, *SPECIAL, *LIKE_LLAMA]
+FP8 = small(
+    Cell("llama", tensor=2, sequence=True, data=2, zero=1, matmul="fp8"),
+    Cell("gpt", schedule="zbv", pipeline=2, tensor=2, matmul="fp8"),
+    Cell("gpt_neox", schedule="1f1b", pipeline=2, tensor=2, recompute="full", matmul="fp8"),
+    Cell("bert", data=4, mode="mixed", matmul="fp8"),
+)
+"""In float32 but for the products, so that no layout rounds otherwise; in bfloat16 where none cuts a sum."""
+CELLS = [*array(), *CURVES, *SPECIAL, *LIKE_LLAMA, *FP8]
 SELDOM = {LIKE_LLAMA[0], *LIKE_LLAMA[2:5], *MIXED[1:5]}
 """What differs from cells that always run by a fact of the model, or by a schedule alone."""
 Train = Callable[[Cell], list[Measured]]
@@ -197,7 +204,7 @@ def test_gradients_of_mixed_precision_are_those_of_one_process(cell: Cell, train
     assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
 
 
-@by_name([*array(), *SPECIAL, *LIKE_LLAMA, *OTHER_PRECISIONS])
+@by_name([*array(), *SPECIAL, *LIKE_LLAMA, *FP8, *OTHER_PRECISIONS])
 def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
     config = configuration(cell)
     layout = check_layout(config, cell.world)

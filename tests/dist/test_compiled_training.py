@@ -29,6 +29,7 @@ class Cell:
     recompute: str = "none"
     dropout: str = "fast"
     mode: str = "float32"
+    matmul: str | None = None
     zero: int = 1
     documents: bool = False
     units: int = 2
@@ -41,7 +42,7 @@ class Cell:
             model=SIZES | {"num_hidden_layers": self.layers} | self.model,
             parallel=self.parallel,
             train={"recompute": self.recompute, "dropout_mode": self.dropout, "steps": steps},
-            precision={"mode": self.mode},
+            precision={"mode": self.mode, "matmul": self.matmul},
             optimizer={"zero": self.zero},
             data=documents if self.documents else {},
             compile=compiled,
@@ -53,6 +54,7 @@ OFTEN = {
     "gpt, PP 2, fast dropout": Cell(GPT_DROPOUT, PIPELINE, layers=4),
 }
 SELDOM = {
+    "llama, TP 2 + SP, fp8": Cell(FAMILIES["llama"], SEQUENCE, matmul="fp8"),
     "bert, TP 2 + SP, fast dropout": Cell(BERT_DROPOUT, SEQUENCE),
     "llama, TP 2, selective recompute, documents": Cell(
         FAMILIES["llama"], TENSOR, recompute="selective", documents=True

@@ -171,9 +171,17 @@ def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tens
 @pytest.mark.parametrize("model", [*FAMILIES, *FACTS])
 def test_other_dtypes_and_batches(model: str, mode: str, micro_batch: int) -> None:
     """Where attention copies other things, and norms and probabilities are in another dtype than x."""
+    check_peaks(model, {"micro_batch": micro_batch}, {"mode": mode})
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_inputs_of_fp8_products(model: str) -> None:
+    check_peaks(model, {}, {"mode": "bfloat16", "matmul": "fp8"})
+
+
+def check_peaks(model: str, train: dict[str, Any], precision: dict[str, Any]) -> None:
     for recompute in RECOMPUTE:
-        train = {"micro_batch": micro_batch}
-        config = configuration(model, "fast", 1, recompute, precision={"mode": mode}, train=train)
+        config = configuration(model, "fast", 1, recompute, precision=precision, train=train)
         wanted, found = expected(config, check_layout(config, 1)), measure(config)
         off = wanted.peak / found.peak - 1
         assert abs(off) <= TOLERANCE, f"{recompute}: held {found.peak:,}, cost has {wanted.peak:,} ({off:+.1%})"

@@ -17,13 +17,15 @@ F, B = "float32", "bfloat16"
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, float]]:
-    """By mode: evaluation loss of `llama2-tiny` with two blocks, before training and after 60 steps."""
+    """By mode, or `fp8`: evaluation loss of `llama2-tiny` with two blocks, before training and after 60 steps."""
     torch.set_num_threads(1)
     cache, found = tmp_path_factory.mktemp("cache"), {}
     overrides = ["model.num_hidden_layers=2", "train.steps=60", "train.micro_batch=8", "train.eval_batches=4"]
     overrides += ["train.sequence_length=32"]
-    for mode in ("float32", "mixed", "bfloat16"):
-        config = load_config("llama2-tiny", [*overrides, f"precision.mode={mode}"])
+    modes = {mode: [f"precision.mode={mode}"] for mode in ("float32", "mixed", "bfloat16")}
+    modes["fp8"] = ["precision.mode=null", "precision.matmul=fp8"]
+    for mode, keys in modes.items():
+        config = load_config("llama2-tiny", [*overrides, *keys])
         trainer = build_trainer(config, shared_mesh(1), prepare(config, cache))
         before, _ = trainer.evaluate()
         for _ in range(config.train.steps):
@@ -32,7 +34,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, f
     return found
 
 
-@pytest.mark.parametrize("mode", ["mixed", "bfloat16"])
+@pytest.mark.parametrize("mode", ["mixed", "bfloat16", "fp8"])
 def test_mode_reaches_the_loss_of_float32(mode: str, losses: dict[str, tuple[float, float]]) -> None:
     before, wanted = losses["float32"]
     assert wanted < before - 1.0, f"float32 goes from {before} to {wanted} only: too little to compare with"

@@ -70,8 +70,9 @@ def test_every_question_has_figures_and_the_report_a_table_for_each(tmp_path: Pa
     errors = [line for line in found if "error" in line or "stopped" in line]
     assert not [line for line in errors if not any(part in line.get("error", "") for part in NOT_ON_A_CPU)]
     with_figures = {line["question"] for line in found if line not in errors}
-    (training, *_) = (line for line in found if line["question"] == "training")
-    assert training["tokens_per_second"] > 0
+    trainings = [line for line in found if line["question"] == "training"]
+    assert all(line["tokens_per_second"] > 0 for line in trainings)
+    assert {line["program"] for line in trainings} == {"eager", "compiled", "compiled, fp8"}
     outcome = run("--report", tmp_path, "--results", tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     report = (tmp_path / "first_gpu.md").read_text(encoding="utf-8")

@@ -21,6 +21,7 @@ CELLS = small(
     Cell("llama", tensor=2, sequence=True, overlap="pieces"),
     Cell("gpt", data=2, zero=1),
     Cell("llama", schedule="1f1b", pipeline=2),
+    Cell("llama", tensor=2, sequence=True, matmul="fp8"),
 )
 
 

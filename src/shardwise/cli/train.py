@@ -208,6 +208,24 @@ def _check_user_code(config: Config) -> None:
         check_hooks(config)
 
 
+def _check_products(config: Config, cluster: Cluster | None) -> None:
+    """Check that the devices of a cluster, or of this machine, multiply as `precision.matmul` says.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if config.precision.matmul is None:
+        return
+    if cluster is not None:
+        cluster.device.require_fp8()
+        return
+    # Costly to import, and the only way to learn it.
+    from shardwise.distributed import devices
+    from shardwise.train.memory import require_products
+
+    require_products(config, devices.local_device())
+
+
 def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | None) -> int:
     """Print the dry run. Problems of the files are last: the numbers are of use on a machine without the files too.
 
@@ -223,6 +241,8 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         layout = check_layout(config, world, is_new=run_path is None)
     with problems:
         _check_user_code(config)
+    with problems:
+        _check_products(config, cluster)
     rows, input_problems = glance_at_inputs(arguments.recipe, config)
     chosen = config
     if layout is not None:

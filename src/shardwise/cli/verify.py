@@ -212,10 +212,12 @@ class Verified:
         tolerance = Tolerance.of(self.config)
         steps = units.counted(train.steps, "step")
         middle = train.steps // 2
+        matmul = self.config.precision.matmul
         fields = {
             "model": f"{self.name} in miniature: {_sizes(self.config)}",
             "training": f"{steps} of {train.global_batch} samples of {train.sequence_length} random tokens, "
-            f"{self.config.optimizer.name}, precision.mode {self.config.precision.mode}",
+            f"{self.config.optimizer.name}, precision.mode {self.config.precision.mode}"
+            + (f", precision.matmul {matmul}" if matmul is not None else ""),
             "reference": f"one process on {first.device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at step "
             f"{train.steps}",
             "layouts": "TP, PP, DP: degrees of parallelism; SP: sequence parallelism; Z1: ZeRO-1",
@@ -231,7 +233,7 @@ class Verified:
                 f"gradient norms, weights and optimizer state after steps {middle} and {train.steps}: equal"
             )
         if not tolerance.is_of_float32:
-            fields["bfloat16"] = (
+            fields[matmul or "bfloat16"] = (
                 "rounds at other places in each layout: more is allowed than the 1e-05 of precision.mode=float32"
             )
         if self.config.model.has_dropout:

@@ -20,6 +20,11 @@ def overlap_problems(config: Config) -> list[str]:
             f"parallel.tensor_overlap ({how}) must go with parallel.sequence (true): its operators gather and scatter "
             "the sequence"
         )
+    if how is not None and config.precision.matmul is not None:
+        problems.append(
+            f"parallel.tensor_overlap ({how}) must be null with precision.matmul ({config.precision.matmul}), whose "
+            "scales need the whole input before the first product: leave out one of the two"
+        )
     return problems
 
 
@@ -38,5 +43,10 @@ def regather_problems(config: Config) -> list[str]:
         problems.append(
             "parallel.sequence_regather (true) must be false with compile.enabled (true): the compiler chooses what "
             "a compiled block keeps"
+        )
+    if config.precision.matmul is not None:
+        problems.append(
+            f"parallel.sequence_regather (true) must be false with precision.matmul ({config.precision.matmul}), which "
+            "keeps gathered inputs in one byte an element: leave it out"
         )
     return problems

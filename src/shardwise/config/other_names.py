@@ -75,6 +75,8 @@ _NAMES = {
     "precision.mode": "dtype torch_dtype mixed_precision data_type param_dtype",
     "precision.mode=mixed": "bf16 fp16 amp half autocast use_amp",
     "precision.mode=float32": "fp32",
+    "precision.matmul=fp8": "fp8 float8 use_fp8 fp8_training fp8_format fp8_recipe enable_fp8 fp8_hybrid "
+    "enable_fp8_linear",
     "precision.reduce": "reduce_dtype grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32 communication_data_type",
     # data
     "data.path": "data_path train_data_path data_dir train_file data_file dataset_path dataset_dir train_data "

@@ -23,7 +23,14 @@ from shardwise.config.optimizers import DEFAULT_OPTIMIZER
 from shardwise.config.run_config import Config
 from shardwise.config.schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
 from shardwise.config.sections import ParallelConfig, share_of
-from shardwise.config.size_rules import KEYS_OF_BITS, bitwise_problems, keys_of_bits, sharding_problems, tensor_problems
+from shardwise.config.size_rules import (
+    KEYS_OF_BITS,
+    bitwise_problems,
+    fp8_problems,
+    keys_of_bits,
+    sharding_problems,
+    tensor_problems,
+)
 
 
 def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
@@ -50,6 +57,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
         problems = error.problems
     problems += pipeline_problems(config, micro_batches)
     problems += tensor_problems(config, sequence)
+    problems += fp8_problems(config)
     problems += overlap_problems(config)
     problems += regather_problems(config)
     problems += _compile_problems(config)

@@ -102,6 +102,7 @@ class CompileConfig(Section):
 DtypeName = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
 Rounding = Literal["nearest", "stochastic"]
+Matmul = Literal["fp8"]
 Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 TensorOverlap = Literal["pieces", "symmetric_memory"]
@@ -343,7 +344,8 @@ class PrecisionConfig(Section):
 
     mode: Literal["float32", "mixed", "bfloat16"] | None = Field(
         default=None,
-        description="mixed = bfloat16 with float32 masters; null = float32 on CPU, mixed on accelerators",
+        description="mixed = bfloat16 with float32 masters; null = mixed on accelerators and with precision.matmul, "
+        "float32 on CPU",
     )
     gradient: DtypeName | None = Field(default=None, description="dtype of gradient sums; null = the mode's own")
     reduce: DtypeName | None = Field(default=None, description="dtype of gradient reduction; null = the mode's own")
@@ -358,6 +360,18 @@ class PrecisionConfig(Section):
         description="how the update rounds bfloat16 masters and moments: stochastic = up or down at random so that "
         "the mean is kept, by the same random bits in every layout; null = stochastic with mode bfloat16, else nearest",
     )
+
+    matmul: Matmul | None = Field(
+        default=None,
+        description="fp8 = matrix products of blocks multiply 8-bit numbers, by one scale for each tensor; null = in "
+        "the mode's dtype",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fp8_is_mixed_by_default(cls, values: Any) -> Any:
+        is_left_out = isinstance(values, dict) and values.get("matmul") is not None and values.get("mode") is None
+        return {**values, "mode": "mixed"} if is_left_out else values
 
     @model_validator(mode="after")
     def _check(self) -> PrecisionConfig:

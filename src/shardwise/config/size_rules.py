@@ -52,6 +52,42 @@ def tensor_problems(config: Config, sequence: bool) -> list[str]:
     return [f"parallel.tensor ({tensor}) must {reason}: {degrees}" for reason in reasons]
 
 
+FP8_MULTIPLE = 16
+"""The number of which GPUs want the widths of fp8 products to be multiples."""
+
+
+def fp8_problems(config: Config) -> list[str]:
+    """Refuse widths of a rank's products, and tokens of a micro-batch, that `precision.matmul` fp8 does not take.
+
+    The widths of a model of the user's own are checked where it is built (`models/fp8_blocks.py`).
+    """
+    if config.precision.matmul is None:
+        return []
+    train = config.train
+    tokens = train.sequence_length * train.micro_batch
+    sizes = {f"train.sequence_length × train.micro_batch ({tokens})": tokens}
+    model = config.shapes
+    if model is not None:
+        tensor = config.parallel.tensor
+        query = model.num_attention_heads * model.head_dim // tensor
+        key_value = max(model.num_key_value_heads // tensor, 1) * model.head_dim
+        feed_width = model.intermediate_size // tensor
+        cut = f"of {tensor} ranks" if tensor > 1 else "of the rank"
+        sizes |= {
+            f"model.hidden_size ({model.hidden_size})": model.hidden_size,
+            f"the part of model.intermediate_size that each {cut} has ({feed_width})": feed_width,
+            f"the width of the queries that each {cut} has ({query})": query,
+            f"the width of the queries, keys and values that each {cut} has ({query + 2 * key_value})": query
+            + 2 * key_value,
+        }
+    return [
+        f"{name} must be a multiple of {FP8_MULTIPLE} with precision.matmul (fp8): change the model's or the batch's "
+        "sizes or parallel.tensor, or leave precision.matmul out"
+        for name, size in sizes.items()
+        if size % FP8_MULTIPLE
+    ]
+
+
 def bitwise_problems(config: Config, layout: Layout) -> list[str]:
     """Refuse layouts and keys with which `train.bitwise` could not give the bits of one process."""
     if not config.train.bitwise:

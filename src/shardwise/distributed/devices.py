@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.hardware import accelerators
-from shardwise.distributed.torch_private import has_data, has_triton, set_allocator
+from shardwise.distributed.torch_private import has_data, has_triton, scaled_matmul, set_allocator
 
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables by which a launcher shows each rank an accelerator of its own."""
@@ -240,6 +240,18 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         matrix = torch.zeros(2, 2, dtype=dtype, device=device)
         return (matrix @ matrix).dtype == dtype
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+
+
+@functools.cache
+def multiplies_fp8(device: torch.device) -> bool:
+    """True if the device multiplies matrices in 8-bit floating point."""
+    try:
+        matrix = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn)
+        scale = torch.ones((), device=device)
+        product = scaled_matmul(matrix.to(torch.float8_e5m2), matrix, scale, scale, torch.float32)
+        return bool((product == 16.0).all())
     except (NotImplementedError, RuntimeError, TypeError):
         return False
 

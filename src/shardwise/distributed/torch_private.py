@@ -42,6 +42,18 @@ def onednn_linear(x: Tensor, weight: Tensor, total: Tensor | None = None) -> Ten
     return product
 
 
+def scaled_matmul(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    """`a b` of fp8 numbers with scales `[]`: a `[M, K]`, b `[K, N]`; any strides; no gradient.
+
+    With `fast`, an NVIDIA GPU adds with fewer bits. CPUs got this operator before `torch.nn.functional.scaled_mm`.
+    """
+    # Kernels of GPUs read both operands along K.
+    b = b.t().contiguous().t()
+    return torch._scaled_mm(a.contiguous(), b, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+
 def share_storage(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are views of the same memory; torch has no public name for this question."""
     is_alias: bool = torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]

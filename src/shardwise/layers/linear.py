@@ -17,6 +17,7 @@ from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group, Ranks
 from shardwise.distributed.placement import Init
 from shardwise.layers.arguments import by_name, features_per_head, refuse_unknown, sharing_group, two_sizes
+from shardwise.layers.fp8 import Scaling, fp8_linear
 from shardwise.layers.matmul import Overlap, can_regather, gather_and_multiply, linear, multiply_and_sum, usable
 from shardwise.layers.parts import (
     Section,
@@ -140,10 +141,12 @@ class _ColumnParallel(placement.PlacedModule):
     Attributes:
         overlap: way in which it communicates during its matmuls (`layers/matmul.py`); None: in turn with them.
         regathers: true if under sequence parallelism it gathers its input again for the backward pass.
+        scaling: scales of products in fp8 (`layers/fp8.py`) in training; None: products in the dtype of the weight.
     """
 
     overlap: Overlap | None = None
     regathers: bool = False
+    scaling: Scaling | None = None
 
     def __init__(
         self,
@@ -196,9 +199,9 @@ class _ColumnParallel(placement.PlacedModule):
     def multiply(self, entered: Tensor) -> tuple[Tensor, ...]:
         """`entered` `[…, I]`, whole on every rank of the group → each part `[…, local outputs]`. No communication."""
         if self.group.has_parts:
-            return column_products(entered, self.weight, self.bias, self._sections, self.group)
-        y = linear(entered, self.weight, self.bias)
-        return tuple(y.split(self._sizes, dim=-1))
+            scaling = _scaling_in_training(self)
+            return column_products(entered, self.weight, self.bias, self._sections, self.group, scaling)
+        return tuple(_product(self, entered, self.bias).split(self._sizes, dim=-1))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → each part `[S, B, local outputs]`."""
@@ -222,7 +225,7 @@ class _ColumnParallel(placement.PlacedModule):
                 sequence_parallel=self.sequence_parallel_enabled,
                 regathers=regathers,
             )
-        return linear(self._enter(x), self.weight, self.bias)
+        return _product(self, self._enter(x), self.bias)
 
     def _regathers(self, x: Tensor) -> bool:
         return self.regathers and self.sequence_parallel_enabled and can_regather(x, self.group)
@@ -453,13 +456,14 @@ class RowParallelLinear(placement.PlacedModule):
         options: see `LayerOptions` and `LinearOptions`.
 
     Attributes:
-        overlap: as in the column-parallel layers.
+        overlap, scaling: as in the column-parallel layers.
 
     Raises:
         ValueError: `input_size` is not divisible by the group's size; sequence parallelism without `input_is_parallel`.
     """
 
     overlap: Overlap | None = None
+    scaling: Scaling | None = None
 
     def __init__(
         self,
@@ -520,11 +524,11 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
         y = multiply_and_sum(products, first.group, overlap, sequence_parallel=sequence_parallel)
     else:
         if first.group.has_parts:
-            partial = row_products([(x, layer.weight) for layer, x in terms], first.group)
+            partial = row_products([(x, layer.weight) for layer, x in terms], first.group, _scaling_in_training(first))
         else:
-            partial = linear(x, first.weight)
+            partial = _product(first, x)
             for layer, x in terms[1:]:
-                partial = partial + linear(x, layer.weight)
+                partial = partial + _product(layer, x)
         leave = collectives.scatter_sum_sequence if sequence_parallel else collectives.reduce_from_group
         y = leave(partial, first.group)
     # Biases are added after the sum: before it, each rank would add them.
@@ -534,23 +538,38 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
     return y
 
 
+def _product(layer: _ColumnParallel | RowParallelLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `x weightᵀ + bias`."""
+    scaling = _scaling_in_training(layer)
+    return linear(x, layer.weight, bias) if scaling is None else fp8_linear(x, layer.weight, bias, scaling)
+
+
+def _scaling_in_training(layer: _ColumnParallel | RowParallelLinear) -> Scaling | None:
+    """Return the scales of a layer that is trained. One that is evaluated has no scales, which depend on the batch."""
+    return layer.scaling if layer.training else None
+
+
+def linear_layers(model: nn.Module) -> list[_ColumnParallel | RowParallelLinear]:
+    """Return all column- and row-parallel layers of a model."""
+    return [module for module in model.modules() if isinstance(module, _ColumnParallel | RowParallelLinear)]
+
+
 def set_overlap(model: nn.Module, how: Overlap | None) -> None:
     """Let all column- and row-parallel layers of a model communicate during their matmuls; None: in turn with them."""
-    for module in model.modules():
-        if isinstance(module, _ColumnParallel | RowParallelLinear):
-            module.overlap = how
+    for layer in linear_layers(model):
+        layer.overlap = how
 
 
 def set_regathers(model: nn.Module, regathers: bool) -> None:
     """Let all column-parallel layers of a model gather their inputs again for the backward pass, or keep them."""
-    for module in model.modules():
-        if isinstance(module, _ColumnParallel):
-            module.regathers = regathers
+    for layer in linear_layers(model):
+        if isinstance(layer, _ColumnParallel):
+            layer.regathers = regathers
 
 
 def weights_of(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights of all column- and row-parallel layers of a model."""
-    return [module.weight for module in model.modules() if isinstance(module, _ColumnParallel | RowParallelLinear)]
+    return [layer.weight for layer in linear_layers(model)]
 
 
 class ReplicatedLinear(placement.PlacedModule):

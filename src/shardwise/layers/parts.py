@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
+from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, rounded
 from shardwise.layers.matmul import require_width
 from shardwise.layers.part_products import (
     by_part,
@@ -31,6 +32,9 @@ from shardwise.layers.part_products import (
     weight_gradient_of_rows,
 )
 from shardwise.layers.replicated import part_views
+
+_ALONE = Group()
+"""Over which nothing is gathered. A compiler cannot capture the making of a group."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +64,21 @@ class Section:
 
 
 def column_products(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sections: Sequence[Section], group: Group
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sections: Sequence[Section],
+    group: Group,
+    scaling: Scaling | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the outputs of a column-parallel layer by section: x `[…, I]`, weight `[Σ rows, I]` → `[…, P·w]` each.
 
-    The gradient of x is this rank's term of it, and those of rows with copies are complete.
+    The gradient of x is this rank's term of it, and those of rows with copies are complete. With `scaling` the operands
+    of products are rounded to fp8, and multiplied in their own dtype.
     """
     require_width(x, weight)
     # Gradients are switched off within the function.
-    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), Group())
+    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), _ALONE, scaling)
     return cast(tuple[Tensor, ...], _ColumnProducts.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -80,7 +90,7 @@ def gather_and_multiply_parts(
     The gradient of x is complete.
     """
     require_width(x, weight)
-    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), group)
+    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), group, None)
     return cast(tuple[Tensor, ...], _ColumnProducts.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -95,8 +105,17 @@ class _ColumnProducts(torch.autograd.Function):
         count: int,
         trained: bool,
         gathered_over: Group,
+        scaling: Scaling | None,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, weight)
+        if scaling is None:
+            ctx.save_for_backward(x, weight)
+        else:
+            x_scale, weight_scale = scaling.of_operands(x, weight)
+            x = rounded(x, x_scale, OPERAND)
+            # As it was: ZeRO-3 frees it between the passes.
+            ctx.save_for_backward(x, weight, weight_scale)
+            weight = rounded(weight, weight_scale, OPERAND)
+        ctx.scaling = scaling
         ctx.sections = sections
         ctx.count = count
         ctx.gathered_over = gathered_over
@@ -115,12 +134,16 @@ class _ColumnProducts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, *scales = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         count = ctx.count
         sections = ctx.sections
         group = ctx.gathered_over
         dy = _side_by_side([by_part(dy, count) for dy in grads], 2)
+        unrounded = dy
+        if ctx.scaling is not None:
+            weight = rounded(weight, scales[0], OPERAND)
+            dy = rounded(dy, ctx.scaling.of_gradient(dy), GRADIENT)
         pending: collectives.Pending | None = None
         dx = None
         dw = None
@@ -139,10 +162,10 @@ class _ColumnProducts(torch.autograd.Function):
             flat = gathered.reshape(-1, x.shape[-1])
             dw = _by_section(sections, weight_gradient_of_rows(dy.transpose(0, 1).flatten(1), flat, count), count)
         if needs_bias:
-            db = _by_section(sections, row_sums(dy).flatten(), count)
+            db = _by_section(sections, row_sums(unrounded).flatten(), count)
         if pending is not None:
             dx = pending.wait()
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
 def _side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -163,23 +186,35 @@ def _by_section(sections: Sequence[Section], gradients: Tensor, count: int) -> T
     return torch.cat(by_section) if len(by_section) > 1 else by_section[0]
 
 
-def row_products(terms: Sequence[tuple[Tensor, Tensor]], group: Group) -> Tensor:
-    """Return this rank's term of `Σ_k X_k A_kᵀ` of row-parallel layers: x `[…, P·w]`, weight `[O, P·w]` → `[…, O]`."""
+def row_products(terms: Sequence[tuple[Tensor, Tensor]], group: Group, scaling: Scaling | None = None) -> Tensor:
+    """Return this rank's term of `Σ_k X_k A_kᵀ` of row-parallel layers: x `[…, P·w]`, weight `[O, P·w]` → `[…, O]`.
+
+    `scaling`: as in `column_products`.
+    """
     for x, weight in terms:
         require_width(x, weight)
     xs, weights = zip(*terms, strict=True)
-    return cast(Tensor, _RowProducts.apply(group.parts, torch.is_grad_enabled(), *xs, *weights))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _RowProducts.apply(group.parts, torch.is_grad_enabled(), scaling, *xs, *weights))  # type: ignore[no-untyped-call]
 
 
 class _RowProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         # Without gradients torch 2.13, traced, drops ctx where the arguments are as many as the parameters but ctx.
-        count, trained, *tensors = arguments
-        ctx.save_for_backward(*tensors)
+        count, trained, scaling, *tensors = arguments
+        half = len(tensors) // 2
+        xs = tensors[:half]
+        weights = tensors[half:]
+        scales = []
+        if scaling is not None:
+            by_term = [scaling.of_operands(x, weight) for x, weight in zip(xs, weights, strict=True)]
+            xs = [rounded(x, scale, OPERAND) for x, (scale, _) in zip(xs, by_term, strict=True)]
+            scales = [scale for _, scale in by_term]
+        ctx.save_for_backward(*xs, *weights, *scales)
         ctx.count = count
-        operands = [by_part(tensor, count) for tensor in tensors]
-        half = len(operands) // 2
+        ctx.scaling = scaling
+        weights = _rounded_weights(weights, scales)
+        operands = [by_part(tensor, count) for tensor in (*xs, *weights)]
         y = sum_of_products(operands[:half], operands[half:], count, trained=trained)
         return y.view(*tensors[0].shape[:-1], -1)
 
@@ -189,18 +224,27 @@ class _RowProducts(torch.autograd.Function):
         count = ctx.count
         # Read once: where blocks are recomputed, each reading would compute them again.
         tensors = ctx.saved_tensors
-        terms = len(tensors) // 2
+        terms = len(tensors) // (2 if ctx.scaling is None else 3)
         xs = tensors[:terms]
-        weights = tensors[terms:]
+        weights = _rounded_weights(tensors[terms : 2 * terms], tensors[2 * terms :])
         dy = grads[0].reshape(-1, grads[0].shape[-1])
+        if ctx.scaling is not None:
+            dy = rounded(dy, ctx.scaling.of_gradient(dy), GRADIENT)
         dxs: list[Tensor | None] = [None] * terms
         dws: list[Tensor | None] = [None] * terms
         for term, (x, weight) in enumerate(zip(xs, weights, strict=True)):
-            if ctx.needs_input_grad[2 + term]:
+            if ctx.needs_input_grad[3 + term]:
                 dxs[term] = input_gradient_of_columns(dy, weight, count).view(x.shape)
-            if ctx.needs_input_grad[2 + terms + term]:
+            if ctx.needs_input_grad[3 + terms + term]:
                 dws[term] = weight_gradient_of_columns(dy, x.reshape(-1, x.shape[-1]), count)
-        return None, None, *dxs, *dws
+        return None, None, None, *dxs, *dws
+
+
+def _rounded_weights(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
+    """Return weights, rounded if there are scales."""
+    if not scales:
+        return list(weights)
+    return [rounded(weight, scale, OPERAND) for weight, scale in zip(weights, scales, strict=True)]
 
 
 def apply_by_part(

@@ -12,6 +12,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.layers.linear import set_overlap, set_regathers
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Part
+from shardwise.models.fp8_blocks import multiply_in_fp8
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
@@ -48,7 +49,8 @@ def build_model(
         deferred: true if the optimizer gives the parameters of a family memory and values (`LayerOptions`).
 
     Raises:
-        ConfigError: `model.family` names a class of the user's that cannot be imported or built.
+        ConfigError: `model.family` names a class of the user's that cannot be imported or built; or widths or a lack of
+            layers that `precision.matmul` refuses.
     """
     model = config.shapes
     if model is None:
@@ -69,4 +71,6 @@ def build_model(
         )
     set_overlap(built, config.parallel.tensor_overlap)
     set_regathers(built, config.regathers)
+    if config.precision.matmul is not None:
+        multiply_in_fp8(built, config)
     return built

@@ -179,6 +179,9 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     | both      | the norm: its input and one or two statistics        | see `norm_bytes`  |
     |           | mask of dropout on what is added to x, one byte each | T·H/s             |
 
+    With `precision.matmul` fp8 the inputs of the four linear layers are rounded copies, of one byte an element or, by
+    parts, of `a`: a core that saves its output saves it beside the copy, and so does ReLU.
+
     If norms come first, x is the input of the first norm. If they come last (BERT, OLMo 2), x is the input of QKV,
     unless it had to be gathered. Both norms of a parallel residual have the same input, which counts once. ReLU saves
     its output in place of its input: without dropout behind it, that is the last layer's input.
@@ -187,29 +190,23 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     local = workload.local
     a = workload.a
     x = workload.x_bytes
+    rounds = workload.rounds_inputs
+    attended = workload.tokens * local.query
     feed = a * workload.tokens * local.intermediate
     attention = (
         workload.product_input_bytes
-        + a * workload.tokens * local.query
+        + workload.input_width * attended
+        + (a * attended if rounds and not workload.attends_step_by_step else 0)
         + workload.mask_elements
         + _head_norms(workload)
     )
     core_input, core_input_saved, core = _core(
         workload, copied=model.rotates(layer) or model.query_key_norm is not None
     )
-    has_parts = workload.config.train.bitwise and workload.config.parallel.grain > 1
-    mlp = (
-        workload.product_input_bytes
-        + (3 + has_parts if model.gated else 2) * feed
-        + workload.inner_mask_elements
-        + workload.mask_elements
-    )
-    if model.activation == "relu" and not workload.inner_mask_elements:
-        mlp -= feed
     if model.norm_place == "input":
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32
     else:
-        saves_input = not workload.layout.sequence_parallel or workload.config.regathers
+        saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
     is_rotated = model.rotates(layer) and model.query_key_norm is None
     return BlockActivations(
         saves_input=saves_input,
@@ -217,20 +214,34 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core_input=core_input,
         core_input_saved=core_input_saved,
         core=core,
-        mlp=mlp + norm_bytes(workload) - (x if model.parallel_residual else 0),
+        mlp=_mlp(workload, feed) + norm_bytes(workload) - (x if model.parallel_residual else 0),
         normed=_normed(workload),
         rotated=is_rotated * a * workload.tokens * (local.query + local.key_value),
-        activated=0 if model.activation == "relu" and not model.gated else feed,
+        activated=0 if rounds or (model.activation == "relu" and not model.gated) else feed,
     )
+
+
+def _mlp(workload: RankWorkload, feed: int) -> int:
+    """Return the bytes that the MLP with its dropout saves; feed: bytes of its inner width, [T·F/t]."""
+    model = workload.model
+    has_parts = workload.config.train.bitwise and workload.config.parallel.grain > 1
+    inner = (2 + has_parts if model.gated else 1) * feed
+    if model.activation == "relu" and not (workload.inner_mask_elements or workload.rounds_inputs):
+        inner -= feed
+    last_input = workload.input_width * workload.tokens * workload.local.intermediate
+    masks = workload.inner_mask_elements + workload.mask_elements
+    return workload.product_input_bytes + inner + last_input + masks
 
 
 def _normed(workload: RankWorkload) -> int:
     """Return the bytes of a norm's output that a matmul keeps and that are computed again of what the norm keeps.
 
-    A gathered input is no output of a norm. A norm of single operations does not keep its input, of the same size.
+    A gathered or rounded input is no output of a norm. A norm of single operations does not keep its input, of the same
+    size.
     """
     is_gathered = workload.layout.sequence_parallel and not workload.config.regathers
-    if workload.model.norm_place != "input" or is_gathered or _norms_by_operations(workload):
+    is_copy = is_gathered or workload.rounds_inputs
+    if workload.model.norm_place != "input" or is_copy or _norms_by_operations(workload):
         return 0
     return workload.x_bytes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Recompute
+from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Matmul, Recompute
 from shardwise.models.parameter_counts import LocalWidths
 from shardwise.planner import device_seconds
 from shardwise.planner.device_seconds import Constants, RankGroup
@@ -34,6 +34,7 @@ _FUSED_BACKWARD_RATE = 0.85
 # Kernels that the host starts; estimates, but for those of a block, which `ProgramTraits.kernels` has.
 _BACKWARD_KERNELS = 1.6  # for each kernel of the forward pass: matrix products have two, others one
 _STEPWISE_ATTENTION_KERNELS = 6  # two products, scale, mask, softmax and dropout in place of one fused kernel
+_ROUNDING_KERNELS = 18  # of a linear layer with fp8 products in each pass: scales, roundings, and copies for kernels
 _HEAD_KERNELS = 20
 _EMBEDDING_KERNELS = 8
 
@@ -96,6 +97,7 @@ class BlockShape:
         gradient: dtype of gradients.
         recompute: kind of recompute.
         regathers: True if inputs that sequence parallelism gathered are gathered again in the backward pass.
+        matmul: format of the products of weights, if it is not `dtype`.
     """
 
     model: FamilyConfig
@@ -109,10 +111,23 @@ class BlockShape:
     gradient: DtypeName
     recompute: Recompute
     regathers: bool = False
+    matmul: Matmul | None = None
 
     @property
     def tokens(self) -> int:
         return self.batch * self.length
+
+    @property
+    def weights(self) -> tuple[tuple[int, int], ...]:
+        """(output, input) of QKV, of the output projection, and of the MLP's first and last layers."""
+        hidden = self.model.hidden_size
+        feed_width = self.local.intermediate
+        return (
+            (self.local.query + 2 * self.local.key_value, hidden),
+            (hidden, self.local.query),
+            (feed_width * (2 if self.model.gated else 1), hidden),
+            (hidden, feed_width),
+        )
 
     @property
     def has_dropout(self) -> bool:
@@ -232,17 +247,8 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     Its backward pass has two matrix products for each of the forward pass: the gradient of the input and that of the
     weight. The latter are `weight`, with the time to add them to earlier gradients.
     """
-    peak = device.peak(s.dtype)
-    hidden = s.model.hidden_size
-    feed_width = s.local.intermediate
-    query_key_value = s.local.query + 2 * s.local.key_value
-    # (output, input) of QKV, of the output projection, and of the MLP's first and last layers.
-    weights = (
-        (query_key_value, hidden),
-        (hidden, s.local.query),
-        (feed_width * (2 if s.model.gated else 1), hidden),
-        (hidden, feed_width),
-    )
+    peak = device.peak(s.dtype) if s.matmul is None else device.require_fp8()
+    weights = s.weights
     outputs = sum(device_seconds.matmul(device, c, peak, s.tokens, n, k) for n, k in weights)
     input_gradients = sum(device_seconds.matmul(device, c, peak, s.tokens, k, n) for n, k in weights)
     weight_gradients = sum(device_seconds.matmul(device, c, peak, n, k, s.tokens) for n, k in weights)
@@ -250,15 +256,16 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     accumulation = device_seconds.passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
 
-    passes = _separate_passes(s, device, c) if program.separate_kernels else _fused_passes(s, device, c)
+    passes = _memory_passes(s, device, c, program)
     collectives = _tensor_collectives(s, device, c)
     kernels = program.kernels + core.kernels
+    rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
-        PartSeconds(outputs, core.forward, passes.forward, 0.0, collectives), kernels, c.host, program
+        PartSeconds(outputs, core.forward, passes.forward, 0.0, collectives), kernels + rounding, c.host, program
     )
     backward = _with_launch(
         PartSeconds(input_gradients + weight_gradients, core.backward, passes.backward, 0.0, collectives, accumulation),
-        _BACKWARD_KERNELS * kernels,
+        _BACKWARD_KERNELS * kernels + rounding,
         c.host,
         program,
     )
@@ -285,6 +292,18 @@ class _MemoryPasses:
     forward: float
     backward: float
     cheap: float
+
+
+def _memory_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _MemoryPasses:
+    passes = _separate_passes(s, device, c) if program.separate_kernels else _fused_passes(s, device, c)
+    if s.matmul is None:
+        return passes
+    forward, backward = _rounding_bytes(s, separate=program.separate_kernels)
+    return replace(
+        passes,
+        forward=passes.forward + device_seconds.passes(device, c, forward),
+        backward=passes.backward + device_seconds.passes(device, c, backward),
+    )
 
 
 def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPasses:
@@ -349,6 +368,21 @@ def _separate_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPass
         device_seconds.passes(device, c, backward_bytes) + rotation + activation_backward,
         cheap,
     )
+
+
+def _rounding_bytes(s: BlockShape, *, separate: bool) -> tuple[int, int]:
+    """Return the bytes by which fp8 products round their operands, forward and backward.
+
+    A tensor is read for its largest number, then read and written in one byte; with separate kernels it is written and
+    read once more between. Backward, weights have their scales, and weights, inputs and gradients are copied so that
+    kernels read them along the dimension of the sum.
+    """
+    elements = sum(n * k for n, k in s.weights)
+    inputs = s.tokens * sum(k for _, k in s.weights)
+    gradients = s.tokens * sum(n for n, _ in s.weights)
+    written = s.a + 1 + (2 * s.a if separate else 0)
+    copies = 2 * (elements + inputs + gradients)
+    return (s.a + written) * (inputs + elements), written * elements + (s.a + written) * gradients + copies
 
 
 def _recomputed(

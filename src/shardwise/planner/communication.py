@@ -91,7 +91,8 @@ def step_transfers(
     workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
     if workload is None:
         return None
-    return _transfers(workload, _forward(workload) + _backward(workload), _update(workload, data_rank, tensor_rank))
+    micro_batch = _forward(workload) + _backward(workload) + _scales(workload)
+    return _transfers(workload, micro_batch, _update(workload, data_rank, tensor_rank))
 
 
 def evaluation_transfers(
@@ -243,6 +244,23 @@ def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
     count = workload.layers if workload.model.query_key_norm == "all_heads" else 0
     tensor = f"{prefix}sums of squares of queries and keys"
     return _over_tensor(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
+
+
+def _scales(workload: RankWorkload) -> list[Transfer]:
+    """The scales of fp8 products in training, for each of the four linear layers of a block.
+
+    The ranks agree on the largest number, in float32, of the input and of the weight of each, and of the gradients of
+    outputs that they cut, those of QKV and of the MLP's first layer. Full recompute repeats the forward pass, and a
+    split backward pass computes its gradients in both halves.
+    """
+    if workload.config.precision.matmul is None:
+        return []
+    forwards = 4 * workload.layers * (2 if workload.recompute == "full" else 1)
+    backwards = 2 * workload.layers * (2 if workload.config.splits_backward else 1)
+    return [
+        _over_tensor(workload, "all_reduce", 2 * _FLOAT32, "largest inputs and weights of linear layers", forwards),
+        _over_tensor(workload, "all_reduce", _FLOAT32, "largest gradients of outputs", backwards),
+    ]
 
 
 def _head(workload: RankWorkload) -> list[Transfer]:

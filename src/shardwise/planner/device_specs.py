@@ -53,9 +53,16 @@ CONSTANTS: dict[str, tuple[float, float]] = {
     "action": (0, 1),
 }
 """The constants that a file may give in place of the fitted `device_seconds.Constants`, with their ranges."""
+_FP8 = "fp8_tflops"
 _PRICE = "dollars_per_hour"
 PRICE_RANGE = (0.0, 10_000.0)
 """Dollars for a device and an hour that a file may give: prices differ by contract, so no shipped file has one."""
+_CONSTANT = "constants."
+_OPTIONAL = {
+    _FP8: _RANGES["bfloat16_tflops"],
+    _PRICE: PRICE_RANGE,
+    **{_CONSTANT + key: limits for key, limits in CONSTANTS.items()},
+}
 _WHOLE = ("processors", "devices_per_node")
 _TEXTS = ("name", "node_link.topology", "network.topology")
 _CUDA = torch_type("nvidia")
@@ -89,6 +96,7 @@ class Device:
         memory_bandwidth: bytes a second.
         bfloat16: FLOP/s of matrix products in bfloat16, without sparsity.
         float32: FLOP/s of matrix products in float32.
+        fp8: FLOP/s of matrix products in fp8, without sparsity; None if the device has none.
         matmul_share: part of the peak that the largest matrix products reach.
         processors: number of units that each take a tile of a matrix product.
         per_node: number of devices of a machine, which `node` links; `network` links the machines.
@@ -109,6 +117,7 @@ class Device:
     memory_bandwidth: float
     bfloat16: float
     float32: float
+    fp8: float | None
     matmul_share: float
     processors: int
     per_node: int
@@ -124,6 +133,24 @@ class Device:
     def peak(self, dtype: DtypeName) -> float:
         """FLOP/s of matrix products without sparsity."""
         return self.bfloat16 if dtype == "bfloat16" else self.float32
+
+    def require_fp8(self) -> float:
+        """Return the FLOP/s of products in fp8.
+
+        Raises:
+            ConfigError: the device has none.
+        """
+        if self.fp8 is None:
+            raise no_fp8(self.name)
+        return self.fp8
+
+
+def no_fp8(device_name: str) -> ConfigError:
+    """Return the error of `precision.matmul` on a device that does not multiply in fp8."""
+    return ConfigError(
+        f"precision.matmul (fp8) must be left out on {device_name}, which does not multiply 8-bit numbers: it needs an "
+        "NVIDIA GPU of compute capability 8.9 or higher, such as an H100, or a CPU"
+    )
 
 
 @dataclass(frozen=True)
@@ -224,16 +251,14 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     """
     values = parse_yaml(text, where)
     flat = _with_base(_flat(values if isinstance(values, dict) else {}), device_key, where)
-    constants = {f"constants.{name}": limits for name, limits in CONSTANTS.items()}
-    optional = {_PRICE: PRICE_RANGE, **constants}
-    known = {*_RANGES, *_TEXTS, *optional, *_OTHER_KEYS}
+    known = {*_RANGES, *_TEXTS, *_OPTIONAL, *_OTHER_KEYS}
     problems = [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
     problems += [f"{where}: {key} is missing" for key in (*_RANGES, *_TEXTS) if key not in flat]
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
     sources: list[tuple[str, str]] = []
     numbers: dict[str, Any] = {}
-    given = {key: limits for key, limits in optional.items() if key in flat}
+    given = {key: limits for key, limits in _OPTIONAL.items() if key in flat}
     for key, (least, most) in (_RANGES | given).items():
         entry = flat.get(key)
         if isinstance(entry, dict):
@@ -257,6 +282,7 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
             topology=str(flat[f"{key}.topology"]),
         )
 
+    constants = [key for key in given if key.startswith(_CONSTANT)]
     return Device(
         key=device_key,
         name=str(flat["name"]),
@@ -264,6 +290,7 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         memory_bandwidth=numbers["memory_gb_per_second"] * 1e9,
         bfloat16=numbers["bfloat16_tflops"] * 1e12,
         float32=numbers["float32_tflops"] * 1e12,
+        fp8=numbers[_FP8] * 1e12 if _FP8 in numbers else None,
         matmul_share=numbers["matmul_share"],
         processors=numbers["processors"],
         per_node=numbers["devices_per_node"],
@@ -272,7 +299,7 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         sources=tuple(sources),
         is_accelerator=kind != "cpu",
         is_cuda=kind == _CUDA,
-        constants=tuple((key.removeprefix("constants."), float(numbers[key])) for key in given if key in constants),
+        constants=tuple((key.removeprefix(_CONSTANT), float(numbers[key])) for key in constants),
         dollars_per_hour=numbers.get(_PRICE),
         accuracy=str(flat.get("accuracy", "")),
     )
@@ -333,6 +360,8 @@ def described(device: Device, constants: Mapping[str, float], source: str) -> st
         "processors": {**own("processors", 0), "value": device.processors},
         "devices_per_node": {**own("devices_per_node", 0), "value": device.per_node},
     }
+    if device.fp8 is not None:
+        values[_FP8] = own(_FP8, device.fp8 / 1e12)
     if device.dollars_per_hour is not None:
         values[_PRICE] = own(_PRICE, device.dollars_per_hour)
     for name, link in (("node_link", device.node), ("network", device.network)):

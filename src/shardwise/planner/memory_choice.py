@@ -34,7 +34,7 @@ def candidates(config: Config, layout: Layout) -> Iterator[Config]:
     recompute = config.train.recompute
     recomputes: tuple[Recompute, ...] = get_args(Recompute) if recompute == "auto" else (recompute,)
     is_open = config.parallel.sequence_regather is None and layout.sequence_parallel
-    is_able = not config.splits_backward and not config.compile.enabled
+    is_able = not (config.splits_backward or config.compile.enabled or config.precision.matmul)
     for chosen in recomputes:
         train = config.train.model_copy(update={"recompute": chosen})
         yield config.model_copy(update={"train": train})

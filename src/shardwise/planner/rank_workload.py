@@ -21,6 +21,8 @@ from shardwise.config.layout import Stage
 from shardwise.models.parameter_counts import LocalWidths
 from shardwise.pipeline.partition import stage_plan
 
+_FP8 = 1
+
 
 @dataclass(frozen=True)
 class RankWorkload:
@@ -166,9 +168,21 @@ class RankWorkload:
         return self.a * self.tokens * self.model.hidden_size
 
     @property
+    def rounds_inputs(self) -> bool:
+        """True if linear layers of blocks keep their inputs rounded to fp8, in memory of their own."""
+        return self.config.precision.matmul is not None
+
+    @property
+    def input_width(self) -> int:
+        """Bytes of an element of a linear layer's input as it is kept; rounded ones are multiplied by parts as wide."""
+        has_parts = self.config.train.bitwise and self.config.parallel.grain > 1
+        return _FP8 if self.rounds_inputs and not has_parts else self.a
+
+    @property
     def product_input_bytes(self) -> int:
         """Bytes of x that a column-parallel layer keeps for its weight's gradient: gathered, or this rank's part."""
-        return self.x_bytes if self.config.regathers else self.gathered_bytes
+        kept = self.x_bytes if self.config.regathers else self.gathered_bytes
+        return kept // self.a * self.input_width
 
     @property
     def probabilities(self) -> int:

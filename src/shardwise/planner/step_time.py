@@ -221,6 +221,7 @@ def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
         adds_products=cluster.device.is_cuda
         and precision.parameter == "bfloat16"
         and precision.gradient == "float32"
+        and config.precision.matmul is None
         and not config.train.bitwise
         # Compiled products of ZeRO-2 and 3 are rounded before they are added.
         and not (config.compile.enabled and config.optimizer.zero >= 2),
@@ -247,6 +248,7 @@ def stage_works(
         gradient=precision.gradient,
         recompute="none" if is_left_to_compiler and config.recompute == "selective" else config.recompute,
         regathers=config.regathers,
+        matmul=config.precision.matmul,
     )
     block = block_seconds.block(shape, cluster.device, constants, program)
     embedding = block_seconds.embedding(shape, cluster.device, constants, program)

@@ -12,6 +12,7 @@ from shardwise.base.units import counted, size
 from shardwise.config import Config, Layout
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
+from shardwise.planner.device_specs import no_fp8
 from shardwise.planner.memory import expected_memory, memory_of_machine, offloaded_bytes
 from shardwise.planner.memory_choice import RESERVED, choice_text, fitted, leaves_open
 from shardwise.train.memory_remedies import remedies_of_machine, remedies_of_rank
@@ -94,8 +95,8 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
     Raises:
         ConfigError: parameters, gradients and optimizer state alone, which are exact, need more memory than the
             accelerator has, or than the machine has available for all of its ranks on a CPU; so does offloaded
-            optimizer state on the host of an accelerator; the device does not
-            compute in the dtype of the parameters; or it shares no memory with those of its tensor-parallel ranks, and
+            optimizer state on the host of an accelerator; the device does not compute in the dtype of the parameters,
+            or not in that of `precision.matmul`; or it shares no memory with those of its tensor-parallel ranks, and
             `parallel.tensor_overlap` needs that.
     """
     reads_peers = config.parallel.tensor_overlap == "symmetric_memory" and layout.tensor > 1
@@ -106,6 +107,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
             f"{devices.name(device)}"
             f"{see('runs#symmetric-memory')}"
         )
+    require_products(config, device)
     if device.type == "cpu":
         return _require_host_memory(config, layout, rank)
     precision = config.precision.resolved(accelerator=True)
@@ -128,6 +130,16 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
             f"{see('runs#model-does-not-fit')}"
         )
     return f"the expected memory ({size(expected.total)}) exceeds the {limit}"
+
+
+def require_products(config: Config, device: torch.device) -> None:
+    """Check that a device multiplies as `precision.matmul` says.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if config.precision.matmul is not None and not devices.multiplies_fp8(device):
+        raise no_fp8(devices.name(device))
 
 
 def _require_memory_of_offloading(config: Config, layout: Layout) -> None:

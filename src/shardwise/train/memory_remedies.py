@@ -79,7 +79,7 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
         yield f"train.micro_batch={smaller}", changed("train", micro_batch=smaller), world
     if config.recompute != "full" and not is_user_model:
         yield "train.recompute=full", changed("train", recompute="full"), world
-    if layout.sequence_parallel and not config.regathers:
+    if layout.sequence_parallel and not config.regathers and config.precision.matmul is None:
         yield "parallel.sequence_regather=true", changed("parallel", sequence_regather=True), world
     if tensor > 1 and not layout.sequence_parallel:
         yield "parallel.sequence=true", changed("parallel", sequence=True), world

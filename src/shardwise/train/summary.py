@@ -142,7 +142,8 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         ("parameters", shown_parameters),
         (
             "precision",
-            f"parameters {precision.parameter}, gradients {precision.gradient}, reduction {precision.reduce}, "
+            f"parameters {precision.parameter}, {_products(config)}gradients {precision.gradient}, reduction "
+            f"{precision.reduce}, "
             f"optimizer {precision.optimizer}{_rounding(precision)}{_moments(precision)}",
         ),
         ("optimizer", _optimizer(config)),
@@ -187,6 +188,10 @@ def _advice(precision: Precision, accelerator: bool) -> str:
     if unit == "" and precision.parameter == "bfloat16":
         return "; this processor does not multiply bfloat16: precision.mode=float32 is faster"
     return ""
+
+
+def _products(config: Config) -> str:
+    return "" if config.precision.matmul is None else f"products of blocks {config.precision.matmul}, "
 
 
 def _rounding(precision: Precision) -> str:

@@ -11,6 +11,7 @@ from shardwise.base.errors import ConfigError, divisors
 from shardwise.config import Config, check_layout, config_from
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.schedules import SCHEDULES
+from shardwise.config.size_rules import FP8_MULTIPLE
 from shardwise.verify.layouts import Cell, common_batch
 
 _HEAD_WIDTH = 8
@@ -109,17 +110,19 @@ def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any
     kv_heads = model.num_key_value_heads
     head_divisor = _head_divisor(heads, kv_heads, degrees)
     rotary = getattr(model, "rotary_pct", 1.0)
+    # Of fp8 products each rank's part is a multiple of this, whatever the degree.
+    multiple = 1 if config.precision.matmul is None else FP8_MULTIPLE
     # Rotary embeddings turn pairs of elements: their number in a head is even.
-    width = next(w for w in itertools.count(_HEAD_WIDTH, 2) if int(w * rotary) and int(w * rotary) % 2 == 0)
+    widths = itertools.count(max(_HEAD_WIDTH, multiple), max(2, multiple))
+    width = next(w for w in widths if int(w * rotary) and int(w * rotary) % 2 == 0)
     hidden = heads // head_divisor * width
     # Heads that are not as wide as the model has room for are twice as wide in miniature.
     head_dim = width if model.head_dim * heads == model.hidden_size else 2 * width
+    feed_width = max(1, hidden * model.intermediate_size // model.hidden_size // multiple)
     sizes: dict[str, Any] = {
         "vocab_size": _alike(model.vocab_size, _VOCABULARY, degrees),
         "hidden_size": hidden,
-        "intermediate_size": _alike(
-            model.intermediate_size, max(1, hidden * model.intermediate_size // model.hidden_size), degrees
-        ),
+        "intermediate_size": multiple * _alike(model.intermediate_size, feed_width, degrees),
         "num_hidden_layers": layers,
         "num_attention_heads": heads // head_divisor,
         "num_key_value_heads": kv_heads // head_divisor,
@@ -167,7 +170,8 @@ def at(config: Config, cell: Cell) -> Config:
     """Return the miniature at a cell's layout.
 
     A pipeline has micro-batches of one sample, and other layouts two micro-batches on each rank. One process takes all
-    samples at once, but in bfloat16 one by one, so that it rounds the sums of each as a pipeline does. With
+    samples at once, but in bfloat16 one by one, so that it rounds the sums of each as a pipeline does, and with fp8
+    products, whose scales are those of a micro-batch. With
     `train.bitwise` all layouts have micro-batches of two samples, since their products must be the same. Collectives
     overlap as the recipe has it, or as the layout and the device can. ZeRO makes as many copies as in the recipe, where
     the data-parallel degree allows it.
@@ -184,7 +188,8 @@ def at(config: Config, cell: Cell) -> Config:
     elif config.parallel.tensor_overlap == "symmetric_memory" and (cell.device == "cpu" or not cell.sequence):
         parallel["tensor_overlap"] = "pieces"
     micro_batch = SAMPLES_WITH_BITS if config.train.bitwise else 1
-    if cell.pipeline == 1 and config.precision.mode == "float32" and not config.train.bitwise:
+    is_plain = config.precision.mode == "float32" and config.precision.matmul is None
+    if cell.pipeline == 1 and is_plain and not config.train.bitwise:
         micro_batches = 1 if cell.ranks == 1 else 2 * cell.data
         micro_batch = config.train.global_batch // micro_batches
     return config.model_copy(

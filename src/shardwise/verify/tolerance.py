@@ -26,14 +26,16 @@ class Tolerance:
         bfloat16 rounds the numbers that ranks exchange, at other places in each layout. It has 8 bits: 2^-8 is the
         distance between two numbers near 1. A loss is a mean over many rounded numbers, and may differ by a quarter of
         that. A gradient is a sum of numbers that cancel, and may differ by 8 times as much; where it is also added up
-        in bfloat16, by 64 times as much. With `train.bitwise` nothing may differ.
+        in bfloat16, or where its products round to fp8 what differs, by 64 times as much. With `train.bitwise` nothing
+        may differ.
         """
         if config.train.bitwise:
             return Tolerance(0.0, 0.0)
         dtypes = config.precision.resolved(accelerator=True)
-        if dtypes.parameter == dtypes.gradient == dtypes.reduce == "float32":
+        in_fp8 = config.precision.matmul is not None
+        if dtypes.parameter == dtypes.gradient == dtypes.reduce == "float32" and not in_fp8:
             return Tolerance(1e-5, 1e-5)
-        is_mixed = dtypes.gradient == dtypes.reduce == "float32"
+        is_mixed = dtypes.gradient == dtypes.reduce == "float32" and not in_fp8
         return Tolerance(2.0**-10, (8 if is_mixed else 64) * 2.0**-8)
 
     @property

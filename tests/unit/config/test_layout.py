@@ -82,6 +82,27 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
             "data.streaming (true) must be false with hooks.data (mine:open), whose samples have numbers",
         ),
         (1, ["train.eval_every=5", "data.split=1,0"], "data.split ('1,0') must leave an evaluation part"),
+        (
+            2,
+            ["precision.matmul=fp8", "parallel.tensor=2"],
+            "the part of model.intermediate_size that each of 2 ranks has (88) must be a multiple of 16 with "
+            "precision.matmul (fp8): change the model's or the batch's sizes or parallel.tensor, or leave",
+        ),
+        (
+            1,
+            ["precision.matmul=fp8", "train.sequence_length=63", "train.micro_batch=1"],
+            "train.sequence_length × train.micro_batch (63) must be a multiple of 16 with precision.matmul (fp8)",
+        ),
+        (
+            1,
+            ["precision.matmul=fp8", "parallel.tensor_overlap=pieces"],
+            "parallel.tensor_overlap (pieces) must be null with precision.matmul (fp8), whose scales need the whole",
+        ),
+        (
+            1,
+            ["precision.matmul=fp8", "parallel.sequence_regather=true"],
+            "parallel.sequence_regather (true) must be false with precision.matmul (fp8), which keeps gathered inputs",
+        ),
     ],
 )
 def test_what_does_not_fit(world: int, overrides: list[str], problem: str) -> None:

@@ -29,17 +29,18 @@ network: {gb_per_second: 50, latency_us: 10, topology: rail}
 @pytest.mark.parametrize("name", device_names())
 def test_every_figure_has_a_source(name: str) -> None:
     device = load_device(name)
-    assert len(device.sources) == 11 + len(device.constants)
+    assert len(device.sources) == 11 + (device.fp8 is not None) + len(device.constants)
     assert all(source for _, source in load_device(name).sources)
 
 
-def test_a_file_may_have_a_price(tmp_path: Path) -> None:
+def test_a_file_may_have_a_price_and_a_rate_of_fp8(tmp_path: Path) -> None:
     path = tmp_path / "ours.yaml"
-    path.write_text(f"{OWN}dollars_per_hour: 2.5\n")
+    path.write_text(f"{OWN}dollars_per_hour: 2.5\nfp8_tflops: 1979\n")
     device = load_device(str(path))
-    assert device.dollars_per_hour == 2.5
+    assert (device.dollars_per_hour, device.fp8) == (2.5, 1979e12)
     path.write_text(described(device, {"matmul": 1.0}, "measured"))
-    assert load_device(str(path)).dollars_per_hour == 2.5
+    described_device = load_device(str(path))
+    assert (described_device.dollars_per_hour, described_device.fp8) == (2.5, 1979e12)
     path.write_text(f"{OWN}dollars_per_hour: -1\n")
     with pytest.raises(ConfigError, match=r"dollars_per_hour \(-1\) must be a number from 0 to 10,000"):
         load_device(str(path))

@@ -197,6 +197,17 @@ def test_activations_are_what_autograd_saves(model: str, mode: str, micro_batch:
     assert estimate(chosen).activations == Saved(chosen).bytes - beside(chosen)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.1], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize("model", MODELS)
+def test_activations_beside_fp8_products_are_what_autograd_saves(model: str, p: float) -> None:
+    chosen = config(model, mode="bfloat16", micro_batch=2, p=p)
+    precision = chosen.precision.model_copy(update={"matmul": "fp8"})
+    in_fp8 = chosen.model_copy(update={"precision": precision})
+    # Each product also keeps two scales.
+    scales = 4 * 2 * 4 * in_fp8.known_shapes.num_hidden_layers
+    assert estimate(in_fp8).activations == Saved(in_fp8).bytes - beside(in_fp8) - scales
+
+
 def test_a_fused_kernel_for_dropout_keeps_no_probabilities() -> None:
     fast, invariant, none = (
         stack(config("gpt", p=p, dropout_mode=mode), accelerator=True).kept

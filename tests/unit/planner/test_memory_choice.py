@@ -48,6 +48,7 @@ def test_inputs_are_gathered_again_only_if_memory_asks() -> None:
     assert chosen(needed - 1, "train.recompute=none") == ("none", True)
     assert chosen(needed - 1, "train.recompute=none", "parallel.sequence_regather=false") == ("none", False)
     assert chosen(needed - 1, "train.recompute=none", "compile.enabled=true") == ("none", False)
+    assert chosen(1, "train.recompute=none", "precision.matmul=fp8") == ("none", False)
     assert chosen(None, "train.recompute=none") == ("none", False)
 
 

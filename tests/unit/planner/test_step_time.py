@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
 from shardwise.pipeline.makespan import makespan
 from shardwise.pipeline.timeline import StageTimes, simulate, timeline
 from shardwise.planner.block_seconds import ProgramTraits
 from shardwise.planner.device_seconds import RankGroup, collective, fitted, group, matmul
 from shardwise.planner.device_specs import cluster, load_device
+from shardwise.planner.memory import expected_memory
 from shardwise.planner.step_time import shardwise_traits, step_time
 
 ROOT = Path(__file__).parents[3]
@@ -192,6 +194,28 @@ def test_products_that_add_move_less() -> None:
     assert accumulation("compile.enabled=true") == accumulation()
     for adds in (["compile.enabled=true", "optimizer.zero=2"], ["train.bitwise=true", "train.data_grain=16"]):
         assert accumulation(*adds) == pytest.approx(10 / 8 * accumulation(), rel=1e-9)
+
+
+def test_fp8_products_take_less_time_and_memory_where_a_device_has_them() -> None:
+    """A product in fp8 takes half as long; rounding takes time in addition."""
+    keys = ("parallel.tensor=1", "train.global_batch=64", "compile.enabled=true", "train.recompute=none")
+    bfloat16 = load_config("llama2-7b", keys)
+    fp8 = load_config("llama2-7b", [*keys, "precision.matmul=fp8"])
+    layout = check_layout(fp8, 16)
+    times = [step_time(config, layout, cluster("h200:8", 2)) for config in (bfloat16, fp8)]
+    memories = [expected_memory(config, layout, True) for config in (bfloat16, fp8)]
+    (wide, narrow), (wide_memory, narrow_memory) = times, memories
+    assert wide is not None
+    assert narrow is not None
+    assert narrow.matmul == pytest.approx(wide.matmul / 2, rel=1e-6)
+    assert narrow.memory_bound > wide.memory_bound
+    assert narrow.total < wide.total
+    assert wide_memory is not None
+    assert narrow_memory is not None
+    assert narrow_memory.activations < 0.9 * wide_memory.activations
+    refused = r"precision.matmul \(fp8\) must be left out on NVIDIA A100 80GB SXM, which does not multiply 8-bit"
+    with pytest.raises(ConfigError, match=refused):
+        step_time(fp8, layout, cluster("a100:8", 2))
 
 
 def test_llama_2_7b_on_an_h200_by_rates_that_others_reach() -> None:

@@ -257,6 +257,15 @@ def test_a_dtype_that_the_device_lacks_is_refused(accelerator: torch.device, mon
         require_device(config(precision={"mode": "bfloat16"}), Layout(2), 0, accelerator)
 
 
+def test_products_that_the_device_lacks_are_refused(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = config(precision={"mode": "mixed", "matmul": "fp8"})
+    monkeypatch.setattr(devices, "multiplies_fp8", lambda device: True)
+    assert require_device(chosen, Layout(2), 0, accelerator) is None
+    monkeypatch.setattr(devices, "multiplies_fp8", lambda device: False)
+    with pytest.raises(ConfigError, match=r"^precision.matmul \(fp8\) must be left out on some GPU, which does not "):
+        require_device(chosen, Layout(2), 0, accelerator)
+
+
 def test_symmetric_memory_is_refused_where_ranks_share_none(
     accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,4 +289,6 @@ def test_what_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.total_memory(cpu) is None
     assert devices.computes_in(cpu, torch.bfloat16)
     assert not devices.computes_in(cpu, torch.quint8)
+    assert devices.multiplies_fp8(cpu)
+    assert not devices.multiplies_fp8(torch.device("meta"))
     assert require_device(config(), Layout(2), 0, cpu) is None

@@ -160,6 +160,18 @@ def test_the_tolerance_is_that_of_the_dtypes() -> None:
     assert tolerance("precision.mode=mixed") == Tolerance(2**-10, 2**-5)
     assert tolerance("precision.mode=mixed", "precision.reduce=bfloat16") == Tolerance(2**-10, 2**-2)
     assert tolerance("precision.mode=bfloat16") == Tolerance(2**-10, 2**-2)
+    assert tolerance("precision.mode=float32", "precision.matmul=fp8") == Tolerance(2**-10, 2**-2)
+
+
+@pytest.mark.parametrize("name", ["llama2-tiny", "gpt-neox-tiny", "llama2-70b"])
+def test_products_in_fp8_fit_all_layouts_of_the_recipe(name: str) -> None:
+    recipe = load_config(name, ["precision.mode=null", "precision.matmul=fp8"])
+    config, cells = small(recipe)
+    assert config.precision.resolved(accelerator=False) == recipe.precision.resolved(accelerator=False)
+    plain, _ = existing(*small(load_config(name)))
+    found, _ = existing(config, cells)
+    assert found == plain
+    assert {at(config, cell).train.micro_batch for cell in cells} == {1}, "scales are those of a micro-batch"
 
 
 def test_each_difference_beyond_the_tolerance_is_a_problem() -> None:
