@@ -26,11 +26,13 @@ from shardwise.cli.plan_rows import (
     MOST_RATIO,
     RANGE,
     TIGHT,
+    UNTESTED,
     accuracy,
     accuracy_text,
     costs_legend,
     dollars,
     has_range,
+    is_untested,
     plan_facts,
     range_text,
     row,
@@ -50,7 +52,7 @@ _MOST_PLANS = 30
 _MOST_ROWS = 10
 """Rows of the list without `--all`."""
 _NODE_COUNTS = sorted({2**power for power in range(15)} | {3 * 2**power for power in range(13)})
-"""Numbers of nodes that are tried: 1, 2, 3, 4, 6, 8, 12, 16 and so on, up to 16,384."""
+"""Numbers of nodes that are tried first: 1, 2, 3, 4, 6, 8, 12, 16 and so on, up to 16,384."""
 _LEGEND = (
     '"MFU" = model FLOPs, without recompute and masked attention, over the peak',
     '"free" = device memory - run - 6% reserve (context, buffers, fragmentation)',
@@ -83,7 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         metavar="TIME",
-        help="find the smallest number of nodes that train it in this time, such as '30 days'",
+        help="find the smallest number of nodes that train it in this time, such as '30 days'; without --nodes",
     )
     parser.add_argument(
         "--why", metavar=("A", "B"), nargs=2, type=int, help="explain why layout A is faster than layout B"
@@ -225,6 +227,8 @@ def _show(name: str, result: Search, listed: Sequence[Plan]) -> None:
         )
     if any(plan.is_tight for plan in listed):
         output.line(TIGHT)
+    if any(is_untested(plan) for plan in listed):
+        output.prose(UNTESTED)
     output.prose(f"A step of layout 1: {best.time.shares()}")
     if any(plan.config.compile.enabled for plan in listed):
         output.prose(_COMPILED)
@@ -302,33 +306,58 @@ def _budget_seconds(budget: str) -> float:
 def _search_within_budget(config: Config, device: str, budget: str, fixed: set[str]) -> Search:
     """Return the best layouts on the fewest nodes on which the training ends in time."""
     limit = _budget_seconds(budget)
-    fastest: Plan | None = None
-    enough: Cluster | None = None
-    for nodes in _NODE_COUNTS:
-        machines = cluster(device, nodes)
-        # A batch that does not grow with the ranks cannot be divided among many more of them.
-        if config.train.rule is None and machines.world > config.train.global_batch * machines.per_node * 64:
-            break
-        try:
-            # One plan tells whether the time suffices. The whole list is made for the chosen number of nodes alone.
-            plans = search(config, machines, best=1, fixed=fixed).plans
-        except ConfigError:
-            # No layout of the recipe is valid on so many devices, and one may be on more.
-            continue
-        if not plans:
-            continue
-        if fastest is None or plans[0].seconds < fastest.seconds:
-            fastest = plans[0]
-        if plans[0].seconds <= limit and enough is None:
-            enough = machines
-        if enough is not None and (not has_range(plans[0]) or plans[0].seconds * MOST_RATIO <= limit):
-            output.progress(_nodes_text(enough, machines, budget, has_range(plans[0])))
-            return search(config, enough, best=_MOST_PLANS, fixed=fixed)
-    if enough is not None:
-        output.progress(_nodes_text(enough, None, budget, True))
-        return search(config, enough, best=_MOST_PLANS, fixed=fixed)
-    shortest = "nothing fits" if fastest is None else f"{units.duration(fastest.seconds)} on {fastest.cluster}"
-    raise ConfigError(f"--budget ({budget}) must be longer: the shortest training found takes {shortest}")
+    fewest = _FewestNodes(config, device, fixed)
+    plan = fewest.within(limit)
+    if plan is None:
+        fastest = min(filter(None, fewest.plans.values()), key=lambda plan: plan.seconds, default=None)
+        shortest = "nothing fits" if fastest is None else f"{units.duration(fastest.seconds)} on {fastest.cluster}"
+        raise ConfigError(f"--budget ({budget}) must be longer: the shortest training found takes {shortest}")
+    is_in_doubt = has_range(plan)
+    safe = fewest.within(limit / MOST_RATIO) if is_in_doubt else None
+    output.progress(_nodes_text(plan.cluster, None if safe is None else safe.cluster, budget, is_in_doubt))
+    return search(config, plan.cluster, best=_MOST_PLANS, fixed=fixed)
+
+
+class _FewestNodes:
+    """Finds the fewest nodes on which a training ends in time.
+
+    Attributes:
+        plans: the fastest plan on each number of nodes that was tried; None where no layout is valid or fits.
+    """
+
+    def __init__(self, config: Config, device: str, fixed: set[str]) -> None:
+        self._config = config
+        self._device = device
+        self._fixed = fixed
+        self.plans: dict[int, Plan | None] = {}
+
+    def within(self, seconds: float) -> Plan | None:
+        """Return the plan on the fewest nodes whose training takes at most so many seconds."""
+        fewer = 0
+        for nodes in _NODE_COUNTS:
+            machines = cluster(self._device, nodes)
+            # A batch that does not grow with the ranks cannot be divided among many more of them.
+            most = self._config.train.global_batch * machines.per_node * 64
+            if self._config.train.rule is None and machines.world > most:
+                break
+            if self._is_enough(nodes, seconds):
+                step = 1 if nodes <= 32 else nodes // 16
+                between = range(fewer + step, nodes, step)
+                return self.plans[next((n for n in between if self._is_enough(n, seconds)), nodes)]
+            fewer = nodes
+        return None
+
+    def _is_enough(self, nodes: int, seconds: float) -> bool:
+        if nodes not in self.plans:
+            try:
+                # One plan tells whether the time suffices. The whole list is made for the chosen number alone.
+                plans = search(self._config, cluster(self._device, nodes), best=1, fixed=self._fixed).plans
+            except ConfigError:
+                # No layout of the recipe is valid on so many devices, and one may be on more.
+                plans = []
+            self.plans[nodes] = plans[0] if plans else None
+        plan = self.plans[nodes]
+        return plan is not None and plan.seconds <= seconds
 
 
 def _nodes_text(enough: Cluster, safe: Cluster | None, budget: str, is_in_doubt: bool) -> str:

@@ -11,10 +11,12 @@ from shardwise.cli import output
 from shardwise.cli.plan_rows import (
     RANGE,
     TIGHT,
+    UNTESTED,
     accuracy,
     accuracy_text,
     dollars,
     has_range,
+    is_untested,
     plan_facts,
     price_range,
     row,
@@ -96,6 +98,8 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
     output.line()
     if any(plan.is_tight for plan in plans.values()):
         output.line(TIGHT)
+    if any(is_untested(plan) for plan in plans.values()):
+        output.prose(UNTESTED)
     for line in accuracy(plans.values()):
         output.line(line)
     if sum(map(has_range, plans.values())) > 1:

@@ -15,6 +15,10 @@ DAY = 86_400
 _LEAST_DAYS = 10
 """Days from which on the time of a training is shown in days."""
 TIGHT = "(tight): less than 10% of the device's memory is free."
+UNTESTED = (
+    "ZeRO-2 and ZeRO-3: no published run tests their times, which assume that communication is hidden behind the "
+    "passes."
+)
 _LEAST_WHOLE_DOLLARS = 100
 """Dollars from which on cents are not shown."""
 _ACCURACY_COLUMNS = 80
@@ -53,6 +57,11 @@ def costs_legend(best: Plan, unit: str) -> str:
     columns = [unit, "device-hours", *([] if best.dollars is None else ["dollars"])]
     names = ", ".join(f'"{column}"' for column in columns)
     return f"{names} = all steps, without evaluations, checkpoints and restarts"
+
+
+def is_untested(plan: Plan) -> bool:
+    """Whether no published run has the sharding of a plan."""
+    return plan.choice.zero >= 2 and plan.layout.data > 1
 
 
 def has_range(plan: Plan) -> bool:

@@ -241,7 +241,7 @@ def _node_hours(job: JobPlan) -> str:
     if limit is None:
         return "the partition's limit (launch.time=null)"
     hours = commands.seconds(limit) / 3600
-    return f"{limit} for each start, at most {job.nodes[1] * hours:,.1f} node-hours"
+    return f"{limit} for each start, at most {job.nodes[1] * hours:,.1f} node-hours a start"
 
 
 def _cluster_notes() -> list[str]:
