@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -12,10 +13,21 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoints
 from shardwise.checkpoint.storage.root import Root
+from shardwise.runs.run import RunView
 from tests.e2e.command import Outcome, metrics, miniature, shardwise
 
 QUIET = ("train.eval_every=0", "log.tensorboard=false", "log.sample_tokens=0", "train.steps=8", "--run-dir", "run")
 BY_TIME = ("checkpoint.every_minutes=1.0e-06", "checkpoint.buffer_mib=0.01", "checkpoint.keep=2")
+UNREAD = """\
+import os, sys
+reader, writer = os.pipe()
+os.dup2(writer, 1)
+os.close(reader)
+sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+from shardwise.cli import main
+sys.exit(main())
+"""
+"""The command where the reader of its standard output has gone, as after `| head`."""
 SMALLER = ("train.global_batch=4", "checkpoint.keep=1", "checkpoint.every=2")
 
 
@@ -49,7 +61,9 @@ def gone(tmp_path_factory: pytest.TempPathFactory) -> Gone:
         (at / "run" / name).write_bytes(damaged)
     damage(at / "run/checkpoints/step-00000006/config.json")
     back = ("checkpoint.resume=6", "train.skip_batches=3", "checkpoint.keep=2")
-    shardwise(*command, *SMALLER, *back, at=at).succeeded()
+    unread = at / "unread.py"
+    unread.write_text(UNREAD)
+    shardwise(*command, *SMALLER, *back, at=at, program=(sys.executable, str(unread))).succeeded()
     return Gone(at / "run", begun, then, outcome)
 
 
@@ -105,6 +119,14 @@ def test_the_mean_loss_is_that_of_the_steps_that_count(gone: Gone) -> None:
     lines = re.findall(r"^step +(\d)/\d  .*  (\d+)-step mean ([\d.]+)  ", log, re.MULTILINE)
     told = {step: (steps, mean) for step, steps, mean in lines}
     assert told == {str(step): (str(step), f"{fmean(losses[:step]):.4f}") for step in range(1, 9)}
+
+
+def test_a_reader_who_has_gone_ends_no_training(gone: Gone) -> None:
+    assert RunView(gone.run, all_steps=False).state == "finished"
+    assert metrics(gone.run, "stop")[-1]["reason"] == "finished"
+    log = (gone.run / "logs/rank-0000.log").read_text()
+    assert [line for line in log.splitlines() if line.startswith("step 8/8")]
+    assert log.endswith(f"weights: {gone.run.name}/checkpoints/step-00000008\n"), log
 
 
 def test_samples_and_place_in_the_data_go_on(gone: Gone) -> None:

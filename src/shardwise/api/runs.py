@@ -169,6 +169,8 @@ def train(
         folder = prepare_run(locks, config, name, path, rank)
         with folder.removed_if_refused(), output.restored(), _signals_restored(), failure_recorded(rank, folder.path):
             take_any_character()
+            if rank is None or rank.rank == 0:
+                output.survive_lost_reader()
             return Run(run(config, folder.path, name))
 
 

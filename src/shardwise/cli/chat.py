@@ -17,6 +17,7 @@ import contextlib
 import io
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -157,6 +158,13 @@ class _Terminal:
         Raises:
             EOFError: there is no more.
         """
+        if self._is_interactive and select.select([sys.stdin], [], [], 0)[0]:
+            # A line, or the end of the input, that came before the prompt: readline would wait past that end.
+            line = sys.stdin.readline()
+            if not line:
+                raise EOFError
+            output.line(f"{_PROMPT}{line.rstrip()}")
+            return line.removesuffix("\n")
         while True:
             try:
                 return input(_PROMPT if self._is_interactive else "")

@@ -10,6 +10,7 @@ from shardwise.checkpoint.storage.checkpoint_folders import StepFolder
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import EarlierRun, earlier_run
 from shardwise.config import Config, Layout, resume_changes
+from shardwise.optim.learning_rate import moved_end_text
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.layout_spans import layout_spans, short_layout
 from shardwise.runs.summary import last_event, last_line
@@ -34,7 +35,8 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
         steps = config.train.steps
         if config.checkpoint.resume == "auto" and done is not None and done >= steps:
             return [("continues", f"{run_path}: finished, {done:,} of {steps:,} steps; raise train.steps")], []
-        rows = [("continues", f"{run_path} {_begin(_first_choice(config, directory, earlier))}")]
+        checkpoint = _first_choice(config, directory, earlier)
+        rows = [("continues", f"{run_path} {_begin(checkpoint)}")]
         if layout is not None:
             rows += _layout_rows(layout, directory)
     except ConfigError as error:
@@ -42,7 +44,12 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
     except StoreError as error:
         return [], [f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)]
     changes = resume_changes(earlier.config, config.recorded())
-    return [*rows, *(("  changed", change) for change in changes or ["no key"])], []
+    rows += [("  changed", change) for change in changes or ["no key"]]
+    if checkpoint is not None:
+        moved_end = moved_end_text(config, earlier.config["train"]["steps"], checkpoint.step)
+        if moved_end is not None:
+            rows.append(("  schedule", moved_end.removeprefix("learning rate: ")))
+    return rows, []
 
 
 def local_ranks(run: RunDirectory) -> int | None:

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 _VALUE_COLUMN = 16
 """Column at which the values of a dry run's rows begin, after the `#`."""
-_ANY_TOKENIZER = 512
-"""Vocabulary into which a byte-level tokenizer trained on built-in data always fits: twice the 256 bytes."""
+_ANY_TOKENIZER = range(512, 1025)
+"""Vocabularies of a byte-level tokenizer that can be trained on any built-in data."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
             output.line(f"starting {counted(world, 'rank')} …")
     # These two keep the user's terminal; other ranks write to their logs.
     if place is None or place.rank == 0:
-        stdio.survive_hangup()
+        stdio.survive_lost_reader()
     folder: PreparedFolder | None = None
     with ExitStack() as claims:
         # A launched rank finds the folder claimed and the data prepared by the process that launched it.
@@ -358,16 +358,16 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
     load = config.checkpoint.load
     is_built_in = data.is_built_in and config.hooks.data is None
     # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
-    if not is_built_in or data.tokenizer is not None or config.model.vocab_size < _ANY_TOKENIZER:
+    if not is_built_in or data.tokenizer is not None or config.model.vocab_size not in _ANY_TOKENIZER:
         from shardwise.data import open_data
 
         glance = open_data.glance(config)
         rows += glance.rows
         problems += glance.problems
     else:
-        from shardwise.data.held_out import held_out_text
+        from shardwise.data.held_out import BUILT_IN, held_out_text
 
-        rows.append(("held out", held_out_text(config)))
+        rows.append(("held out", held_out_text(config, BUILT_IN)))
     if config.evaluation.sets:
         from shardwise.data.evaluation_sets import glance_at_sets
 

@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from shardwise.base.units import counted
 from shardwise.config import Config
 
+WHOLE_DOCUMENTS = "whole documents from all over it"
+END_OF_TEXT = "its end, as its documents are few or long"
+WHOLE_DOCUMENTS_OR_END = f"{WHOLE_DOCUMENTS}, or the end of a text of few documents"
 
-def held_out_text(config: Config, tokens: int | None = None, *, is_cut: bool = False) -> str:
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out part, as far as it is known before a run.
+
+    Attributes:
+        place: the part of the text, for the user.
+        tokens: number of its tokens; None if it is not known, as the data are not prepared yet.
+        conversations: numbers of conversations in it and in the data; None if they are not known, or for other data.
+    """
+
+    place: str = WHOLE_DOCUMENTS_OR_END
+    tokens: int | None = None
+    conversations: tuple[int, int] | None = None
+
+
+BUILT_IN = HeldOut(WHOLE_DOCUMENTS)
+"""The held-out part of built-in data, which have many documents."""
+
+
+def held_out_text(config: Config, part: HeldOut | None = None, *, is_cut: bool = False) -> str:
     """Say what is held out of the training, and what the evaluations of the run read of it.
 
     Args:
-        tokens: number of tokens that are held out; None if it is not known, as the data are not prepared yet.
+        part: the held-out part; None for a mixture.
         is_cut: True if the part lies after the training part, as in data that are tokens already.
     """
     data = config.data
     if not data.holds_out:
         return f"nothing (data.split={data.split}): `shardwise evaluate` needs a text of its own"
-    place = _place(config, is_cut=is_cut)
-    if tokens is None:
+    part = part or HeldOut()
+    place = _place(config, part, is_cut=is_cut)
+    if part.conversations is not None:
+        # A sequence has one conversation at least.
+        return f"{place}; {_reading(config, part.conversations[0])}"
+    if part.tokens is None:
         return f"{place}; {_reading(config, None)}"
+    tokens = part.tokens
     sequences, odd_tokens = divmod(max(0, tokens - 1), config.train.sequence_length)
     size = f"{counted(tokens, 'token')}, {counted(sequences, 'full sequence')}"
     return f"{place}; {size}; {_reading(config, sequences, has_rest=odd_tokens > 0)}"
 
 
-def _place(config: Config, *, is_cut: bool) -> str:
+def _place(config: Config, part: HeldOut, *, is_cut: bool) -> str:
     data = config.data
     if data.mixture:
         return "a share of each source, as its split says"
@@ -33,11 +63,14 @@ def _place(config: Config, *, is_cut: bool) -> str:
     first, share, _ = data.split_weights
     total = sum(data.split_weights)
     held_out = f"{100 * share / total:.3g}%"
+    if part.conversations is not None:
+        chosen, number = part.conversations
+        return f"{chosen:,} of {counted(number, 'conversation')}, by the {held_out} of data.split"
     if data.streaming:
         return f"{held_out} of the first {counted(data.shuffle_buffer, 'document')}"
     if is_cut:
         return f"{held_out} of the documents, after the first {100 * first / total:.3g}%"
-    return f"{held_out} of the text, whole documents from all over it, or the end of a text of few documents"
+    return f"{held_out} of the text, {part.place}"
 
 
 def _reading(config: Config, sequences: int | None, *, has_rest: bool = False) -> str:
@@ -46,7 +79,8 @@ def _reading(config: Config, sequences: int | None, *, has_rest: bool = False) -
         return "the run evaluates nothing (train.eval_every=0), `shardwise evaluate` all of it"
     most = train.eval_batches * train.global_batch
     if sequences is not None and sequences <= most:
-        return "each evaluation reads these" + (", that of `shardwise evaluate` the rest too" if has_rest else "")
+        rest = ", `shardwise evaluate` also the last, incomplete one" if has_rest else ""
+        return f"each evaluation reads all of them{rest}"
     return (
         f"an evaluation of the run reads its first {most:,} sequences (train.eval_batches × train.global_batch), "
         "`shardwise evaluate` all of it"

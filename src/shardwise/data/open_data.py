@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,7 +27,7 @@ from shardwise.data.formats import (
     text,
     user_samples,
 )
-from shardwise.data.held_out import held_out_text
+from shardwise.data.held_out import HeldOut, held_out_text
 from shardwise.data.reading import dataset_tables, hdf5_files, megatron_files
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT
 from shardwise.data.samples.sentence_pairs import chunk_room
@@ -82,6 +81,9 @@ class DataFormat(SampleSource):
         has_splits: True if the data may have splits with names.
         most_tokens: the number that the tokens of the data cannot exceed, in a moment; None if it takes longer, or if
             the number is above a limit, which is given.
+        has_vocabulary: True if a tokenizer with the model's vocabulary can be trained on the data, which raises a
+            DataError if it cannot; False if a glance cannot tell.
+        held_out: the held-out part, as far as a glance can tell.
     """
 
     name: str
@@ -89,6 +91,8 @@ class DataFormat(SampleSource):
     inspect: Callable[[DataConfig, int], inspecting.Inspection]
     has_splits: bool = False
     most_tokens: Callable[[Config, int], int | None] = lambda _config, _limit: None
+    has_vocabulary: Callable[[Config], bool] = lambda _config: False
+    held_out: Callable[[Config], HeldOut] = lambda _config: HeldOut()
 
 
 FORMATS: Mapping[str, DataFormat] = {
@@ -127,6 +131,8 @@ FORMATS: Mapping[str, DataFormat] = {
             open_data=chat.open_data,
             glance=chat.glance,
             inspect=chat.inspect,
+            has_vocabulary=chat.has_vocabulary,
+            held_out=chat.held_out,
         ),
         DataFormat(
             name="text",
@@ -136,6 +142,8 @@ FORMATS: Mapping[str, DataFormat] = {
             glance=text.glance,
             inspect=text.inspect,
             most_tokens=text.most_tokens,
+            has_vocabulary=text.has_vocabulary,
+            held_out=text.held_out,
         ),
     )
 }
@@ -295,20 +303,11 @@ def glance(config: Config) -> Glance:
     glanced = _glance_at_source(config)
     if glanced.problems or not config.data.is_named or config.hooks.data is not None:
         return glanced
-    rows = [*glanced.rows, ("held out", _held_out(config))]
+    format = format_of(config.data)
+    held_out = held_out_text(config, format.held_out(config), is_cut=format.holds_tokens)
+    rows = [*glanced.rows, ("held out", held_out)]
     repeats = _repeats(config)
     return Glance(rows if repeats is None else [*rows, ("warning", repeats)], [])
-
-
-def _held_out(config: Config) -> str:
-    """The held-out part, with its size if the cache has the tokens of the text."""
-    format = format_of(config.data)
-    tokens = None
-    if format.name == "text" and not config.data.streaming:
-        # A tokenizer of the hub may not be here yet.
-        with suppress(DataError):
-            tokens = text.prepared_tokens(config, cache_root(), "eval")
-    return held_out_text(config, tokens, is_cut=format.holds_tokens)
 
 
 def _repeats(config: Config) -> str | None:
@@ -324,8 +323,12 @@ def _repeats(config: Config) -> str | None:
     )
 
 
-def _glance_at_source(config: Config) -> Glance:
-    """The rows about the data and the tokenizer of a configuration without a mixture."""
+def _glance_at_source(config: Config, *, may_train: bool = True) -> Glance:
+    """The rows about the data and the tokenizer of a configuration without a mixture.
+
+    Args:
+        may_train: True if these are the data that a tokenizer is trained on, should none be named.
+    """
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
     looks: dict[str, Callable[[], str]] = {}
@@ -343,7 +346,7 @@ def _glance_at_source(config: Config) -> Glance:
         source = FORMATS["text"]
         rows.append(("data", "none is named: a run needs data.path, data.blend or data.dataset"))
     if config.data.is_named or config.data.tokenizer is not None:
-        looks["tokenizer"] = lambda: _glance_at_tokenizer(config, source.contents)
+        looks["tokenizer"] = lambda: _glance_at_tokenizer(config, source.contents, may_train=may_train and not problems)
     # A problem of the data must not hide one of the tokenizer.
     for name, describe in looks.items():
         try:
@@ -370,21 +373,26 @@ def _glance_at_sources(config: Config) -> Glance:
     """The rows of each source of a mixture, and the tokenizer that they share."""
     rows: dict[str, str] = {}
     problems: list[str] = []
+    may_train = True
     for name in config.data.sources_read:
-        glanced = _glance_at_source(mixture.config_of_source(config, name))
+        source = mixture.config_of_source(config, name)
+        glanced = _glance_at_source(source, may_train=may_train)
+        may_train &= source.hooks.data is not None or format_of(source.data).holds_tokens
         rows |= {"tokenizer" if row == "tokenizer" else f"data, {name}": text for row, text in glanced.rows}
         problems += [f"data.mixture.{name}: {problem}" for problem in glanced.problems]
     tokenizer = rows.pop("tokenizer", None)
     return Glance([*rows.items(), *([] if tokenizer is None else [("tokenizer", tokenizer)])], problems)
 
 
-def _glance_at_tokenizer(config: Config, contents: Contents) -> str:
+def _glance_at_tokenizer(config: Config, contents: Contents, *, may_train: bool) -> str:
     vocabulary = config.model.vocab_size
     if config.data.tokenizer is not None:
         return _glance_at_user_tokenizer(config, config.data.tokenizer, contents)
     if contents in ("text", "conversations"):
         trained_special_tokens(vocabulary, pairs=common.in_pairs(config), chat=contents == "conversations")
-        return f"byte-level BPE of {vocabulary:,} tokens, {TRAINED_AT_START}"
+        is_sure = may_train and format_of(config.data).has_vocabulary(config)
+        condition = "" if is_sure else " if the text yields as many"
+        return f"byte-level BPE of {vocabulary:,} tokens{condition}, {TRAINED_AT_START}"
     if contents == "text or tokens":
         return "where the data hold text, one is trained on them"
     # Pairs of shards have their special tokens; the samples of other tokens may need some.

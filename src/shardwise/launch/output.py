@@ -42,13 +42,14 @@ def redirect(rank: int, log_path: Path) -> None:
 def restored() -> Iterator[None]:
     """Restore stdout and stderr after the `with` statement, whatever was redirected inside."""
     global _terminal
-    streams = ((sys.stdout, 1), (sys.stderr, 2))
-    before = [(stream, target, os.dup(target), getattr(stream, "errors", None)) for stream, target in streams]
+    streams = (("stdout", sys.stdout, 1), ("stderr", sys.stderr, 2))
+    before = [(*stream, os.dup(stream[2]), getattr(stream[1], "errors", None)) for stream in streams]
     try:
         yield
     finally:
-        for stream, target, duplicate, errors in before:
-            stream.flush()
+        for name, stream, target, duplicate, errors in before:
+            getattr(sys, name).flush()
+            setattr(sys, name, stream)
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors=errors)
             os.dup2(duplicate, target)
@@ -65,25 +66,26 @@ def tell_past_log(text: str) -> None:
             os.write(_terminal, text.encode())
 
 
-def survive_hangup() -> None:
-    """Keep stdout and stderr usable when their terminal is closed: a checkpoint may still have to be saved."""
+def survive_lost_reader() -> None:
+    """Keep stdout and stderr usable when their terminal, or the reader of their pipe, is gone: the training goes on."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        if os.isatty(descriptor):
-            stream = getattr(sys, name)
+        stream = getattr(sys, name)
+        # A program, such as a notebook, may have put another stream in its place.
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
             stream.flush()
-            terminal = io.BufferedWriter(_Terminal(descriptor, "w", closefd=False))
-            lasting = io.TextIOWrapper(terminal, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+            file = io.BufferedWriter(_LastingFile(descriptor, "w", closefd=False))
+            lasting = io.TextIOWrapper(file, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
             setattr(sys, name, lasting)
 
 
-class _Terminal(io.FileIO):
-    """A terminal that swallows what is written after it was closed."""
+class _LastingFile(io.FileIO):
+    """A file that swallows what is written after its reader has gone."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            # Linux answers EIO once the other end of a terminal is gone.
-            if error.errno != errno.EIO:
+            # Linux answers EIO once the other end of a terminal is gone, and EPIPE once that of a pipe is.
+            if error.errno not in (errno.EIO, errno.EPIPE):
                 raise
             return memoryview(data).nbytes

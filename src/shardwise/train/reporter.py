@@ -538,7 +538,7 @@ def _result_line(results: dict[str, Any], seconds: float) -> str:
     parts = [f"{steps} in {units.duration(seconds)}", f"loss {results['final_loss']:.4f}"]
     if results["final_perplexity"] is not None:
         parts.append(f"evaluation perplexity {results['final_perplexity']:,.2f}")
-    parts.append(f"{units.count(results['tokens_per_second']['average'])} tokens/s")
+    parts.append(f"{units.count(results['tokens_per_second']['average'])} tokens/s on average")
     if results["mfu"] is not None:
         parts.append(f"MFU {results['mfu']:.1%}")
     return ", ".join(parts)

@@ -3,8 +3,11 @@
 import argparse
 import io
 import os
+import pty
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -78,3 +81,35 @@ def test_a_model_that_goes_ends_the_conversation(monkeypatch: pytest.MonkeyPatch
         channel.close()
 
     talk(model, "one\ntwo\n", monkeypatch)
+
+
+EARLY_END = """\
+import argparse, socket, threading
+from shardwise.cli.chat import _Terminal
+from shardwise.launch.channel import Channel
+
+here, there = map(Channel, socket.socketpair())
+
+def model():
+    there.send({"ready": True, "has_template": False, "max_tokens": 16})
+    there.send({"piece": there.receive()["text"][::-1], "end": "eos", "tokens": 1, "first_seconds": 1, "seconds": 1})
+
+threading.Thread(target=model, daemon=True).start()
+values = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 16}
+_Terminal(here, argparse.Namespace(**values), shows_stats=False).run()
+"""
+
+
+def test_an_end_of_input_that_comes_before_the_prompt_leaves() -> None:
+    """As `script` sends it to a terminal while the model is loaded."""
+    controller, terminal = pty.openpty()
+    os.write(controller, b"question\n\x04")
+    process = subprocess.Popen([sys.executable, "-c", EARLY_END], stdin=terminal, stdout=terminal)
+    os.close(terminal)
+    try:
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+    shown = os.read(controller, 1 << 16).decode()
+    os.close(controller)
+    assert shown.endswith("\r\n> question\r\nnoitseuq\r\n\r\n")

@@ -6,10 +6,10 @@ where conversations and answers begin and end; `ConversationBatches` packs them 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,14 +23,15 @@ from shardwise.base.units import counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, datasets, inspecting
+from shardwise.data.held_out import HeldOut
 from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations, conversations_of_table
-from shardwise.data.reading.text_sources import ColumnSource, FileSource, open_source
+from shardwise.data.reading.text_sources import ColumnSource, FileSource, is_small, open_source
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
 from shardwise.data.samples.order import IntArray
 from shardwise.data.split import PART_NAMES, PARTS, Part, describe_sizes, plan_split
 from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
 from shardwise.data.tokens.encoding import group_by_size, token_writers
-from shardwise.data.tokens.tokenizer import keep_user_tokenizer, train_tokenizer, user_tokenizer_digest
+from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer, user_tokenizer_digest
 
 _RULE = 1
 """Belongs to the key of every cache entry: raise it when a built-in template or the places of answers change."""
@@ -205,9 +206,7 @@ def _build(folder: Path, source: _Source, scan: _Scan, config: Config, announce:
     named = config.data.tokenizer
     kept = folder / "tokenizer"
     if named is None:
-        train = (chat for chat, is_out in zip(_conversations(source), is_held_out, strict=False) if not is_out)
-        texts = (text for _, messages in train for text in _texts(messages))
-        tokenizer = train_tokenizer(texts, config.model.vocab_size, source.name, chat=True)
+        tokenizer = _train_tokenizer(source, is_held_out, config)
         tokenizer.save(kept)
     else:
         tokenizer = keep_user_tokenizer(named, config.model.vocab_size, kept, announce)
@@ -236,6 +235,12 @@ def _build(folder: Path, source: _Source, scan: _Scan, config: Config, announce:
     }
 
 
+def _train_tokenizer(source: _Source, is_held_out: npt.NDArray[np.bool_], config: Config) -> Tokenizer:
+    train = (chat for chat, is_out in zip(_conversations(source), is_held_out, strict=False) if not is_out)
+    texts = (text for _, messages in train for text in _texts(messages))
+    return train_tokenizer(texts, config.model.vocab_size, source.name, chat=True)
+
+
 def _encode(
     chats: Iterable[Chat],
     is_held_out: npt.NDArray[np.bool_],
@@ -244,7 +249,7 @@ def _encode(
 ) -> dict[str, Any]:
     """Writes each part's tokens, the bounds of its conversations and those of its answers; returns their records."""
     names = ("conversations", "answers")
-    with ExitStack() as files:
+    with contextlib.ExitStack() as files:
         writers = token_writers(files, cache.token_dtype(template.tokenizer.vocab_size), folder)
         bounds = {
             part: {
@@ -337,6 +342,34 @@ def glance(config: Config) -> str:
         f"conversations, {counted(len(source.files), 'file')} of {size(total)}, prepared when the run starts, unless "
         f"the cache has them{source.left_out_note()}"
     )
+
+
+def has_vocabulary(config: Config) -> bool:
+    """True if a tokenizer with the model's vocabulary can be trained on the messages; False if only a run can tell.
+
+    Raises:
+        DataError: there are few messages, which yield fewer tokens.
+    """
+    if config.data.is_hub_dataset:
+        return False
+    source = _source(config.data)
+    if not is_small(source):
+        return False
+    _train_tokenizer(source, _held_out(_scan(source), config.data.split_weights), config)
+    return True
+
+
+def held_out(config: Config) -> HeldOut:
+    """The conversations that are held out, counted if their files are small."""
+    place = "whole conversations"
+    if config.data.is_hub_dataset:
+        return HeldOut(place)
+    source = _source(config.data)
+    with contextlib.suppress(DataError):  # a fault behind the first conversation
+        if is_small(source):
+            is_held_out = _held_out(_scan(source), config.data.split_weights)
+            return HeldOut(place, conversations=(int(is_held_out.sum()), len(is_held_out)))
+    return HeldOut(place)
 
 
 def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:

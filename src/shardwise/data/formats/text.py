@@ -17,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing, see
+from shardwise.base.files import cache_root
 from shardwise.base.units import count, counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, inspecting
-from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, open_source
+from shardwise.data.held_out import END_OF_TEXT, WHOLE_DOCUMENTS, WHOLE_DOCUMENTS_OR_END, HeldOut
+from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, is_small, open_source
 from shardwise.data.samples.order import mix_integer
 from shardwise.data.samples.sentences import Sentences
 from shardwise.data.split import PART_NAMES, PARTS, Part, TextSplit, describe_sizes, plan_split
@@ -148,8 +150,7 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: 
     named = config.data.tokenizer
     pairs = common.in_pairs(config)
     if named is None:
-        texts = _tokenizer_texts(_parts(source, split, ContentDigest()), int(scan.characters.sum()))
-        tokenizer = train_tokenizer(texts, config.model.vocab_size, source.name, pairs=pairs)
+        tokenizer = _train_tokenizer(source, scan, split, config)
         tokenizer.save(folder / "tokenizer")
     else:
         tokenizer = keep_user_tokenizer(named, config.model.vocab_size, folder / "tokenizer", announce, pairs=pairs)
@@ -182,6 +183,11 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: 
     if pairs:
         manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
     return manifest
+
+
+def _train_tokenizer(source: Source, scan: _Scan, split: TextSplit, config: Config) -> Tokenizer:
+    texts = _tokenizer_texts(_parts(source, split, ContentDigest()), int(scan.characters.sum()))
+    return train_tokenizer(texts, config.model.vocab_size, source.name, pairs=common.in_pairs(config))
 
 
 def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -> Iterator[str]:
@@ -240,20 +246,51 @@ def most_tokens(config: Config, limit: int) -> int | None:
     source = open_source(config.data)
     if not isinstance(source, FileSource) or common.in_pairs(config):
         return None
-    total = sum(file.stat().st_size for file in source.files)
-    # Files are opened only if it matters how they are packed.
-    if total > limit or any(reading.kind == "parquet" or reading.packing is not None for reading in source.readings):
-        return None
-    return total
+    return source.bytes_within(limit)
 
 
-def prepared_tokens(config: Config, root: Path, part: Part) -> int | None:
-    """The tokens of a part of the text, if the cache has them; nothing is prepared."""
+def has_vocabulary(config: Config) -> bool:
+    """True if a tokenizer with the model's vocabulary can be trained on the text; False if only a run can tell.
+
+    Raises:
+        DataError: the text is small, and yields fewer tokens.
+    """
+    if _prepared_entry(config, cache_root()) is not None:
+        return True
+    source = open_source(config.data)
+    if not is_small(source):
+        return False
+    scan = _scan(source)
+    _train_tokenizer(source, scan, plan_split(scan.characters, config.data.split_weights), config)
+    return True
+
+
+def held_out(config: Config) -> HeldOut:
+    """The part of the text that is held out."""
+    if config.data.streaming:
+        return HeldOut()
+    with contextlib.suppress(DataError):  # a tokenizer of the hub may not be here yet
+        source = open_source(config.data)
+        entry = _prepared_entry(config, cache_root())
+        return HeldOut(_held_out_place(source, config), None if entry is None else entry.manifest["eval"]["tokens"])
+    return HeldOut()
+
+
+def _held_out_place(source: Source, config: Config) -> str:
+    if is_small(source):
+        is_end = plan_split(_scan(source).characters, config.data.split_weights).held_out is None
+        return END_OF_TEXT if is_end else WHOLE_DOCUMENTS
+    if isinstance(source, FileSource) and [reading.kind for reading in source.readings] == ["text"]:
+        return END_OF_TEXT
+    return WHOLE_DOCUMENTS_OR_END
+
+
+def _prepared_entry(config: Config, root: Path) -> cache.CacheEntry | None:
+    """The tokens of the text, if the cache has them; nothing is prepared."""
     content = cache.known_content(root, open_source(config.data).stamp())
     if content is None:
         return None
-    entry = cache.open_tokens(root, cache.entry_key(root, _key(content, config, config.data.tokenizer)))
-    return None if entry is None else int(entry.manifest[part]["tokens"])
+    return cache.open_tokens(root, cache.entry_key(root, _key(content, config, config.data.tokenizer)))
 
 
 def when_read(config: Config) -> str:

@@ -32,6 +32,8 @@ from shardwise.data.reading.dataset_tables import DataSet, names_data_set, requi
 from shardwise.data.reading.file_kinds import LINES, FileReading, Kind, chosen_kind, described, reading_of
 
 PIECE_CHARACTERS = BLOCK
+SMALL_BYTES = 1 << 22
+"""Bytes of a text that a dry run reads as a whole: a tokenizer is trained on them in about two seconds."""
 # Characters before the end of a piece among which white space is looked for; words are much shorter.
 _BACKTRACK = 1 << 12
 # A bound, as installations differ in size: with it they give about the same amount of text.
@@ -117,6 +119,14 @@ class FileSource:
             return ""
         return f", left out {listing((path.name for path in self.left_out), most=3)}"
 
+    def bytes_within(self, limit: int) -> int | None:
+        """The size of the files; None if it is above `limit`, or if files are packed, whose text may be larger."""
+        total = sum(file.stat().st_size for file in self.files)
+        # Files are opened only if it matters how they are packed.
+        if total > limit or any(reading.kind == "parquet" or reading.packing is not None for reading in self.readings):
+            return None
+        return total
+
     def stamp(self) -> str | None:
         """A digest that changes when the text may have changed, without reading it; None: read it to know."""
         return _stamp(self.files, ["files", self.kind or "by content", self.text_key])
@@ -190,6 +200,13 @@ class StorySource:
 
 Source = FileSource | ColumnSource | PythonSource | StorySource
 """A text of many documents."""
+
+
+def is_small(source: Source) -> bool:
+    """Return whether all of a text can be read in a moment."""
+    if isinstance(source, FileSource):
+        return source.bytes_within(SMALL_BYTES) is not None
+    return isinstance(source, StorySource)
 
 
 def open_source(data: DataConfig) -> Source:

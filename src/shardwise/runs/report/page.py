@@ -267,7 +267,12 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         ("state", str(report["state"]), "", "bad" if report["state"] in ("failed", "killed") else ""),
         ("steps", f"{report['step']:,}", total, ""),
         ("loss", _number(final), ", ".join(loss_notes), "bad" if is_loss_bad else ""),
-        ("tokens/s", _or_dash(numbers["tokens_per_second"], units.count), f"at most {peak}", ""),
+        (
+            "tokens/s",
+            _or_dash(numbers["tokens_per_second"], units.count),
+            f"mean of the last 10 steps, at most {peak}",
+            "",
+        ),
         ("MFU", _or_dash(numbers["mfu"], "{:.1%}".format), _mfu_note(numbers), ""),
         ("a step", _or_dash(numbers["step_seconds"], units.duration), "mean of the last 20", ""),
         ("time", _or_dash(report["seconds"], units.duration), units.counted(report["starts"], "start"), ""),

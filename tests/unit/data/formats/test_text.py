@@ -104,7 +104,7 @@ def test_the_second_call_opens_what_the_first_built(tmp_path: Path) -> None:
     assert prepare(sized(512, 32, 0, split="19,1"), tmp_path).tokenizer_path == first.tokenizer_path
 
 
-def test_an_evaluation_opens_what_the_training_prepared(tmp_path: Path) -> None:
+def test_an_evaluation_opens_what_the_training_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the tokenizer that was trained, and its tokens are those that it would prepare itself."""
     built: list[str] = []
     trained = prepare(config(), tmp_path / "cache", announce=built.append)
@@ -116,9 +116,9 @@ def test_an_evaluation_opens_what_the_training_prepared(tmp_path: Path) -> None:
     itself = prepare(named, tmp_path / "other")
     assert itself.fingerprint == trained.fingerprint
     assert np.array_equal(itself.tokens["eval"], evaluated.tokens["eval"])
-    tokens = len(evaluated.tokens["eval"])
-    assert preparation.prepared_tokens(named, tmp_path / "cache", "eval") == tokens
-    assert preparation.prepared_tokens(config(split="90,10"), tmp_path / "cache", "eval") is None
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    assert preparation.held_out(named).tokens == len(evaluated.tokens["eval"])
+    assert preparation.held_out(config(split="90,10")).tokens is None
 
 
 def test_fault_13_equal_text_is_equal_data_wherever_and_beside_what_it_lies(tmp_path: Path) -> None:
