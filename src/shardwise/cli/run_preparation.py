@@ -21,6 +21,7 @@ from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank
 from shardwise.runs.folder import RUNS, RunDirectory, RunLock, new_run_path
+from shardwise.runs.summary import last_event
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class PreparedFolder:
     latest: Path | None = None
 
     def remove_refused(self) -> None:
-        """Leave nothing of a first start that was refused."""
-        if self.path is None or not self.is_new:
+        """Leave nothing of a first start that was refused before its first step."""
+        if self.path is None or not self.is_new or last_event(self.path, "step") is not None:
             return
         link = RUNS / "latest"
         if link.is_symlink() and link.resolve() == self.path.resolve():

@@ -67,6 +67,18 @@ def test_a_first_start_that_is_refused_leaves_nothing(
     assert Path("runs/mine").is_dir()
 
 
+def test_a_first_start_that_is_refused_after_a_step_keeps_its_folder(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_command: Sequence[str], _nproc: int, run_path: Path) -> None:
+        RunDirectory(run_path).metrics.write_text('{"event": "step", "step": 1}\n')
+        raise LaunchError("a callback is wrong", ConfigError.exit_code)
+
+    monkeypatch.setattr("shardwise.launch.local.launch", refused)
+    assert main(["train", "llama2-tiny", "--nproc", "2", "--run-dir", "runs/long"]) == 2
+    assert Path("runs/long").is_dir()
+
+
 def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["parallel.tensor=2", "parallel.sequence=true", "train.stop_after=5"]
     assert main(["train", "llama2-tiny", *overrides, "--nproc", "4", "--dry-run"]) == 0
