@@ -97,8 +97,10 @@ def accuracy_text(plan: Plan) -> str:
     device = plan.cluster.device
     if not device.accuracy:
         return _FITTED_ACCURACY if device.constants else _PUBLISHED_ACCURACY
+    if plan.cluster.world == 1:
+        return device.accuracy
     # The sentence of a file is on one device.
-    return device.accuracy if plan.cluster.world == 1 else f"{device.accuracy}; {_PUBLISHED_ACCURACY}"
+    return f"{device.accuracy}; none on several was measured, and {_PUBLISHED_ACCURACY}"
 
 
 def accuracy(plans: Iterable[Plan], consequence: str = "") -> list[str]:
