@@ -145,7 +145,6 @@ def train(
         RunError: training failed.
         StoppedError: the run was asked to stop, and its state is saved; the same call with its `run_dir` continues it.
     """
-    from shardwise.cli.entry import take_any_character
     from shardwise.cli.run_preparation import is_finished, prepare_run
     from shardwise.cli.train import with_batch
     from shardwise.train.rank_agreement import require_same_run_dir
@@ -168,10 +167,17 @@ def train(
             return Run(path)
         folder = prepare_run(locks, config, name, path, rank)
         with folder.removed_if_refused(), output.restored(), _signals_restored(), failure_recorded(rank, folder.path):
-            take_any_character()
-            if rank is None or rank.rank == 0:
-                output.survive_lost_reader()
+            _prepare_output(rank)
             return Run(run(config, folder.path, name))
+
+
+def _prepare_output(rank: Rank | None) -> None:
+    """Let the output take any character, and that of rank 0, which a program may close, outlive its reader."""
+    from shardwise.cli.entry import take_any_character
+
+    take_any_character()
+    if rank is None or rank.rank == 0:
+        output.survive_lost_reader()
 
 
 def _join() -> Rank | None:

@@ -12,11 +12,10 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from shardwise.base import units
-from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.errors import DataError
 from shardwise.cli import main
 from shardwise.config import check_layout, config_from, dump_yaml, load_config, parse_yaml, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.launch.local import LaunchError
 from shardwise.launch.stop_requests import request, requested
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.planner.communication import step_transfers, wire_bytes
@@ -42,41 +41,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int, Path]
     monkeypatch.setattr("shardwise.launch.local.launch", launch)
     monkeypatch.setattr("shardwise.cli.run_preparation.prepare", lambda config, announce: None)
     return launches
-
-
-@pytest.mark.parametrize("has_former", [True, False])
-def test_a_first_start_that_is_refused_leaves_nothing(
-    has_former: bool, started: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if has_former:
-        RunDirectory("runs/former").create().mark_latest()
-
-    def refused(_command: Sequence[str], _nproc: int, run_path: Path) -> None:
-        RunDirectory(run_path).mark_latest()
-        raise LaunchError("the model is wrong", ConfigError.exit_code)
-
-    monkeypatch.setattr("shardwise.launch.local.launch", refused)
-    assert main(["train", "llama2-tiny", "--nproc", "2"]) == 2
-    assert "the model is wrong" in capsys.readouterr().err
-    assert sorted(path.name for path in Path("runs").iterdir()) == (["former", "latest"] if has_former else [])
-    if has_former:
-        assert Path("runs/latest").readlink() == Path("former")
-    # What was there before stays.
-    RunDirectory("runs/mine").create()
-    assert main(["train", "llama2-tiny", "--nproc", "2", "--run-dir", "runs/mine"]) == 2
-    assert Path("runs/mine").is_dir()
-
-
-def test_a_first_start_that_is_refused_after_a_step_keeps_its_folder(
-    started: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(_command: Sequence[str], _nproc: int, run_path: Path) -> None:
-        RunDirectory(run_path).metrics.write_text('{"event": "step", "step": 1}\n')
-        raise LaunchError("a callback is wrong", ConfigError.exit_code)
-
-    monkeypatch.setattr("shardwise.launch.local.launch", refused)
-    assert main(["train", "llama2-tiny", "--nproc", "2", "--run-dir", "runs/long"]) == 2
-    assert Path("runs/long").is_dir()
 
 
 def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,13 +49,14 @@ def test_the_collector_is_as_before(enabled: bool, frozen: bool) -> None:
         (gc.enable if enabled else gc.disable)()
         if frozen:
             gc.freeze()
-        count = gc.get_freeze_count()
+        had_frozen = gc.get_freeze_count() > 0
         with SteppedCollection() as collection:
             for _ in range(3):
                 collection.after_step()
             assert gc.get_freeze_count() > 0
         assert gc.isenabled() == enabled
-        assert gc.get_freeze_count() == count
+        # Not their number: other threads of a test process free some.
+        assert (gc.get_freeze_count() > 0) == had_frozen
     finally:
         gc.unfreeze()
         (gc.enable if was_enabled else gc.disable)()
