@@ -48,7 +48,7 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
     if checkpoint is not None:
         moved_end = moved_end_text(config, earlier.config["train"]["steps"], checkpoint.step)
         if moved_end is not None:
-            rows.append(("  schedule", moved_end.removeprefix("learning rate: ")))
+            rows.append(("  schedule", moved_end))
     return rows, []
 
 

@@ -53,6 +53,8 @@ _MOST_ROWS = 10
 """Rows of the list without `--all`."""
 _NODE_COUNTS = sorted({2**power for power in range(15)} | {3 * 2**power for power in range(13)})
 """Numbers of nodes that are tried first: 1, 2, 3, 4, 6, 8, 12, 16 and so on, up to 16,384."""
+_EXACT_NODES = 32
+"""Nodes up to which every number between two of these is tried, and beyond in steps of a sixteenth."""
 _LEGEND = (
     '"MFU" = model FLOPs, without recompute and masked attention, over the peak',
     '"free" = device memory - run - 6% reserve (context, buffers, fragmentation)',
@@ -341,7 +343,7 @@ class _FewestNodes:
             if self._config.train.rule is None and machines.world > most:
                 break
             if self._is_enough(nodes, seconds):
-                step = 1 if nodes <= 32 else nodes // 16
+                step = 1 if nodes <= _EXACT_NODES else nodes // 16
                 between = range(fewer + step, nodes, step)
                 return self.plans[next((n for n in between if self._is_enough(n, seconds)), nodes)]
             fewer = nodes

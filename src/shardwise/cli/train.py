@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _VALUE_COLUMN = 16
 """Column at which the values of a dry run's rows begin, after the `#`."""
-_ANY_TOKENIZER = range(512, 1025)
+_BUILT_IN_VOCABULARIES = range(512, 1025)
 """Vocabularies of a byte-level tokenizer that can be trained on any built-in data."""
 
 
@@ -358,7 +358,7 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
     load = config.checkpoint.load
     is_built_in = data.is_built_in and config.hooks.data is None
     # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
-    if not is_built_in or data.tokenizer is not None or config.model.vocab_size not in _ANY_TOKENIZER:
+    if not is_built_in or data.tokenizer is not None or config.model.vocab_size not in _BUILT_IN_VOCABULARIES:
         from shardwise.data import open_data
 
         glance = open_data.glance(config)

@@ -82,7 +82,7 @@ def moved_end_text(config: Config, former_steps: int, step: int) -> str | None:
     rate, former_rate = (rate_at(schedule, step + 1) for schedule in (points, former))
     changed = f"{rate:.2e} in place of {former_rate:.2e}" if rate != former_rate else f"{rate:.2e}, as before"
     return (
-        f"learning rate: the {config.optimizer.schedule} schedule ends at step {config.train.steps:,} in place of "
+        f"the {config.optimizer.schedule} schedule ends at step {config.train.steps:,} in place of "
         f"{former_steps:,}, so that step {step + 1:,} has {changed}"
     )
 

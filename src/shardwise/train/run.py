@@ -261,7 +261,7 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
     if opened.folder.former_steps is not None:
         moved_end = moved_end_text(opened.config, opened.folder.former_steps, manifest.step)
         if moved_end is not None:
-            reporter.message(moved_end)
+            reporter.message(f"learning rate: {moved_end}")
 
 
 def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:

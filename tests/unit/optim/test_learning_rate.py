@@ -200,12 +200,11 @@ def test_an_end_that_moved_is_told_with_the_rate_of_the_next_step() -> None:
 
     linear = ["optimizer.schedule=linear", "optimizer.warmup_steps=0", "optimizer.lr=4.8e-4"]
     assert text(*linear) == (
-        "learning rate: the linear schedule ends at step 480 in place of 240, so that step 201 has 2.80e-04 in place "
-        "of 8.00e-05"
+        "the linear schedule ends at step 480 in place of 240, so that step 201 has 2.80e-04 in place of 8.00e-05"
     )
     late = ["optimizer.schedule=wsd", "optimizer.warmup_steps=0", "optimizer.decay_steps=10", "optimizer.lr=1e-3"]
     assert text(*late) == (
-        "learning rate: the wsd schedule ends at step 480 in place of 240, so that step 201 has 1.00e-03, as before"
+        "the wsd schedule ends at step 480 in place of 240, so that step 201 has 1.00e-03, as before"
     )
     assert text(*linear, former_steps=480) is None
     assert text("optimizer.schedule=constant", "optimizer.warmup_steps=0") is None
