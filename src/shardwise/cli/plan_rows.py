@@ -100,7 +100,7 @@ def accuracy_text(plan: Plan) -> str:
     if plan.cluster.world == 1:
         return device.accuracy
     # The sentence of a file is on one device.
-    return f"{device.accuracy} (several: not measured); {_PUBLISHED_ACCURACY}"
+    return f"{device.accuracy} (several: unmeasured); {_PUBLISHED_ACCURACY}"
 
 
 def accuracy(plans: Iterable[Plan], consequence: str = "") -> list[str]:

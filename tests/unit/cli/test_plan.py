@@ -170,7 +170,7 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     assert problem.startswith("a100-40gb:1: no layout fits ")
     assert accuracy[1] == "(tight): less than 10% of the device's memory is free."
     assert accuracy[2].startswith("ZeRO-2 and ZeRO-3: no published run tests their times")
-    assert accuracy[3].startswith("Accuracy: steps on one H200 were predicted within 3% (several: not measured);")
+    assert accuracy[3].startswith("Accuracy: steps on one H200 were predicted within 3% (several: unmeasured);")
     time, least, most = (float(number) for number in re.findall(r"([\d.]+)  +([\d.]+) to ([\d.]+)  ", h100)[0])
     assert (least * 1.19, most * 0.81) == pytest.approx((time, time), rel=0.02)
     assert accuracy[-1].startswith("Predictions for these devices probably err in the same direction")
@@ -233,7 +233,7 @@ def test_other_prices_are_refused(price: str, message: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("device", "shown"),
     [
-        ("h100:8", "Accuracy: steps on one H200 were predicted within 3% (several: not measured);"),
+        ("h100:8", "Accuracy: steps on one H200 were predicted within 3% (several: unmeasured);"),
         ("a100:8", "Accuracy: nine in ten published steps on A100 and Trainium1 were predicted within 19%"),
         ("b200:8", "Accuracy: nine in ten published steps on A100 and Trainium1 were predicted within 19%"),
         ("{file}:8", "constants are those of the file"),
