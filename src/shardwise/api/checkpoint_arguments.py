@@ -185,7 +185,7 @@ def _problems(model: object, optimizer: object, mesh: Mesh, *, needs_optimizer: 
 def _mesh_problems(optimizer: ZeroRedundancyOptimizer, mesh: Mesh) -> list[str]:
     """The axes along which the ranks of an optimizer are not those of a mesh."""
     problems: list[str] = []
-    axes = {"data-parallel": (optimizer.group, mesh.dp), "tensor-parallel": (optimizer.tensor, mesh.tp)}
+    axes = {"data-parallel": (optimizer.group, mesh.replicas), "tensor-parallel": (optimizer.tensor, mesh.tp)}
     for axis, (optimizer_group, mesh_group) in axes.items():
         is_cut = max(optimizer_group.size, mesh_group.size) > 1
         if is_cut and optimizer_group.ranks != mesh_group.ranks:

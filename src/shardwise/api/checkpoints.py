@@ -75,7 +75,7 @@ def save_checkpoint(
     optimizer.gathers.wait()
     check_replicas(model, mesh, int(step), optimizer)
     arguments.on_first_rank(root.make, mesh.world)
-    layout = Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size).recorded()
+    layout = Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size, context=mesh.cp.size).recorded()
     described = {"layout": layout, "data": {}, "versions": versions()}
     saver = Saver(root, model, optimizer, config, mesh, mesh.host_group("checkpoint"), described=described)
     saver.save(int(step), {"samples": 0, "position": 0, "tokens": 0, "schedule": {}, "rng": {}})

@@ -34,13 +34,15 @@ class Axis:
 
 PIPELINE = Axis("pp", "pipeline", "pipeline degree")
 DATA = Axis("dp", "data", "data-parallel degree", fills_world=True)
+CONTEXT = Axis("cp", "context", "context-parallel degree")
 TENSOR = Axis("tp", "tensor", "tensor-parallel degree")
 
-AXES = (PIPELINE, DATA, TENSOR)
-"""All axes, the outermost first: rank = (pp · DP + dp) · TP + tp.
+AXES = (PIPELINE, DATA, CONTEXT, TENSOR)
+"""All axes, the outermost first: rank = ((pp · DP + dp) · CP + cp) · TP + tp.
 
-Tensor-parallel ranks are neighbours, since they communicate most: they should share a node and its links. The pipeline
-is the outermost axis, as its ranks send least (Megatron-LM, arXiv:2104.04473 §3.2).
+Tensor-parallel ranks are neighbours, since they communicate most: they should share a node and its links. Ranks that
+share samples come next. The pipeline is the outermost axis, as its ranks send least (Megatron-LM, arXiv:2104.04473
+§3.2).
 """
 CHOSEN_AXES = tuple(axis for axis in reversed(AXES) if not axis.fills_world)
 """The axes whose degrees the user chooses, the innermost first, as texts name them."""
@@ -52,12 +54,13 @@ def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: boo
     Args:
         degrees: ranks along each axis, by the name of the degree; other entries do not count.
         sequence: activations are cut along the sequence too (SP).
-        ones: name degrees of 1.
+        ones: name degrees of 1, but for that of context parallelism.
     """
     words = []
     for axis in (*CHOSEN_AXES, DATA):
-        degree = degrees[axis.degree]
-        if ones or degree > 1:
+        # Files of runs before context parallelism lack its degree.
+        degree = degrees.get(axis.degree, 1) if axis is CONTEXT else degrees[axis.degree]
+        if degree > 1 or (ones and axis is not CONTEXT):
             words.append(f"{axis.name.upper()} {degree}{' + SP' if axis is TENSOR and sequence and degree > 1 else ''}")
     return " × ".join(words)
 

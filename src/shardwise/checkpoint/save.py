@@ -274,7 +274,7 @@ class Saver:
     def _state_numbers(self) -> _StateNumbers:
         """The numbers of the state, from one rank of each pipeline stage: its other ranks have the same."""
         numbers: _StateNumbers = {}
-        if self._mesh.dp.rank == self._mesh.tp.rank == 0:
+        if self._mesh.stage.rank == 0:
             names = names_by_bucket(self._model, self._optimizer)
             for bucket, values in zip(self._optimizer.buckets, state_numbers(self._optimizer), strict=True):
                 for state, value in values.items():

@@ -71,7 +71,7 @@ class WeightPlan:
         for piece, box, values, is_part in weight_slices(model, optimizer, mesh.tp):
             self._local[piece.name, box] = values
             weight = PlannedPiece.weight(piece.name, piece.shape, DTYPE_NAMES[values.dtype])
-            is_first = piece.copies.rank == 0 and (is_part or self._ranks is mesh.tp or mesh.dp.rank == 0)
+            is_first = piece.copies.rank == 0 and (is_part or self._ranks is mesh.tp or mesh.replicas.rank == 0)
             local_boxes.append((weight, box, is_first))
         self._boxes: list[dict[str, list[Box]]] = []
         """By rank of the group: the boxes that it sends, which together are each tensor once."""
@@ -108,7 +108,7 @@ class WeightPlan:
         mesh = self._mesh
         shards: list[tuple[int, list[PlannedPiece]]] = []
         seen: set[str] = set()
-        ranks_per_stage = mesh.dp.size * mesh.tp.size
+        ranks_per_stage = mesh.stage.size
         for stage, weights in enumerate(collectives.all_gather_objects(stage_weights, mesh.pp)):
             # A tied weight is in two stages: the first one writes it.
             new_weights = [weight for weight in weights if weight.name not in seen]

@@ -1,4 +1,4 @@
-"""Divides a world of ranks over tensor, pipeline and data parallelism, and a model over pipeline stages."""
+"""Divides a world of ranks over the axes of the mesh, and a model over pipeline stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_multiples, see
-from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, PIPELINE, coordinates, layout_text
+from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, CONTEXT, PIPELINE, coordinates, layout_text
 from shardwise.base.units import counted
 from shardwise.config.schedules import SCHEDULES
 from shardwise.config.sections import ParallelConfig, TrainConfig
@@ -18,12 +18,12 @@ class Layout:
 
     Attributes:
         world: ranks of the job.
-        tensor, pipeline: degrees.
+        tensor, pipeline, context: degrees.
         sequence_parallel: true if activations are cut along the sequence between tensor-parallel layers.
         virtual: pipeline stages on each rank.
 
     Raises:
-        ConfigError: `world` is no multiple of `tensor` × `pipeline`.
+        ConfigError: `world` is no multiple of `tensor` × `context` × `pipeline`.
     """
 
     world: int
@@ -31,6 +31,7 @@ class Layout:
     sequence_parallel: bool = False
     pipeline: int = 1
     virtual: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         numbers = {"number of ranks": self.world}
@@ -49,7 +50,7 @@ class Layout:
 
     def _keys(self) -> str:
         """The keys of the degrees with their values, without the outermost ones that are 1."""
-        axes = list(CHOSEN_AXES)
+        axes = [axis for axis in CHOSEN_AXES if axis is not CONTEXT or self.context > 1]
         while len(axes) > 1 and getattr(self, axes[-1].degree) == 1:
             axes.pop()
         keys = " × ".join(axis.key for axis in axes)
@@ -58,13 +59,18 @@ class Layout:
 
     @property
     def ranks_of_one_model(self) -> int:
-        """Ranks that hold one copy of the model: tensor × pipeline."""
+        """Ranks that compute one micro-batch: tensor × context × pipeline."""
         return math.prod(getattr(self, axis.degree) for axis in CHOSEN_AXES)
 
     @property
     def data(self) -> int:
-        """The data-parallel degree: world / (tensor × pipeline)."""
+        """The data-parallel degree: world / (tensor × context × pipeline)."""
         return self.world // self.ranks_of_one_model
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same part of the model, and add up its gradients: data × context."""
+        return self.data * self.context
 
     @property
     def stages(self) -> int:
@@ -74,7 +80,7 @@ class Layout:
     @property
     def sequence_parts(self) -> int:
         """The number of parts of a sequence between tensor-parallel regions: each rank has S / `sequence_parts`."""
-        return self.tensor if self.sequence_parallel else 1
+        return self.context * (self.tensor if self.sequence_parallel else 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank of the job along each axis, by the axis' short name."""
@@ -107,6 +113,7 @@ class Layout:
             "sequence": self.sequence_parallel,
             "pipeline": self.pipeline,
             "virtual": self.virtual,
+            "context": self.context,
             "data": self.data,
         }
 
@@ -117,6 +124,7 @@ class Layout:
             "tensor": self.tensor,
             "sequence": self.sequence_parallel,
             "pipeline": self.pipeline,
+            "context": self.context,
             "data": self.data,
         }
 

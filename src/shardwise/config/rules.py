@@ -26,6 +26,7 @@ from shardwise.config.sections import ParallelConfig, share_of
 from shardwise.config.size_rules import (
     KEYS_OF_BITS,
     bitwise_problems,
+    context_problems,
     fp8_problems,
     keys_of_bits,
     sharding_problems,
@@ -51,12 +52,13 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     micro_batches = None
     # A layout or a batch that cannot be is one problem of several: the other rules are checked without it.
     try:
-        layout = Layout(world, parallel.tensor, sequence, parallel.pipeline, parallel.stages_per_rank)
+        layout = Layout(world, parallel.tensor, sequence, parallel.pipeline, parallel.stages_per_rank, parallel.context)
         micro_batches = layout.accumulation(config.train)
     except ConfigError as error:
         problems = error.problems
     problems += pipeline_problems(config, micro_batches)
     problems += tensor_problems(config, sequence)
+    problems += context_problems(config, sequence)
     problems += fp8_problems(config)
     problems += overlap_problems(config)
     problems += regather_problems(config)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from shardwise.base.mesh_axes import CHOSEN_AXES
 from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, as_given, reject, utf8_text
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
@@ -140,6 +141,12 @@ class ParallelConfig(Section):
         description="number of blocks of each stage, first to last; null = divided by compute cost, or equally if the "
         "schedule has several stages on a rank",
     )
+    context: int = Field(
+        default=1,
+        gt=0,
+        description="context-parallel degree (CP): ranks that share the tokens of each sample; each has a part from "
+        "its head and one from its tail, and gathers keys and values; for causal families",
+    )
     vocab_multiple: int = Field(
         default=1,
         gt=0,
@@ -175,8 +182,13 @@ class ParallelConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Ranks of one copy of the model."""
-        return self.tensor * self.pipeline
+        """Ranks that compute one micro-batch."""
+        return math.prod(self.degrees.values())
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degree along each axis of the mesh that a key chooses."""
+        return {axis.degree: getattr(self, axis.degree) for axis in CHOSEN_AXES}
 
     @property
     def stages_per_rank(self) -> int:

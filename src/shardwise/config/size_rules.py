@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.base.errors import divisors, listing, nearest_numbers
+from shardwise.base.errors import divisors, listing, nearest_multiples, nearest_numbers
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig
 from shardwise.config.run_config import Config
@@ -54,6 +54,31 @@ def tensor_problems(config: Config, sequence: bool) -> list[str]:
 
 FP8_MULTIPLE = 16
 """The number of which GPUs want the widths of fp8 products to be multiples."""
+
+
+def context_problems(config: Config, sequence: bool) -> list[str]:
+    """Return why samples cannot be shared by `parallel.context` ranks; `sequence`: tensor parallelism cuts them too."""
+    context = config.parallel.context
+    if context == 1:
+        return []
+    named = f"parallel.context ({context}) must be 1 with"
+    family = config.model.family
+    if config.shapes is None:
+        return [f"{named} model.family {family}, a model of your own, whose attention reads the keys of its rank alone"]
+    if "mlm" in config.model.objectives:
+        return [
+            f"{named} model.family {family}, whose tokens attend to later ones: set parallel.tensor={context} instead"
+        ]
+    problems = []
+    if config.train.bitwise:
+        problems.append(f"{named} train.bitwise (true): sums over the tokens of a sample would depend on the layout")
+    parts = 2 * context * (config.parallel.tensor if sequence else 1)
+    length = config.train.sequence_length
+    if length % parts:
+        factors = "2 × parallel.context × parallel.tensor" if sequence else "2 × parallel.context"
+        near = listing(nearest_multiples(length, parts), "or")
+        problems.append(f"train.sequence_length ({length}) must be a multiple of {factors} ({parts}): nearest {near}")
+    return problems
 
 
 def fp8_problems(config: Config) -> list[str]:
@@ -135,11 +160,12 @@ def sharding_problems(config: Config, layout: Layout) -> list[str]:
     problems = []
     replicate = config.parallel.replicate
     optimizer = config.optimizer
-    if layout.data % replicate:
-        near = listing(map(str, nearest_numbers(replicate, divisors(layout.data))), "or")
-        problems.append(
-            f"parallel.replicate ({replicate}) must divide the data-parallel degree ({layout.data}): set it to {near}"
-        )
+    if layout.replicas % replicate:
+        near = listing(map(str, nearest_numbers(replicate, divisors(layout.replicas))), "or")
+        degree = f"the data-parallel degree ({layout.data})"
+        if layout.context > 1:
+            degree = f"the data-parallel degree × parallel.context ({layout.data} × {layout.context})"
+        problems.append(f"parallel.replicate ({replicate}) must divide {degree}: set it to {near}")
     if optimizer.offload and config.precision.rounding == "stochastic":
         problems.append(
             "optimizer.offload (true) must be false with precision.rounding stochastic, whose random bits the device "

@@ -26,7 +26,7 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.base.errors import ArgumentError, count_problems
-from shardwise.base.mesh_axes import AXES, PIPELINE, Axis
+from shardwise.base.mesh_axes import AXES, CONTEXT, PIPELINE, Axis
 from shardwise.distributed import devices, rendezvous
 from shardwise.distributed.rendezvous import meet
 from shardwise.distributed.torch_private import register_group_name, set_timeout
@@ -305,38 +305,43 @@ def _release() -> None:
 
 
 class Mesh:
-    """Ranks of the job arranged as `[pipeline, data, tensor]`, as this rank sees them.
+    """Ranks of the job arranged as `[pipeline, data, context, tensor]`, as this rank sees them.
 
     Args:
         tensor: tensor-parallel degree TP.
-        pipeline: pipeline degree PP. The data-parallel degree is world / (TP × PP).
+        pipeline: pipeline degree PP. The data-parallel degree is world / (TP × CP × PP).
+        context: context-parallel degree CP: ranks that share the tokens of a sample.
         device: device on which this rank computes; default: the accelerator at `LOCAL_RANK`, or the CPU.
         grains: number of parts of every sum over the ranks of an axis, by its short name (`Group.grain`): `tp`, `dp`.
 
     Attributes:
-        tp, dp, pp: the groups of this rank along each axis.
+        tp, cp, dp, pp: the groups of this rank along each axis.
+        replicas: the ranks of data and context parallelism, which have the same part of the model.
         world: all ranks.
         device_mesh: the `DeviceMesh` below (None for a single process).
 
     Raises:
         ConfigError: a degree is no whole number of at least 1.
-        ValueError: the world size is no multiple of TP × PP.
+        ValueError: the world size is no multiple of TP × CP × PP.
         RuntimeError: a launcher started several ranks, but no process group was initialised.
     """
 
     tp: Group
+    cp: Group
     dp: Group
     pp: Group
+    replicas: Group
 
     def __init__(
         self,
         *,
         tensor: int = 1,
         pipeline: int = 1,
+        context: int = 1,
         device: torch.device | str | None = None,
         grains: Mapping[str, int] | None = None,
     ) -> None:
-        chosen = {"tensor": tensor, "pipeline": pipeline}
+        chosen = {"tensor": tensor, "context": context, "pipeline": pipeline}
         if problems := count_problems(chosen):
             raise ArgumentError(problems)
         # Numbers of numpy are valid too, and become plain ones.
@@ -345,8 +350,9 @@ class Mesh:
         self.world = Group.world()
         model_ranks = math.prod(degrees.values())
         if self.world.size % model_ranks:
-            product = " × ".join(degrees)
-            values = " × ".join(map(str, degrees.values()))
+            named = {name: degree for name, degree in degrees.items() if degree > 1 or name != CONTEXT.degree}
+            product = " × ".join(named)
+            values = " × ".join(map(str, named.values()))
             raise ValueError(f"world size ({self.world.size}) must be a multiple of {product} ({values})")
         degrees["data"] = self.world.size // model_ranks
         self.device_mesh: DeviceMesh | None = None
@@ -363,10 +369,17 @@ class Mesh:
         for axis in AXES:
             grain = (grains or {}).get(axis.name)
             setattr(self, axis.name, Group(process_groups.get(axis.name), name=axis.name, grain=grain))
+        self.replicas = self._replicas()
+
+    def _replicas(self) -> Group:
+        if self.dp.size == 1 or self.cp.size == 1:
+            return self.dp if self.cp.size == 1 else self.cp
+        # In a stage, ranks with the same place along the tensor-parallel axis.
+        return Group(_new_group(list(self.stage.ranks[self.tp.rank :: self.tp.size])), name="dp_cp")
 
     @property
     def stage(self) -> Group:
-        """The ranks that hold the same pipeline stages as this one: all of data and tensor parallelism."""
+        """The ranks that hold the same pipeline stages as this one: all of data, context and tensor parallelism."""
         inner = [self._along(axis) for axis in AXES if axis is not PIPELINE]
         several = [group for group in inner if group.size > 1]
         if len(several) > 1:
@@ -375,8 +388,9 @@ class Mesh:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Every axis of the mesh, then the world."""
-        return (*(self._along(axis) for axis in reversed(AXES)), self.world)
+        """Every axis of the mesh, the replicas if they are on two axes, then the world."""
+        axes = [self._along(axis) for axis in reversed(AXES)]
+        return (*axes, *({self.replicas} - {*axes}), self.world)
 
     def _along(self, axis: Axis) -> Group:
         group: Group = getattr(self, axis.name)

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from shardwise.config import DropoutMode
 from shardwise.distributed import devices
-from shardwise.distributed.mesh import Ranks
+from shardwise.distributed.mesh import Group, Ranks
 from shardwise.distributed.random_bits import INCREMENT, hashed, mixed
 from shardwise.layers.arguments import sharing_group
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
+from shardwise.layers.context import places_of
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,7 @@ class Dropout(nn.Module):
         group: the ranks that share the activation.
         sequence_parallel_enabled: true if each rank has a part of the sequence.
         input_is_parallel: true if each rank has a part of the width, as in the input of a row-parallel layer.
+        context_group: the ranks that share each sample (`layers/context.py`).
     """
 
     def __init__(
@@ -224,6 +226,7 @@ class Dropout(nn.Module):
         group: Ranks | None = None,
         sequence_parallel_enabled: bool = False,
         input_is_parallel: bool = False,
+        context_group: Group | None = None,
     ) -> None:
         super().__init__()
         if not 0.0 <= p <= 1.0:
@@ -233,8 +236,11 @@ class Dropout(nn.Module):
             raise ValueError("sequence_parallel_enabled and input_is_parallel must not both be true: one dim is cut")
         is_cut = sequence_parallel_enabled or input_is_parallel
         group = sharing_group(type(self).__name__, group, needed=is_cut)
-        self.place = Place(layer, site, group.rank if is_cut else 0)
-        self._width_shards = group.size if input_is_parallel else 1
+        self._shards = group.size if is_cut else 1
+        self._is_width_cut = input_is_parallel
+        self._contexts = 1 if context_group is None else context_group.size
+        context_rank = 0 if context_group is None else context_group.rank
+        self.place = Place(layer, site, context_rank * self._shards + (group.rank if is_cut else 0))
 
     def forward(self, x: Tensor, key: AnyKey | None) -> Tensor:
         if key is None or not self.p:
@@ -245,11 +251,17 @@ class Dropout(nn.Module):
         rows = torch.arange(x.shape[0], device=x.device)
         columns = torch.arange(x.shape[-1], device=x.device)
         shard = key.shard(self.place)
-        if self._width_shards > 1:
-            columns += shard * len(columns)
+        width = x.shape[-1]
+        length = x.shape[0]
+        if self._is_width_cut:
+            columns += shard % self._shards * width
+            width *= self._shards
         else:
-            rows += shard * len(rows)
-        keep = key.keep(rows, x.shape[-1] * self._width_shards, self.p, self.place, columns)
+            rows += shard % self._shards * length
+            length *= self._shards
+        if self._contexts > 1:
+            rows = places_of(rows, length, shard // self._shards, self._contexts)
+        keep = key.keep(rows, width, self.p, self.place, columns)
         return scaled(x, keep, self.p)
 
     def extra_repr(self) -> str:

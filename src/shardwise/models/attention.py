@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.config import FamilyConfig
 from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients, has_fused_attention
+from shardwise.layers.context import gather_chunks
 from shardwise.layers.dropout import AnyKey, DropoutKey, Place, scaled
 from shardwise.layers.linear import LinearOptions, RowParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
@@ -49,7 +51,8 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.causal = config.causal
         self.p = config.attention_dropout_p
-        self.place = Place(layer, ATTENTION, factory.group.rank)
+        self.context_group = factory.context_group
+        self.place = Place(layer, ATTENTION, self.context_group.rank * factory.group.size + factory.group.rank)
         self.recompute = factory.recompute == "selective"
         self.group = factory.group
 
@@ -103,16 +106,17 @@ class AttentionCore(nn.Module):
                     q, k, v, context.mask, self.p, is_causal=causal, enable_gqa=is_grouped
                 )
         else:
-            out = self._step_by_step(q, k, v, context.mask, key)
+            out = self._step_by_step(q, k, v, context, key)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _step_by_step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: AnyKey) -> Tensor:
+    def _step_by_step(self, q: Tensor, k: Tensor, v: Tensor, context: Context, key: AnyKey) -> Tensor:
         copies = q.shape[1] // k.shape[1]
         if copies > 1:
             k = k.repeat_interleave(copies, dim=1)
             v = v.repeat_interleave(copies, dim=1)
         # q is scaled in place of the scores, as it has fewer elements.
         scores = head_products(q * (1.0 / math.sqrt(q.shape[-1])), k.transpose(-1, -2), self.group)
+        mask = context.mask
         if mask is None and self.causal:
             length = q.shape[-2]
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril_()
@@ -122,17 +126,21 @@ class AttentionCore(nn.Module):
             scores = scores.masked_fill(~mask, float("-inf"))
         # In float32, as the fused kernels do: a sum of many bfloat16 terms would lose digits.
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        return head_products(self._drop(probabilities, key), v, self.group)
+        return head_products(self._drop(probabilities, key, context.places), v, self.group)
 
-    def _drop(self, probabilities_BnSS: Tensor, key: AnyKey) -> Tensor:
+    def _drop(self, probabilities_BnSL: Tensor, key: AnyKey, places: Tensor | None) -> Tensor:
         if key.mode == "fast":
-            return key.dropped(probabilities_BnSS, self.p, self.place)
+            return key.dropped(probabilities_BnSL, self.p, self.place)
         # Rows are numbered over the heads of all ranks, so that the mask of a head does not depend on the layout.
-        heads, length = probabilities_BnSS.shape[1:3]
-        rows = torch.arange(heads * length, device=probabilities_BnSS.device) + key.shard(self.place) * heads * length
-        keep_RBS = key.keep(rows, length, self.p, self.place)
-        keep_BnSS = keep_RBS.unflatten(0, (heads, length)).permute(2, 0, 1, 3)
-        return scaled(probabilities_BnSS, keep_BnSS, self.p)
+        heads, rows, length = probabilities_BnSL.shape[1:]
+        if places is None:
+            places = torch.arange(rows, device=probabilities_BnSL.device)
+        heads_n1 = (
+            torch.arange(heads, device=places.device).unsqueeze(1) + key.shard(self.place) % self.group.size * heads
+        )
+        keep_RBL = key.keep((heads_n1 * length + places).flatten(), length, self.p, self.place)
+        keep_BnSL = keep_RBL.unflatten(0, (heads, rows)).permute(2, 0, 1, 3)
+        return scaled(probabilities_BnSL, keep_BnSL, self.p)
 
 
 class Attention(nn.Module):
@@ -195,23 +203,34 @@ class Attention(nn.Module):
         q, k, v = self.heads(x)
         if self.norm is not None:
             q, k = self.norm(q, k)
+        tables = None
         if self.rotates:
             assert context.rotary_tables is not None, "the model has no rotary tables"
-            cos, sin = (table.to(q.dtype) for table in context.rotary_tables)
+            tables = [table.to(q.dtype) for table in context.rotary_tables]
+        sources: list[Recomputed] = []
 
-            def rotated(x: Tensor) -> Tensor:
-                return rotate(x, cos, sin)
+        def rotated(x: Tensor) -> Tensor:
+            return x if tables is None else rotate(x, *tables)
 
-            if self.drops_rotated and context.cache is None and can_drop(q):
-                query = Recomputed(rotated, q)
-                key = Recomputed(rotated, k)
-                with dropping(query, key):
-                    return cast(Tensor, self.core(query.result, key.result, v, context))
-            q = rotated(q)
-            k = rotated(k)
+        def of_all_tokens(x: Tensor) -> Tensor:
+            return x if context.places is None else gather_chunks(x, self.core.context_group)
+
+        def made(function: Callable[[Tensor], Tensor], x: Tensor, *, drops: bool) -> Tensor:
+            if not (drops and context.cache is None and can_drop(x)):
+                return function(x)
+            sources.append(Recomputed(function, x))
+            return sources[-1].result
+
+        # Keys and values of all tokens would take the memory of those of this rank's tokens times its group's size.
+        gathers = context.places is not None
+        drops_rotated = self.rotates and self.drops_rotated
+        q = made(rotated, q, drops=drops_rotated)
+        k = made(lambda k: of_all_tokens(rotated(k)), k, drops=drops_rotated or gathers)
+        v = made(of_all_tokens, v, drops=gathers)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
-        out: Tensor = self.core(q, k, v, context)
+        with dropping(*sources) if sources else nullcontext():
+            out: Tensor = self.core(q, k, v, context)
         return out
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

@@ -86,6 +86,7 @@ class LayerFactory:
             core where no fused kernel computes it (`selective`), or each block (`full`).
         part: the pipeline stage.
         vocab_multiple: number that divides each rank's rows of embedding and head.
+        context_group: the ranks that share each sample.
         options: arguments that all layers take.
     """
 
@@ -94,6 +95,7 @@ class LayerFactory:
     recompute: Recompute
     part: Part
     vocab_multiple: int
+    context_group: Group
     options: LayerOptions
 
     @property
@@ -183,7 +185,14 @@ class LayerFactory:
 
     def dropout(self, p: float, layer: int, site: int) -> Dropout:
         """Make the dropout of a term of the residual stream."""
-        return Dropout(p, layer=layer, site=site, group=self.group, sequence_parallel_enabled=self.sequence_parallel)
+        return Dropout(
+            p,
+            layer=layer,
+            site=site,
+            group=self.group,
+            sequence_parallel_enabled=self.sequence_parallel,
+            context_group=self.context_group,
+        )
 
     def head(self, config: FamilyConfig, name: str, embedding: str) -> ParallelLMHead:
         """Make the layer x → logits or losses. A tied head has the weight of the embedding named `embedding`."""
@@ -211,6 +220,7 @@ class Context:
         rotary_tables: cosines and sines of these tokens' positions; None in models with learned positions.
         block_mask: blocks of keys that each block of queries attends to, in place of `mask` (`attention.py`).
         starts_SB: first place of each token's document, in place of `mask` (`attention.py`).
+        places: places of these tokens in the sequence, `[S/C]`, if context parallelism cuts it; None: 0 … S-1.
     """
 
     dropout: AnyKey | None = None
@@ -219,6 +229,7 @@ class Context:
     rotary_tables: tuple[Tensor, Tensor] | None = None
     block_mask: BlockMask | None = None
     starts_SB: Tensor | None = None
+    places: Tensor | None = None
 
     @property
     def first_position(self) -> int:
@@ -264,7 +275,12 @@ class MLP(nn.Module):
         self.drops_activated = factory.drops_cheap and config.activation != "relu"
         # Here the width is cut over the ranks, elsewhere the sequence or nothing.
         self.dropout = Dropout(
-            config.ffn_dropout_p, layer=layer, site=INSIDE_MLP, group=factory.group, input_is_parallel=True
+            config.ffn_dropout_p,
+            layer=layer,
+            site=INSIDE_MLP,
+            group=factory.group,
+            input_is_parallel=True,
+            context_group=factory.context_group,
         )
         self.down = RowParallelLinear(
             config.intermediate_size,
@@ -308,6 +324,7 @@ class Family(nn.Module, Generic[_Config]):
         recompute: part that the backward pass computes again (`LayerFactory`).
         part: the pipeline stage; None: the whole model.
         vocab_multiple: number that divides each rank's rows of embedding and head.
+        context_group: the ranks that share each sample, for a causal model (`layers/context.py`).
         seed: seed of the weights, which are a function of (seed, canonical name), the same at any layout.
         device: device of the parameters; None: torch's default.
         dtype: dtype of the parameters; None: torch's default.
@@ -323,6 +340,7 @@ class Family(nn.Module, Generic[_Config]):
         recompute: Recompute = "none",
         part: Part | None = None,
         vocab_multiple: int = 1,
+        context_group: Group | None = None,
         seed: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -337,7 +355,11 @@ class Family(nn.Module, Generic[_Config]):
         # A layer draws its weight from (seed, name), so that layers may be made in any order and on any rank alone.
         options: LayerOptions = {"group": ranks, "seed": seed, "init": init, "device": device, "dtype": dtype}
         options["deferred"] = deferred
-        self.build(config, LayerFactory(ranks, sequence_parallel, recompute, self.part, vocab_multiple, options))
+        self.context_group = context_group or Group()
+        factory = LayerFactory(
+            ranks, sequence_parallel, recompute, self.part, vocab_multiple, self.context_group, options
+        )
+        self.build(config, factory)
 
     def build(self, config: _Config, factory: LayerFactory) -> None:
         """Make the layers of this part, in the order of the forward pass.

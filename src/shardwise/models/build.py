@@ -32,6 +32,7 @@ def build_model(
     group: Group,
     *,
     sequence_parallel: bool,
+    context_group: Group | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     part: Part | None = None,
@@ -43,6 +44,7 @@ def build_model(
         config: the whole configuration.
         group: the tensor-parallel ranks.
         sequence_parallel: true if activations are cut along the sequence between tensor-parallel layers.
+        context_group: the ranks that share each sample; None: each rank has samples of its own.
         device: device of the parameters; None: torch's default.
         dtype: dtype of the parameters; None: torch's default.
         part: the pipeline stage to build; None: the whole model.
@@ -64,6 +66,7 @@ def build_model(
             recompute=config.recompute,
             part=part,
             vocab_multiple=config.parallel.vocab_multiple,
+            context_group=context_group,
             seed=config.train.seed,
             device=device,
             dtype=dtype,

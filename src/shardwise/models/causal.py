@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.config import FamilyConfig
 from shardwise.distributed import devices
+from shardwise.layers.context import places
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.models.attention import block_mask, define_document_attention, dense_mask
@@ -31,6 +32,7 @@ class CausalLM(Family[_Config]):
         lm_head: the output head.
         rotary: the rotary tables; None with learned positions.
         is_compiled: true if the blocks are compiled.
+        shares_samples: true if `context_group` shares samples, as in training; false if each rank has whole ones.
     """
 
     layers: nn.ModuleList
@@ -38,6 +40,7 @@ class CausalLM(Family[_Config]):
     lm_head: ParallelLMHead
     rotary: Rotary | None = None
     is_compiled: bool = False
+    shares_samples: bool = True
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         """Token ids `[S, B]` → x; without `positions_SB` the positions are 0 … S-1."""
@@ -74,10 +77,18 @@ class CausalLM(Family[_Config]):
                 raise ValueError(f"the {cache.length} tokens of the cache must be read again with those that follow")
             # torch's own causal mask would let the first of these queries see the first key alone.
             mask = _causal_mask(len(ids_SB), cache.length, ids_SB.device)
+        token_places = None
+        length = len(ids_SB) if cache is None else cache.length + len(ids_SB)
+        if self.context_group.size > 1 and self.shares_samples:
+            token_places = places(len(ids_SB), self.context_group, ids_SB.device)
+            length *= self.context_group.size
+            if positions_SB is None:
+                positions_SB = token_places.unsqueeze(1).expand_as(ids_SB)
+            mask = torch.arange(length, device=ids_SB.device) <= token_places.unsqueeze(1)
         if x is None:
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
-        tables = self._rotary_tables(x, ids_SB, positions_SB, lengths_B, cache)
-        context = Context(dropout, mask, cache, tables)
+        tables = self._rotary_tables(x, length, positions_SB, lengths_B, cache)
+        context = Context(dropout, mask, cache, tables, places=token_places)
         if starts_SB is not None:
             context = self._within_documents(context, starts_SB, x)
         x = run_blocks(self.layers, x, context, self.recompute)
@@ -99,23 +110,26 @@ class CausalLM(Family[_Config]):
     def _rotary_tables(
         self,
         x: Tensor,
-        ids_SB: Tensor,
+        length: int,
         positions_SB: Tensor | None,
         lengths_B: Tensor | None,
         cache: KeyValueCache | None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines of these tokens, `[S, 1, 1, r/2]`, or `[S, B, 1, r/2]` if samples differ in them."""
+        """Return cosines and sines of these tokens, `[S, 1, 1, r/2]`, or `[S, B, 1, r/2]` if samples differ in them.
+
+        `length` is that of the whole sequence, whose last tokens they are where there is a cache.
+        """
         if self.rotary is None:
             return None
         first = 0 if cache is None else cache.length
         tables = None
         if lengths_B is not None:
-            tables = self.rotary.tables_of_each(lengths_B.tolist(), len(ids_SB), x)
-        cos, sin = tables or self.rotary.tables(first + len(ids_SB), x, first)
+            tables = self.rotary.tables_of_each(lengths_B.tolist(), length, x)
+        cos, sin = tables or self.rotary.tables(length, x, first)
         if positions_SB is None:
             return cos, sin
         # Row p of column b: the angle of position p in sample b.
-        columns_B = torch.arange(ids_SB.shape[1], device=ids_SB.device)
+        columns_B = torch.arange(positions_SB.shape[1], device=positions_SB.device)
         cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
         return cos, sin
 

@@ -202,7 +202,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if group is not None:
             self.group = Group.of(group)
         else:
-            self.group = mesh.dp if mesh is not None else Group.world("dp")
+            self.group = mesh.replicas if mesh is not None else Group.world("dp")
         self._mesh = mesh
         self._world = mesh.world if mesh is not None else self.group
         self.tensor = mesh.tp if mesh is not None else Group()

@@ -46,6 +46,7 @@ def build_stages(
         config,
         mesh.tp,
         sequence_parallel=layout.sequence_parallel,
+        context_group=mesh.cp,
         device=mesh.device if device is None else device,
         dtype=dtype,
         deferred=deferred,

@@ -80,7 +80,7 @@ def bucket_shapes(workload: RankWorkload) -> list[BucketShape]:
     stored = (workload.model, layout.tensor, layout.sequence_parallel, workload.local, workload.stages)
     kinds = ("is_block_matrix", "matrix") if optimizer.spec.orthogonalizes else ("matrix",)
     slices = workload.shard_ranks
-    return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.data, slices, workload.accelerator, kinds))
+    return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.replicas, slices, workload.accelerator, kinds))
 
 
 @lru_cache(maxsize=4096)

@@ -395,7 +395,7 @@ def _matrices(workload: RankWorkload) -> int:
     shapes = block_matrix_shapes(workload.model, split_heads=optimizer.muon.split_heads)
     layers = sum(len(stage.layers) for stage in workload.stages)
     elements = layers * sum(count * rows * columns for (rows, columns), count in shapes.items())
-    chunk = matrix_chunk_elements(elements, workload.layout.tensor * workload.layout.data)
+    chunk = matrix_chunk_elements(elements, workload.layout.tensor * workload.layout.replicas)
     largest = max(chunk, *(rows * columns for rows, columns in shapes))
     return 10 * largest * DTYPE_BYTES[optimizer.muon.dtype(workload.accelerator)]
 

@@ -109,7 +109,7 @@ class RankWorkload:
     @property
     def shard_ranks(self) -> int:
         """n, the data-parallel ranks over which ZeRO cuts: d over the copies; 1 without ZeRO."""
-        return self.config.shard_ranks(self.layout.data)
+        return self.config.shard_ranks(self.layout.replicas)
 
     @property
     def offloads(self) -> bool:

@@ -180,7 +180,7 @@ def reduction_copies(workload: RankWorkload) -> int:
     `train.bitwise`, one more holds the slices that arrive, which are summed.
     """
     precision = workload.precision
-    if workload.layout.data == 1:
+    if workload.layout.replicas == 1:
         return 0
     sums_slices = workload.config.train.bitwise or (not workload.accelerator and workload.shard_ranks > 1)
     return DTYPE_BYTES[precision.reduce] * (int(precision.reduce != precision.gradient) + int(sums_slices))
@@ -312,7 +312,7 @@ class StageInFlight:
     @staticmethod
     def of_reduction(workload: RankWorkload, stage: Stage) -> StageInFlight:
         """Copies while gradients are reduced, which there are at each stage of ZeRO."""
-        if workload.frees_gradients or workload.layout.data == 1:
+        if workload.frees_gradients or workload.layout.replicas == 1:
             return StageInFlight(({}, {}), {}, {HEAD.unit: 0})
         return _reduction(_Case.of(workload), stage)
 
@@ -372,7 +372,12 @@ class _Case:
         optimizer = config.optimizer
         key = (
             *(workload.model, workload.precision, workload.local, workload.accelerator, workload.stages),
-            *(workload.layout.tensor, workload.layout.sequence_parallel, workload.layout.data, workload.shard_ranks),
+            *(
+                workload.layout.tensor,
+                workload.layout.sequence_parallel,
+                workload.layout.replicas,
+                workload.shard_ranks,
+            ),
             *(optimizer.zero, optimizer.name, optimizer.prefetch, optimizer.bucket_mib, config.reduce, config.gather),
             *(config.train.bitwise, workload.micro_batches > 1),
         )

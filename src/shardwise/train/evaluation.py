@@ -123,7 +123,7 @@ def evaluate_rounds(
 
         shapes = [batch.inputs["ids_SB"].shape for batch in micro_batches]
         relay(model, parallel, mesh, compute, [(length // sequence_parts, samples) for length, samples in shapes])
-    collectives.all_reduce_(collectives.all_reduce_(sums, mesh.dp), mesh.pp)
+    collectives.all_reduce_(collectives.all_reduce_(sums, mesh.replicas), mesh.pp)
     sums = sums.cpu().double()  # one transfer for all sums; the division is in float64 for any device
     if mesh.dp.grain is not None:
         sums[:K] = _exact_sums(terms_NK, K, mesh)
@@ -149,7 +149,7 @@ def _evaluation(
 def _exact_sums(terms_NK: Sequence[Tensor], objectives: int, mesh: Mesh) -> Tensor:
     """Sums of all ranks' losses, [K], rounded once: the ranks' order does not matter."""
     local = [term.tolist() for term in terms_NK]
-    by_replica = collectives.all_gather_objects(local, mesh.dp)
+    by_replica = collectives.all_gather_objects(local, mesh.replicas)
     by_stage = collectives.all_gather_objects([row for rows in by_replica for row in rows], mesh.pp)
     rows = [row for rows in by_stage for row in rows]
     return torch.tensor([math.fsum(row[number] for row in rows) for number in range(objectives)], dtype=torch.float64)
@@ -189,7 +189,7 @@ def _rounds(
     portion = mesh.dp.size * micro_batch
     count = -(-batches.num_samples // portion)
     reading = batches.eval_batches(count, portion, mesh.dp.rank, mesh.dp.size, micro_batch)
-    while micro_batches := [MicroBatch.on(mesh.device, batch) for batch in islice(reading, mesh.pp.size)]:
+    while micro_batches := [MicroBatch.on(mesh.device, batch).part(mesh.cp) for batch in islice(reading, mesh.pp.size)]:
         yield micro_batches
         samples_done += len(micro_batches) * portion
         if progress is not None and time.perf_counter() - reported_at > _REPORT_SECONDS:

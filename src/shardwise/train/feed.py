@@ -187,7 +187,8 @@ class Feed:
             for (name, array), part in zip(blank.items(), numbers_N.split(sizes), strict=True):
                 inputs[name] = part.view(array.shape)
             lengths_B = inputs.pop(_LENGTHS, None)
-            micro_batches.append(MicroBatch(inputs, inputs.pop(_COUNTS), sample_numbers, samples_B, lengths_B))
+            batch = MicroBatch(inputs, inputs.pop(_COUNTS), sample_numbers, samples_B, lengths_B)
+            micro_batches.append(batch.part(self._mesh.cp))
         return micro_batches
 
 

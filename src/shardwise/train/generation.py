@@ -180,15 +180,20 @@ class _Uncached:
 
 @contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Switch sequence parallelism off inside: one token cannot be cut. The weights are the same either way."""
-    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "sequence_parallel_enabled", False)]
+    """Switch sequence and context parallelism off inside: one token cannot be cut. The weights stay the same."""
+    switches = [
+        (module, name)
+        for module in model.modules()
+        for name in ("sequence_parallel_enabled", "shares_samples")
+        if getattr(module, name, False)
+    ]
     try:
-        for layer in layers:
-            layer.sequence_parallel_enabled = False
+        for module, name in switches:
+            setattr(module, name, False)
         yield
     finally:
-        for layer in layers:
-            layer.sequence_parallel_enabled = True
+        for module, name in switches:
+            setattr(module, name, True)
 
 
 class Sampler:
@@ -332,7 +337,7 @@ def draw_sample(
         return stopped_by is None and not is_complete
 
     # Replica 0 draws. The others only agree with it on when to stop, as often as it asks: once a token.
-    if mesh.dp.rank and not in_step:
+    if mesh.replicas.rank and not in_step:
         while continues():
             pass
         return SampleText(None, stopped_by)
@@ -354,7 +359,7 @@ def draw_sample(
     # The other replicas wait for this last answer.
     continues(is_complete=True)
     # The prompt of the configuration may hold a secret.
-    return SampleText(None if mesh.dp.rank else redacted(tokenizer.decode(ids + drawn)))
+    return SampleText(None if mesh.replicas.rank else redacted(tokenizer.decode(ids + drawn)))
 
 
 def continue_text(

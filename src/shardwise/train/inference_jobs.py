@@ -154,7 +154,7 @@ def run_tasks(config: Config, weights: Root, tokenizer: Tokenizer, stops: frozen
 def joined_mesh(config: Config) -> Iterator[Mesh]:
     """Join the job and give its mesh; inside, an out-of-memory error becomes a sentence."""
     join()
-    mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
+    mesh = Mesh(**config.parallel.degrees)
     try:
         yield mesh
     except Exception as error:

@@ -23,6 +23,7 @@ from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
+from shardwise.layers.context import own_chunks
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import gives_losses
 
@@ -57,6 +58,17 @@ class MicroBatch:
         if batch.lengths is not None and (batch.lengths < len(inputs["ids_SB"])).any():
             lengths_B = copied(batch.lengths)
         return MicroBatch(inputs, copied(batch.counts), batch.samples, copied(batch.samples), lengths_B)
+
+    def part(self, group: Group) -> MicroBatch:
+        """The tokens that this rank has of each sample, for a group that shares them (`layers/context.py`).
+
+        Targets were shifted before: each token keeps its own.
+        """
+        if group.size == 1:
+            return self
+        inputs = {name: own_chunks(tensor, group) for name, tensor in self.inputs.items()}
+        counts_K = (inputs["targets_SB"] != IGNORE).sum().view(1)
+        return replace(self, inputs=inputs, counts_K=counts_K)
 
     def empty_on(self, device: torch.device) -> MicroBatch:
         """A micro-batch of the same shapes on another device, with any numbers."""

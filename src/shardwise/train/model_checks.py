@@ -79,7 +79,7 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int, optimizer: ZeroRedun
                 (of_or_whole(bucket.parameters[0]).pieces[0].name, _digest(bucket.shard))
             )
     for piece, _, values, is_part in weight_slices(model, optimizer, mesh.tp):
-        groups = [group for group in (Group() if is_part else mesh.dp, piece.copies) if group.size > 1]
+        groups = [group for group in (Group() if is_part else mesh.replicas, piece.copies) if group.size > 1]
         if groups:
             digest = _digest(values)
             for group in groups:

@@ -60,7 +60,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     """
     devices.use_expandable_segments()
     join(timeout=config.launch.timeout)
-    mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline, grains=config.grains)
+    mesh = Mesh(**config.parallel.degrees, grains=config.grains)
     # Before any rank reads or writes: ranks of several machines may differ in files and software.
     config = _with_one_batch(config, mesh)
     require_same(config, mesh, run_path)

@@ -61,7 +61,7 @@ class SourceLosses:
 
     def take(self) -> Tensor:
         """Return the sums over all ranks, `[2, K]`, and begin anew. Collective over data and pipeline parallelism."""
-        sums_2K = collectives.all_reduce_(self._sums_2K, self._mesh.dp)
+        sums_2K = collectives.all_reduce_(self._sums_2K, self._mesh.replicas)
         sums_2K = collectives.all_reduce_(sums_2K, self._mesh.pp)
         self._sums_2K = torch.zeros_like(sums_2K)
         return sums_2K

@@ -43,7 +43,7 @@ class Stragglers:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         # Ranks without a peer in their stage compare their ratios to their own best, all together.
-        self._is_alone = mesh.tp.size * mesh.dp.size == 1
+        self._is_alone = mesh.stage.size == 1
         self._stages = 1 if self._is_alone else mesh.pp.size
         self._recent: deque[float] = deque(maxlen=STRAGGLER_STEPS)
         self._best: float | None = None

@@ -158,11 +158,11 @@ class TaskModel:
         # Requests of about one length make a batch with little padding; the longest first, as they need most memory.
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
         batches = [order[first : first + self._batch] for first in range(0, len(order), self._batch)]
-        count = len(range(mesh.dp.rank, len(batches), mesh.dp.size))
+        count = len(range(mesh.replicas.rank, len(batches), mesh.replicas.size))
         if self._in_step:
             # A replica that has none of the last batches makes a pass of the first one, whose scores do not count.
-            batches += batches[:1] * (-len(batches) % mesh.dp.size)
-        batches = batches[mesh.dp.rank :: mesh.dp.size]
+            batches += batches[:1] * (-len(batches) % mesh.replicas.size)
+        batches = batches[mesh.replicas.rank :: mesh.replicas.size]
         # A rank without the last stage, and without a request, adds 0.
         scores_R2 = torch.zeros(len(requests), 2, dtype=torch.float64, device="cpu")
 
@@ -192,17 +192,17 @@ class TaskModel:
         with whole_sequences(self._model):
             relay(self._model, self._parallel, mesh, compute, shapes)
         sums_R2 = devices.to_device(scores_R2.to(devices.widest_dtype(mesh.device)), mesh.device)
-        sums = collectives.all_reduce_(collectives.all_reduce_(sums_R2, mesh.dp), mesh.pp).tolist()
+        sums = collectives.all_reduce_(collectives.all_reduce_(sums_R2, mesh.replicas), mesh.pp).tolist()
         return [Score(log_probability, misses == 0) for log_probability, misses in sums]
 
     def _answer_texts(self, requests: Sequence[TextRequest]) -> list[str]:
         if self._in_step:
             # Continuations have different lengths: each replica draws all of them.
             return [self._continue(request) for request in requests]
-        dp = self._mesh.dp
-        local = [self._continue(request) for request in requests[dp.rank :: dp.size]]
-        by_replica = collectives.all_gather_objects(local, dp)
-        return [by_replica[number % dp.size][number // dp.size] for number in range(len(requests))]
+        replicas = self._mesh.replicas
+        local = [self._continue(request) for request in requests[replicas.rank :: replicas.size]]
+        by_replica = collectives.all_gather_objects(local, replicas)
+        return [by_replica[number % replicas.size][number // replicas.size] for number in range(len(requests))]
 
     def _continue(self, request: TextRequest) -> str:
         """The continuation of one prompt, on all ranks of a replica."""

@@ -244,14 +244,14 @@ class Trainer:
         self.progress.phase = "forward and backward"
         # New weights may still be on their way on the same communicator: the forward pass waits for each as it needs
         # it, and only the loss waits for these numbers, which come behind all weights.
-        counts = count_targets(micro_batches, self.mesh.dp)
+        counts = count_targets(micro_batches, self.mesh.replicas)
         losses_NK = self._forward_backward(micro_batches, counts)
         self.progress.phase = "gradient reduction"
         # Each replica has the losses of its samples, and in a pipeline only the last stage has them.
         if self.mesh.dp.grain is None:
-            losses = collectives.all_reduce_(losses_NK, self.mesh.dp)
+            losses = collectives.all_reduce_(losses_NK, self.mesh.replicas)
         else:
-            losses = collectives.all_gather(losses_NK, self.mesh.dp)
+            losses = collectives.all_gather(losses_NK, self.mesh.replicas)
         losses = collectives.all_reduce_(losses, self.mesh.pp)
         numbers = self._read_numbers(losses, None if rank_flags is None else rank_flags())
         loss = sum(numbers.losses)

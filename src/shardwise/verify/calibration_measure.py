@@ -194,7 +194,7 @@ def _steps(miniatures: Sequence[Probe], world: Group, budget: Budget) -> list[fl
 def trainer(probe: Probe) -> Trainer:
     """Build a miniature training on random tokens. Collective."""
     config = probe.config()
-    mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline, grains=config.grains)
+    mesh = Mesh(**config.parallel.degrees, grains=config.grains)
     text = random_text(config.model.vocab_size, 256, config.train.sequence_length)
     return build_trainer(config, mesh, text)
 

@@ -18,6 +18,7 @@ ALL = "all"
 AXES: Mapping[str, tuple[Any, ...]] = {
     "parallel.tensor": (),
     "parallel.sequence": (False, True),
+    "parallel.context": (),
     "parallel.pipeline": (),
     "parallel.schedule": get_args(Schedule),
     "optimizer.zero": (0, 1, 2, 3),
@@ -30,11 +31,11 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 class Cell:
     """A training of the verification: its device, layout and recompute.
 
-    `tensor`, `sequence`, `pipeline`, `zero` and `recompute` are the configuration keys of these names.
+    `tensor`, `sequence`, `context`, `pipeline`, `zero` and `recompute` are the configuration keys of these names.
 
     Attributes:
         device: `cpu`, or the kind of accelerator.
-        ranks: number of ranks; the data-parallel degree is `ranks` / (`tensor` × `pipeline`).
+        ranks: number of ranks; the data-parallel degree is `ranks` / (`tensor` × `context` × `pipeline`).
         schedule: schedule of the pipeline; None without one.
     """
 
@@ -42,6 +43,7 @@ class Cell:
     ranks: int = 1
     tensor: int = 1
     sequence: bool = False
+    context: int = 1
     pipeline: int = 1
     schedule: Schedule | None = None
     zero: int = 0
@@ -50,7 +52,7 @@ class Cell:
     @property
     def data(self) -> int:
         """The data-parallel degree."""
-        return self.ranks // (self.tensor * self.pipeline)
+        return self.ranks // (self.tensor * self.context * self.pipeline)
 
     @property
     def stages(self) -> int:
@@ -61,7 +63,7 @@ class Cell:
     def degrees(self) -> str:
         """The degrees as users read them, such as `TP 2 + SP × DP 2 (ZeRO-1)`, or `one process`."""
         text = layout_text(self.facts(), sequence=self.sequence, ones=False)
-        sharding = f" (ZeRO-{self.zero})" if self.data > 1 and self.zero else ""
+        sharding = f" (ZeRO-{self.zero})" if self.data * self.context > 1 and self.zero else ""
         return f"{text}{sharding}" or "one process"
 
     @property
@@ -136,15 +138,15 @@ def candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, lis
     values |= {key: default for key, default in defaults.items() if key not in chosen}
     values |= {key: named for key, named in chosen.items() if named is not None}
     cells = []
-    for tensor, sequence, pipeline, schedule, zero, recompute in itertools.product(*values.values()):
-        data, remainder = divmod(ranks, tensor * pipeline)
+    for tensor, sequence, context, pipeline, schedule, zero, recompute in itertools.product(*values.values()):
+        data, remainder = divmod(ranks, tensor * context * pipeline)
         if remainder == 0:
             sequence = sequence and tensor > 1
-            zero = zero if data > 1 else 0
+            zero = zero if data * context > 1 else 0
             schedule = schedule if pipeline > 1 else None
-            cells.append(Cell(device, ranks, tensor, sequence, pipeline, schedule, zero, recompute))
+            cells.append(Cell(device, ranks, tensor, sequence, context, pipeline, schedule, zero, recompute))
     # Cells of one mesh follow each other, as their ranks keep the mesh.
-    return sorted(dict.fromkeys(cells), key=lambda cell: (cell.tensor, cell.pipeline))
+    return sorted(dict.fromkeys(cells), key=lambda cell: (cell.tensor, cell.context, cell.pipeline))
 
 
 def common_batch(cells: Iterable[Cell]) -> int:

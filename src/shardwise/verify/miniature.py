@@ -176,8 +176,9 @@ def at(config: Config, cell: Cell) -> Config:
     overlap as the recipe has it, or as the layout and the device can. ZeRO makes as many copies as in the recipe, where
     the data-parallel degree allows it.
     """
-    parallel: dict[str, Any] = {"tensor": cell.tensor, "sequence": cell.sequence, "pipeline": cell.pipeline}
-    if cell.data % config.parallel.replicate:
+    names = ("tensor", "sequence", "context", "pipeline")
+    parallel: dict[str, Any] = {name: getattr(cell, name) for name in names}
+    if cell.data * cell.context % config.parallel.replicate:
         parallel["replicate"] = 1
     if cell.schedule is not None:
         parallel["schedule"] = cell.schedule

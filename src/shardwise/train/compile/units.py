@@ -159,8 +159,9 @@ def compile_units(
     define_dropout()
     define_add_product()
     for module in model.modules():
-        if isinstance(group := getattr(module, "group", None), Group):
-            group.share_graphs()
+        for name in ("group", "context_group"):
+            if isinstance(group := getattr(module, name, None), Group):
+                group.share_graphs()
     compilation = Compilation()
     functions: dict[Any, Callable[..., Any]] = {}
 

@@ -52,7 +52,7 @@ def play(
     config: Config, layout: Layout, device: torch.device, unit: str, *, training: bool, only_capture: bool
 ) -> Compilation:
     """Run one unit of the model on a micro-batch, so that its graph is captured; its name and mode choose the graph."""
-    mesh = Mesh(tensor=layout.tensor, pipeline=layout.pipeline, device=device, grains=config.grains)
+    mesh = Mesh(**config.parallel.degrees, device=device, grains=config.grains)
     # On CPU the ranks that will run the graph use gloo, where a group scatters by an all-to-all (`Group`).
     mesh.tp.scatter_by_all_to_all = device.type == "cpu" or mesh.tp.adds_in_tree
     dtype: torch.dtype = getattr(torch, config.precision.resolved(device.type != "cpu").parameter)
@@ -62,7 +62,13 @@ def play(
     adds = training and products_add_in_graphs(config, device)
     with fake_tensors() if only_capture else nullcontext():
         model = build_model(
-            config, mesh.tp, sequence_parallel=layout.sequence_parallel, device=device, dtype=dtype, part=part
+            config,
+            mesh.tp,
+            sequence_parallel=layout.sequence_parallel,
+            context_group=mesh.cp,
+            device=device,
+            dtype=dtype,
+            part=part,
         )
         if only_capture:
             settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})

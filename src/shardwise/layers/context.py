@@ -1,0 +1,41 @@
+"""Context parallelism: ranks that share the tokens of each sample (Llama 3, arXiv:2407.21783 §3.3.2).
+
+A sequence of S tokens is cut into 2C chunks for C ranks. Rank r has the chunks r and 2C-1-r, one from the head and one
+from the tail, so that all ranks have equally many pairs of a query and an earlier key. A rank's S/C tokens are those of
+its two chunks, one after the other. Queries stay on their rank; keys and values of all ranks are gathered.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Group
+
+
+def places_of(rows: Tensor, length: int, rank: int | Tensor, ranks: int) -> Tensor:
+    """Return the places in the sequence of some of a rank's `length` tokens, given by their rows on the rank."""
+    half = length // 2
+    return rows + torch.where(rows < half, rank * half, (2 * ranks - 2 - rank) * half)
+
+
+def places(length: int, group: Group, device: torch.device) -> Tensor:
+    """Return the places in the sequence of this rank's `length` tokens, `[S/C]`."""
+    return places_of(torch.arange(length, device=device), length, group.rank, group.size)
+
+
+def own_chunks(x: Tensor, group: Group) -> Tensor:
+    """Return this rank's tokens of all, `[S, …]` → `[S/C, …]`."""
+    chunks = x.chunk(2 * group.size)
+    return torch.cat((chunks[group.rank], chunks[2 * group.size - 1 - group.rank]))
+
+
+def gather_chunks(x: Tensor, group: Group) -> Tensor:
+    """Return the tokens of all ranks in the order of the sequence, `[S/C, …]` → `[S, …]`.
+
+    The gradient of a rank's tokens is the sum over the ranks.
+    """
+    gathered = collectives.gather_sequence(x, group)
+    heads, tails = gathered.unflatten(0, (group.size, 2, -1)).unbind(1)
+    return torch.cat((heads.flatten(0, 1), tails.flip(0).flatten(0, 1)))
