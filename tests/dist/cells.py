@@ -86,6 +86,7 @@ class Cell:
     zero: int = 0
     optimizer: str = "adamw"
     recompute: str = "none"
+    context: int = 1
     dropout: bool = False
     mode: str = "float32"
     matmul: str | None = None
@@ -96,7 +97,7 @@ class Cell:
 
     @property
     def world(self) -> int:
-        return self.pipeline * self.tensor * self.data
+        return self.pipeline * self.tensor * self.context * self.data
 
     @property
     def micro_batch(self) -> int:
@@ -122,15 +123,23 @@ class Cell:
         tensor = (self.tensor > 1 or not (self.sequence or self.overlap)) and not (
             self.overlap and self.schedule != "none" and SCHEDULES[self.schedule].splits_backward
         )
-        return model and cut and tensor and (self.data > 1 or not self.zero)
+        context = self.context == 1 or self.family != "bert"
+        return model and cut and tensor and context and (self.data * self.context > 1 or not self.zero)
 
     @property
     def name(self) -> str:
-        cut = [f"{axis}{degree}" for axis, degree in (("tp", self.tensor), ("dp", self.data)) if degree > 1]
+        cut = [
+            f"{axis}{degree}"
+            for axis, degree in (("tp", self.tensor), ("cp", self.context), ("dp", self.data))
+            if degree > 1
+        ]
         if self.pipeline > 1:
             cut.insert(0, f"{self.schedule}{self.pipeline}")
         said = [self.family, "variant" if self.variant else "", *cut, "sp" if self.sequence else "", self.overlap or ""]
-        said += [f"zero{self.zero}" if self.data > 1 else "", self.optimizer if self.optimizer != "adamw" else ""]
+        said += [
+            f"zero{self.zero}" if self.data * self.context > 1 else "",
+            self.optimizer if self.optimizer != "adamw" else "",
+        ]
         said += [self.recompute if self.recompute != "none" else "", self.mode if self.mode != "float32" else ""]
         said.append(self.matmul or "")
         flags = ("regathers", "dropout", "documents", "uneven", "stages", "bitwise", "data_grain")
@@ -141,7 +150,17 @@ class Cell:
     def alone(self) -> Cell:
         """The same training in one process, as one micro-batch."""
         one = Cell()
-        layout = ("schedule", "pipeline", "stages", "tensor", "sequence", "overlap", "vocab_multiple", "data")
+        layout = (
+            "schedule",
+            "pipeline",
+            "stages",
+            "tensor",
+            "sequence",
+            "overlap",
+            "vocab_multiple",
+            "data",
+            "context",
+        )
         layout += ("zero", "recompute", "regathers")
         return replace(self, **{name: getattr(one, name) for name in layout})
 
@@ -156,6 +175,7 @@ AXES: Mapping[str, Sequence[Any]] = {
     "tensor": (1, 2, 4),
     "sequence": (False, True),
     "overlap": (None, "pieces"),
+    "context": (1, 2, 4),
     "data": (1, 2, 4),
     "zero": (0, 1),
     "optimizer": ("adamw", "lamb"),
@@ -164,7 +184,7 @@ AXES: Mapping[str, Sequence[Any]] = {
 }
 _INDEPENDENT = (
     ("family", "variant", "documents", "uneven"),
-    ("schedule", "pipeline", "tensor", "sequence", "overlap", "data", "zero"),
+    ("schedule", "pipeline", "tensor", "sequence", "overlap", "context", "data", "zero"),
 )
 """Choices that limit each other; choices of two different groups, and all others, go together in any way."""
 
@@ -199,13 +219,18 @@ def possible_pairs() -> set[Pair]:
                     found.add((first, second))
                 elif order[first[0]] > order[second[0]]:
                     found.add((second, first))
-    return found
+    return {
+        pair for pair in found if not {("family", "bert"), *((("context", degree)) for degree in (2, 4))} >= {*pair}
+    }
 
 
 def _drawn(generator: random.Random) -> Cell:
     values: dict[str, Any] = {}
     for options in _choices():
         values |= generator.choice(options)
+    if values["family"] == "bert" and values["context"] > 1:
+        # Its tokens attend to later ones.
+        values |= {"data": values["data"] * values["context"], "context": 1}
     return small(Cell(**values))[0]
 
 
@@ -259,7 +284,7 @@ class Measured:
     Attributes:
         losses, norms: of every step.
         before: evaluation before the first step; None in a job. after: after the last step.
-        place: the rank's pipeline, data and tensor rank.
+        place: the rank's pipeline rank, its rank among those with the same part of the model, and its tensor rank.
         step, evaluation: bytes sent, by (axis, kind), and `calls` how often.
         state: bytes of parameters, gradients, optimizer state, and of the padding in that.
         weights, gradients: at step 0, and of step 1, by canonical name; on one rank of each pipeline stage.
@@ -296,6 +321,7 @@ def configuration(cell: Cell) -> Config:
         model=model | dict.fromkeys(DROPOUT[cell.family], 0.1 if cell.dropout else 0.0),
         parallel={
             "tensor": cell.tensor,
+            "context": cell.context,
             "sequence": cell.sequence,
             "tensor_overlap": cell.overlap,
             "sequence_regather": cell.regathers,
@@ -322,7 +348,7 @@ def measure(cell: Cell, steps: int) -> Measured:
     """Train a cell on this rank."""
     torch.set_num_threads(1)
     config = configuration(cell)
-    mesh = shared_mesh(cell.tensor, cell.pipeline)
+    mesh = shared_mesh(cell.tensor, cell.pipeline, context=cell.context)
     data = make_data(config.model.vocab_size, samples=64, pairs="nsp" in config.model.objectives)
     sentences = dict.fromkeys(data.sentences, data.sentences["train"]) if data.sentences else data.sentences
     trainer = build_trainer(
@@ -348,7 +374,7 @@ def measure(cell: Cell, steps: int) -> Measured:
         norms=[record.grad_norm for record in records],
         before=before,
         after=after,
-        place=(mesh.pp.rank, mesh.dp.rank, mesh.tp.rank),
+        place=(mesh.pp.rank, mesh.replicas.rank, mesh.tp.rank),
         step=step,
         evaluation=evaluation,
         calls=calls + more_calls,
@@ -360,7 +386,7 @@ def measure(cell: Cell, steps: int) -> Measured:
             "elements": sum(p.numel() for p in trainer.model.parameters()),
         },
     )
-    if mesh.dp.rank == mesh.tp.rank == 0:
+    if mesh.stage.rank == 0:
         found.weights, found.gradients = (
             {name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (weights, gradients)
         )

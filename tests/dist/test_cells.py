@@ -230,7 +230,7 @@ def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
         wanted = {key: EVAL_BATCHES * amount for key, amount in evaluated.items()}
         # At the end, in float64: sums of losses, of targets and of right answers; tokens; bytes.
         size = 8 * (3 * len(config.model.objectives) + 2)
-        for axis, degree in (("dp", layout.data), ("pp", layout.pipeline)):
+        for axis, degree in ((layout.replicas_axis, layout.replicas), ("pp", layout.pipeline)):
             if degree > 1:
                 wanted[axis, "all_reduce"] = wanted.get((axis, "all_reduce"), 0.0) + 2 * size * (degree - 1) / degree
         compare(found.evaluation, wanted, found.calls, f"evaluation, rank {rank}")

@@ -48,6 +48,13 @@ CHOSEN_AXES = tuple(axis for axis in reversed(AXES) if not axis.fills_world)
 """The axes whose degrees the user chooses, the innermost first, as texts name them."""
 
 
+def replicas_name(data: int, context: int) -> str:
+    """The name of the group of ranks that have the same part of the model: those of data and context parallelism."""
+    if context == 1:
+        return DATA.name
+    return CONTEXT.name if data == 1 else f"{DATA.name}_{CONTEXT.name}"
+
+
 def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: bool = True) -> str:
     """A layout as every text writes it: `TP 2 + SP × PP 2 × DP 2`.
 

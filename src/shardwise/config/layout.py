@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_multiples, see
-from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, CONTEXT, PIPELINE, coordinates, layout_text
+from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, CONTEXT, PIPELINE, coordinates, layout_text, replicas_name
 from shardwise.base.units import counted
 from shardwise.config.schedules import SCHEDULES
 from shardwise.config.sections import ParallelConfig, TrainConfig
@@ -71,6 +71,11 @@ class Layout:
     def replicas(self) -> int:
         """Ranks that have the same part of the model, and add up its gradients: data × context."""
         return self.data * self.context
+
+    @property
+    def replicas_axis(self) -> str:
+        """The name of the group of these ranks (`Mesh.replicas`)."""
+        return replicas_name(self.data, self.context)
 
     @property
     def stages(self) -> int:

@@ -26,7 +26,7 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.base.errors import ArgumentError, count_problems
-from shardwise.base.mesh_axes import AXES, CONTEXT, PIPELINE, Axis
+from shardwise.base.mesh_axes import AXES, CONTEXT, PIPELINE, Axis, replicas_name
 from shardwise.distributed import devices, rendezvous
 from shardwise.distributed.rendezvous import meet
 from shardwise.distributed.torch_private import register_group_name, set_timeout
@@ -372,10 +372,11 @@ class Mesh:
         self.replicas = self._replicas()
 
     def _replicas(self) -> Group:
-        if self.dp.size == 1 or self.cp.size == 1:
-            return self.dp if self.cp.size == 1 else self.cp
+        name = replicas_name(self.dp.size, self.cp.size)
+        if name in (self.dp.name, self.cp.name):
+            return self.dp if name == self.dp.name else self.cp
         # In a stage, ranks with the same place along the tensor-parallel axis.
-        return Group(_new_group(list(self.stage.ranks[self.tp.rank :: self.tp.size])), name="dp_cp")
+        return Group(_new_group(list(self.stage.ranks[self.tp.rank :: self.tp.size])), name=name)
 
     @property
     def stage(self) -> Group:

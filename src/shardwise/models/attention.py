@@ -66,7 +66,7 @@ class AttentionCore(nn.Module):
 
     def _is_fused(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> bool:
         """Return whether one kernel computes it and keeps its inputs, its output and the logarithms of sums alone."""
-        if self._goes_by_steps(q.device, context.dropout):
+        if self.goes_by_steps(q, context):
             return False
         if context.starts_SB is not None or context.block_mask is not None or torch.compiler.is_compiling():
             return True
@@ -81,9 +81,10 @@ class AttentionCore(nn.Module):
             is_grouped=q.shape[1] != k.shape[1],
         )
 
-    def _goes_by_steps(self, device: torch.device, key: AnyKey | None) -> bool:
+    def goes_by_steps(self, q: Tensor, context: Context) -> bool:
         """Return whether softmax, dropout and products are operations of their own, as no kernel has this dropout."""
-        is_in_kernel = isinstance(key, DropoutKey) and key.mode == "fast" and device.type != "cpu"
+        key = context.dropout
+        is_in_kernel = isinstance(key, DropoutKey) and key.mode == "fast" and q.device.type != "cpu"
         return self.p > 0 and key is not None and not is_in_kernel
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -100,7 +101,7 @@ class AttentionCore(nn.Module):
             out = flex_attention(q, k, v, block_mask=context.block_mask, enable_gqa=is_grouped)
         elif key is None:
             out = F.scaled_dot_product_attention(q, k, v, context.mask, is_causal=causal, enable_gqa=is_grouped)
-        elif isinstance(key, DropoutKey) and not self._goes_by_steps(q.device, key):
+        elif isinstance(key, DropoutKey) and not self.goes_by_steps(q, context):
             with key.seeded(q.device, self.place.layer, ATTENTION, self.place.shard):
                 out = F.scaled_dot_product_attention(
                     q, k, v, context.mask, self.p, is_causal=causal, enable_gqa=is_grouped
@@ -174,6 +175,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.rotates = rotates
+        self.recomputes_block = factory.recompute == "full"
         # A norm of q and k is no cheap function where it communicates, and keeps its input.
         self.drops_rotated = factory.drops_cheap and norm is None
         self.layer = layer
@@ -221,12 +223,15 @@ class Attention(nn.Module):
             sources.append(Recomputed(function, x))
             return sources[-1].result
 
-        # Keys and values of all tokens would take the memory of those of this rank's tokens times its group's size.
-        gathers = context.places is not None
         drops_rotated = self.rotates and self.drops_rotated
+        # Keys and values of all tokens are gathered again: kept, they would be as many times those of this rank's
+        # tokens as ranks share a sample. A core that goes by steps keeps copies of them in any case.
+        drops_gathered = context.places is not None and not (
+            self.recomputes_block or self.core.goes_by_steps(q, context)
+        )
         q = made(rotated, q, drops=drops_rotated)
-        k = made(lambda k: of_all_tokens(rotated(k)), k, drops=drops_rotated or gathers)
-        v = made(of_all_tokens, v, drops=gathers)
+        k = made(lambda k: of_all_tokens(rotated(k)), k, drops=drops_gathered or drops_rotated)
+        v = made(of_all_tokens, v, drops=drops_gathered)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
         with dropping(*sources) if sources else nullcontext():

@@ -10,10 +10,10 @@ use another algorithm. A message from one rank to another costs the sender its b
 
 Tensor and sequence parallelism communicate as in arXiv:1909.08053 and arXiv:2205.05198, ZeRO as in arXiv:1910.02054.
 
-Axes are named as the groups in `distributed/mesh.py`: "tp", "dp", "pp", "world", "tp/c" for the c neighbouring
-ranks that hold the same key/value heads, "dp/n" for the n ranks that ZeRO cuts over and "dp/copies" for those that own
-the same part, if `parallel.replicate` is above 1, and "pp/ends" for the two ranks that hold a tied embedding, if "pp"
-has more than these two.
+Axes are named as the groups in `distributed/mesh.py`: "tp", "cp", "dp", "pp", "world", "dp_cp" for data and context
+parallelism together, if both are above 1, "tp/c" for the c neighbouring ranks that hold the same key/value heads,
+"dp/n" for the n ranks that ZeRO cuts over and "dp/copies" for those that own the same part, if `parallel.replicate` is
+above 1, and "pp/ends" for the two ranks that hold a tied embedding, if "pp" has more than these two.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ def _forward(workload: RankWorkload) -> list[Transfer]:
         kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
         transfers.append(_over_tensor(workload, kind, workload.gathered_bytes, "embedding output"))
     transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
+    transfers.append(_keys_and_values(workload, "all_gather", "keys and values"))
     if workload.has_last:
         transfers += _head(workload)
     return [*transfers, _message(workload, 1, "outputs of stages"), _samples(workload)]
@@ -159,6 +160,9 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
+    if workload.gathers_keys_again:
+        transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again"))
+    transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers and workload.layout.sequence_parallel:
         inputs = "inputs of attention and MLP, gathered again"
         transfers.append(_over_tensor(workload, "all_gather", gathered, inputs, 2 * workload.layers))
@@ -188,17 +192,19 @@ def _over_tensor(workload: RankWorkload, kind: Kind, size: int, tensor: str, cou
 
 
 def _samples(workload: RankWorkload) -> Transfer:
-    """One rank reads the data of its tensor-parallel group and broadcasts 64-bit integers.
+    """One rank reads whole samples for its tensor-parallel group and broadcasts 64-bit integers.
 
-    Token ids and targets, [2·T]; one row more for each kind of document table, [T]. BERT has ids, token types and mask,
-    [3·T], positions and targets of predicted tokens, [2·P·B], and labels, [B]. And the number of targets of each loss.
+    Token ids and targets, [2·c·T]; one row more for each kind of document table, [c·T]. BERT has ids, token types and
+    mask, [3·T], positions and targets of predicted tokens, [2·P·B], and labels, [B]. And the number of targets of each
+    loss.
     """
     model = workload.model
     data = workload.config.data
     if model.predicts_masked_tokens:
         numbers = 3 * workload.tokens + 2 * workload.predicted + workload.config.train.micro_batch
     else:
-        numbers = (2 + data.reset_position_ids + data.reset_attention_mask) * workload.tokens
+        tables = 2 + data.reset_position_ids + data.reset_attention_mask
+        numbers = tables * workload.layout.context * workload.tokens
     return _over_tensor(workload, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
 
 
@@ -244,6 +250,12 @@ def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
     count = workload.layers if workload.model.query_key_norm == "all_heads" else 0
     tensor = f"{prefix}sums of squares of queries and keys"
     return _over_tensor(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
+
+
+def _keys_and_values(workload: RankWorkload, kind: Kind, tensor: str) -> Transfer:
+    """Keys, and values, of all tokens of a sample in each block: a·c·T·kv/t bytes each."""
+    size = workload.a * workload.layout.context * workload.tokens * workload.local.key_value
+    return Transfer("cp", kind, workload.layout.context, size, 2 * workload.layers, tensor)
 
 
 def _scales(workload: RankWorkload) -> list[Transfer]:
@@ -297,7 +309,8 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     precision = workload.precision
     optimizer = workload.config.optimizer
     layout = workload.layout
-    data = layout.data
+    axis = layout.replicas_axis
+    replicas = layout.replicas
     objectives = len(workload.model.objectives)
     data_rank %= workload.shard_ranks
     buckets = bucket_shapes(workload)
@@ -310,8 +323,8 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
         norm = _FLOAT64 * LIMBS
         losses *= workload.config.train.micro_batches
     transfers = [
-        Transfer("dp", "all_reduce", data, _FLOAT64 * objectives, 1, "number of counted targets"),
-        Transfer("dp", "all_gather" if is_ordered else "all_reduce", data, losses, 1, "loss"),
+        Transfer(axis, "all_reduce", replicas, _FLOAT64 * objectives, 1, "number of counted targets"),
+        Transfer(axis, "all_gather" if is_ordered else "all_reduce", replicas, losses, 1, "loss"),
         Transfer("pp", "all_reduce", layout.pipeline, losses, 1, "loss of the last stage"),
         Transfer("world", "all_reduce", layout.world, 2 * norm, 1, "squared norms of gradients and parameters"),
     ]
@@ -347,15 +360,16 @@ def _over_data(workload: RankWorkload, gradients: int, buckets: list[BucketShape
     Ranks that ZeRO cuts over are `n`; those that own the same part, as copies of each other, sum theirs afterwards.
     """
     n = workload.shard_ranks
-    copies = workload.layout.data // n
+    axis = workload.layout.replicas_axis
+    copies = workload.layout.replicas // n
     count = workload.reductions
     if n == 1:
-        return [Transfer("dp", "all_reduce", copies, gradients, count, "gradients")]
+        return [Transfer(axis, "all_reduce", copies, gradients, count, "gradients")]
     elements = sum(bucket.elements for bucket in buckets if not (workload.frees_values and bucket.has_matrices))
     values = DTYPE_BYTES[workload.precision.parameter] * elements
     return [
         Transfer(_shard_axis(workload), "reduce_scatter", n, gradients, count, "gradients"),
-        Transfer("dp/copies", "all_reduce", copies, gradients // n, count, "owned gradients of copies"),
+        Transfer(f"{axis}/copies", "all_reduce", copies, gradients // n, count, "owned gradients of copies"),
         _gather(workload, values, "parameters"),
         _gather(workload, gathered_bytes(workload), "weights of units"),
     ]
@@ -366,7 +380,8 @@ def _gather(workload: RankWorkload, size: int, tensor: str) -> Transfer:
 
 
 def _shard_axis(workload: RankWorkload) -> str:
-    return "dp" if workload.shard_ranks == workload.layout.data else f"dp/{workload.shard_ranks}"
+    axis = workload.layout.replicas_axis
+    return axis if workload.shard_ranks == workload.layout.replicas else f"{axis}/{workload.shard_ranks}"
 
 
 def _matrices(workload: RankWorkload) -> list[Transfer]:
@@ -376,12 +391,12 @@ def _matrices(workload: RankWorkload) -> list[Transfer]:
     """
     layout = workload.layout
     optimizer = workload.config.optimizer
-    ranks = layout.tensor * layout.data
+    ranks = layout.tensor * layout.replicas
     width = DTYPE_BYTES[optimizer.muon.dtype(workload.accelerator)]
     stored = sum(bucket.elements for bucket in bucket_shapes(workload) if bucket.is_orthogonalized)
-    part = width * stored // layout.data
+    part = width * stored // layout.replicas
     updates = width * stored // workload.shard_ranks
-    axis = "tp" if layout.data == 1 else "dp" if layout.tensor == 1 else "world"
+    axis = "tp" if layout.replicas == 1 else layout.replicas_axis if layout.tensor == 1 else "world"
     if axis == "world" and layout.pipeline > 1:
         axis = f"world/{ranks}"
     return [

@@ -4,11 +4,12 @@ Legend:
 
     S  sequence length           H   hidden size                        t  tensor-parallel degree
     B  micro-batch               F   intermediate size (MLP)            s  t under sequence parallelism, else 1
-    T  tokens, S·B               V   vocabulary                         d  data-parallel degree
-    P  predicted positions of    L   blocks                             p  pipeline degree
-       a sequence (BERT)         h   query heads                        m  micro-batches of a step on each rank
-    x  the residual stream,      q   h · head_dim                       a  bytes of an element of an activation,
-       [T/s, H] on a rank        kv  key/value heads · head_dim            which has the parameters' dtype
+    c  context-parallel degree   V   vocabulary                         d  data-parallel degree
+    T  tokens, S·B/c             L   blocks                             p  pipeline degree
+    P  predicted positions of    h   query heads                        m  micro-batches of a step on each rank
+       a sequence (BERT)         q   h · head_dim                       a  bytes of an element of an activation,
+    x  the residual stream,      kv  key/value heads · head_dim            which has the parameters' dtype
+       [T/s, H] on a rank
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class RankWorkload:
 
     @property
     def shard_ranks(self) -> int:
-        """n, the data-parallel ranks over which ZeRO cuts: d over the copies; 1 without ZeRO."""
+        """n, the ranks over which ZeRO cuts: d·c over the copies; 1 without ZeRO."""
         return self.config.shard_ranks(self.layout.replicas)
 
     @property
@@ -144,13 +145,13 @@ class RankWorkload:
 
     @property
     def tokens(self) -> int:
-        """T, the tokens of a micro-batch."""
-        return self.config.train.sequence_length * self.config.train.micro_batch
+        """T, the tokens of a micro-batch that a rank has."""
+        return self.config.train.sequence_length * self.config.train.micro_batch // self.layout.context
 
     @property
     def tokens_between(self) -> int:
         """T/s: tokens that one rank has between the cut layers."""
-        return self.tokens // self.layout.sequence_parts
+        return self.tokens // (self.layout.tensor if self.layout.sequence_parallel else 1)
 
     @property
     def x_elements(self) -> int:
@@ -186,7 +187,7 @@ class RankWorkload:
 
     @property
     def probabilities(self) -> int:
-        """B·h/t·S²: elements of one block's attention probabilities on one rank."""
+        """B·h/t·S²/c: elements of one block's attention probabilities on one rank."""
         heads = self.local.query // self.model.head_dim
         return heads * self.tokens * self.config.train.sequence_length
 
@@ -226,6 +227,13 @@ class RankWorkload:
         """
         is_left_to_compiler = self.config.compile.enabled and not self.attends_step_by_step
         return "none" if is_left_to_compiler and self.config.recompute == "selective" else self.config.recompute
+
+    @property
+    def gathers_keys_again(self) -> bool:
+        """True if the backward pass gathers keys and values of other ranks again, which then are not kept."""
+        if self.layout.context == 1:
+            return False
+        return self.recompute == "full" or not (self.attends_step_by_step or self.config.compile.enabled)
 
     @property
     def attends_step_by_step(self) -> bool:
