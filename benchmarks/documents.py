@@ -33,18 +33,16 @@ CASES: dict[str, tuple[str, bool]] = {
 def steps(apart: str, compiled: bool) -> Any:
     """On one process: build, warm up; the peak's bytes of a step, then at each turn a step's seconds and its loss."""
     import time
-    from dataclasses import replace
 
     import torch
 
     from shardwise.config import CompileConfig, LlamaConfig
-    from shardwise.models.attention import dense_mask
     from shardwise.models.llama import Llama
     from shardwise.train.compile.units import compile_units
 
     class WithMask(Llama):
-        def _within_documents(self, context: Any, starts_SB: Any, x: Any) -> Any:
-            return replace(context, mask=dense_mask(starts_SB, x.dtype))
+        def _forms_of(self, masks: Any, x: Any, *_: Any) -> Any:
+            return {None: masks[None].dense(SEQUENCE, x.dtype, x.device)}
 
     torch.set_num_threads(1)
     model = (WithMask if apart == "mask" else Llama)(LlamaConfig(**MODEL), seed=1)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from first_gpu.session import Figures, Session
 from first_gpu.timing import copies, tflops, timed
-from shardwise.models.attention import block_mask, dense_mask
+from shardwise.models.masks import AttentionMask
 
 TITLE = "Attention"
 NOTE = (
@@ -34,8 +34,7 @@ def run(session: Session) -> None:
         _measure(session, "torch's choice", batch)
     for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
         _measure(session, f"{name}, deterministic", 1, backend=name, is_deterministic=True)
-    starts_SB = _starts(session, 1)
-    mask = dense_mask(starts_SB, torch.bfloat16)
+    mask = _documents(session, 1).dense(session.sizes.sequence, torch.bfloat16, session.device)
     _measure(session, f"{_DOCUMENTS} documents, dense mask", 1, lambda q, k, v: _sdpa(q, k, v, mask))
     if session.device.type != "cpu":
         session.measure({"kernel": f"{_DOCUMENTS} documents, FlexAttention", "batch": 1}, lambda: _flex(session, 1))
@@ -68,7 +67,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
 def _flex(session: Session, batch: int) -> Figures:
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
-    mask = block_mask(_starts(session, batch))
+    mask = _documents(session, batch).blocks(session.sizes.sequence, session.device)
     return _both_passes(session, batch, lambda q, k, v: compiled(q, k, v, block_mask=mask))
 
 
@@ -84,11 +83,12 @@ def _deterministic() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
-def _starts(session: Session, batch: int) -> Tensor:
-    """The first place of each token's document, `[S, B]`: documents of equal length."""
+def _documents(session: Session, batch: int) -> AttentionMask:
+    """The mask of documents of equal length."""
     length = session.sizes.sequence // _DOCUMENTS
     places_S = torch.arange(session.sizes.sequence, device=session.device)
-    return (places_S // length * length).unsqueeze(1).expand(-1, batch)
+    starts_SB = (places_S // length * length).unsqueeze(1).expand(-1, batch)
+    return AttentionMask((range(session.sizes.sequence),), starts_SB)
 
 
 def _inputs(session: Session, batch: int) -> tuple[Tensor, Tensor, Tensor]:

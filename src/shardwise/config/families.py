@@ -197,6 +197,10 @@ class FamilyConfig(Section):
         """Return whether rotary embeddings turn the heads of this block."""
         return self.rotary_dim > 0
 
+    def window(self, layer: int) -> int | None:
+        """Return the number of keys that a query of this block sees, its own included; None: all."""
+        return None
+
     @property
     def extends_positions(self) -> bool:
         """True if `rope_scaling` stretches the rotary embedding beyond `max_position_embeddings`."""

@@ -73,23 +73,36 @@ def set_allocator(settings: str) -> None:
     cast(Any, torch._C)._accelerator_setAllocatorSettings(settings)
 
 
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention by torch's kernel for CPUs, and the logarithms of its sums, `[B, n, S]`, which torch hides.
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention by torch's kernel for CPUs, and the logarithms of its sums, `[B, n, S]`, which torch hides.
 
-    q `[B, n, S, d]`; k and v `[B, m, S, d]`, where m divides n.
+    q `[B, n, S, d]`; k and v `[B, m, L, d]`, where m divides n. The mask is added to the scores; or `causal`, with
+    S = L: each query sees the keys up to it.
     """
     keys, values = (_of_each_query_head(t, q) for t in (k, v))
-    out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, 0.0, True)
+    out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, keys, values, 0.0, causal, attn_mask=mask
+    )
     return out, log_sums
 
 
 def cpu_attention_gradients(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v of `cpu_attention`."""
+    """The gradients of q, k and v of `cpu_attention`, or their terms if `out` and `log_sums` are over more keys."""
     keys, values = (_of_each_query_head(t, q) for t in (k, v))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dy, q, keys, values, out, log_sums, 0.0, True
+        dy, q, keys, values, out, log_sums, 0.0, causal, attn_mask=mask
     )
     if keys is not k:
         dk, dv = (t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))

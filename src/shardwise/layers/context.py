@@ -20,9 +20,10 @@ def places_of(rows: Tensor, length: int, rank: int | Tensor, ranks: int) -> Tens
     return rows + torch.where(rows < half, rank * half, (2 * ranks - 2 - rank) * half)
 
 
-def places(length: int, group: Group, device: torch.device) -> Tensor:
-    """Return the places in the sequence of this rank's `length` tokens, `[S/C]`."""
-    return places_of(torch.arange(length, device=device), length, group.rank, group.size)
+def runs_of_places(length: int, group: Group) -> tuple[range, range]:
+    """Return the places in the sequence of this rank's two chunks, which have `length` tokens in all."""
+    half = length // 2
+    return tuple(range(chunk * half, (chunk + 1) * half) for chunk in (group.rank, 2 * group.size - 1 - group.rank))
 
 
 def own_chunks(x: Tensor, group: Group) -> Tensor:

@@ -132,7 +132,7 @@ class Bert(Family[BertConfig]):
     def build(self, config: BertConfig, factory: LayerFactory) -> None:
         if factory.part.is_first:
             self.embeddings = Embeddings(config, factory)
-        self.layers = nn.ModuleList(BertBlock(config, layer, factory) for layer in factory.block_numbers(config))
+        self.layers = nn.ModuleList(BertBlock(config, layer, factory) for layer in factory.part.block_numbers(config))
         if factory.part.is_last:
             self.heads = Heads(config, factory)
 
@@ -155,7 +155,7 @@ class Bert(Family[BertConfig]):
         """
         # One mask for all heads and all queries: padding is seen by no token.
         mask_B11S = mask_SB.t().bool()[:, None, None, :]
-        context = Context(dropout, mask_B11S)
+        context = Context(dropout, {None: mask_B11S})
         if x is None:
             x = self.embeddings(ids_SB, token_types_SB, dropout)
         x = run_blocks(self.layers, x, context, self.recompute)

@@ -8,10 +8,10 @@ Of the key-value cache: L tokens for which there is room, S new tokens, m key an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +35,7 @@ from shardwise.layers.linear import (
 from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
 from shardwise.layers.parts import activate
 from shardwise.layers.recompute import compose
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+from shardwise.models.masks import Mask
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
 _Norm = LayerNorm | RMSNorm
@@ -74,6 +72,10 @@ class Part:
     ends: Group = field(default_factory=Group)
     embeddings: dict[str, ParallelEmbedding] = field(default_factory=dict)
 
+    def block_numbers(self, config: FamilyConfig) -> range:
+        """Return the numbers of the blocks of this part."""
+        return range(config.num_hidden_layers) if self.layers is None else self.layers
+
 
 @dataclass(frozen=True)
 class LayerFactory:
@@ -102,12 +104,6 @@ class LayerFactory:
     def drops_cheap(self) -> bool:
         """True if results that are cheap to compute are not kept for the backward pass."""
         return self.recompute == "selective"
-
-    def block_numbers(self, config: FamilyConfig) -> range:
-        """Return the numbers of the blocks of this part."""
-        if self.part.layers is None:
-            return range(config.num_hidden_layers)
-        return self.part.layers
 
     def has_embedding(self, config: FamilyConfig) -> bool:
         """Return whether this part has the word embedding, for its input or as the head's weight."""
@@ -214,21 +210,17 @@ class Context:
 
     Attributes:
         dropout: the step's key; None: no dropout.
-        mask: keys that may be attended to, `[B, 1, 1, S]`, or `[S, L]` for the last S queries of L keys; or a number
-            added to each score, `[B, 1, S, S]`; None: all keys, or in a causal model those that are not later.
+        masks: window of a block → keys that its queries see; a tensor `[B, 1, 1, S]` is true for them, and one
+            `[B, 1, S, L]` is added to the scores. Without a mask they see all, in a causal model those up to the query.
         cache: keys and values of earlier tokens.
         rotary_tables: cosines and sines of these tokens' positions; None in models with learned positions.
-        block_mask: blocks of keys that each block of queries attends to, in place of `mask` (`attention.py`).
-        starts_SB: first place of each token's document, in place of `mask` (`attention.py`).
-        places: places of these tokens in the sequence, `[S/C]`, if context parallelism cuts it; None: 0 … S-1.
+        places: places of these tokens in the sequence, `[S/C]`, if context parallelism cuts it; else None.
     """
 
     dropout: AnyKey | None = None
-    mask: Tensor | None = None
+    masks: Mapping[int | None, Mask | None] = field(default_factory=dict)
     cache: KeyValueCache | None = None
     rotary_tables: tuple[Tensor, Tensor] | None = None
-    block_mask: BlockMask | None = None
-    starts_SB: Tensor | None = None
     places: Tensor | None = None
 
     @property

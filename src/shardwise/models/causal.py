@@ -5,19 +5,18 @@ Shapes: see `models/blocks.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import FamilyConfig
-from shardwise.distributed import devices
-from shardwise.layers.context import places
+from shardwise.layers.context import runs_of_places
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
-from shardwise.models.attention import block_mask, define_document_attention, dense_mask
+from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
+from shardwise.models.masks import AttentionMask, Mask, PiecesMask
 from shardwise.models.rotary import Rotary
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
@@ -71,41 +70,52 @@ class CausalLM(Family[_Config]):
         Raises:
             ValueError: the cache has no room, or its keys are stale in the longer sequence (`outdates`).
         """
-        mask = None
-        if cache is not None:
-            if self.outdates(cache.length, cache.length + len(ids_SB)):
-                raise ValueError(f"the {cache.length} tokens of the cache must be read again with those that follow")
-            # torch's own causal mask would let the first of these queries see the first key alone.
-            mask = _causal_mask(len(ids_SB), cache.length, ids_SB.device)
-        token_places = None
-        length = len(ids_SB) if cache is None else cache.length + len(ids_SB)
+        known = 0 if cache is None else cache.length
+        if self.outdates(known, known + len(ids_SB)):
+            raise ValueError(f"the {known} tokens of the cache must be read again with those that follow")
+        runs: tuple[range, ...] = (range(known, known + len(ids_SB)),)
+        length = known + len(ids_SB)
+        places = None
         if self.context_group.size > 1 and self.shares_samples:
-            token_places = places(len(ids_SB), self.context_group, ids_SB.device)
-            length *= self.context_group.size
+            runs = runs_of_places(len(ids_SB), self.context_group)
+            length = self.context_group.size * len(ids_SB)
+            places = torch.cat([torch.arange(run.start, run.stop, device=ids_SB.device) for run in runs])
             if positions_SB is None:
-                positions_SB = token_places.unsqueeze(1).expand_as(ids_SB)
-            mask = torch.arange(length, device=ids_SB.device) <= token_places.unsqueeze(1)
+                positions_SB = places.unsqueeze(1).expand_as(ids_SB)
         if x is None:
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
         tables = self._rotary_tables(x, length, positions_SB, lengths_B, cache)
-        context = Context(dropout, mask, cache, tables, places=token_places)
-        if starts_SB is not None:
-            context = self._within_documents(context, starts_SB, x)
+        windows = {self.config.window(number) for number in self.part.block_numbers(self.config)}
+        masks = {window: AttentionMask(runs, starts_SB, window) for window in windows}
+        context = Context(dropout, self._forms_of(masks, x, length, dropout, cache), cache, tables, places)
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
             cache.advance(len(ids_SB))  # after all blocks, as each writes at the same length
         return self.norm(x) if self.part.is_last else x
 
-    def _within_documents(self, context: Context, starts_SB: Tensor, x: Tensor) -> Context:
-        """Return the context with the mask that keeps documents apart in attention (`attention.py`)."""
-        drops_probabilities = context.dropout is not None and self.config.attention_dropout_p > 0
-        if x.device.type == "cpu" and not drops_probabilities:
-            define_document_attention()
-            return replace(context, starts_SB=starts_SB)
-        has_kernel = self.config.head_dim >= devices.least_flex_width(x.device)
-        if self.is_compiled and has_kernel and not drops_probabilities:
-            return replace(context, block_mask=block_mask(starts_SB))
-        return replace(context, mask=dense_mask(starts_SB, x.dtype))
+    def _forms_of(
+        self,
+        masks: dict[int | None, AttentionMask],
+        x: Tensor,
+        length: int,
+        dropout: DropoutKey | None,
+        cache: KeyValueCache | None,
+    ) -> dict[int | None, Mask | None]:
+        """Return masks in the form that attention takes."""
+        forms = {}
+        for window, mask in masks.items():
+            form = mask.form(
+                x,
+                keys=length,
+                head_dim=self.config.head_dim,
+                is_compiled=self.is_compiled,
+                is_fused=dropout is None or not self.config.attention_dropout_p,
+                is_cached=cache is not None,
+            )
+            if isinstance(form, PiecesMask):
+                define_attention_by_pieces()
+            forms[window] = form
+        return forms
 
     def _rotary_tables(
         self,
@@ -175,10 +185,3 @@ class CausalLM(Family[_Config]):
         # With sequence parallelism the last position would be on the last rank alone.
         logits_1BV: Tensor = self.lm_head(hidden[-1:])
         return logits_1BV[0]
-
-
-def _causal_mask(queries: int, known: int, device: torch.device) -> Tensor | None:
-    """Return the keys that queries after `known` cached tokens may attend to, `[S, L]`; None if no mask is needed."""
-    if known == 0 or queries == 1:
-        return None
-    return torch.ones(queries, known + queries, dtype=torch.bool, device=device).tril_(known)

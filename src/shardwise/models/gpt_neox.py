@@ -95,7 +95,9 @@ class GPTNeoX(CausalLM[GPTNeoXConfig]):
             self.embed_in = factory.word_embedding(config, "gpt_neox.embed_in")
         if factory.part.is_first:
             self.dropout = factory.dropout(config.embedding_dropout_p, EMBEDDING, 0)
-        self.layers = nn.ModuleList(GPTNeoXBlock(config, layer, factory) for layer in factory.block_numbers(config))
+        self.layers = nn.ModuleList(
+            GPTNeoXBlock(config, layer, factory) for layer in factory.part.block_numbers(config)
+        )
         if factory.part.is_last:
             self.norm = factory.norm(config, "gpt_neox.final_layer_norm")
             self.lm_head = factory.head(config, "embed_out", "gpt_neox.embed_in")

@@ -112,7 +112,7 @@ class Llama(CausalLM[DecoderConfig]):
         self.rotary = Rotary(config)
         if factory.has_embedding(config):
             self.embed_tokens = factory.word_embedding(config, "model.embed_tokens")
-        self.layers = nn.ModuleList(LlamaBlock(config, layer, factory) for layer in factory.block_numbers(config))
+        self.layers = nn.ModuleList(LlamaBlock(config, layer, factory) for layer in factory.part.block_numbers(config))
         if factory.part.is_last:
             self.norm = factory.norm(config, "model.norm", RMSNorm)
             self.lm_head = factory.head(config, "lm_head", "model.embed_tokens")

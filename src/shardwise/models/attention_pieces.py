@@ -1,0 +1,215 @@
+"""Masked causal attention on a CPU, by pieces: torch's kernel runs for queries and keys that need no or a small mask.
+
+The queries of one document that follow one another are a segment. Its pieces are the keys before it, of which each
+query sees all, and its own keys, of which each query sees those up to it. A segment from which the window hides some
+keys is cut into short ones, each of which is one piece with a dense mask. The outputs of pieces are added with the
+weights that their log-sum-exps give them.
+
+Documents of s tokens cost Σ s² in place of S², a window of w tokens S·w. Nothing of the size S² is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
+from shardwise.models.masks import AttentionMask, PiecesMask
+
+SHORT = 256
+"""Queries of a segment whose pieces have a dense mask: fewer are slower, more compute scores that the mask hides."""
+
+
+def attention_by_pieces(q: Tensor, k: Tensor, v: Tensor, mask: PiecesMask) -> Tensor:
+    """`softmax(q kᵀ / √d) v` over the keys that each query sees: q `[Q, B, n, d]` → `[Q, B, n, d]`.
+
+    k and v are `[L, B, m, d]`, where m divides n. Call `define_attention_by_pieces` before, outside of compiled code.
+    """
+    # One operator of a compiled graph, so that the number of documents and their places change no graph.
+    return cast(Tensor, torch.ops.shardwise.attention_by_pieces(q, k, v, mask.starts_SB, mask.ends, mask.window)[0])
+
+
+@functools.cache
+def define_attention_by_pieces() -> None:
+    """Define the operator of `attention_by_pieces`, and that of its gradients."""
+
+    @torch.library.custom_op("shardwise::attention_by_pieces", mutates_args=(), device_types="cpu")
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, starts_SB: Tensor | None, ends: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        out, log_sums_QBn = shapes(q, k, v, starts_SB, ends, window)
+        for segment in _segments(starts_SB, ends, window):
+            query = segment.of_queries(q)
+            results = []
+            for piece in segment.pieces(window):
+                keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
+                results.append(cpu_attention(query, keys, values, piece.dense(q), causal=piece.is_causal))
+            part, log_sums = _merged(results)
+            segment.of_queries(out).copy_(part)
+            segment.of_queries(log_sums_QBn.unsqueeze(-1)).copy_(log_sums.unsqueeze(-1))
+        return out, log_sums_QBn
+
+    @attention.register_fake
+    def shapes(
+        q: Tensor, k: Tensor, v: Tensor, starts_SB: Tensor | None, ends: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
+
+    @torch.library.custom_op("shardwise::attention_by_pieces_gradients", mutates_args=(), device_types="cpu")
+    def gradients(
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        log_sums_QBn: Tensor,
+        starts_SB: Tensor | None,
+        ends: Tensor,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=_sum_dtype(q)) for x in (q, k, v))
+        for segment in _segments(starts_SB, ends, window):
+            query, output, gradient = (segment.of_queries(x) for x in (q, out, dy))
+            log_sums = segment.of_queries(log_sums_QBn.unsqueeze(-1)).squeeze(-1)
+            for piece in segment.pieces(window):
+                keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
+                parts = cpu_attention_gradients(
+                    gradient, query, keys, values, output, log_sums, piece.dense(q), causal=piece.is_causal
+                )
+                segment.of_queries(dq).add_(parts[0])
+                piece.of_keys(dk, segment.samples).add_(parts[1])
+                piece.of_keys(dv, segment.samples).add_(parts[2])
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    @gradients.register_fake
+    def gradient_shapes(
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        log_sums_QBn: Tensor,
+        starts_SB: Tensor | None,
+        ends: Tensor,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, starts_SB, ends, ctx.window = inputs
+        ctx.save_for_backward(q, k, v, *output, starts_SB, ends)
+        ctx.mark_non_differentiable(output[1])
+
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return *gradients(dy, *ctx.saved_tensors, ctx.window), None, None, None
+
+    attention.register_autograd(backward, setup_context=keep)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Keys that the queries of a segment see.
+
+    Attributes:
+        keys: their places.
+        is_causal: true if they are the segment's own: each query sees those up to it.
+        mask: the mask of the queries and these keys; None: each query sees all keys, or those up to it.
+    """
+
+    keys: range
+    is_causal: bool = False
+    mask: AttentionMask | None = None
+
+    def of_keys(self, x: Tensor, samples: slice) -> Tensor:
+        """Return the keys' `[b, m, s, d]` of `[L, B, m, d]`."""
+        return x[self.keys.start : self.keys.stop, samples].permute(1, 2, 0, 3)
+
+    def dense(self, like: Tensor) -> Tensor | None:
+        """Return the mask in the form that torch's kernel takes."""
+        return None if self.mask is None else self.mask.dense(len(self.keys), like.dtype, like.device)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Queries that follow one another and see keys from one place on.
+
+    Attributes:
+        rows: rows of the queries.
+        places: places of the queries.
+        start: first place of their document.
+    """
+
+    samples: slice
+    rows: slice
+    places: range
+    start: int
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Return the segment's `[b, n, s, d]` of `[Q, B, n, d]`."""
+        return x[self.rows, self.samples].permute(1, 2, 0, 3)
+
+    def is_limited(self, window: int | None) -> bool:
+        """Return whether a window hides keys of the document from the last query."""
+        return window is not None and self.places.stop - self.start > window
+
+    def cut(self, size: int) -> Iterator[_Segment]:
+        """Yield segments of `size` queries."""
+        for first in range(0, len(self.places), size):
+            places = self.places[first : first + size]
+            row = self.rows.start + first
+            yield _Segment(self.samples, slice(row, row + len(places)), places, self.start)
+
+    def pieces(self, window: int | None) -> list[_Piece]:
+        """Return the keys that the queries see."""
+        first = self.places.start
+        if self.is_limited(window):
+            assert window is not None
+            keys = range(max(self.start, first - window + 1), self.places.stop)
+            queries = range(first - keys.start, len(keys))
+            return [_Piece(keys, mask=AttentionMask((queries,), window=window))]
+        pieces = [_Piece(self.places, is_causal=True)]
+        if self.start < first:
+            pieces.append(_Piece(range(self.start, first)))
+        return pieces
+
+
+def _segments(starts_SB: Tensor | None, ends: Tensor, window: int | None) -> Iterator[_Segment]:
+    """Yield all queries: those of a document in a run, cut into short segments where a window hides keys from them."""
+    row = 0
+    for run in (range(first, end) for first, end in ends.view(-1, 2).tolist()):
+        for segment in _documents(starts_SB, row, run):
+            yield from segment.cut(SHORT) if segment.is_limited(window) else (segment,)
+        row += len(run)
+
+
+def _documents(starts_SB: Tensor | None, row: int, run: range) -> Iterator[_Segment]:
+    """Yield the queries of each document in a run, which begins at `row`."""
+    if starts_SB is None:
+        yield _Segment(slice(None), slice(row, row + len(run)), run, 0)
+        return
+    for b, starts_S in enumerate(starts_SB[row : row + len(run)].unbind(1)):
+        # All tokens of a document have one start, and those of the next one another.
+        starts, lengths = torch.unique_consecutive(starts_S, return_counts=True)
+        bounds = [0, *lengths.cumsum(0).tolist()]
+        for start, (first, end) in zip(starts.tolist(), pairwise(bounds), strict=True):
+            yield _Segment(slice(b, b + 1), slice(row + first, row + end), run[first:end], start)
+
+
+def _merged(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exps over the keys of all pieces."""
+    if len(results) == 1:
+        return results[0]
+    log_sums = torch.stack([sums for _, sums in results]).logsumexp(0)
+    terms = [out * torch.exp(sums - log_sums).unsqueeze(-1) for out, sums in results]
+    return torch.stack(terms).sum(0), log_sums
+
+
+def _sum_dtype(q: Tensor) -> torch.dtype:
+    # torch's CPU kernel sums narrower dtypes in float32.
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
