@@ -54,11 +54,12 @@ def play(
     """Run one unit of the model on a micro-batch, so that its graph is captured; its name and mode choose the graph."""
     mesh = Mesh(**config.parallel.degrees, device=device, grains=config.grains)
     # On CPU the ranks that will run the graph use gloo, where a group scatters by an all-to-all (`Group`).
-    mesh.tp.scatter_by_all_to_all = device.type == "cpu" or mesh.tp.adds_in_tree
+    for group in (mesh.tp, mesh.cp):
+        group.scatter_by_all_to_all = device.type == "cpu" or group.adds_in_tree
     dtype: torch.dtype = getattr(torch, config.precision.resolved(device.type != "cpu").parameter)
     part = None if config.shapes is None else _part(config, unit)
     settings = config.compile
-    batch = _batch(config, torch.device("cpu") if only_capture else device)
+    batch = _batch(config, torch.device("cpu") if only_capture else device).part(mesh.cp)
     adds = training and products_add_in_graphs(config, device)
     with fake_tensors() if only_capture else nullcontext():
         model = build_model(
