@@ -81,7 +81,7 @@ class CausalLM(Family[_Config]):
             length = self.context_group.size * len(ids_SB)
             places = torch.cat([torch.arange(run.start, run.stop, device=ids_SB.device) for run in runs])
             if positions_SB is None:
-                positions_SB = places.unsqueeze(1).expand_as(ids_SB)
+                positions_SB = places.unsqueeze(1)
         if x is None:
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
         tables = self._rotary_tables(x, length, positions_SB, lengths_B, cache)
@@ -138,8 +138,8 @@ class CausalLM(Family[_Config]):
         cos, sin = tables or self.rotary.tables(length, x, first)
         if positions_SB is None:
             return cos, sin
-        # Row p of column b: the angle of position p in sample b.
-        columns_B = torch.arange(positions_SB.shape[1], device=positions_SB.device)
+        # Row p of column b: the angle of position p in sample b, or in all of them.
+        columns_B = torch.arange(max(positions_SB.shape[1], cos.shape[1]), device=positions_SB.device)
         cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
         return cos, sin
 

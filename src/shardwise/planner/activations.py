@@ -216,7 +216,11 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core=core,
         mlp=_mlp(workload, feed) + norm_bytes(workload) - (x if model.parallel_residual else 0),
         normed=_normed(workload),
-        rotated=is_rotated * a * workload.tokens * (local.query + local.key_value),
+        # Keys that are gathered again are rotated again at any rate.
+        rotated=is_rotated
+        * a
+        * workload.tokens
+        * (local.query + (0 if workload.layout.context > 1 else local.key_value)),
         activated=0 if rounds or (model.activation == "relu" and not model.gated) else feed,
     )
 
@@ -355,6 +359,9 @@ def _core(workload: RankWorkload, *, copied: bool) -> tuple[int, int, int]:
 
     k and v are copied if several queries share them, or if their batches and heads are not contiguous. If they are not
     copied, or if norms of q and k save their input, the whole output of QKV stays.
+
+    With context parallelism a core step by step has keys and values of all c·T tokens. A fused one saves none of them
+    where they are gathered again: a rank's k is kept as it was before rotation.
     """
     model = workload.model
     local = workload.local
@@ -362,17 +369,25 @@ def _core(workload: RankWorkload, *, copied: bool) -> tuple[int, int, int]:
     query = a * workload.tokens * local.query
     key_value = a * workload.tokens * local.key_value
     qkv = query + 2 * key_value
+    context = workload.layout.context
+    gathered = 2 * context * key_value if context > 1 else 0
     new = query + key_value if copied else 0
+    if gathered and workload.gathers_keys_again and model.query_key_norm is None:
+        new = query if copied else 0
     if not workload.attends_step_by_step:
         log_sum_exp = _FLOAT32 * workload.tokens * local.query // model.head_dim
         padding_mask = 0 if model.causal else a * workload.tokens
-        return qkv + new, qkv + new, log_sum_exp + padding_mask
+        kept = qkv + new + (0 if workload.gathers_keys_again else gathered)
+        return kept, kept, log_sum_exp + padding_mask
     mask = workload.config.train.sequence_length**2 if model.causal else workload.tokens
-    if workload.config.data.reset_attention_mask:
+    if workload.config.data.reset_attention_mask or gathered:
         mask = 0  # all blocks share one mask, which `memory._document_tables` counts
     inside = (_FLOAT32 + 1 + a) * workload.probabilities + mask + query
     new_key = key_value if copied else 0
     norm_inputs = qkv if model.query_key_norm is not None and not _norms_copy(workload) else 0
+    if gathered:
+        copies = gathered if local.query == local.key_value else 2 * context * query
+        return qkv + new + gathered, norm_inputs, inside + copies
     if local.query != local.key_value:
         return qkv + new, norm_inputs, inside + 2 * query
     if workload.config.train.micro_batch == 1 or model.interleaved_heads:
@@ -428,6 +443,10 @@ def _core_gradients(workload: RankWorkload) -> int:
     work = (
         workload.x_bytes + a * workload.tokens * workload.local.query + (matrix if workload.attends_step_by_step else 0)
     )
+    if workload.layout.context > 1:
+        # Keys and values of all tokens, gathered again, and their gradients.
+        gathered = 2 * workload.layout.context * workload.tokens * workload.local.key_value
+        work += gathered * ((a if workload.gathers_keys_again else 0) + _FLOAT32)
     return work - workload.mask_elements - (norm_bytes(workload) if workload.model.norm_place != "input" else 0)
 
 

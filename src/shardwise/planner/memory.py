@@ -313,18 +313,28 @@ def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, acc
 
 
 def _document_tables(workload: RankWorkload) -> int:
-    """Return the bytes that all blocks of a stage share if documents end within a sample.
+    """Return the bytes that all blocks of a stage share if documents end within a sample, or ranks share it.
 
-    The mask that is added to the scores, [B, S, S], and the cosines and sines of each token's position, [T·r] for r
-    rotary dimensions. Attention that goes step by step keeps no mask, unless recompute needs it again; where nothing is
-    dropped there is a mask only on an accelerator whose attention is not compiled.
+    The mask that is added to the scores, [B, S/c, S] or for samples without documents [S/c, S], and the cosines and
+    sines of each token's position, [T·r] for r rotary dimensions, or [S/c·r]. Attention that goes step by step keeps no
+    mask, unless recompute needs it again; where nothing is dropped there is a mask only on an accelerator whose
+    attention is not compiled.
     """
     data = workload.config.data
     train = workload.config.train
     model = workload.model
-    masked = workload.masks_documents and not (workload.attends_step_by_step and workload.recompute == "none")
-    mask = train.micro_batch * train.sequence_length**2 if masked else 0
-    turns = workload.tokens * model.rotary_dim if data.reset_position_ids else 0
+    context = workload.layout.context
+    masks_places = context > 1 and workload.attends_step_by_step
+    masked = workload.masks_documents or masks_places
+    if workload.attends_step_by_step and workload.recompute == "none":
+        masked = False
+    samples = train.micro_batch if data.reset_attention_mask else 1
+    mask = samples * train.sequence_length**2 // context if masked else 0
+    turns = 0
+    if data.reset_position_ids:
+        turns = workload.tokens * model.rotary_dim
+    elif context > 1:
+        turns = train.sequence_length // context * model.rotary_dim
     return workload.a * (mask + turns)
 
 
@@ -341,7 +351,7 @@ def _loss(workload: RankWorkload) -> int:
     a = workload.a
     rows = workload.local.vocabulary
     hidden = workload.model.hidden_size
-    parts = 1 if workload.model.head_transform else workload.layout.sequence_parts
+    parts = 1 if workload.model.head_transform else workload.sequence_parts
     chunk_rows = rows
     if workload.config.train.bitwise:
         # A chunk is the same at every layout: rows of each part of the sequence, by the whole vocabulary.

@@ -151,7 +151,12 @@ class RankWorkload:
     @property
     def tokens_between(self) -> int:
         """T/s: tokens that one rank has between the cut layers."""
-        return self.tokens // (self.layout.tensor if self.layout.sequence_parallel else 1)
+        return self.tokens // self.sequence_parts
+
+    @property
+    def sequence_parts(self) -> int:
+        """s, the ranks over which sequence parallelism cuts a rank's tokens."""
+        return self.layout.tensor if self.layout.sequence_parallel else 1
 
     @property
     def x_elements(self) -> int:
@@ -215,7 +220,7 @@ class RankWorkload:
 
     @property
     def masks_documents(self) -> bool:
-        """True if a mask [B, S, S] keeps documents within a sample apart: see `models/attention.py`."""
+        """True if a mask [B, S/c, S] keeps documents within a sample apart: see `models/attention.py`."""
         eager = self.accelerator and not self.config.compile.enabled
         return self.config.data.reset_attention_mask and (eager or self.model.attention_dropout_p > 0)
 
