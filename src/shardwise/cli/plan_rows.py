@@ -61,7 +61,7 @@ def costs_legend(best: Plan, unit: str) -> str:
 
 def is_untested(plan: Plan) -> bool:
     """Whether no published run has the sharding of a plan."""
-    return plan.choice.zero >= 2 and plan.layout.data > 1
+    return plan.choice.zero >= 2 and plan.layout.replicas > 1
 
 
 def has_range(plan: Plan) -> bool:

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from shardwise.base.mesh_axes import CHOSEN_AXES
 from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, as_given, reject, utf8_text
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
@@ -118,6 +117,14 @@ BATCH_RULE = r"([1-9]\d*) per ([1-9]\d*) ranks?"
 _PASSWORD = r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)"
 
 
+class Degrees(TypedDict):
+    """Degrees along the axes of the mesh that keys choose."""
+
+    tensor: int
+    context: int
+    pipeline: int
+
+
 class ParallelConfig(Section):
     """The cut of the model; the data-parallel degree is what remains of the world."""
 
@@ -183,12 +190,12 @@ class ParallelConfig(Section):
     @property
     def ranks(self) -> int:
         """Ranks that compute one micro-batch."""
-        return math.prod(self.degrees.values())
+        return self.tensor * self.context * self.pipeline
 
     @property
-    def degrees(self) -> dict[str, int]:
-        """The degree along each axis of the mesh that a key chooses."""
-        return {axis.degree: getattr(self, axis.degree) for axis in CHOSEN_AXES}
+    def degrees(self) -> Degrees:
+        """The degree along each axis of the mesh that a key chooses, as `Mesh` takes them."""
+        return Degrees(tensor=self.tensor, context=self.context, pipeline=self.pipeline)
 
     @property
     def stages_per_rank(self) -> int:

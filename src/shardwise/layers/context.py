@@ -20,7 +20,7 @@ def places_of(rows: Tensor, length: int, rank: int | Tensor, ranks: int) -> Tens
     return rows + torch.where(rows < half, rank * half, (2 * ranks - 2 - rank) * half)
 
 
-def runs_of_places(length: int, group: Group) -> tuple[range, range]:
+def runs_of_places(length: int, group: Group) -> tuple[range, ...]:
     """Return the places in the sequence of this rank's two chunks, which have `length` tokens in all."""
     half = length // 2
     return tuple(range(chunk * half, (chunk + 1) * half) for chunk in (group.rank, 2 * group.size - 1 - group.rank))

@@ -14,12 +14,12 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.config import FamilyConfig
 from shardwise.distributed.placement import Init
@@ -155,6 +155,16 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
+def _saving_attention() -> Any:
+    """Return the contexts of a checkpoint that keeps what attention returns, and computes all else again."""
+
+    def policy(_context: Any, operator: Any, *_arguments: Any, **_options: Any) -> CheckpointPolicy:
+        is_attention = "attention" in str(operator)
+        return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.MUST_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 class Attention(nn.Module):
     """Self-attention: each rank computes its own heads, between a column-parallel layer and a row-parallel one.
 
@@ -234,12 +244,22 @@ class Attention(nn.Module):
             sources.append(Recomputed(function, x))
             return sources[-1].result
 
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = self.core(rotated(q), of_all_tokens(rotated(k)), of_all_tokens(v), context)
+            return out
+
         drops_rotated = self.rotates and self.drops_rotated
         # Keys and values of all tokens are gathered again: kept, they would be as many times those of this rank's
         # tokens as ranks share a sample. A core that goes by steps keeps copies of them in any case.
         drops_gathered = context.places is not None and not (
             self.recomputes_block or self.core.goes_by_steps(q, context.dropout)
         )
+        if drops_gathered and torch.compiler.is_compiling() and torch.is_grad_enabled():
+            # A compiler keeps what collectives return, unless it is told to repeat them.
+            attended: Tensor = checkpoint(
+                attend, q, k, v, use_reentrant=False, preserve_rng_state=False, context_fn=_saving_attention
+            )
+            return attended
         q = made(rotated, q, drops=drops_rotated)
         k = made(lambda k: of_all_tokens(rotated(k)), k, drops=drops_gathered or drops_rotated)
         v = made(of_all_tokens, v, drops=drops_gathered)

@@ -81,6 +81,9 @@ class ProgramTraits:
     kernels: int = 24
 
 
+_ALONE = RankGroup(1, 1)
+
+
 @dataclass(frozen=True)
 class BlockShape:
     """All that the time of a block depends on, for one micro-batch on one rank.
@@ -98,6 +101,8 @@ class BlockShape:
         recompute: kind of recompute.
         regathers: True if inputs that sequence parallelism gathered are gathered again in the backward pass.
         matmul: format of the products of weights, if it is not `dtype`.
+        context_group: the c ranks that share each sample.
+        gathers_keys_again: True if keys and values of other ranks are gathered again in the backward pass.
     """
 
     model: FamilyConfig
@@ -112,10 +117,17 @@ class BlockShape:
     recompute: Recompute
     regathers: bool = False
     matmul: Matmul | None = None
+    context_group: RankGroup = _ALONE
+    gathers_keys_again: bool = True
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.length
+        return self.batch * self.queries
+
+    @property
+    def queries(self) -> int:
+        """S/c: tokens of a sample that the rank has."""
+        return self.length // self.context_group.ranks
 
     @property
     def weights(self) -> tuple[tuple[int, int], ...]:
@@ -180,7 +192,7 @@ class PartSeconds:
         attention: the attention core.
         memory_bound: operations that memory limits, without accumulation.
         launch: waits of the device for the host.
-        tensor: collectives of tensor and sequence parallelism.
+        tensor: collectives of tensor, sequence and context parallelism.
         accumulation: additions of the gradients of weights to those of earlier micro-batches.
     """
 
@@ -258,13 +270,25 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
 
     passes = _memory_passes(s, device, c, program)
     collectives = _tensor_collectives(s, device, c)
+    gather = _key_value_seconds(s, device, c)
     kernels = program.kernels + core.kernels
     rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
-        PartSeconds(outputs, core.forward, passes.forward, 0.0, collectives), kernels + rounding, c.host, program
+        PartSeconds(outputs, core.forward, passes.forward, 0.0, collectives + gather),
+        kernels + rounding,
+        c.host,
+        program,
     )
     backward = _with_launch(
-        PartSeconds(input_gradients + weight_gradients, core.backward, passes.backward, 0.0, collectives, accumulation),
+        PartSeconds(
+            input_gradients + weight_gradients,
+            core.backward,
+            passes.backward,
+            0.0,
+            # Gathered again, and their gradients scattered.
+            collectives + (2 if s.gathers_keys_again and s.recompute != "full" else 1) * gather,
+            accumulation,
+        ),
         _BACKWARD_KERNELS * kernels + rounding,
         c.host,
         program,
@@ -432,13 +456,13 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
     heads = s.batch * (s.local.query // head_dim)
     if program.fused_attention:
         # Two products of 2·S²·head_dim operations each.
-        operations = 4.0 * heads * s.length * s.length * head_dim / (2 if s.model.causal else 1)
+        operations = 4.0 * heads * s.queries * s.length * head_dim / (2 if s.model.causal else 1)
         seconds = operations / (peak * c.fused_attention)
         return _CoreSeconds(seconds, _FUSED_BACKWARD_PRODUCTS * seconds / _FUSED_BACKWARD_RATE, 0)
-    scores = device_seconds.matmul(device, c, peak, s.length, s.length, head_dim, heads)
-    values = device_seconds.matmul(device, c, peak, s.length, head_dim, s.length, heads)
-    transposed = device_seconds.matmul(device, c, peak, head_dim, s.length, s.length, heads)
-    probabilities = heads * s.length * s.length
+    scores = device_seconds.matmul(device, c, peak, s.queries, s.length, head_dim, heads)
+    values = device_seconds.matmul(device, c, peak, s.queries, head_dim, s.length, heads)
+    transposed = device_seconds.matmul(device, c, peak, head_dim, s.length, s.queries, heads)
+    probabilities = heads * s.queries * s.length
     dropout_bytes = 2 * s.a + 1 if s.has_dropout else 0
     softmax_forward = device_seconds.passes(device, c, probabilities * (2 * s.a + dropout_bytes))
     softmax_backward = device_seconds.passes(device, c, probabilities * (3 * s.a + dropout_bytes))
@@ -460,6 +484,14 @@ def _tensor_collectives(s: BlockShape, device: Device, c: Constants) -> float:
     if s.sequence_parallel:
         return 4 * device_seconds.collective(device, c, s.tensor_group, size)
     return 2 * device_seconds.collective(device, c, s.tensor_group, size, reduces_all=True)
+
+
+def _key_value_seconds(s: BlockShape, device: Device, c: Constants) -> float:
+    """Return the seconds of gathering keys and values of all tokens of a block, or of scattering their gradients."""
+    if s.context_group.ranks == 1:
+        return 0.0
+    size = float(s.a * s.batch * s.length * s.local.key_value)
+    return 2 * device_seconds.collective(device, c, s.context_group, size)
 
 
 def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:

@@ -238,7 +238,7 @@ class RankWorkload:
         """True if the backward pass gathers keys and values of other ranks again, which then are not kept."""
         if self.layout.context == 1:
             return False
-        return self.recompute == "full" or not (self.attends_step_by_step or self.config.compile.enabled)
+        return self.recompute == "full" or not self.attends_step_by_step
 
     @property
     def attends_step_by_step(self) -> bool:

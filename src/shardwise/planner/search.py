@@ -7,6 +7,7 @@ this bound; only those that may be among the best are simulated, and only these 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -138,7 +139,7 @@ def distinct(plans: Sequence[Plan]) -> list[int]:
     indices = []
     for index, plan in enumerate(plans):
         choice = plan.choice
-        key = (choice.tensor, choice.pipeline, choice.zero, choice.replicate)
+        key = (choice.tensor, choice.context, choice.pipeline, choice.zero, choice.replicate)
         former = listed.get(key)
         is_detail = former is not None and plan.time.total <= _SAME_TIME * former.time.total
         if not is_detail or (former is not None and former.is_tight and not plan.is_tight):
@@ -251,6 +252,7 @@ def predicted(config: Config, layout: Layout, cluster: device_specs.Cluster) -> 
     choice = Choice(
         tensor=layout.tensor,
         sequence=layout.sequence_parallel,
+        context=layout.context,
         pipeline=layout.pipeline,
         schedule=parallel.schedule,
         virtual=parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
@@ -300,7 +302,7 @@ class _StateBytes:
         kept = self._config.optimizer.spec.kept_bytes(
             elements, matrices, master=precision.master_bytes, state=DTYPE_BYTES[precision.moments]
         )
-        shards = layout.data // choice.replicate if choice.zero else 1
+        shards = layout.replicas // choice.replicate if choice.zero else 1
         parameters = elements * DTYPE_BYTES[precision.parameter] / (shards if choice.zero == 3 else 1)
         # Gradients that are reduced once a step are whole until then.
         reduces_once = choice.reduce == "step" or (choice.reduce is None and self._config.train.bitwise)
@@ -358,9 +360,9 @@ _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 # An assumption: larger micro-batches take memory and gain little. The recipe's own is tried too.
 _MOST_IN_MICRO_BATCH = 16
 FIXABLE = (
-    "parallel.tensor", "parallel.sequence", "parallel.pipeline", "parallel.schedule", "parallel.virtual_stages",
-    "parallel.stages", "parallel.replicate", "train.micro_batch", "train.recompute", "optimizer.zero",
-    "optimizer.reduce",
+    "parallel.tensor", "parallel.sequence", "parallel.context", "parallel.pipeline", "parallel.schedule",
+    "parallel.virtual_stages", "parallel.stages", "parallel.replicate", "train.micro_batch", "train.recompute",
+    "optimizer.zero", "optimizer.reduce",
 )  # fmt: skip
 """Keys that a layout sets, and that may keep the recipe's value instead."""
 
@@ -371,6 +373,7 @@ class Choice:
 
     tensor: int
     sequence: bool
+    context: int
     pipeline: int
     schedule: Schedule
     virtual: int | None
@@ -386,6 +389,7 @@ class Choice:
         parallel = {
             "tensor": self.tensor,
             "sequence": self.sequence,
+            "context": self.context,
             "pipeline": self.pipeline,
             "schedule": self.schedule,
             "virtual_stages": self.virtual,
@@ -422,7 +426,8 @@ class Choice:
 
     def text(self, world: int) -> str:
         """Return the choice on `world` ranks, such as `TP 8 + SP × PP 4 × DP 2, 1f1b, micro-batch 2, …`."""
-        degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "data": world // (self.tensor * self.pipeline)}
+        degrees = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
+        degrees["data"] = world // math.prod(degrees.values())
         words = [layout_text(degrees, sequence=self.sequence)]
         if self.regathers:
             words.append("gathered again")
@@ -463,7 +468,7 @@ def choices(
             replicate = config.parallel.replicate if "parallel.replicate" in fixed else 1
             optimizer = config.optimizer
             first = Choice(*degrees, micro_batch, "none", optimizer.zero, replicate, optimizer.reduce)
-            data = world // (first.tensor * first.pipeline)
+            data = world // (first.tensor * first.context * first.pipeline)
             if not data or config.train.global_batch % (micro_batch * data):
                 continue
             try:
@@ -482,19 +487,20 @@ _Sharding = tuple[int, int, Frequency | None]
 def _shardings(config: Config, layout: Layout, per_node: int, fixed: Collection[str]) -> Iterator[list[_Sharding]]:
     """Yield lists of shardings that send more and hold less from one to the next: the first that fits is the fastest.
 
-    Shards are those of all data-parallel ranks, or of those of a node with copies on the other nodes.
+    Shards are those of all ranks with the same part of the model, or of those of a node with copies on other nodes.
     """
     optimizer = config.optimizer
-    if layout.data == 1:
-        # On one data-parallel rank all are the same.
+    if layout.replicas == 1:
+        # On one rank all are the same.
         yield [(optimizer.zero, config.parallel.replicate, optimizer.reduce)]
         return
     replicates = [1]
+    replicas = layout.replicas
     in_node = per_node // layout.tensor
     if "parallel.replicate" in fixed:
         replicates = [config.parallel.replicate]
-    elif in_node > 1 and per_node % layout.tensor == 0 and layout.data % in_node == 0 and layout.data > in_node:
-        replicates.append(layout.data // in_node)
+    elif in_node > 1 and per_node % layout.tensor == 0 and replicas % in_node == 0 and replicas > in_node:
+        replicates.append(replicas // in_node)
     for replicate in replicates:
         stages = [(zero, replicate, reduce) for zero, reduce in _stages(config, layout, fixed)]
         if stages:
@@ -531,8 +537,10 @@ def _micro_batches(config: Config, fixed: Collection[str]) -> list[int]:
     return sorted({recipes, *powers})
 
 
-_Degrees = tuple[int, bool, int, Schedule, int | None]
-"""Tensor degree, sequence parallelism, pipeline degree, schedule and virtual stages."""
+_Degrees = tuple[int, bool, int, int, Schedule, int | None]
+"""Tensor degree, sequence parallelism, context degree, pipeline degree, schedule and virtual stages."""
+# An assumption: with shorter chunks of a sample, matrices are small, and the other axes are the better ones.
+_LEAST_CHUNK = 1024
 
 
 def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) -> Iterator[_Degrees]:
@@ -548,15 +556,26 @@ def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) 
             sequences = [parallel.sequence and tensor > 1]
         else:
             sequences = [True, False] if tensor > 1 else [False]
-        ranks = world // tensor
-        if "parallel.pipeline" in fixed:
-            pipelines = [parallel.pipeline]
-        else:
-            pipelines = [n for n in range(1, model.num_hidden_layers + 1) if ranks % n == 0]
-        for pipeline in pipelines:
-            for schedule, virtual in _schedules(config, pipeline, fixed):
-                for sequence in sequences:
-                    yield tensor, sequence, pipeline, schedule, virtual
+        for context in _contexts(config, world // tensor, fixed):
+            ranks = world // (tensor * context)
+            if "parallel.pipeline" in fixed:
+                pipelines = [parallel.pipeline]
+            else:
+                pipelines = [n for n in range(1, model.num_hidden_layers + 1) if ranks % n == 0]
+            for pipeline in pipelines:
+                for schedule, virtual in _schedules(config, pipeline, fixed):
+                    for sequence in sequences:
+                        yield tensor, sequence, context, pipeline, schedule, virtual
+
+
+def _contexts(config: Config, ranks: int, fixed: Collection[str]) -> list[int]:
+    """Return the degrees of context parallelism: the recipe's, and powers of two that leave long chunks."""
+    recipes = config.parallel.context
+    if "parallel.context" in fixed:
+        return [recipes]
+    most = max(1, config.train.sequence_length // (2 * _LEAST_CHUNK))
+    powers = [2**n for n in range(most.bit_length()) if ranks % 2**n == 0]
+    return sorted({recipes, *powers}) if ranks % recipes == 0 else powers
 
 
 def _schedules(config: Config, pipeline: int, fixed: Collection[str]) -> Iterator[tuple[Schedule, int | None]]:

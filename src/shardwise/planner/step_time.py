@@ -249,6 +249,8 @@ def stage_works(
         recompute="none" if is_left_to_compiler and config.recompute == "selective" else config.recompute,
         regathers=config.regathers,
         matmul=config.precision.matmul,
+        context_group=group(layout.context, layout.tensor, cluster.per_node),
+        gathers_keys_again=program.fused_attention,
     )
     block = block_seconds.block(shape, cluster.device, constants, program)
     embedding = block_seconds.embedding(shape, cluster.device, constants, program)
@@ -378,14 +380,16 @@ class _StepInputs:
         model = self.config.known_shapes
         train = self.config.train
         device = self.cluster.device
-        size = DTYPE_BYTES[self.precision.parameter] * train.micro_batch * train.sequence_length * model.hidden_size
-        # Neighbouring stages are on one node if two pipeline ranks, with all their tensor and data ranks, fit there.
-        inside = layout.tensor * layout.data * 2 <= self.cluster.per_node
+        tokens = train.micro_batch * train.sequence_length // layout.context
+        size = DTYPE_BYTES[self.precision.parameter] * tokens * model.hidden_size
+        # Neighbouring stages are on one node if two pipeline ranks, with all ranks of their stages, fit there.
+        inside = layout.tensor * layout.replicas * 2 <= self.cluster.per_node
         if self.program.splits_messages and not layout.sequence_parallel and layout.tensor > 1:
             tensor_group = RankGroup(layout.tensor, min(layout.tensor, self.cluster.per_node))
             part = device_seconds.message(device, self.constants, size / layout.tensor, inside=inside)
             return part + device_seconds.collective(device, self.constants, tensor_group, float(size))
-        return device_seconds.message(device, self.constants, size / layout.sequence_parts, inside=inside)
+        parts = layout.tensor if layout.sequence_parallel else 1
+        return device_seconds.message(device, self.constants, size / parts, inside=inside)
 
     def update_seconds(self) -> _UpdateSeconds:
         """Return the seconds of reduction, gather and update on the rank that has most parameters."""
@@ -433,7 +437,7 @@ class _StepInputs:
         muon = self.config.optimizer.muon
         width = muon.dtype(device.is_accelerator)
         peak = device.bfloat16 if width == "bfloat16" else device.float32
-        ranks = self.layout.tensor * self.layout.data
+        ranks = self.layout.tensor * self.layout.replicas
         layers = max(
             sum(len(work.stage.layers) for work in self.works if work.stage.rank == rank)
             for rank in range(self.layout.pipeline)
@@ -452,7 +456,7 @@ class _StepInputs:
 
     @property
     def _shard_ranks(self) -> int:
-        return self.config.shard_ranks(self.layout.data)
+        return self.config.shard_ranks(self.layout.replicas)
 
     @property
     def _shard_group(self) -> RankGroup:
@@ -461,7 +465,7 @@ class _StepInputs:
     @property
     def _copies_group(self) -> RankGroup:
         """Ranks that own the same part of the gradients."""
-        copies = self.layout.data // self._shard_ranks
+        copies = self.layout.replicas // self._shard_ranks
         return group(copies, self.layout.tensor * self._shard_ranks, self.cluster.per_node)
 
     @property
@@ -515,7 +519,7 @@ class _StepInputs:
         device = self.cluster.device
         layout = self.layout
         c = self.constants
-        if layout.data == 1:
+        if layout.replicas == 1:
             return 0.0
         optimizer = self.config.optimizer
         count = 1
@@ -533,7 +537,7 @@ class _StepInputs:
         if not self.program.overlaps:
             return count * (seconds + copies)
         gradient_bytes = DTYPE_BYTES[self.precision.gradient] * self.elements
-        bucket = bucket_bytes(gradient_bytes, layout.data, accelerator=device.is_accelerator)
+        bucket = bucket_bytes(gradient_bytes, layout.replicas, accelerator=device.is_accelerator)
         buckets = max(1.0, gradient_bytes / bucket)
         # Each bucket beyond the first adds the latency of a collective: the time of one that sends a byte.
         latency = device_seconds.collective(device, c, ranks, 1.0, reduces_all=reduces_all)

@@ -84,7 +84,7 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     if tensor > 1 and not layout.sequence_parallel:
         yield "parallel.sequence=true", changed("parallel", sequence=True), world
     for stage in (1, 2, 3):
-        if layout.data > 1 and config.optimizer.zero < stage:
+        if layout.replicas > 1 and config.optimizer.zero < stage:
             yield f"optimizer.zero={stage}", changed("optimizer", zero=stage), world
     optimizer = config.optimizer
     if accelerator and not (optimizer.offload or optimizer.spec.needs_whole_tensors):
@@ -97,6 +97,9 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     if not is_user_model:
         deeper = changed("parallel", pipeline=2 * pipeline, stages=None)
         yield f"parallel.pipeline={2 * pipeline} on {2 * world} ranks", deeper, 2 * world
+    if config.parallel.context > 1:
+        context = 2 * config.parallel.context
+        yield f"parallel.context={context} on {2 * world} ranks", changed("parallel", context=context), 2 * world
     yield f"parallel.tensor={2 * tensor} on {2 * world} ranks", changed("parallel", tensor=2 * tensor), 2 * world
     if config.optimizer.zero:
         yield f"{2 * world} ranks, which share the optimizer state", config, 2 * world

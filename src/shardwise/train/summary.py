@@ -216,7 +216,7 @@ def _sharding(config: Config, layout: Layout, accelerator: bool) -> str:
         text += f", {listing(idle)} without effect"
     if optimizer.offload and not accelerator:
         text += ", optimizer.offload without effect on a CPU"
-    if optimizer.zero > 1 and layout.data == 1:
+    if optimizer.zero > 1 and layout.replicas == 1:
         text += ", no effect with DP 1"
     return "" if layout.world == 1 and text == "ZeRO-1" else f", {text}"
 
