@@ -19,12 +19,14 @@ class Axis:
         degree: name of the number of ranks along the axis, which is an attribute of `Layout` and a key of `parallel`.
         title: words for the degree in messages.
         fills_world: True if no key gives the degree: the axis has the ranks that the degrees of the others leave.
+        is_optional: True if texts and files name the axis only where its degree is above 1.
     """
 
     name: str
     degree: str
     title: str
     fills_world: bool = False
+    is_optional: bool = False
 
     @property
     def key(self) -> str:
@@ -34,7 +36,7 @@ class Axis:
 
 PIPELINE = Axis("pp", "pipeline", "pipeline degree")
 DATA = Axis("dp", "data", "data-parallel degree", fills_world=True)
-CONTEXT = Axis("cp", "context", "context-parallel degree")
+CONTEXT = Axis("cp", "context", "context-parallel degree", is_optional=True)
 TENSOR = Axis("tp", "tensor", "tensor-parallel degree")
 
 AXES = (PIPELINE, DATA, CONTEXT, TENSOR)
@@ -46,6 +48,16 @@ share samples come next. The pipeline is the outermost axis, as its ranks send l
 """
 CHOSEN_AXES = tuple(axis for axis in reversed(AXES) if not axis.fills_world)
 """The axes whose degrees the user chooses, the innermost first, as texts name them."""
+
+
+def is_named(axis: Axis, degrees: Mapping[str, int]) -> bool:
+    """Return whether texts and files name an axis of a layout with these degrees, by the name of the degree."""
+    return not axis.is_optional or degrees.get(axis.degree, 1) > 1
+
+
+def has_degrees(recorded: Mapping[str, object]) -> bool:
+    """Return whether a file of a run has recorded the degrees of its layout."""
+    return all(axis.is_optional or isinstance(recorded.get(axis.degree), int) for axis in AXES)
 
 
 def replicas_name(data: int, context: int) -> str:
@@ -61,13 +73,14 @@ def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: boo
     Args:
         degrees: ranks along each axis, by the name of the degree; other entries do not count.
         sequence: activations are cut along the sequence too (SP).
-        ones: name degrees of 1, but for that of context parallelism.
+        ones: name degrees of 1, but for those of optional axes.
     """
     words = []
     for axis in (*CHOSEN_AXES, DATA):
-        # Files of runs before context parallelism lack its degree.
-        degree = degrees.get(axis.degree, 1) if axis is CONTEXT else degrees[axis.degree]
-        if degree > 1 or (ones and axis is not CONTEXT):
+        if not is_named(axis, degrees):
+            continue
+        degree = degrees[axis.degree]
+        if ones or degree > 1:
             words.append(f"{axis.name.upper()} {degree}{' + SP' if axis is TENSOR and sequence and degree > 1 else ''}")
     return " × ".join(words)
 
@@ -81,5 +94,5 @@ def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
     """
     places = {}
     for axis in reversed(AXES):
-        rank, places[axis.name] = divmod(rank, degrees[axis.degree])
-    return {axis.name: places[axis.name] for axis in AXES}
+        rank, places[axis.name] = divmod(rank, degrees.get(axis.degree, 1))
+    return {axis.name: places[axis.name] for axis in AXES if is_named(axis, degrees)}

@@ -6,7 +6,7 @@ are the losses after a checkpoint of another layout was read: each layout reads 
 process reads that of the last layout.
 
 The layouts are all combinations of parallel.tensor, parallel.sequence, parallel.pipeline, data parallelism and
-optimizer.zero (0, 1 and the recipe's), with the recipe's parallel.schedule and train.recompute. --layouts chooses
+optimizer.zero (0, 1 and the recipe's), with the recipe's other keys. --layouts chooses
 others: each KEY=VALUE,VALUE limits a key to these values, and KEY=all allows all its values. Keys that are not named
 keep the values above; `all` allows all values of all keys.
 
@@ -20,7 +20,7 @@ import itertools
 import shutil
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ def _plan(
     if not chosen_cells:
         raise ConfigError(
             f"no layout of {listing(devices.values(), 'or')} ranks is chosen by --layouts: parallel.tensor × "
-            "parallel.pipeline must divide the number of ranks (--nproc)"
+            "parallel.context × parallel.pipeline must divide the number of ranks (--nproc)"
         )
     has_accelerator = set(devices) != {"cpu"}
     config = miniature.miniature(recipe, cells, steps, has_accelerator=has_accelerator)
@@ -220,7 +220,7 @@ class Verified:
             + (f", precision.matmul {matmul}" if matmul is not None else ""),
             "reference": f"one process on {first.device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at step "
             f"{train.steps}",
-            "layouts": "TP, PP, DP: degrees of parallelism; SP: sequence parallelism; Z1: ZeRO-1",
+            "layouts": "TP, CP, PP, DP: degrees of parallelism; SP: sequence parallelism; Z1: ZeRO-1",
             "weights": "the initial ones: equal",
             "loss": f"of each step up to {middle}: {_within(tolerance.losses)}",
             "grad": f"gradients of step 1, of each tensor: {_within(tolerance.gradients)} of its norm",
@@ -299,6 +299,7 @@ def _show_table(outcomes: Sequence[verification.CellOutcome]) -> None:
     columns: dict[str, list[str]] = {
         "": ["✗" if outcome.problems else "" for outcome in outcomes],
         "TP": [f"{outcome.cell.tensor}{' SP' if outcome.cell.sequence else ''}" for outcome in outcomes],
+        "CP": [str(outcome.cell.context) for outcome in outcomes],
         "PP": [str(outcome.cell.pipeline) for outcome in outcomes],
         "DP": [f"{outcome.cell.data}{f' Z{outcome.cell.zero}' if outcome.cell.zero else ''}" for outcome in outcomes],
         "schedule": [outcome.cell.schedule or "-" for outcome in outcomes],
@@ -310,6 +311,8 @@ def _show_table(outcomes: Sequence[verification.CellOutcome]) -> None:
     }
     if not any(columns[""]):
         del columns[""]
+    if {*columns["CP"]} == {"1"}:
+        del columns["CP"]
     # A column in which all layouts agree becomes a line above the table, which then is narrow enough.
     for key in ("schedule", "recompute"):
         same = {*columns[key]} - {"-"}
@@ -317,10 +320,16 @@ def _show_table(outcomes: Sequence[verification.CellOutcome]) -> None:
             del columns[key]
             for value in same:
                 output.line(f"{key} {value}")
+    if _table_width(columns, gap=1) > _WIDTH and {*columns["weights"]} <= {"0", "failed"}:
+        del columns["weights"]
     rows = list(zip(*columns.values(), strict=True))
-    width = sum(max(map(len, (head, *cells))) for head, cells in columns.items())
-    gap = 2 if width + 2 * (len(columns) - 1) <= _WIDTH else 1
-    output.table(rows, [*columns], right=range(len(columns) - 4, len(columns)), gap=gap)
+    gap = 2 if _table_width(columns, gap=2) <= _WIDTH else 1
+    first_number = [*columns].index("loss") - ("weights" in columns)
+    output.table(rows, [*columns], right=range(first_number, len(columns)), gap=gap)
+
+
+def _table_width(columns: Mapping[str, Sequence[str]], gap: int) -> int:
+    return sum(max(map(len, (head, *cells))) for head, cells in columns.items()) + gap * (len(columns) - 1)
 
 
 def _number(outcome: verification.CellOutcome, field: str) -> str:

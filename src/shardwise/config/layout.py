@@ -6,7 +6,15 @@ import math
 from dataclasses import dataclass
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_multiples, see
-from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, CONTEXT, PIPELINE, coordinates, layout_text, replicas_name
+from shardwise.base.mesh_axes import (
+    AXES,
+    CHOSEN_AXES,
+    PIPELINE,
+    coordinates,
+    is_named,
+    layout_text,
+    replicas_name,
+)
 from shardwise.base.units import counted
 from shardwise.config.schedules import SCHEDULES
 from shardwise.config.sections import ParallelConfig, TrainConfig
@@ -50,12 +58,17 @@ class Layout:
 
     def _keys(self) -> str:
         """The keys of the degrees with their values, without the outermost ones that are 1."""
-        axes = [axis for axis in CHOSEN_AXES if axis is not CONTEXT or self.context > 1]
+        axes = [axis for axis in CHOSEN_AXES if is_named(axis, self.degrees)]
         while len(axes) > 1 and getattr(self, axes[-1].degree) == 1:
             axes.pop()
         keys = " × ".join(axis.key for axis in axes)
         values = " × ".join(str(getattr(self, axis.degree)) for axis in axes)
         return f"{keys} ({values} = {self.ranks_of_one_model})" if len(axes) > 1 else f"{keys} ({values})"
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degree of each axis by its name."""
+        return {axis.degree: getattr(self, axis.degree) for axis in AXES}
 
     @property
     def ranks_of_one_model(self) -> int:
@@ -89,7 +102,7 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank of the job along each axis, by the axis' short name."""
-        return coordinates(rank, {axis.degree: getattr(self, axis.degree) for axis in AXES})
+        return coordinates(rank, self.degrees)
 
     def pipeline_rank(self, rank: int) -> int:
         """The place of a rank of the job along the pipeline."""
@@ -118,9 +131,14 @@ class Layout:
             "sequence": self.sequence_parallel,
             "pipeline": self.pipeline,
             "virtual": self.virtual,
-            "context": self.context,
             "data": self.data,
+            **self._optional_degrees,
         }
+
+    @property
+    def _optional_degrees(self) -> dict[str, int]:
+        axes = (axis for axis in AXES if axis.is_optional and is_named(axis, self.degrees))
+        return {axis.degree: self.degrees[axis.degree] for axis in axes}
 
     def facts(self) -> dict[str, int]:
         """The degrees, as the files of a run and the results of an evaluation record them."""
@@ -129,8 +147,8 @@ class Layout:
             "tensor": self.tensor,
             "sequence": self.sequence_parallel,
             "pipeline": self.pipeline,
-            "context": self.context,
             "data": self.data,
+            **self._optional_degrees,
         }
 
     def accumulation(self, train: TrainConfig) -> int:

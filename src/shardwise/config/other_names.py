@@ -46,6 +46,7 @@ _NAMES = {
     # the layout
     "parallel.tensor": "tensor_model_parallel_size tensor_parallel_size tensor_parallel_degree tp_size tp tp_degree "
     "tensor_parallel model_parallel_size",
+    "parallel.context": "context_parallel_size context_parallel_degree cp cp_size cp_degree context_parallel",
     "parallel.pipeline": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel_degree pp_size pp "
     "pp_degree pipeline_parallel",
     "parallel.schedule": "pipeline_parallel_schedule pp_schedule pipeline_schedule",
@@ -130,12 +131,10 @@ OTHER_VALUES = frozenset(_OTHER_VALUES.split())
 """Names whose values are of another unit or kind than those of our key."""
 
 _WITHOUT_KEY = {
-    "the data-parallel degree is the number of ranks (--nproc) / (parallel.tensor × parallel.pipeline)": (
+    "the data-parallel degree is the number of ranks (--nproc) / (parallel.tensor × parallel.context × "
+    "parallel.pipeline)": (
         "parallel.data data_parallel_size data_parallel_degree dp dp_size dp_degree data_parallel_shard_degree "
         "data_parallel"
-    ),
-    "there is no context parallelism": (
-        "context_parallel_size context_parallel_degree cp cp_size cp_degree parallel.context"
     ),
     "there are no experts": (
         "expert_model_parallel_size expert_parallel_size expert_parallel_degree ep ep_size num_experts "

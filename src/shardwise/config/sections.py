@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -117,14 +117,6 @@ BATCH_RULE = r"([1-9]\d*) per ([1-9]\d*) ranks?"
 _PASSWORD = r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)"
 
 
-class Degrees(TypedDict):
-    """Degrees along the axes of the mesh that keys choose."""
-
-    tensor: int
-    context: int
-    pipeline: int
-
-
 class ParallelConfig(Section):
     """The cut of the model; the data-parallel degree is what remains of the world."""
 
@@ -193,9 +185,9 @@ class ParallelConfig(Section):
         return self.tensor * self.context * self.pipeline
 
     @property
-    def degrees(self) -> Degrees:
-        """The degree along each axis of the mesh that a key chooses, as `Mesh` takes them."""
-        return Degrees(tensor=self.tensor, context=self.context, pipeline=self.pipeline)
+    def degrees(self) -> dict[str, Any]:
+        """The degrees, as arguments of `Mesh`."""
+        return {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
 
     @property
     def stages_per_rank(self) -> int:

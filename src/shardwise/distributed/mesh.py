@@ -26,7 +26,7 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.base.errors import ArgumentError, count_problems
-from shardwise.base.mesh_axes import AXES, CONTEXT, PIPELINE, Axis, replicas_name
+from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, PIPELINE, Axis, is_named, replicas_name
 from shardwise.distributed import devices, rendezvous
 from shardwise.distributed.rendezvous import meet
 from shardwise.distributed.torch_private import register_group_name, set_timeout
@@ -350,11 +350,12 @@ class Mesh:
         self.world = Group.world()
         model_ranks = math.prod(degrees.values())
         if self.world.size % model_ranks:
-            named = {name: degree for name, degree in degrees.items() if degree > 1 or name != CONTEXT.degree}
+            named = [axis.degree for axis in CHOSEN_AXES if is_named(axis, degrees)]
             product = " × ".join(named)
-            values = " × ".join(map(str, named.values()))
+            values = " × ".join(str(degrees[name]) for name in named)
             raise ValueError(f"world size ({self.world.size}) must be a multiple of {product} ({values})")
         degrees["data"] = self.world.size // model_ranks
+        self._degrees = degrees
         self.device_mesh: DeviceMesh | None = None
         self._host_groups: dict[str, Group] = {}
         process_groups: dict[str, dist.ProcessGroup] = {}
@@ -408,7 +409,7 @@ class Mesh:
         return self._host_groups[name]
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{axis.name}={self._along(axis).size}" for axis in AXES)
+        sizes = ", ".join(f"{axis.name}={self._along(axis).size}" for axis in AXES if is_named(axis, self._degrees))
         return f"Mesh({sizes}, rank={self.world.rank}, {self.device})"
 
 

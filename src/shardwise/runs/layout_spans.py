@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.base.mesh_axes import AXES, layout_text
+from shardwise.base.mesh_axes import has_degrees, layout_text
 from shardwise.base.parsing import count_of
 
 ONE_PROCESS = "one process"
@@ -30,7 +30,7 @@ class LayoutSpan:
 
 def short_layout(layout: Mapping[str, Any]) -> str:
     """Return a recorded layout without degrees of 1; an empty text if it lacks a degree."""
-    if not all(isinstance(layout.get(axis.degree), int) for axis in AXES):
+    if not has_degrees(layout):
         return ""
     return layout_text(layout, sequence=bool(layout.get("sequence")), ones=False) or ONE_PROCESS
 

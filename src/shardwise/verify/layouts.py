@@ -127,10 +127,12 @@ def _value_problems(key: str, value: Any) -> list[str]:
 def candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, list[Any] | None]) -> list[Cell]:
     """Return the chosen layouts of exactly `ranks` ranks, each once: a key without effect has its default.
 
-    Schedule and recompute are the recipe's unless they are chosen, and stages of ZeRO are 0, 1 and the recipe's.
+    Schedule, recompute and context parallelism are the recipe's unless they are chosen, and stages of ZeRO are 0, 1 and
+    the recipe's.
     """
     values: dict[str, Sequence[Any]] = {key: valid or sorted(divisors(ranks)) for key, valid in AXES.items()}
     defaults: dict[str, Sequence[Any]] = {
+        "parallel.context": [config.parallel.context],
         "parallel.schedule": [config.parallel.schedule],
         "train.recompute": get_args(Recompute) if config.train.recompute == "auto" else [config.recompute],
         "optimizer.zero": sorted({0, 1, config.optimizer.zero}),

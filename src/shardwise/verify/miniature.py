@@ -45,7 +45,7 @@ def miniature(
     optimizer = config.optimizer
     data = config.data
     is_own = config.shapes is None
-    length = math.lcm(_LENGTH, *degrees)
+    length = math.lcm(_LENGTH, *degrees, *(2 * cell.context * cell.tensor for cell in cells if cell.context > 1))
     # A model of the user's own keeps its sizes, so the sequence must not be longer than it can read.
     if is_own and model.max_position_embeddings is not None:
         length = min(length, model.max_position_embeddings)

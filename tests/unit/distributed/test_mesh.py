@@ -18,8 +18,9 @@ from tests.unit.layers.groups import pretend_group
 
 def test_one_process_is_a_mesh_of_ones() -> None:
     mesh = Mesh(device="cpu")
-    assert [(group.rank, group.size, group.ranks) for group in mesh.groups] == [(0, 1, (0,))] * 4
-    assert [group.name for group in mesh.groups] == ["tp", "dp", "pp", "world"]
+    assert [(group.rank, group.size, group.ranks) for group in mesh.groups] == [(0, 1, (0,))] * 5
+    assert [group.name for group in mesh.groups] == ["tp", "cp", "dp", "pp", "world"]
+    assert mesh.replicas is mesh.dp
     assert all(group.process_group is None for group in mesh.groups)
     assert mesh.device_mesh is None
     assert mesh.device == torch.device("cpu")
@@ -32,7 +33,7 @@ def test_a_world_that_does_not_divide_is_refused() -> None:
 
 
 @pytest.mark.parametrize("degree", [0, -1, 1.0, True, "2", None], ids=repr)
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
 def test_a_degree_is_a_whole_number(axis: str, degree: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{axis} ({degree!r}) must be a whole number of at least 1")):
         Mesh(**{axis: degree}, device="cpu")

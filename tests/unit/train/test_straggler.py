@@ -21,7 +21,7 @@ def played(
     groups: list[Any] = [
         SimpleNamespace(
             tp=SimpleNamespace(size=tensor),
-            dp=SimpleNamespace(size=inner // tensor),
+            stage=SimpleNamespace(size=inner),
             pp=SimpleNamespace(size=pipeline, rank=rank // inner),
             world=SimpleNamespace(size=len(work), rank=rank),
         )
@@ -61,7 +61,7 @@ def test_nobody_is_named_before_there_is_a_window_of_steps() -> None:
 
 def test_a_rank_alone_in_its_stage_is_compared_with_its_own_best() -> None:
     mesh: Any = SimpleNamespace(
-        tp=SimpleNamespace(size=1), dp=SimpleNamespace(size=1), pp=SimpleNamespace(size=2, rank=1),
+        tp=SimpleNamespace(size=1), stage=SimpleNamespace(size=1), pp=SimpleNamespace(size=2, rank=1),
         world=SimpleNamespace(size=2, rank=1),
     )  # fmt: skip
     rank = Stragglers(mesh)

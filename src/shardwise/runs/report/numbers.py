@@ -16,7 +16,7 @@ from typing import Any
 from markupsafe import Markup
 
 from shardwise.base import redaction, units
-from shardwise.base.mesh_axes import AXES, layout_text
+from shardwise.base.mesh_axes import has_degrees, layout_text
 from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.runs.layout_spans import LayoutSpan, short_layout, spans_text
 from shardwise.runs.lost_time import CAUSES, number, seconds_of
@@ -464,7 +464,7 @@ def layout_of(report: Mapping[str, Any]) -> str:
     """Return the degrees of parallelism as text; empty if the run did not record them."""
     layout = report["layout"]
     parallel = report["config"].get("parallel")
-    if not all(isinstance(layout.get(axis.degree), int) for axis in AXES):
+    if not has_degrees(layout):
         return ""
     words = [layout_text(layout, sequence=bool(layout.get("sequence")))]
     if layout.get("zero"):
@@ -477,15 +477,16 @@ def layout_of(report: Mapping[str, Any]) -> str:
 
 
 def ranks_picture(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Arrange the ranks by pipeline rank and by place in data parallelism, for the template.
+    """Arrange the ranks by pipeline rank and by place in data and context parallelism, for the template.
 
     Each rank is a cell; its facts are in `data` in the order of the cells, as [rank, number of its host, work, GiB,
     place along each axis …].
     """
-    stages: dict[int, dict[int, list[Mapping[str, Any]]]] = {}
+    stages: dict[int, dict[tuple[int, int], list[Mapping[str, Any]]]] = {}
     for rank in ranks:
         place = rank["place"]
-        stages.setdefault(place.get("pp", 0), {}).setdefault(place.get("dp", 0), []).append(rank)
+        group = (place.get("dp", 0), place.get("cp", 0))
+        stages.setdefault(place.get("pp", 0), {}).setdefault(group, []).append(rank)
     ordered = [rank for _, groups in sorted(stages.items()) for _, group in sorted(groups.items()) for rank in group]
     hosts = sorted({rank["host"] for rank in ranks})
     number_of = {host: number for number, host in enumerate(hosts)}

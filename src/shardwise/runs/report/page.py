@@ -23,7 +23,7 @@ from shardwise.runs.step_metrics import PARTS, REPORT_CURVES, Curve, StepMetric
 # Numbers of the page's colours (page.css), in the order of the parts. Green stands for the steps that count.
 _TIME_COLOURS = (4, 1, 2, 0, 5, 7, 3, 6)
 _AXIS_COLOURS = (3, 1, 2, 7, 5, 0, 4, 6)
-_AXES = {"tp": "TP", "dp": "DP", "pp": "PP", "world": "all ranks"}
+_AXES = {"tp": "TP", "cp": "CP", "dp": "DP", "dp_cp": "DP × CP", "pp": "PP", "world": "all ranks"}
 _MOST_TASK_CURVES = 24
 """Curves in a chart of tasks: some groups have dozens of tasks, whose legend would hide the chart."""
 _MOST_NOTES = 3

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from rich.text import Text
 
 from shardwise.base import units
+from shardwise.base.mesh_axes import AXES
 from shardwise.config import ParallelConfig
 from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.pipeline.schedule_picture import MOST_ROWS, schedule_picture
@@ -413,12 +414,13 @@ def listing(
         return [head, Text(" no rank has a file yet", FAINT)]
     rows = max(1, height - 2)
     begin = max(0, min(cursor - rows // 2, len(views) - rows))
-    names = ("rank", "pp", "dp", "tp", "host", "device", "step", "work", "×best", "memory", "busy", "heard")
+    axes = [axis.name for axis in AXES if not axis.is_optional or any(axis.name in view.place for view in views)]
+    names = ("rank", *axes, "host", "device", "step", "work", "×best", "memory", "busy", "heard")
     parts = PARTS if width >= 150 else ()
     cells = [tuple((name, FAINT) for name in (*names, *parts))]
-    cells += [(*_cells(frame, view), *_parts(view, parts)) for view in views[begin : begin + rows]]
+    cells += [(*_cells(frame, view, axes), *_parts(view, parts)) for view in views[begin : begin + rows]]
     # All columns but the host and the device are numbers.
-    right = [at for at in range(len(cells[0])) if at not in (4, 5)]
+    right = [at for at in range(len(cells[0])) if names[at : at + 1] not in (("host",), ("device",))]
     lines = drawing.columns(cells, right=right, gap=1 if width < 100 else 2)
     for at, line in enumerate(lines[1:], begin):
         if at == cursor:
@@ -434,13 +436,13 @@ def _parts(view: RankView, names: Sequence[str]) -> list[tuple[str, str]]:
     return [(drawing.seconds(split.get(name)), FAINT) for name in names]
 
 
-def _cells(frame: Frame, view: RankView) -> tuple[tuple[str, str], ...]:
+def _cells(frame: Frame, view: RankView, axes: Sequence[str]) -> tuple[tuple[str, str], ...]:
     relative = "–" if view.relative is None else f"×{view.relative:.2f}"
     heard = units.duration(round(max(0.0, frame.now - view.heard)))
     busy = WARN if view.utilization is not None and view.utilization < 0.7 else TEXT
     return (
         (str(view.rank), f"bold {TEXT}"),
-        *((str(view.place.get(axis, "–")), FAINT) for axis in ("pp", "dp", "tp")),
+        *((str(view.place.get(axis, "–")), FAINT) for axis in axes),
         (view.host[:20] or "–", TEXT),
         (drawing.model(view.device)[:10], FAINT),
         ("–" if view.step is None else f"{view.step:,}", TEXT),
