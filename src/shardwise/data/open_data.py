@@ -396,7 +396,7 @@ def _glance_at_tokenizer(config: Config, contents: Contents, *, may_train: bool)
     if contents == "text or tokens":
         return "where the data hold text, one is trained on them"
     # Pairs of shards have their special tokens; the samples of other tokens may need some.
-    if contents == "tokens" and (problems := common.without_tokenizer(config)):
+    if contents == "tokens" and (problems := common.without_tokenizer(config, has_documents=True)):
         raise DataError(problems)
     return "none, as the data hold tokens"
 
