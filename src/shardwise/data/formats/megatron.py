@@ -17,7 +17,7 @@ from shardwise.data.formats import common, inspecting, packed
 from shardwise.data.reading.manifest import of_prefix, read_manifest
 from shardwise.data.reading.megatron_files import Documents, IndexedFile, count_sequences, count_tokens, prefix_of
 from shardwise.data.samples import batch, causal, order
-from shardwise.data.samples.packing import PackedSamples
+from shardwise.data.samples.packing import WINDOW, PackedSamples
 from shardwise.data.tokens.tokenizer import PairTokens
 
 # An inspection takes seconds: the most documents whose lengths it looks at, the most blocks of tokens in which it looks
@@ -223,6 +223,14 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     bounds = file.starts(np.arange(min(samples, number) + 1)).tolist()
     leading = [file.tokens[start:end] for start, end in pairwise(bounds)]
     return inspecting.with_tokens(inspection, data.tokenizer, leading, blocks, total)
+
+
+def first_documents(data: DataConfig) -> inspecting.FirstDocuments:
+    """The first documents of a data set, as many as are packed together."""
+    assert data.path is not None
+    file = IndexedFile.open(prefix_of(data.path))
+    number = min(file.num_documents, WINDOW)
+    return inspecting.FirstDocuments(file.tokens, file.starts(np.arange(number + 1)), number == file.num_documents)
 
 
 def _parts(files: Sequence[IndexedFile], config: Config) -> dict[split.Part, tuple[Documents, ...]]:

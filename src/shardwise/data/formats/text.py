@@ -408,6 +408,36 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     )
 
 
+def first_documents(data: DataConfig) -> inspecting.FirstDocuments:
+    """The first documents of a text, about `_ENCODED_BYTES` of it, by the tokenizer that `data` names.
+
+    Raises:
+        DataError: it names none.
+    """
+    if data.tokenizer is None:
+        raise DataError(f"{data.name} is text, whose samples need data.tokenizer")
+    tokenizer = Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
+    marks = common.document_marks(data, tokenizer)
+    rows = []
+    bounds = [0]
+    nbytes = 0
+    tokens = 0
+    begun = False
+    is_all = True
+    for piece in open_source(data).pieces():
+        if nbytes >= _ENCODED_BYTES and not begun:
+            is_all = False
+            break
+        row, _ = marks.put(*tokenizer.encode_rows([piece.text]), [piece.ends_document], begun=begun)
+        rows.append(row)
+        tokens += len(row)
+        nbytes += len(piece.text.encode())
+        begun = not piece.ends_document
+        if piece.ends_document:
+            bounds.append(tokens)
+    return inspecting.FirstDocuments(np.concatenate(rows), np.array(bounds), is_all)
+
+
 def random_text(
     vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False
 ) -> common.PreparedText:

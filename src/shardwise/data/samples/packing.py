@@ -132,10 +132,12 @@ class PackingFacts:
         return PackingFacts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
+        cut = "no document cut"
+        if self.cut:
+            cut = f"{self.cut:,} of {counted(self.documents, 'document')} cut, as they are longer than a sample"
         return (
             f"packed by best fit: {counted(self.samples, 'sample')} with {1 - self.targets / self.places:.2%} padding, "
-            f"{self.cut:,} of {counted(self.documents, 'document')} cut, as they are longer than a sample; "
-            f"{self.whole / self.targets:.1%} of targets have the beginning of their document in their sample "
+            f"{cut}; {self.whole / self.targets:.1%} of targets have the beginning of their document in their sample "
             f"({self.whole_if_cut / self.targets:.1%} with data.packing=cut)"
         )
 
