@@ -245,7 +245,6 @@ class PackedBatches(Batches):
         self.packed = packed
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
-        shape_BS = (len(indices), self.packed.length)
         begins = self.packed.begins
         numbers_B = np.maximum(indices, 0)
         # A sample that counts nothing has no pieces.
@@ -254,16 +253,16 @@ class PackedBatches(Batches):
         sample_N = np.repeat(np.arange(len(indices)), pieces_B)
         read_B = np.bincount(sample_N, weights=sizes_N, minlength=len(indices)).astype(np.int64)
         place_N = np.cumsum(sizes_N) - sizes_N - (np.cumsum(read_B) - read_B)[sample_N]
-        places = runs(sample_N * self.packed.length + place_N, sizes_N)
         # Each piece is followed by its last target.
         row = self.tokens.take(runs(starts_N, sizes_N + 1))
-        read = runs(np.cumsum(sizes_N + 1) - sizes_N - 1, sizes_N)
-        ids_BS = np.zeros(shape_BS, dtype=np.int64)
-        targets_BS = np.full(shape_BS, IGNORE, dtype=np.int64)
+        ends_N = np.cumsum(sizes_N + 1)
+        is_read_BS = np.arange(self.packed.length) < read_B[:, None]
+        ids_BS = np.zeros(is_read_BS.shape, dtype=np.int64)
+        targets_BS = np.full(is_read_BS.shape, IGNORE, dtype=np.int64)
         starts_BS = np.repeat(read_B[:, None], self.packed.length, axis=1)
-        ids_BS.flat[places] = row[read]
-        targets_BS.flat[places] = row[read + 1]
-        starts_BS.flat[places] = np.repeat(place_N, sizes_N)
+        ids_BS[is_read_BS] = np.delete(row, ends_N - 1)
+        targets_BS[is_read_BS] = np.delete(row, ends_N - sizes_N - 1)
+        starts_BS[is_read_BS] = np.repeat(place_N, sizes_N)
         inputs = {
             "ids_SB": ids_BS,
             "targets_SB": targets_BS,
@@ -271,4 +270,4 @@ class PackedBatches(Batches):
             "starts_SB": starts_BS,
         }
         inputs = {name: np.ascontiguousarray(array_BS.T) for name, array_BS in inputs.items()}
-        return Batch(inputs, np.array([len(places)]), samples)
+        return Batch(inputs, np.array([read_B.sum()]), samples)
