@@ -49,7 +49,7 @@ def open_packed(
 
     def build(folder: Path) -> dict[str, Any]:
         if announce is not None:
-            announce(f"packing the documents of {name}: once, then cached in {root}")
+            announce(f"preparing the data {name}: packing the documents once, then cached in {root}")
         return {part: _write(folder, part, find(), length) for part, find in bounds.items()}
 
     entry = cache.open_or_build(root, _KIND, key, cache.has_its_bounds, build)

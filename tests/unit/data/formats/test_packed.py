@@ -93,7 +93,7 @@ def test_an_epoch_has_each_document_once(kind: str, at: Path, tmp_path: Path) ->
     batch = epoch(settings, data, number=len(prepared.samples))
     assert sorted(documents_in(batch)) == expected(TEXTS, at)
     if kind == "megatron":
-        assert sum(line.startswith("packing the documents of ") for line in said) == 1
+        assert sum(": packing the documents once, " in line for line in said) == 1
         assert "60 documents, " in data.summary
         assert "; packed by best fit: " in data.summary
         assert ", 12 of 60 documents cut, as they are longer than a sample; " in data.summary
