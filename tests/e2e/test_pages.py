@@ -48,7 +48,10 @@ ELSEWHERE = {
     ("docs/data-formats.md", "Text files"): "tests/e2e/test_text_files.py::test_the_page_runs",
     ("docs/data-formats.md", "Hugging Face datasets"): "tests/e2e/test_datasets.py::test_the_page_runs",
     ("docs/data-formats.md", "Streams"): "tests/e2e/test_streaming.py::test_the_page_runs_and_goes_on",
-    ("docs/documents.md", "Documents within a sample"): "tests/e2e/test_documents.py::test_the_page_runs_and_layouts_agree",
+    (
+        "docs/documents.md",
+        "Documents within a sample",
+    ): "tests/e2e/test_documents.py::test_the_page_runs_and_layouts_agree",
     ("docs/documents.md", "Whole documents in a sample"): (
         "tests/e2e/test_documents.py::test_packed_documents_go_on_at_another_layout"
     ),

@@ -16,8 +16,7 @@ from shardwise.data import cache, split
 from shardwise.data.formats import common, inspecting, packed
 from shardwise.data.reading.manifest import of_prefix, read_manifest
 from shardwise.data.reading.megatron_files import Documents, IndexedFile, count_sequences, count_tokens, prefix_of
-from shardwise.data.samples import batch, causal, order
-from shardwise.data.samples.packing import WINDOW, PackedSamples
+from shardwise.data.samples import batch, causal, order, packing
 from shardwise.data.tokens.tokenizer import PairTokens
 
 # An inspection takes seconds: the most documents whose lengths it looks at, the most blocks of tokens in which it looks
@@ -45,7 +44,7 @@ class PreparedDocuments(common.PreparedData):
     parts: Mapping[split.Part, tuple[Documents, ...]]
     vocab_size: int
     pair_tokens: PairTokens | None = None
-    packed: tuple[Mapping[split.Part, PackedSamples], ...] = ()
+    packed: tuple[Mapping[split.Part, packing.PackedSamples], ...] = ()
 
     def count(self, part: split.Part) -> int:
         return sum(map(len, self.parts[part]))
@@ -134,7 +133,7 @@ def _packed(
     config: Config,
     root: Path,
     announce: common.Announce,
-) -> Iterator[Mapping[split.Part, PackedSamples]]:
+) -> Iterator[Mapping[split.Part, packing.PackedSamples]]:
     """The packed samples of each data set; none unless `config` asks for them.
 
     Raises:
@@ -229,7 +228,7 @@ def first_documents(data: DataConfig) -> inspecting.FirstDocuments:
     """The first documents of a data set, as many as are packed together."""
     assert data.path is not None
     file = IndexedFile.open(prefix_of(data.path))
-    number = min(file.num_documents, WINDOW)
+    number = min(file.num_documents, packing.WINDOW)
     return inspecting.FirstDocuments(file.tokens, file.starts(np.arange(number + 1)), number == file.num_documents)
 
 

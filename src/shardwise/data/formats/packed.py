@@ -8,19 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
 
 from shardwise.base.errors import DataError
 from shardwise.base.files import cache_root
 from shardwise.config import Config
 from shardwise.data import cache
 from shardwise.data.formats import common
-from shardwise.data.samples.batch import TokenArray
-from shardwise.data.samples.causal import DocumentEnds
+from shardwise.data.samples import batch, causal
 from shardwise.data.samples.order import IntArray
 from shardwise.data.samples.packing import WINDOW, PackedSamples, PackingFacts, document_bounds, packed_windows
 from shardwise.data.split import PART_NAMES, Part
@@ -55,8 +51,8 @@ def open_packed(
     entry = cache.open_or_build(root, _KIND, key, cache.has_its_bounds, build)
     return {
         part: PackedSamples(
-            np.asarray(entry.bounds(part, "pieces")).reshape(-1, 2),
-            np.asarray(entry.bounds(part, "samples")),
+            entry.bounds(part, "pieces").reshape(-1, 2),
+            entry.bounds(part, "samples"),
             length,
             PackingFacts(**entry.manifest[part]["facts"]),
         )
@@ -100,12 +96,12 @@ def packed_text(config: Config, root: Path, data: _Text, announce: common.Announ
     """
     if not config.data.packs_documents:
         return data
-    ends = DocumentEnds.of(config, data.tokenizer_path)
+    ends = causal.DocumentEnds.of(config, data.tokenizer_path)
     assert ends is not None, "documents are told apart"
     packed = open_packed(
         root,
         key_of_text(data.fingerprint, ends.token, config),
-        {part: partial(_bounds, config, part, row, ends.token) for part, row in data.tokens.items() if len(row)},
+        {part: _finder(config, part, row, ends.token) for part, row in data.tokens.items() if len(row)},
         config,
         config.data.name,
         announce,
@@ -113,16 +109,21 @@ def packed_text(config: Config, root: Path, data: _Text, announce: common.Announ
     return replace(data, packed=packed, summary=f"{data.summary}{facts_text([packed])}")
 
 
-def _bounds(config: Config, part: Part, row: TokenArray, end: int) -> IntArray:
-    bounds = document_bounds(row, end)
-    if len(bounds) == 2 and row[-1] != end:
+def _finder(config: Config, part: Part, row: batch.TokenArray, end: int) -> Callable[[], IntArray]:
+    """A function that finds the bounds of the documents of a part; DataError if it has none."""
+
+    def find() -> IntArray:
+        bounds = document_bounds(row, end)
+        if len(bounds) > 2 or row[-1] == end:
+            return bounds
         raise DataError(
             f"the {PART_NAMES[part]} part of {config.data.key} ({config.data.name}) must have the token that ends a "
             f"document (id {end}), as data.packing ({config.data.packing}) packs documents: give text of several "
             "documents, such as JSON lines, name the token of data that are tokens by data.eod_token, or set "
             "data.packing=cut"
         )
-    return bounds
+
+    return find
 
 
 def facts_text(packed: Iterable[Mapping[Part, PackedSamples]]) -> str:
