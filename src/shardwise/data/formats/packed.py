@@ -128,8 +128,8 @@ def _finder(config: Config, part: Part, row: batch.TokenArray, end: int) -> Call
 
 def facts_text(packed: Iterable[Mapping[Part, PackedSamples]]) -> str:
     """The facts of the training parts of data sets, after a semicolon; empty if there are none."""
-    facts = sum((parts["train"].facts for parts in packed if "train" in parts), PackingFacts())
-    return f"; {facts}" if facts.samples else ""
+    facts = [parts["train"].facts for parts in packed if "train" in parts]
+    return f"; {sum(facts, PackingFacts())}" if facts else ""
 
 
 def glance_text(config: Config, keys: Iterable[str]) -> str:
@@ -141,7 +141,8 @@ def glance_text(config: Config, keys: Iterable[str]) -> str:
     if not config.data.packs_documents:
         return ""
     entries = [cache.open_entry(cache_root(), _KIND, key, cache.has_its_bounds) for key in keys]
-    facts = [PackingFacts(**entry.manifest["train"]["facts"]) for entry in entries if entry is not None]
+    manifests = [entry.manifest for entry in entries if entry is not None]
+    facts = [PackingFacts(**manifest["train"]["facts"]) for manifest in manifests if "train" in manifest]
     if not facts or len(facts) < len(entries):
         return "; its documents are packed by best fit when the run starts"
     return f"; {sum(facts, PackingFacts())}"

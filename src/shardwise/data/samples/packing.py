@@ -132,6 +132,8 @@ class PackingFacts:
         return PackingFacts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
+        if not self.samples:
+            return "packed by best fit: no sample, as no document has two tokens"
         cut = "no document cut"
         if self.cut:
             cut = f"{self.cut:,} of {counted(self.documents, 'document')} cut, as they are longer than a sample"

@@ -13,7 +13,7 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, check_layout, config_from
 from shardwise.data.formats.common import PreparedData, make_batches, make_evaluation
 from shardwise.data.open_data import glance, prepare
-from shardwise.data.reading.megatron_files import IndexedWriter
+from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
@@ -75,16 +75,19 @@ def epoch(settings: Config, data: PreparedData, part: Any = "train", number: int
     return batches.global_batch(0, number or batches.num_samples)
 
 
-@pytest.mark.parametrize("kind", ["text", "megatron", "stream", "mixture"])
+@pytest.mark.parametrize("kind", ["text", "megatron", "rows of tokens", "stream", "mixture"])
 def test_an_epoch_has_each_document_once(kind: str, at: Path, tmp_path: Path) -> None:
     text = {"path": str(at / "texts.jsonl"), "split": "1,0"}
     tokenizer = {"tokenizer": str(at / "tokenizer")}
     given: dict[str, dict[str, Any]] = {
         "text": text | tokenizer,
         "megatron": {"path": str(at / "all"), "split": "1,0"},
+        "rows of tokens": {"path": str(at / "rows"), "split": "1,0", "eod_token": 0},
         "stream": text | tokenizer | {"streaming": True},
         "mixture": {"mixture": {"a": {"weight": 1, **text}}, **tokenizer},
     }
+    if kind == "rows of tokens":
+        write_rows(at / "rows", at)
     settings = config(**given[kind])
     said: list[str] = []
     data = prepare(settings, tmp_path, said.append)
@@ -100,6 +103,42 @@ def test_an_epoch_has_each_document_once(kind: str, at: Path, tmp_path: Path) ->
         again: list[str] = []
         assert prepare(settings, tmp_path, again.append).summary == data.summary
         assert again == [], "the samples are in the cache"
+
+
+def write_rows(path: Path, at: Path) -> None:
+    """A data set of the documents' tokens, of which a row has several."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    file = IndexedFile.open(at / "all")
+    rows = np.split(np.asarray(file.tokens), file.starts(np.arange(7, 60, 7)))
+    datasets.Dataset.from_dict({"input_ids": [row.tolist() for row in rows]}).save_to_disk(str(path))
+
+
+def test_a_stream_resumes_and_a_mixture_has_conversations_too(at: Path, tmp_path: Path) -> None:
+    text = {"path": str(at / "texts.jsonl"), "split": "1,0"}
+    tokenizer = {"tokenizer": str(at / "tokenizer")}
+    chat = {"path": str(tmp_path / "chat.jsonl"), "format": "chat", "split": "1,0"}
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "An end."}]
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 8)
+    for settings in (
+        config(**text, **tokenizer, streaming=True, shuffle_buffer=7),
+        config(mixture={"a": {"weight": 1, **text}, "b": {"weight": 1, **chat}}, **tokenizer),
+    ):
+        data = prepare(settings, tmp_path)
+        batches, other = (make_batches(settings, data, "train") for _ in range(2))
+        assert batches is not None
+        assert other is not None
+        whole = batches.global_batch(0, 40)
+        assert {name: array.shape for name, array in whole.inputs.items()} == dict.fromkeys(
+            ("ids_SB", "targets_SB", "positions_SB", "starts_SB"), (LENGTH, 40)
+        )
+        if state := batches.state(30):
+            other.restore(state)
+        part = other.global_batch(30, 10)
+        for name, array in part.inputs.items():
+            assert (array == whole.inputs[name][:, 30:]).all()
+        other.close()
+        batches.close()
 
 
 def test_samples_of_each_length_and_split_are_their_own(at: Path, tmp_path: Path) -> None:
@@ -191,6 +230,15 @@ def test_data_without_ends_of_documents_are_refused(at: Path, tmp_path: Path) ->
         "(best_fit) packs documents: give text of several documents, such as JSON lines, name the token of data that "
         "are tokens by data.eod_token, or set data.packing=cut"
     )
+    write_rows(tmp_path / "rows", at)
+    with pytest.raises(DataError) as refusal:
+        prepare(config(path=str(tmp_path / "rows")), tmp_path)
+    assert refusal.value.problems == [
+        "data.packing (best_fit) needs the id of the token that ends a document: set data.eod_token, or data.tokenizer "
+        "to the one that made the data"
+    ]
+    with pytest.raises(DataError, match=r"must have the token that ends a document \(id 299\), as data\.packing"):
+        prepare(config(path=str(tmp_path / "rows"), eod_token=299), tmp_path)
     with pytest.raises(DataError) as refusal:
         prepare(config(path=str(at / "one"), split="1,0", length=8), tmp_path)
     (problem,) = refusal.value.problems

@@ -80,6 +80,7 @@ def test_facts_by_counting(lengths: list[int]) -> None:
     assert facts.whole == sum(min(number, ROOM) for number in targets)
     assert facts.whole_if_cut == whole_if_cut
     assert facts.places == ROOM * facts.samples
+    assert str(facts).startswith("packed by best fit: ")
 
 
 def test_documents_end_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
