@@ -59,13 +59,13 @@ def documents_in(batch: Batch) -> list[tuple[int, ...]]:
     return pieces
 
 
-def expected(texts: Sequence[str], at: Path) -> list[tuple[int, ...]]:
+def expected(texts: Sequence[str], at: Path, length: int = LENGTH) -> list[tuple[int, ...]]:
     """The tokens of documents, cut where they are longer than a sample and a target."""
     tokenizer = Tokenizer.load(at / "tokenizer")
     pieces = []
     for text in texts:
         row = [*tokenizer.encode(text).tolist(), tokenizer.end_of_document_id]
-        pieces += [tuple(row[begin : begin + LENGTH + 1]) for begin in range(0, len(row) - 1, LENGTH)]
+        pieces += [tuple(row[begin : begin + length + 1]) for begin in range(0, len(row) - 1, length)]
     return sorted(pieces)
 
 
@@ -143,18 +143,11 @@ def test_a_stream_resumes_and_a_mixture_has_conversations_too(at: Path, tmp_path
 
 def test_samples_of_each_length_and_split_are_their_own(at: Path, tmp_path: Path) -> None:
     for length in (LENGTH, 2 * LENGTH):
-        for split in ("1,0", "50,50"):
+        for split, parts in (("1,0", {"train": TEXTS}), ("50,50", {"train": TEXTS[:30], "eval": TEXTS[30:]})):
             settings = config(path=str(at / "all"), split=split, length=length)
             data = prepare(settings, tmp_path)
-            assert epoch(settings, data).inputs["ids_SB"].shape[0] == length
-    pieces = documents_in(
-        epoch(
-            config(path=str(at / "all"), split="50,50"),
-            prepare(config(path=str(at / "all"), split="50,50"), tmp_path),
-            "eval",
-        )
-    )
-    assert sorted(pieces) == expected(TEXTS[30:], at)
+            for part, texts in parts.items():
+                assert sorted(documents_in(epoch(settings, data, part))) == expected(texts, at, length)
 
 
 def test_an_evaluation_has_every_token_and_a_blend_every_data_set(at: Path, tmp_path: Path) -> None:
