@@ -47,7 +47,7 @@ def _documents() -> list[str]:
     from shardwise.data.reading.text_sources import open_source
 
     texts, parts = [], []
-    for piece in open_source(DataConfig()).pieces():
+    for piece in open_source(DataConfig(dataset="python")).pieces():
         parts.append(piece.text)
         if piece.ends_document:
             texts.append("".join(parts))

@@ -25,6 +25,8 @@ SECTIONS = {
     "dropout": "dropout in both modes, and recompute: time and memory",
     "documents": "documents kept apart within a sample, by document and by a dense mask: time and memory (slow: only "
     "when named)",
+    "packing": "documents packed by best fit: padding, time, and training beside that of cut samples (slow: only when "
+    "named)",
     "checkpoint": "saving and loading against plain writes and copies",
     "memory_copies": "copies of the state in memory: their cost, and how soon a killed training goes on (slow: only "
     "when named)",
@@ -61,6 +63,7 @@ ONLY_WHEN_NAMED = (
     "overlap",
     "compiling",
     "documents",
+    "packing",
     "tensor_overlap",
     "parity",
     "bits",

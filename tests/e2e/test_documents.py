@@ -4,17 +4,44 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from tests.arch.source import ROOT
 from tests.e2e.command import metrics, shardwise, within
 
 
-def test_the_page_runs_and_layouts_agree(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-    section = page.partition("\n## Documents within a sample")[2].partition("\n## ")[0]
+def command_of(heading: str) -> list[str]:
+    """The arguments of the command in a section of the page."""
+    page = (ROOT / "docs" / "documents.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {heading}")[2].partition("\n## ")[0]
     (command,) = re.findall(r"^```sh\n(.*?)\n```", section, re.MULTILINE | re.DOTALL)
+    return shlex.split(command)[1:]
+
+
+def test_packed_documents_go_on_at_another_layout(tmp_path: Path) -> None:
+    """The same bits at the layout that was stopped, and the same losses at another one."""
+    tiny = ["model.num_hidden_layers=2", "train.global_batch=4", "train.eval_every=4", "train.eval_batches=2"]
+    arguments = [*command_of("Whole documents in a sample"), *tiny, "log.tensorboard=false"]
+    whole = shardwise(*arguments, "--run-dir", "whole", at=tmp_path).succeeded()
+    assert "; packed by best fit: " in " ".join(whole.out.split())
+    for run, changes in (("stopped", []), ("cut", ["parallel.tensor=2"])):
+        shardwise(*arguments, "--run-dir", run, "train.stop_after=2", at=tmp_path).succeeded()
+        shardwise("train", "--run-dir", run, "train.stop_after=null", *changes, at=tmp_path).succeeded()
+    wanted, same, close = (
+        [line["loss"] for event in ("step", "eval") for line in metrics(tmp_path / run, event) if line["step"] != 2]
+        for run in ("whole", "stopped", "cut")
+    )
+    assert len(wanted) == 5
+    assert same == wanted
+    assert close == pytest.approx(wanted, rel=1e-5)
+    found = within("evaluate", "whole", "--json", at=tmp_path)
+    assert found.code == 0, found.err
+
+
+def test_the_page_runs_and_layouts_agree(tmp_path: Path) -> None:
     tiny = ["data.dataset=tiny", "train.stop_after=2", "train.eval_every=2", "train.eval_batches=2"]
     tiny += ["model.num_hidden_layers=2", "model.vocab_size=300", "train.global_batch=4", "log.tensorboard=false"]
-    arguments = [*shlex.split(command)[1:], *tiny]
+    arguments = [*command_of("Documents within a sample"), *tiny]
     shardwise(*arguments, "--run-dir", "one", at=tmp_path).succeeded()
     shardwise(*arguments, "--run-dir", "cut", "parallel.tensor=2", "parallel.sequence=true", at=tmp_path).succeeded()
     wanted, found = (

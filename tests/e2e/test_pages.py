@@ -48,7 +48,13 @@ ELSEWHERE = {
     ("docs/data-formats.md", "Text files"): "tests/e2e/test_text_files.py::test_the_page_runs",
     ("docs/data-formats.md", "Hugging Face datasets"): "tests/e2e/test_datasets.py::test_the_page_runs",
     ("docs/data-formats.md", "Streams"): "tests/e2e/test_streaming.py::test_the_page_runs_and_goes_on",
-    ("docs/data.md", "Documents within a sample"): "tests/e2e/test_documents.py::test_the_page_runs_and_layouts_agree",
+    (
+        "docs/documents.md",
+        "Documents within a sample",
+    ): "tests/e2e/test_documents.py::test_the_page_runs_and_layouts_agree",
+    ("docs/documents.md", "Whole documents in a sample"): (
+        "tests/e2e/test_documents.py::test_packed_documents_go_on_at_another_layout"
+    ),
     ("docs/data.md", "Preparing data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
     ("docs/data.md", "Looking at data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
     ("docs/data-formats.md", "Megatron's .bin and .idx"): "tests/e2e/test_megatron.py::test_the_page_runs",

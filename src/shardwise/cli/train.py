@@ -357,8 +357,9 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
     data = config.data
     load = config.checkpoint.load
     is_built_in = data.is_built_in and config.hooks.data is None
+    has_tokenizer = data.tokenizer is None and config.model.vocab_size in _BUILT_IN_VOCABULARIES
     # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
-    if not is_built_in or data.tokenizer is not None or config.model.vocab_size not in _BUILT_IN_VOCABULARIES:
+    if not is_built_in or not has_tokenizer or data.packs_documents:
         from shardwise.data import open_data
 
         glance = open_data.glance(config)

@@ -19,9 +19,11 @@ SHUFFLE_BUFFER = 10_000
 """Default of `data.shuffle_buffer`; another value without a stream is refused."""
 CHAT = "chat"
 """The value of `data.format` for conversations, and of `data.dataset` for those of this package."""
-_CHAT_DEFAULTS = {"reset_position_ids": True, "reset_attention_mask": True}
-"""Each conversation is a document that is read by itself."""
-CHAT_KEYS = ("text_key", *_CHAT_DEFAULTS)
+BEST_FIT = "best_fit"
+"""The value of `data.packing` for samples of whole documents."""
+_PACKED_DEFAULTS = {"reset_position_ids": True, "reset_attention_mask": True}
+"""Each conversation, and each document that is packed, is read by itself."""
+CHAT_KEYS = ("text_key", *_PACKED_DEFAULTS)
 """Keys that have other defaults for conversations."""
 _NEEDS = {
     "megatron": "data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]",
@@ -120,15 +122,16 @@ class SourceConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _set_defaults_of_chat(cls, values: Any) -> Any:
-        """The keys of conversations that have other defaults than those of text."""
+    def _set_dependent_defaults(cls, values: Any) -> Any:
+        """The keys of conversations and of packed documents that have other defaults than those of text."""
         if not isinstance(values, dict):
             return values
         defaults: dict[str, Any] = {"text_key": "messages"} if names_chat(values) else {}
         sources = [values, *_sections_in(values.get("mixture"))]
-        if "reset_position_ids" in cls.model_fields and any(map(names_chat, sources)):
-            # Other sources of a mixture give the same inputs to the model.
-            defaults |= _CHAT_DEFAULTS
+        # Other sources of a mixture give the same inputs to the model.
+        is_packed = values.get("packing") == BEST_FIT or any(map(names_chat, sources))
+        if "reset_position_ids" in cls.model_fields and is_packed:
+            defaults |= _PACKED_DEFAULTS
         return {**defaults, **values}
 
     @property
@@ -222,6 +225,12 @@ class DataConfig(SourceConfig):
         gt=0,
         description="the most tokens that BERT predicts in a sequence; null = ⌈masked_fraction × sequence length⌉",
     )
+    packing: Literal["cut", "best_fit"] = Field(
+        default="cut",
+        description="cut = samples are cut from the row of all documents; best_fit = whole documents are packed into "
+        "samples, each read by itself, and what they leave free is padding (causal models); conversations are always "
+        "packed by best fit",
+    )
     append_eod: bool | None = Field(
         default=None,
         description="append the tokenizer's end-of-document token to each document of text; null = true; must be null "
@@ -238,16 +247,17 @@ class DataConfig(SourceConfig):
     reset_position_ids: bool = Field(
         default=False,
         description="positions start at 0 again after the end of a document (causal models); always true for "
-        "conversations",
+        "conversations and with packing: best_fit",
     )
     reset_attention_mask: bool = Field(
         default=False,
-        description="tokens attend only to their own document (causal models); always true for conversations",
+        description="tokens attend only to their own document (causal models); always true for conversations and with "
+        "packing: best_fit",
     )
     eod_token: int | None = Field(
         default=None,
         ge=0,
-        description="the id that ends a document, for eod_mask_loss and reset_*; null = the tokenizer's",
+        description="the id that ends a document, for packing, eod_mask_loss and reset_*; null = the tokenizer's",
     )
 
     workers: int = Field(
@@ -272,10 +282,11 @@ class DataConfig(SourceConfig):
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         problems = self._split_problems() + self._streaming_problems() + self._chat_problems()
-        if self.append_eod is False and self.document_options:
+        problems += self._packing_problems()
+        if self.append_eod is False and self.needs_document_ends:
             problems.append(
-                f"data.append_eod (false) must be true with {self.document_options[0]} (true), which needs the token "
-                "that ends a document"
+                f"data.append_eod (false) must be true with {self.needs_document_ends}, which needs the token that "
+                "ends a document"
             )
         if self.prepend_bos and self.tokenizer is None:
             problems.append(
@@ -435,12 +446,33 @@ class DataConfig(SourceConfig):
             )
         if self.streaming:
             problems.append(f"data.streaming (true) must be false with {shown} are packed")
-        for key in _CHAT_DEFAULTS:
+        for key in _PACKED_DEFAULTS:
             if not getattr(self, key):
                 problems.append(f"data.{key} (false) must be true with {shown} are read one by one, or left out")
         if self.eod_mask_loss or self.eod_token is not None:
             problems.append(f"data.eod_mask_loss and data.eod_token must be left out with {shown} are rendered whole")
         return problems
+
+    def _packing_problems(self) -> list[str]:
+        if not self.packs_documents or self.is_chat:
+            return []
+        problems = [
+            f"data.{key} (false) must be true with data.packing ({BEST_FIT}), whose documents are read one by one, or "
+            "left out"
+            for key in _PACKED_DEFAULTS
+            if not getattr(self, key)
+        ]
+        if self.eod_mask_loss:
+            problems.append(
+                f"data.eod_mask_loss (true) must be left out with data.packing ({BEST_FIT}), by which no token is "
+                "predicted from another document"
+            )
+        return problems
+
+    @property
+    def packs_documents(self) -> bool:
+        """True if samples have whole documents."""
+        return self.packing == BEST_FIT
 
     @property
     def name(self) -> str:
@@ -492,6 +524,13 @@ class DataConfig(SourceConfig):
         """The keys for document ends that are true."""
         names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
         return [f"data.{name}" for name in names if getattr(self, name)]
+
+    @property
+    def needs_document_ends(self) -> str | None:
+        """The key, with its value, for which the ends of documents must be known; None if there is none."""
+        if self.packs_documents:
+            return f"data.packing ({self.packing})"
+        return next((f"{key} (true)" for key in self.document_options), None)
 
     @property
     def chosen_marks(self) -> dict[str, bool]:

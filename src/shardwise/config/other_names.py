@@ -88,6 +88,7 @@ _NAMES = {
     "data.text_key": "text_column text_field text_column_name dataset_text_field json_keys",
     "data.workers": "num_workers dataloader_num_workers n_workers",
     "data.blend": "data_blend blend_weights",
+    "data.packing": "sample_packing pack_sequences packing_strategy sequence_packing",
     # checkpoints
     "checkpoint.every": "save_steps save_interval save_every save_freq checkpoint_interval checkpoint_every "
     "checkpoint.interval checkpoint_steps ckpt_interval every_n_train_steps",

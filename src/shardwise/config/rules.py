@@ -126,8 +126,16 @@ def _document_problems(config: Config) -> list[str]:
     if "mlm" in model.objectives:
         # Conversations have these keys without a word of the user's.
         faults = [f"{key} (true) must be false" for key in keys]
-        faults = [f"{data.key} ({data.name}) must be text"] if data.is_chat else faults
+        if data.packs_documents:
+            faults = [f"data.packing ({data.packing}) must be cut"]
+        if data.is_chat:
+            faults = [f"{data.key} ({data.name}) must be text"]
         return [f"{fault} with model.family {model.family}, which masks tokens" for fault in faults]
+    if data.packs_documents and config.hooks.data is not None:
+        return [
+            f"data.packing ({data.packing}) must be cut with hooks.data ({config.hooks.data}), whose samples are rows "
+            "of tokens already"
+        ]
     if data.eod_token is None:
         return []
     if not keys:

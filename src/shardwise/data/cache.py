@@ -5,11 +5,12 @@
     ROOT/tokens/KEY/            tokenizer/ (of text), {train,eval,test}.bin, manifest.json; for sentence pairs also
                                 {train,eval,test}.{sentences,documents}.bin, for conversations .{conversations,answers}
     ROOT/tokenizers/KEY/        tokenizer/, manifest.json: a user's own, of data that are tokens already
+    ROOT/packs/KEY/             {train,eval,test}.{pieces,samples}.bin, manifest.json: documents packed into samples
     ROOT/shards/KEY/            HDF5 arrays that lay in chunks (`reading.hdf5`)
     ROOT/locks/KEY.lock         one process builds an entry, the others wait
 
-Tokens lie back to back as little-endian uint16 or int32, the bounds of sentences and documents (`Sentences`) and those
-of conversations and answers (`Conversations`) as int64.
+Tokens lie back to back as little-endian uint16 or int32, the bounds of sentences and documents (`Sentences`), those of
+conversations and answers (`Conversations`) and packed samples (`PackedSamples`) as int64.
 """
 
 from __future__ import annotations
@@ -174,18 +175,25 @@ def open_tokens(root: Path, key: str) -> CacheEntry | None:
 def _are_sound_tokens(entry: CacheEntry) -> bool:
     manifest = entry.manifest
     itemsize = np.dtype(manifest["dtype"]).itemsize
-    files = []
-    for part in PARTS:
-        facts = manifest[part]
-        files.append((f"{part}.bin", facts["tokens"] * itemsize, facts["checked"]))
-        for name, row in facts.get("bounds", {}).items():
-            files.append((f"{part}.{name}.bin", row["length"] * BOUNDS_DTYPE.itemsize, row["checked"]))
     if manifest["tokenizer"] is not None and not has_its_tokenizer(entry):
         return False
-    return all(
-        (entry.path / name).stat().st_size == size and spread_digest(entry.path / name) == checked
-        for name, size, checked in files
+    return has_its_bounds(entry) and all(
+        _is_sound(entry.path / f"{part}.bin", manifest[part]["tokens"] * itemsize, manifest[part]["checked"])
+        for part in PARTS
     )
+
+
+def has_its_bounds(entry: CacheEntry) -> bool:
+    """True if the bounds of all parts are those that were written."""
+    return all(
+        _is_sound(entry.path / f"{part}.{name}.bin", row["length"] * BOUNDS_DTYPE.itemsize, row["checked"])
+        for part in PARTS
+        for name, row in entry.manifest.get(part, {}).get("bounds", {}).items()
+    )
+
+
+def _is_sound(path: Path, size: int, checked: str) -> bool:
+    return path.stat().st_size == size and spread_digest(path) == checked
 
 
 def has_its_tokenizer(entry: CacheEntry) -> bool:

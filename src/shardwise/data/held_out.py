@@ -49,6 +49,9 @@ def held_out_text(config: Config, part: HeldOut | None = None, *, is_cut: bool =
     if part.tokens is None:
         return f"{place}; {_reading(config, None)}"
     tokens = part.tokens
+    if data.packs_documents:
+        # The number of packed sequences is known once a run has packed them.
+        return f"{place}; {counted(tokens, 'token')}; {_reading(config, None)}"
     sequences, odd_tokens = divmod(max(0, tokens - 1), config.train.sequence_length)
     size = f"{counted(tokens, 'token')}, {counted(sequences, 'full sequence')}"
     return f"{place}; {size}; {_reading(config, sequences, has_rest=odd_tokens > 0)}"

@@ -84,6 +84,8 @@ class DataFormat(SampleSource):
         has_vocabulary: True if a tokenizer with the model's vocabulary can be trained on the data, which raises a
             DataError if it cannot; False if a glance cannot tell.
         held_out: the held-out part, as far as a glance can tell.
+        first_documents: the first documents, whose packed samples an inspection shows; None if it shows no samples of
+            the model.
     """
 
     name: str
@@ -93,6 +95,7 @@ class DataFormat(SampleSource):
     most_tokens: Callable[[Config, int], int | None] = lambda _config, _limit: None
     has_vocabulary: Callable[[Config], bool] = lambda _config: False
     held_out: Callable[[Config], HeldOut] = lambda _config: HeldOut()
+    first_documents: Callable[[DataConfig], inspecting.FirstDocuments] | None = None
 
 
 FORMATS: Mapping[str, DataFormat] = {
@@ -106,6 +109,7 @@ FORMATS: Mapping[str, DataFormat] = {
             glance=megatron.glance,
             inspect=megatron.inspect,
             most_tokens=megatron.most_tokens,
+            first_documents=megatron.first_documents,
         ),
         DataFormat(
             name="hdf5",
@@ -144,6 +148,7 @@ FORMATS: Mapping[str, DataFormat] = {
             most_tokens=text.most_tokens,
             has_vocabulary=text.has_vocabulary,
             held_out=text.held_out,
+            first_documents=text.first_documents,
         ),
     )
 }
@@ -396,7 +401,7 @@ def _glance_at_tokenizer(config: Config, contents: Contents, *, may_train: bool)
     if contents == "text or tokens":
         return "where the data hold text, one is trained on them"
     # Pairs of shards have their special tokens; the samples of other tokens may need some.
-    if contents == "tokens" and (problems := common.without_tokenizer(config)):
+    if contents == "tokens" and (problems := common.without_tokenizer(config, has_documents=True)):
         raise DataError(problems)
     return "none, as the data hold tokens"
 
@@ -416,12 +421,15 @@ def _glance_at_user_tokenizer(config: Config, name: str, contents: Contents) -> 
     return f"{name}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({vocabulary:,}){note}"
 
 
-def inspect(path: str, samples: int, keys: Mapping[str, Any]) -> inspecting.Inspection:
+def inspect(
+    path: str, samples: int, keys: Mapping[str, Any], packed_length: int | None = None
+) -> inspecting.Inspection:
     """An inspection of the data at a path, of any format.
 
     Args:
         samples: number of the first samples that are shown.
         keys: other keys of the section `data`.
+        packed_length: sequence length of the packed samples that are shown in place of documents; None for documents.
 
     Raises:
         DataError: there are no data at the path, or they are damaged.
@@ -430,6 +438,8 @@ def inspect(path: str, samples: int, keys: Mapping[str, Any]) -> inspecting.Insp
     # A folder without its description of columns is still inspected as a data set, whose reader says what is missing.
     folder = place.parent if place.suffix == ".arrow" else place
     if dataset_tables.is_saved(folder, damaged=True):
+        if packed_length is not None:
+            raise _without_samples(path)
         return datasets.inspect(data_from({"path": str(folder), **keys}), samples)
     data = data_from({"path": path, **keys})
     format = format_of(data)
@@ -440,4 +450,16 @@ def inspect(path: str, samples: int, keys: Mapping[str, Any]) -> inspecting.Insp
         raise DataError(
             f"PATH ({path}) does not exist{where}: name Megatron's PREFIX, HDF5 shards, an arrow folder or text"
         )
-    return format.inspect(data, samples)
+    if packed_length is None:
+        return format.inspect(data, samples)
+    if format.first_documents is None:
+        raise _without_samples(path)
+    inspection = format.inspect(data, samples)
+    return inspecting.with_packing(inspection, data.tokenizer, format.first_documents(data), packed_length, samples)
+
+
+def _without_samples(path: str) -> DataError:
+    return DataError(
+        f"--sequence-length must be left out with PATH ({path}): only of text and of Megatron's files packed samples "
+        "are shown"
+    )

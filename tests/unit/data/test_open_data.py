@@ -183,6 +183,9 @@ def test_the_held_out_part_has_a_size_once_it_is_prepared(tmp_path: Path, monkey
         train = config.train.model_copy(update={"eval_every": every, "eval_batches": batches})
         (row,) = [row for name, row in glance(config.model_copy(update={"train": train})).rows if name == "held out"]
         assert f"; {sizes}{reading}" in row
+    packed = chosen(dataset="tiny", vocab_size=512, packing="best_fit")
+    (row,) = [row for name, row in glance(packed).rows if name == "held out"]
+    assert f"; {tokens:,} tokens; the run evaluates nothing" in row, "cut samples are others"
 
 
 def test_a_small_text_is_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

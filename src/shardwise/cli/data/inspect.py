@@ -32,6 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", metavar="PATH|ID", help="shows samples as text (default: the one that the manifest names)"
     )
     parser.add_argument("--samples", metavar="N", type=int, default=3, help="how many are shown (default: 3)")
+    parser.add_argument(
+        "--sequence-length",
+        metavar="S",
+        type=int,
+        help="show the samples of S tokens that data.packing=best_fit makes of the documents, and their padding",
+    )
     add_reading(parser, "chat")
     add_marks(parser.add_argument_group("options of text, whose tokens are counted by a --tokenizer"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -40,13 +46,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.samples < 0:
         raise ConfigError(f"--samples ({arguments.samples}) must be at least 0")
+    length = arguments.sequence_length
+    if length is not None and length < 1:
+        raise ConfigError(f"--sequence-length ({length}) must be at least 1")
     from shardwise.data.open_data import inspect
 
     names = ("tokenizer", "text_key", "append_eod", "prepend_bos")
     keys = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     keys["format"] = arguments.read_as or "auto"
+    if length is not None:
+        keys["packing"] = "best_fit"
     with arguments_named("PATH"):
-        inspection = inspect(arguments.path, arguments.samples, keys)
+        inspection = inspect(arguments.path, arguments.samples, keys, length)
     if arguments.json:
         facts = {**asdict(inspection), **inspection.counts}
         output.json({key: value for key, value in facts.items() if key not in ("rows", "counts")})

@@ -12,7 +12,7 @@ from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig, FamilyConfig
 from shardwise.data import cache
 from shardwise.data.reading.manifest import tokenizer_problems
-from shardwise.data.samples import batch, causal, sentence_pairs
+from shardwise.data.samples import batch, causal, packing, sentence_pairs
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
 from shardwise.data.split import PART_NAMES, Part
 from shardwise.data.tokens.encoding import DocumentMarks
@@ -78,12 +78,14 @@ class PreparedText(PreparedData):
         vocab_size: vocabulary of the tokenizer, at most the model's; the model's if there is no tokenizer.
         sentences: bounds of each part's sentences; empty unless samples are sentence pairs.
         pair_tokens: special tokens that pairs are made with; None unless samples are sentence pairs.
+        packed: samples of each part that has tokens; empty unless whole documents are packed.
     """
 
     tokens: Mapping[Part, batch.TokenArray]
     vocab_size: int
     sentences: Mapping[Part, Sentences] = field(default_factory=dict)
     pair_tokens: PairTokens | None = None
+    packed: Mapping[Part, packing.PackedSamples] = field(default_factory=dict)
 
     def count(self, part: Part) -> int:
         return len(self.tokens[part])
@@ -98,6 +100,8 @@ class PreparedText(PreparedData):
         seed = config.train.seed
         if self.pair_tokens is not None:
             return pair_batches(config, row, self.sentences[part], self.pair_tokens, self.vocab_size, seed)
+        if self.packed:
+            return packed_batches(row, self.packed.get(part), seed)
         return row_batches(config, row, self.tokenizer_path, seed, tail=tail)
 
 
@@ -125,6 +129,13 @@ def row_batches(
     if len(row) <= shortest:
         return None
     return causal.TokenBatches(row, length, seed, tail=tail, ends=causal.DocumentEnds.of(config, tokenizer))
+
+
+def packed_batches(row: batch.Tokens, packed: packing.PackedSamples | None, seed: int) -> packing.PackedBatches | None:
+    """Batches of packed samples; None if there is none, which has every token, so that there is no tail."""
+    if packed is None or not packed.facts.samples:
+        return None
+    return packing.PackedBatches(row, packed, seed)
 
 
 def pair_batches(
@@ -174,12 +185,16 @@ def require_sentence_pairs(config: Config) -> FamilyConfig:
     return config.shapes
 
 
-def without_tokenizer(config: Config) -> list[str]:
-    """Problems of keys that need a tokenizer, if the data are tokens and none is named."""
+def without_tokenizer(config: Config, *, has_documents: bool = False) -> list[str]:
+    """Problems of keys that need a tokenizer, if the data are tokens and none is named.
+
+    Args:
+        has_documents: True if the data themselves tell where documents end.
+    """
     if config.data.tokenizer is not None:
         return []
     needs = f"needs data.tokenizer, as {config.data.key} {config.data.name} holds tokens alone: name what made them"
-    problems = causal.without_end(config)
+    problems = [] if has_documents and config.data.packs_documents else causal.without_end(config)
     if in_pairs(config):
         problems.append(f"model.family ({config.model.family}) {needs}, for its [CLS], [SEP], [MASK] and [PAD]")
     if config.log.sample_prompt is not None:

@@ -16,7 +16,7 @@ from shardwise.base.errors import DataError, ShardwiseError
 from shardwise.base.units import counted, size
 from shardwise.config import BUILT_IN_TEXTS, Config, DataConfig
 from shardwise.data import cache, hub
-from shardwise.data.formats import common, inspecting, text
+from shardwise.data.formats import common, inspecting, packed, text
 from shardwise.data.reading.content import first_line
 from shardwise.data.reading.dataset_tables import TOKENS, DataSet, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
@@ -46,7 +46,7 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
             entry = cache.open_or_build_tokens(
                 root, key, lambda folder: _build(folder, dataset, config), f"{dataset.name}: once", announce
             )
-            return _prepared(entry, dataset, config, root, any_size)
+            return packed.packed_text(config, root, _prepared(entry, dataset, config, root, any_size), announce)
     if any_size and config.data.tokenizer is None:
         raise DataError(
             f"{dataset.shown} holds text, which is read with the model's tokenizer: name it by data.tokenizer"
@@ -187,11 +187,12 @@ def glance(config: Config) -> str:
     """The number of files of a saved data set; for a data set on the hub, the place where it was found."""
     require_library(config.data)
     if config.data.is_hub_dataset:
-        return hub.FOUND[hub.find(hub.place_of_dataset(config.data.name, BUILT_IN_TEXTS))]
+        place = hub.FOUND[hub.find(hub.place_of_dataset(config.data.name, BUILT_IN_TEXTS))]
+        return place + packed.glance_text(config, ())
     dataset = DataSet.open(config.data)
     dataset.stamp()
     number = sum(map(len, dataset.files_by_split().values()))
-    return f"a data set of {counted(number, 'file')}, {text.when_read(config)}"
+    return f"a data set of {counted(number, 'file')}, {text.when_read(config)}{packed.glance_text(config, ())}"
 
 
 def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:

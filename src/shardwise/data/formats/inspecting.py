@@ -6,16 +6,19 @@ An inspection takes seconds and bounded memory, as only samples of large data ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.units import count
+from shardwise.base.units import count, counted
 from shardwise.data import hub
+from shardwise.data.samples.batch import Tokens
 from shardwise.data.samples.order import IntArray
+from shardwise.data.samples.packing import PackedSamples
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 _Tokens = npt.NDArray[np.integer[Any]]
@@ -142,6 +145,52 @@ def with_tokens(
         counts={**inspection.counts, "ids": {"lowest": lowest, "highest": highest, "looked_at": seen}},
         samples=samples,
         notes=notes,
+    )
+
+
+@dataclass(frozen=True)
+class FirstDocuments:
+    """The first documents of data, or all of them.
+
+    Attributes:
+        tokens: row of their tokens.
+        bounds: first token of each document, then the number of tokens, [documents + 1].
+        is_all: True if the data have no more.
+    """
+
+    tokens: Tokens
+    bounds: IntArray
+    is_all: bool
+
+
+def with_packing(
+    inspection: Inspection, named: str | None, documents: FirstDocuments, length: int, samples: int
+) -> Inspection:
+    """An inspection whose samples are those of `data.packing=best_fit` at a sequence length.
+
+    Args:
+        named: tokenizer that the user names; None if there is none.
+        samples: number of the first samples that are shown.
+    """
+    packed = PackedSamples.of(documents.bounds, length)
+    tokenizer, _ = _tokenizer(named, inspection.manifest)
+    limit = "" if documents.is_all else f"; looked at: the first {counted(packed.facts.documents, 'document')}"
+    shown = []
+    for number, (begin, end) in enumerate(pairwise(packed.begins[: samples + 1].tolist())):
+        pieces = packed.pieces[begin:end].tolist()
+        texts = []
+        for start, size in pieces:
+            row = documents.tokens.take(np.arange(start, start + min(size, max(1, _SAMPLE_TOKENS // len(pieces)))))
+            text = " ".join(map(str, row)) if tokenizer is None else tokenizer.decode(row.tolist())
+            texts.append(f"{counted(size, 'token')}: {text}")
+        padding = length - sum(size for _, size in pieces)
+        texts += [f"{counted(padding, 'token')} of padding"] if padding else []
+        shown.append(InspectedSample(number, " ‖ ".join(texts), None))
+    return replace(
+        inspection,
+        rows=[*inspection.rows, ("samples", f"{packed.facts}{limit}")],
+        counts={**inspection.counts, "packing": asdict(packed.facts)},
+        samples=shown,
     )
 
 

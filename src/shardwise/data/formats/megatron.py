@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,10 +13,10 @@ from shardwise.base.errors import DataError
 from shardwise.base.units import counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache, split
-from shardwise.data.formats import common, inspecting
+from shardwise.data.formats import common, inspecting, packed
 from shardwise.data.reading.manifest import of_prefix, read_manifest
 from shardwise.data.reading.megatron_files import Documents, IndexedFile, count_sequences, count_tokens, prefix_of
-from shardwise.data.samples import batch, causal, order
+from shardwise.data.samples import batch, causal, order, packing
 from shardwise.data.tokens.tokenizer import PairTokens
 
 # An inspection takes seconds: the most documents whose lengths it looks at, the most blocks of tokens in which it looks
@@ -37,12 +37,14 @@ class PreparedDocuments(common.PreparedData):
         parts: documents of each part in each of the data sets.
         vocab_size: vocabulary of the tokenizer, or the model's if there is none.
         pair_tokens: special tokens that sentence pairs are made with; None unless samples are sentence pairs.
+        packed: samples of the parts of each data set; empty unless whole documents are packed.
     """
 
     weights: tuple[float, ...]
     parts: Mapping[split.Part, tuple[Documents, ...]]
     vocab_size: int
     pair_tokens: PairTokens | None = None
+    packed: tuple[Mapping[split.Part, packing.PackedSamples], ...] = ()
 
     def count(self, part: split.Part) -> int:
         return sum(map(len, self.parts[part]))
@@ -57,7 +59,7 @@ class PreparedDocuments(common.PreparedData):
         weights: dict[str, float] = {}
         sources: dict[str, batch.Batches] = {}
         for number, (weight, documents) in enumerate(zip(self.weights, self.parts[part], strict=True)):
-            batches = self._batches_of_data_set(config, documents, number, evaluation, tail)
+            batches = self._batches_of_data_set(config, documents, number, part, evaluation=evaluation, tail=tail)
             if batches is not None:
                 name = self._name(number)
                 weights[name] = weight
@@ -72,7 +74,7 @@ class PreparedDocuments(common.PreparedData):
         return names[number] if names.count(names[number]) == 1 else f"{names[number]}-{number}"
 
     def _batches_of_data_set(
-        self, config: Config, documents: Documents, number: int, evaluation: bool, tail: bool
+        self, config: Config, documents: Documents, number: int, part: split.Part, *, evaluation: bool, tail: bool
     ) -> batch.Batches | None:
         seed = config.train.seed
         if number:  # two data sets of one size must not go through it in one order
@@ -80,6 +82,8 @@ class PreparedDocuments(common.PreparedData):
         if self.pair_tokens is not None:
             sentences = documents.sentences
             return common.pair_batches(config, documents, sentences, self.pair_tokens, self.vocab_size, seed)
+        if self.packed:
+            return common.packed_batches(documents, self.packed[number].get(part), seed)
         if evaluation:  # in the order of the file, as any other program reads it
             return common.row_batches(config, documents, self.tokenizer_path, seed, tail=tail)
         length = config.train.sequence_length
@@ -90,7 +94,7 @@ class PreparedDocuments(common.PreparedData):
 
 def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedDocuments:
     """Opens the data sets of `config`; only the tokenizer, if one is named, is kept in the cache `root`."""
-    problems = common.without_tokenizer(config)
+    problems = common.without_tokenizer(config, has_documents=True)
     files: list[IndexedFile] = []
     for _, prefix in config.data.weighted_prefixes:
         try:
@@ -103,6 +107,7 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
     parts = _parts(files, config)
     if not any_size and (problems := _too_short(parts, config)):
         raise DataError(problems)
+    packed_parts = tuple(_packed(files, parts, config, root, announce))
     weights = tuple(weight for weight, _ in config.data.weighted_prefixes)
     # A fingerprint of the bounds too: another split of the same files is other data.
     bounds = {part: [(chosen.first, chosen.stop) for chosen in documents] for part, documents in parts.items()}
@@ -116,15 +121,55 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
             | ({"order": _BLEND_ORDER} if len(files) > 1 else {})
         ),
         vocab_size=config.model.vocab_size if tokenizer is None else tokenizer.vocab_size,
-        summary=_summary(files, parts, config),
+        summary=_summary(files, parts, config) + packed.facts_text(packed_parts),
+        packed=packed_parts,
         pair_tokens=tokenizer.pair_tokens() if tokenizer is not None and common.in_pairs(config) else None,
     )
+
+
+def _packed(
+    files: Sequence[IndexedFile],
+    parts: Mapping[split.Part, tuple[Documents, ...]],
+    config: Config,
+    root: Path,
+    announce: common.Announce,
+) -> Iterator[Mapping[split.Part, packing.PackedSamples]]:
+    """The packed samples of each data set; none unless `config` asks for them.
+
+    Raises:
+        DataError: a data set is a single document.
+    """
+    if not config.data.packs_documents:
+        return
+    problems = [
+        f"{file.prefix} must have several documents, as data.packing ({config.data.packing}) packs documents, and it "
+        "is one: prepare it again with the token that ends a document (--eod-token), or set data.packing=cut"
+        for file in files
+        if file.num_documents == 1
+    ]
+    if problems:
+        raise DataError(problems)
+    for number, (file, key) in enumerate(zip(files, _packed_keys(files, parts, config), strict=True)):
+        bounds = {part: chosen[number].bounds for part, chosen in parts.items() if len(chosen[number])}
+        yield packed.open_packed(root, key, bounds, config, file.prefix, announce)
+
+
+def _packed_keys(
+    files: Sequence[IndexedFile], parts: Mapping[split.Part, tuple[Documents, ...]], config: Config
+) -> list[str]:
+    """The key of the packed samples of each data set."""
+    bounds = [{part: (chosen[n].first, chosen[n].stop) for part, chosen in parts.items()} for n in range(len(files))]
+    return [packed.key_of([file.digest, parts_of], config) for file, parts_of in zip(files, bounds, strict=True)]
 
 
 def glance(config: Config) -> str:
     """The number of sequences, by the headers of the .idx files."""
     sequences = [count_sequences(prefix) for _, prefix in config.data.weighted_prefixes]
-    return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
+    text = f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
+    if not config.data.packs_documents:
+        return text
+    files = [IndexedFile.open(prefix) for _, prefix in config.data.weighted_prefixes]
+    return text + packed.glance_text(config, _packed_keys(files, _parts(files, config), config))
 
 
 def most_tokens(config: Config, limit: int) -> int | None:
@@ -177,6 +222,14 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     bounds = file.starts(np.arange(min(samples, number) + 1)).tolist()
     leading = [file.tokens[start:end] for start, end in pairwise(bounds)]
     return inspecting.with_tokens(inspection, data.tokenizer, leading, blocks, total)
+
+
+def first_documents(data: DataConfig) -> inspecting.FirstDocuments:
+    """The first documents of a data set, as many as are packed together."""
+    assert data.path is not None
+    file = IndexedFile.open(prefix_of(data.path))
+    number = min(file.num_documents, packing.WINDOW)
+    return inspecting.FirstDocuments(file.tokens, file.starts(np.arange(number + 1)), number == file.num_documents)
 
 
 def _parts(files: Sequence[IndexedFile], config: Config) -> dict[split.Part, tuple[Documents, ...]]:

@@ -15,10 +15,10 @@ from shardwise.base.errors import DataError
 from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache, split
-from shardwise.data.formats import common
+from shardwise.data.formats import common, packed
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.content import readable
-from shardwise.data.samples import batch, causal, streaming
+from shardwise.data.samples import batch, causal, packing, streaming
 from shardwise.data.tokens.encoding import encode_documents
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, user_tokenizer_digest
 
@@ -68,13 +68,22 @@ class PreparedStream(common.PreparedText):
         assert self.tokenizer_path is not None
         length = config.train.sequence_length
         ends = causal.DocumentEnds.of(config, self.tokenizer_path)
+        packs_documents = config.data.packs_documents
+
+        def cut(row: batch.TokenArray, seed: int) -> batch.Batches | None:
+            if not packs_documents:
+                # With the tail, as a block may have fewer tokens than a sample.
+                return causal.TokenBatches(row, length, seed, tail=True, ends=ends)
+            assert ends is not None, "documents are told apart"
+            samples = packing.PackedSamples.of(packing.document_bounds(row, ends.token), length)
+            return common.packed_batches(row, samples, seed)
+
         tokenizer = Tokenizer.load(self.tokenizer_path)
         stream = streaming.TextStream(
             self._shards(),
             tokenizer,
             common.document_marks(self.data, tokenizer),
-            # With the tail, as a block may have fewer tokens than a sample.
-            lambda row, seed: causal.TokenBatches(row, length, seed, tail=True, ends=ends),
+            cut,
             seed=config.train.seed,
             buffer=config.data.shuffle_buffer,
             held_out=self.held_out,
@@ -101,9 +110,8 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
         f"{config.data.name}: the first documents of a stream",
         announce,
     )
-    return _prepared(
-        entry, config, any_size, source.left_out_note() if isinstance(source, text_sources.FileSource) else ""
-    )
+    left_out = source.left_out_note() if isinstance(source, text_sources.FileSource) else ""
+    return packed.packed_text(config, root, _prepared(entry, config, any_size, left_out), announce)
 
 
 def _key(config: Config, stamp: str) -> str:

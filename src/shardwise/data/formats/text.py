@@ -21,9 +21,10 @@ from shardwise.base.files import cache_root
 from shardwise.base.units import count, counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache, hub
-from shardwise.data.formats import common, inspecting
+from shardwise.data.formats import common, inspecting, packed
 from shardwise.data.held_out import END_OF_TEXT, WHOLE_DOCUMENTS, WHOLE_DOCUMENTS_OR_END, HeldOut
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, is_small, open_source
+from shardwise.data.samples.causal import DocumentEnds
 from shardwise.data.samples.order import mix_integer
 from shardwise.data.samples.sentences import Sentences
 from shardwise.data.split import PART_NAMES, PARTS, Part, TextSplit, describe_sizes, plan_split
@@ -76,7 +77,7 @@ def open_data(
     if config.data.tokenizer is None:
         # An evaluation names the tokenizer that was trained here, which the checkpoints have.
         cache.remember_same_tokens(root, key, _key(content, config, str(entry.tokenizer_path)))
-    return _prepared(entry, source, config, any_size)
+    return packed.packed_text(config, root, _prepared(entry, source, config, any_size), announce)
 
 
 def _content(root: Path, source: Source, announce: common.Announce) -> tuple[str, _Scan | None]:
@@ -235,10 +236,21 @@ def glance(config: Config) -> str:
     source = open_source(config.data)
     time = when_read(config)
     if not isinstance(source, FileSource):
-        return f"built-in, {time}"
+        return f"built-in, {time}{_packing(config)}"
     source.require_text()
     total = sum(file.stat().st_size for file in source.files)
-    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}"
+    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}{_packing(config)}"
+
+
+def _packing(config: Config) -> str:
+    """The facts of packed documents for a dry run; empty unless they are packed."""
+    keys = []
+    with contextlib.suppress(DataError):  # a tokenizer of the hub may not be here yet
+        entry = None if config.data.streaming else _prepared_entry(config, cache_root())
+        ends = None if entry is None else DocumentEnds.of(config, entry.tokenizer_path)
+        if entry is not None and ends is not None:
+            keys.append(packed.key_of_text(entry.manifest["fingerprint"], ends.token, config))
+    return packed.glance_text(config, keys)
 
 
 def most_tokens(config: Config, limit: int) -> int | None:
@@ -394,6 +406,36 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
         inspecting.Lengths.of("characters of a document", np.array(text.lengths), number),
         [inspecting.InspectedSample(number, beginning, None) for number, beginning in enumerate(text.beginnings)],
     )
+
+
+def first_documents(data: DataConfig) -> inspecting.FirstDocuments:
+    """The first documents of a text, about `_ENCODED_BYTES` of it, by the tokenizer that `data` names.
+
+    Raises:
+        DataError: it names none.
+    """
+    if data.tokenizer is None:
+        raise DataError(f"{data.name} is text, whose samples need data.tokenizer")
+    tokenizer = Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
+    marks = common.document_marks(data, tokenizer)
+    rows = []
+    bounds = [0]
+    nbytes = 0
+    tokens = 0
+    begun = False
+    is_all = True
+    for piece in open_source(data).pieces():
+        if nbytes >= _ENCODED_BYTES and not begun:
+            is_all = False
+            break
+        row, _ = marks.put(*tokenizer.encode_rows([piece.text]), [piece.ends_document], begun=begun)
+        rows.append(row)
+        tokens += len(row)
+        nbytes += len(piece.text.encode())
+        begun = not piece.ends_document
+        if piece.ends_document:
+            bounds.append(tokens)
+    return inspecting.FirstDocuments(np.concatenate(rows), np.array(bounds), is_all)
 
 
 def random_text(

@@ -210,6 +210,12 @@ class Documents:
             lengths[start:stop] = np.diff(self.starts(np.arange(start, stop + 1)))
         return lengths
 
+    def bounds(self) -> IntArray:
+        """The first token of each document, counted from `start`, then the number of tokens, [count + 1]."""
+        bounds = np.zeros(self.count + 1, dtype=np.int64)
+        np.cumsum(self.lengths(), out=bounds[1:])
+        return bounds
+
     @cached_property
     def sentences(self) -> Sentences:
         """The bounds of sentences (one a sequence) and documents; those without tokens are left out."""

@@ -21,7 +21,7 @@ from shardwise.base.errors import ConfigError, see
 from shardwise.config import Config
 from shardwise.data.reading.megatron_files import Documents
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
-from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
+from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer, runs
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 
@@ -64,10 +64,10 @@ class DocumentEnds:
 def without_end(config: Config) -> list[str]:
     """The problem of a configuration that needs the id of the end of a document, which no tokenizer says."""
     data = config.data
-    if not data.document_options or data.eod_token is not None:
+    if data.needs_document_ends is None or data.eod_token is not None:
         return []
     return [
-        f"{data.document_options[0]} (true) needs the id of the token that ends a document: set data.eod_token, or "
+        f"{data.needs_document_ends} needs the id of the token that ends a document: set data.eod_token, or "
         "data.tokenizer to the one that made the data"
     ]
 
@@ -234,11 +234,11 @@ class DocumentBatches(Batches):
         last_B = np.searchsorted(index.begins, ends_B, side="left") - 1
         parts_B = last_B - first_B + 1
         sample_N = np.repeat(np.arange(len(begins_B)), parts_B)
-        slot_N = _runs(first_B, parts_B)
+        slot_N = runs(first_B, parts_B)
         low_N = np.maximum(index.begins[slot_N], begins_B[sample_N])
         high_N = np.minimum(index.begins[slot_N + 1], ends_B[sample_N])
         place_N = self.documents.starts(index.order[slot_N]) + low_N - index.begins[slot_N]
-        return _runs(place_N, high_N - low_N)
+        return runs(place_N, high_N - low_N)
 
     def _index(self, epoch: int) -> _EpochIndex:
         """The index of an epoch. Those of two epochs are kept, as a batch may lie in both; memory never holds three."""
@@ -259,12 +259,3 @@ class DocumentBatches(Batches):
         np.take(self.documents.lengths(), order, out=begins[1:])
         np.cumsum(begins, out=begins)
         return _EpochIndex(order, begins)
-
-
-def _runs(starts: IntArray, sizes: IntArray) -> IntArray:
-    """`start, start + 1, …` of each run, as many as its size, one run after another.
-
-    Place `i` of the result lies in the run that begins at place `end - size`: its value is `start - (end - size) + i`.
-    """
-    ends = np.cumsum(sizes)
-    return np.repeat(starts - (ends - sizes), sizes) + np.arange(ends[-1] if len(ends) else 0)

@@ -5,8 +5,6 @@ Shapes: B = samples, S = sequence length.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -16,6 +14,7 @@ import numpy.typing as npt
 
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, TokenArray
 from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
+from shardwise.data.samples.packing import Packs, best_fit
 
 WINDOW = 4096
 """Conversations that are packed together: their lengths fill sequences nearly as well as those of all."""
@@ -71,46 +70,6 @@ class Conversations:
         return tokens[:-1], targets[1:]
 
 
-def best_fit(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """The numbers of sizes that add up to at most `room`, in packs.
-
-    Each size, the largest first, goes into the fullest pack that has room for it, else into a new one; of equal sizes
-    the first one goes first. Best-fit decreasing (Johnson et al. 1974) needs at most 11/9 of the fewest packs, plus 4.
-    """
-    packs: list[list[int]] = []
-    rooms: list[int] = []  # rooms that packs have left, sorted, each once
-    by_room: dict[int, list[int]] = {}
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        place = bisect_left(rooms, sizes[number])
-        if place == len(rooms):
-            packs.append([])
-            pack = len(packs) - 1
-            left = room
-        else:
-            left = rooms[place]
-            pack = by_room[left].pop()
-            if not by_room[left]:
-                rooms.pop(place)
-        packs[pack].append(number)
-        left -= sizes[number]
-        if left and not by_room.setdefault(left, []):
-            insort(rooms, left)
-        if left:
-            by_room[left].append(pack)
-    return packs
-
-
-@dataclass(frozen=True)
-class _Packs:
-    """The samples of one epoch: `conversations[begins[i]:begins[i + 1]]` are those of sample i."""
-
-    conversations: IntArray
-    begins: IntArray
-
-    def __len__(self) -> int:
-        return len(self.begins) - 1
-
-
 class ConversationBatches(Batches):
     """Batches of conversations, each of which attends to itself alone and has positions from 0 on.
 
@@ -133,7 +92,7 @@ class ConversationBatches(Batches):
         self._sizes = np.minimum(conversations.lengths[self._usable] - 1, sequence_length)
         self._order = SampleOrder(len(self._usable), mix_integer(_CONVERSATION_ORDER, seed))
         self._begins = [0]  # the first sample of each epoch that is known
-        self._epochs: dict[int, _Packs] = {}
+        self._epochs: dict[int, Packs] = {}
         self._making = Lock()
         super().__init__(len(self._packs(0)), seed)
 
@@ -181,7 +140,7 @@ class ConversationBatches(Batches):
         if index < 0:
             return []
         packs = self._packs(epoch)
-        numbers: list[int] = packs.conversations[packs.begins[index] : packs.begins[index + 1]].tolist()
+        numbers: list[int] = packs.members[packs.begins[index] : packs.begins[index + 1]].tolist()
         return numbers
 
     def _end(self, epoch: int) -> int:
@@ -190,7 +149,7 @@ class ConversationBatches(Batches):
             self._packs(epoch)
         return self._begins[epoch + 1]
 
-    def _packs(self, epoch: int) -> _Packs:
+    def _packs(self, epoch: int) -> Packs:
         """The samples of an epoch. Those of two epochs are kept, as a batch may lie in both."""
         with self._making:
             if epoch not in self._epochs:
@@ -202,14 +161,15 @@ class ConversationBatches(Batches):
                 self._begins.append(self._begins[-1] + len(packs))
             return packs
 
-    def _pack(self, epoch: int) -> _Packs:
+    def _pack(self, epoch: int) -> Packs:
         number = len(self._usable)
-        packs: list[IntArray] = []
+        members: list[IntArray] = []
+        sizes: list[IntArray] = []
         for start in range(0, number, WINDOW):
             order = self._order.indices(epoch * number + start, min(WINDOW, number - start))
-            packs += [order[pack] for pack in best_fit(self._sizes[order].tolist(), self.sequence_length)]
+            packs = best_fit(self._sizes[order], self.sequence_length)
+            members.append(self._usable[order[packs.members]])
+            sizes.append(packs.sizes)
         # Packs of a window are sorted by the length of their longest conversation.
-        shuffled = SampleOrder(len(packs), mix_integer(_PACK_ORDER, self._seed)).indices(epoch * len(packs), len(packs))
-        packs = [packs[place] for place in shuffled.tolist()]
-        begins = np.cumsum([0, *map(len, packs)])
-        return _Packs(self._usable[np.concatenate(packs)], begins)
+        packs = Packs.of(np.concatenate(members), np.concatenate(sizes))
+        return packs.shuffled(mix_integer(_PACK_ORDER, self._seed), epoch)

@@ -233,6 +233,15 @@ def _samples_in_pattern(weights: Sequence[float]) -> list[int]:
     return [max(count, 1) for count in counts]
 
 
+def runs(starts: IntArray, sizes: IntArray) -> IntArray:
+    """`start, start + 1, …` of each run, as many as its size, one run after another.
+
+    Place `i` of the result lies in the run that begins at place `end - size`: its value is `start - (end - size) + i`.
+    """
+    ends = np.cumsum(sizes)
+    return np.repeat(starts - (ends - sizes), sizes) + np.arange(ends[-1] if len(ends) else 0)
+
+
 @dataclass(frozen=True)
 class Stage:
     """The weights of a mixture's sources from a sample on.

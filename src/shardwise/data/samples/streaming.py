@@ -100,7 +100,7 @@ class TextStream:
 
     Args:
         marks: tokens that each document begins and ends with.
-        cut: function that makes the samples of a row of tokens, in an order drawn from a seed.
+        cut: function that makes the samples of a row of tokens, in an order drawn from a seed; None if it has none.
         buffer: most documents that a block has.
 
     Attributes:
@@ -112,7 +112,7 @@ class TextStream:
         shards: Sequence[TextShard],
         tokenizer: Tokenizer,
         marks: DocumentMarks,
-        cut: Callable[[_Tokens, int], Batches],
+        cut: Callable[[_Tokens, int], Batches | None],
         *,
         seed: int,
         buffer: int,
@@ -149,6 +149,7 @@ class TextStream:
         samples = None
         if len(tokens) > 1:  # one to read and one to predict
             samples = self.cut(tokens, mix_integer(_SAMPLES, *key))
+        if samples is not None:
             stop = replace(stop, samples=start.samples + samples.num_samples)
         if stop.epoch == start.epoch:
             self._next = stop
@@ -237,7 +238,10 @@ class StreamBatches(Batches):
         return "of a stream, whose length is not known"
 
     def blank(self, micro_batch: int) -> Batch:
-        return self._stream.cut(np.zeros(2, dtype=np.int32), 0).blank(micro_batch)
+        # Whichever of the two ids may end a document, one document has two tokens and so a sample.
+        samples = self._stream.cut(np.array([0, 1, 0], dtype=np.int32), 0)
+        assert samples is not None
+        return samples.blank(micro_batch)
 
     def state(self, consumed: int) -> dict[str, Any]:
         with self._lock:

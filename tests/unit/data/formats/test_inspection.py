@@ -11,7 +11,7 @@ from shardwise.base.errors import DataError
 from shardwise.data.formats import megatron, text
 from shardwise.data.formats.inspecting import Inspection, Lengths, spread
 from shardwise.data.open_data import inspect
-from shardwise.data.reading.megatron_files import IndexedWriter
+from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from tests.unit.data.prepare.jobs import Folder, write_jsonl
 
 
@@ -33,8 +33,38 @@ def test_numbers_are_spread_from_the_first_to_the_last() -> None:
     assert spread(1000, 4).tolist() == [0, 333, 666, 999]
 
 
-def looked(path: Path, tokenizer: Path | None = None) -> Inspection:
-    return inspect(str(path), 2, {"tokenizer": None if tokenizer is None else str(tokenizer)})
+def looked(path: Path, tokenizer: Path | None = None, packed_length: int | None = None) -> Inspection:
+    return inspect(str(path), 2, {"tokenizer": None if tokenizer is None else str(tokenizer)}, packed_length)
+
+
+def test_packed_samples_are_shown_in_place_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder.fill(tmp_path)
+    folder.run(folder.job("megatron", "out"))
+    lengths = IndexedFile.open(tmp_path / "out").sizes - 1
+    length = int(lengths.max())
+    found = looked(tmp_path / "out", packed_length=length)
+    facts = found.counts["packing"]
+    assert (facts["targets"], facts["cut"]) == (lengths.sum(), 0)
+    assert facts["places"] == length * facts["samples"] >= lengths.sum()
+    row = dict(found.rows)["samples"]
+    assert row.startswith("packed by best fit: ")
+    assert "looked at" not in row
+    for sample in found.samples:
+        shown = [piece.partition(" ") for piece in str(sample.text).split(" ‖ ")]
+        assert sum(int(size) for size, _, _ in shown) == length
+        for _, _, text_of_piece in shown:
+            if "of padding" not in text_of_piece:
+                beginning = text_of_piece.partition(": ")[2][:20]
+                assert any(document.startswith(beginning) for document in folder.documents)
+    of_text = looked(tmp_path / "text.jsonl", tmp_path / "tokenizer", length)
+    assert of_text.counts["packing"] == facts, "text and the tokens made of it"
+    monkeypatch.setattr(text, "_ENCODED_BYTES", 1)
+    row = dict(looked(tmp_path / "text.jsonl", tmp_path / "tokenizer", length).rows)["samples"]
+    assert row.endswith("; looked at: the first 1 document")
+    with pytest.raises(DataError, match=r"is text, whose samples need data\.tokenizer"):
+        looked(tmp_path / "text.jsonl", packed_length=8)
+    with pytest.raises(DataError, match="--sequence-length must be left out with PATH"):
+        inspect(str(tmp_path / "text.jsonl"), 1, {"format": "chat"}, 8)
 
 
 def test_large_data_are_looked_at_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,11 @@
-"""Packing of conversations: best fit, each once in an epoch, and the same samples however they are asked for."""
+"""Packing of conversations: each once in an epoch, and the same samples however they are asked for."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardwise.data.samples import conversations
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.conversations import ConversationBatches, Conversations, best_fit
+from shardwise.data.samples.conversations import ConversationBatches, Conversations
 
 ROOM = 20
 
@@ -22,21 +20,6 @@ def chats(number: int, seed: int = 0, longest: int = 12) -> Conversations:
         middle = (begin + end) // 2
         answers += [(begin + 1, middle), (middle + 1, end)] if draws.random() < 0.5 else [(middle, end)]
     return Conversations(np.arange(1, bounds[-1] + 1, dtype=np.int32), bounds, np.array(answers))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, ROOM), max_size=60))
-def test_each_size_goes_into_the_fullest_pack_with_room(sizes: list[int]) -> None:
-    packs = best_fit(sizes, ROOM)
-    assert sorted(number for pack in packs for number in pack) == list(range(len(sizes)))
-    rooms: list[int] = []
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-        left = [room for room in rooms if room >= sizes[number]]
-        if left:
-            rooms[rooms.index(min(left))] -= sizes[number]
-        else:
-            rooms.append(ROOM - sizes[number])
-    assert sorted(ROOM - sum(sizes[number] for number in pack) for pack in packs) == sorted(rooms)
 
 
 def test_a_sample_has_whole_conversations_that_are_read_by_themselves() -> None:

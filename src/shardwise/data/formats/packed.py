@@ -1,0 +1,148 @@
+"""Whole documents packed into samples (`data.packing=best_fit`): made once for a sequence length, and cached.
+
+A cache entry has the samples of all parts of a data set (`PackedSamples`), which every rank maps into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise.base.errors import DataError
+from shardwise.base.files import cache_root
+from shardwise.config import Config
+from shardwise.data import cache
+from shardwise.data.formats import common
+from shardwise.data.samples import batch, causal
+from shardwise.data.samples.order import IntArray
+from shardwise.data.samples.packing import WINDOW, PackedSamples, PackingFacts, document_bounds, packed_windows
+from shardwise.data.split import PART_NAMES, Part
+
+_RULE = 1
+"""Belongs to the key of every cache entry: raise it when documents are packed in another way."""
+_KIND = "packs"
+_Text = TypeVar("_Text", bound=common.PreparedText)
+
+
+def open_packed(
+    root: Path,
+    key: str,
+    bounds: Mapping[Part, Callable[[], IntArray]],
+    config: Config,
+    name: object,
+    announce: common.Announce,
+) -> dict[Part, PackedSamples]:
+    """The samples of each part of the data `name`, which are packed first if the cache `root` has none.
+
+    Args:
+        key: key of the entry, see `key_of`.
+        bounds: functions that find the bounds of the documents of each part that has some.
+    """
+    length = config.train.sequence_length
+
+    def build(folder: Path) -> dict[str, Any]:
+        if announce is not None:
+            announce(f"preparing the data {name}: packing the documents once, then cached in {root}")
+        return {part: _write(folder, part, find(), length) for part, find in bounds.items()}
+
+    entry = cache.open_or_build(root, _KIND, key, cache.has_its_bounds, build)
+    return {
+        part: PackedSamples(
+            entry.bounds(part, "pieces").reshape(-1, 2),
+            entry.bounds(part, "samples"),
+            length,
+            PackingFacts(**entry.manifest[part]["facts"]),
+        )
+        for part in bounds
+    }
+
+
+def key_of(documents: Any, config: Config) -> str:
+    """The key of the entry of some documents, as they are described, at the sequence length of `config`."""
+    described = {"packing": _RULE, "window": WINDOW, "length": config.train.sequence_length, "documents": documents}
+    return cache.key_of(described)
+
+
+def key_of_text(fingerprint: str, end: int, config: Config) -> str:
+    """The key of the entry of a text, or of tokens in a row; `end`: the token that ends a document."""
+    return key_of([fingerprint, end], config)
+
+
+def _write(folder: Path, part: Part, bounds: IntArray, length: int) -> dict[str, Any]:
+    """Writes the samples of a part; returns its record in the manifest."""
+    facts = PackingFacts()
+    with ExitStack() as files:
+        pieces, samples = (
+            cache.ArrayWriter(files.enter_context((folder / f"{part}.{name}.bin").open("wb")), cache.BOUNDS_DTYPE)
+            for name in ("pieces", "samples")
+        )
+        samples.write([0])
+        for window in packed_windows(bounds, length):
+            samples.write(window.begins[1:] + pieces.length // 2)
+            pieces.write(window.pieces.ravel())
+            facts += window.facts
+    # The files are closed: their digests are those of all that was written.
+    return {"facts": asdict(facts), "bounds": {"pieces": pieces.facts(), "samples": samples.facts()}}
+
+
+def packed_text(config: Config, root: Path, data: _Text, announce: common.Announce) -> _Text:
+    """`data` with packed samples of all parts, if `config` asks for them; else `data`.
+
+    Raises:
+        DataError: a part has no ends of documents.
+    """
+    if not config.data.packs_documents:
+        return data
+    ends = causal.DocumentEnds.of(config, data.tokenizer_path)
+    assert ends is not None, "documents are told apart"
+    packed = open_packed(
+        root,
+        key_of_text(data.fingerprint, ends.token, config),
+        {part: _finder(config, part, row, ends.token) for part, row in data.tokens.items() if len(row)},
+        config,
+        config.data.name,
+        announce,
+    )
+    return replace(data, packed=packed, summary=f"{data.summary}{facts_text([packed])}")
+
+
+def _finder(config: Config, part: Part, row: batch.TokenArray, end: int) -> Callable[[], IntArray]:
+    """A function that finds the bounds of the documents of a part; DataError if it has none."""
+
+    def find() -> IntArray:
+        bounds = document_bounds(row, end)
+        if len(bounds) > 2 or row[-1] == end:
+            return bounds
+        raise DataError(
+            f"the {PART_NAMES[part]} part of {config.data.key} ({config.data.name}) must have the token that ends a "
+            f"document (id {end}), as data.packing ({config.data.packing}) packs documents: give text of several "
+            "documents, such as JSON lines, name the token of data that are tokens by data.eod_token, or set "
+            "data.packing=cut"
+        )
+
+    return find
+
+
+def facts_text(packed: Iterable[Mapping[Part, PackedSamples]]) -> str:
+    """The facts of the training parts of data sets, after a semicolon; empty if there are none."""
+    facts = [parts["train"].facts for parts in packed if "train" in parts]
+    return f"; {sum(facts, PackingFacts())}" if facts else ""
+
+
+def glance_text(config: Config, keys: Iterable[str]) -> str:
+    """The facts of packed data for a dry run, after a semicolon: empty unless `config` asks for packing.
+
+    Args:
+        keys: keys of the entries that a run will open, as far as they are known.
+    """
+    if not config.data.packs_documents:
+        return ""
+    entries = [cache.open_entry(cache_root(), _KIND, key, cache.has_its_bounds) for key in keys]
+    manifests = [entry.manifest for entry in entries if entry is not None]
+    facts = [PackingFacts(**manifest["train"]["facts"]) for manifest in manifests if "train" in manifest]
+    if not facts or len(facts) < len(entries):
+        return "; its documents are packed by best fit when the run starts"
+    return f"; {sum(facts, PackingFacts())}"

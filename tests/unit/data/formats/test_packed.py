@@ -1,0 +1,238 @@
+"""Packed documents of every format: each document once, in samples that are made once; and the refusals."""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.config import Config, check_layout, config_from
+from shardwise.data.formats.common import PreparedData, make_batches, make_evaluation
+from shardwise.data.open_data import glance, prepare
+from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
+from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
+
+LENGTH = 32
+TEXTS = [f"Document {number} tells of " + "words and " * (number % 9) + "an end." for number in range(60)]
+
+
+def config(*, family: str = "llama", hooks: Any = None, length: int = LENGTH, **data: Any) -> Config:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return config_from(
+        {
+            "model": {"family": family, "vocab_size": 300, **sizes},
+            "train": {"steps": 1, "global_batch": 4, "micro_batch": 2, "sequence_length": length},
+            "optimizer": {"lr": 1e-3},
+            "data": {"packing": "best_fit", **data},
+            "hooks": hooks or {},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The texts as JSON lines and as Megatron's files, with their tokenizer."""
+    folder = tmp_path_factory.mktemp("packed")
+    (folder / "texts.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in TEXTS))
+    tokenizer = train_tokenizer(TEXTS, 270, "test")
+    tokenizer.save(folder / "tokenizer")
+    for name, texts in (("all", TEXTS), ("few", TEXTS[:20]), ("one", TEXTS[:1])):
+        with IndexedWriter(folder / name, 300) as writer:
+            for text in texts:
+                writer.add([*tokenizer.encode(text).tolist(), tokenizer.end_of_document_id])
+    return folder
+
+
+def documents_in(batch: Batch) -> list[tuple[int, ...]]:
+    """The pieces of a batch's samples, each with its last target."""
+    pieces = []
+    for b in range(len(batch.samples)):
+        ids, targets, starts = (batch.inputs[name][:, b] for name in ("ids_SB", "targets_SB", "starts_SB"))
+        for begin, end in pairwise([*np.unique(starts).tolist(), len(ids)]):
+            if targets[begin] != IGNORE:
+                pieces.append((*ids[begin:end].tolist(), int(targets[end - 1])))
+    return pieces
+
+
+def expected(texts: Sequence[str], at: Path, length: int = LENGTH) -> list[tuple[int, ...]]:
+    """The tokens of documents, cut where they are longer than a sample and a target."""
+    tokenizer = Tokenizer.load(at / "tokenizer")
+    pieces = []
+    for text in texts:
+        row = [*tokenizer.encode(text).tolist(), tokenizer.end_of_document_id]
+        pieces += [tuple(row[begin : begin + length + 1]) for begin in range(0, len(row) - 1, length)]
+    return sorted(pieces)
+
+
+def epoch(settings: Config, data: PreparedData, part: Any = "train", number: int | None = None) -> Batch:
+    batches = make_batches(settings, data, part)
+    assert batches is not None
+    return batches.global_batch(0, number or batches.num_samples)
+
+
+@pytest.mark.parametrize("kind", ["text", "megatron", "rows of tokens", "stream", "mixture"])
+def test_an_epoch_has_each_document_once(kind: str, at: Path, tmp_path: Path) -> None:
+    text = {"path": str(at / "texts.jsonl"), "split": "1,0"}
+    tokenizer = {"tokenizer": str(at / "tokenizer")}
+    given: dict[str, dict[str, Any]] = {
+        "text": text | tokenizer,
+        "megatron": {"path": str(at / "all"), "split": "1,0"},
+        "rows of tokens": {"path": str(at / "rows"), "split": "1,0", "eod_token": 0},
+        "stream": text | tokenizer | {"streaming": True},
+        "mixture": {"mixture": {"a": {"weight": 1, **text}}, **tokenizer},
+    }
+    if kind == "rows of tokens":
+        write_rows(at / "rows", at)
+    settings = config(**given[kind])
+    said: list[str] = []
+    data = prepare(settings, tmp_path, said.append)
+    # The number of a stream's samples is not known; the others tell theirs.
+    prepared = epoch(config(**given["text"]), prepare(config(**given["text"]), tmp_path))
+    batch = epoch(settings, data, number=len(prepared.samples))
+    assert sorted(documents_in(batch)) == expected(TEXTS, at)
+    if kind == "megatron":
+        assert sum(": packing the documents once, " in line for line in said) == 1
+        assert "60 documents, " in data.summary
+        assert "; packed by best fit: " in data.summary
+        assert ", 12 of 60 documents cut, as they are longer than a sample; " in data.summary
+        again: list[str] = []
+        assert prepare(settings, tmp_path, again.append).summary == data.summary
+        assert again == [], "the samples are in the cache"
+
+
+def write_rows(path: Path, at: Path) -> None:
+    """A data set of the documents' tokens, of which a row has several."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    file = IndexedFile.open(at / "all")
+    rows = np.split(np.asarray(file.tokens), file.starts(np.arange(7, 60, 7)))
+    datasets.Dataset.from_dict({"input_ids": [row.tolist() for row in rows]}).save_to_disk(str(path))
+
+
+def test_a_stream_resumes_and_a_mixture_has_conversations_too(at: Path, tmp_path: Path) -> None:
+    text = {"path": str(at / "texts.jsonl"), "split": "1,0"}
+    tokenizer = {"tokenizer": str(at / "tokenizer")}
+    chat = {"path": str(tmp_path / "chat.jsonl"), "format": "chat", "split": "1,0"}
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "An end."}]
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 8)
+    for settings in (
+        config(**text, **tokenizer, streaming=True, shuffle_buffer=7),
+        config(mixture={"a": {"weight": 1, **text}, "b": {"weight": 1, **chat}}, **tokenizer),
+    ):
+        data = prepare(settings, tmp_path)
+        batches, other = (make_batches(settings, data, "train") for _ in range(2))
+        assert batches is not None
+        assert other is not None
+        whole = batches.global_batch(0, 40)
+        assert {name: array.shape for name, array in whole.inputs.items()} == dict.fromkeys(
+            ("ids_SB", "targets_SB", "positions_SB", "starts_SB"), (LENGTH, 40)
+        )
+        if state := batches.state(30):
+            other.restore(state)
+        part = other.global_batch(30, 10)
+        for name, array in part.inputs.items():
+            assert (array == whole.inputs[name][:, 30:]).all()
+        other.close()
+        batches.close()
+
+
+def test_samples_of_each_length_and_split_are_their_own(at: Path, tmp_path: Path) -> None:
+    for length in (LENGTH, 2 * LENGTH):
+        for split, parts in (("1,0", {"train": TEXTS}), ("50,50", {"train": TEXTS[:30], "eval": TEXTS[30:]})):
+            settings = config(path=str(at / "all"), split=split, length=length)
+            data = prepare(settings, tmp_path)
+            for part, texts in parts.items():
+                assert sorted(documents_in(epoch(settings, data, part))) == expected(texts, at, length)
+
+
+def test_an_evaluation_has_every_token_and_a_blend_every_data_set(at: Path, tmp_path: Path) -> None:
+    settings = config(blend=[1, str(at / "all"), 1, str(at / "few")], split="1,0")
+    batches = make_evaluation(settings, prepare(settings, tmp_path), "train")
+    assert batches is not None
+    parts = batches.eval_batches(99, 4, 0, 1, 4)
+    assert sorted(piece for part in parts for piece in documents_in(part)) == expected([*TEXTS, *TEXTS[:20]], at)
+
+
+@pytest.mark.parametrize("kind", ["text", "megatron"])
+def test_a_dry_run_tells_what_the_cache_has(
+    kind: str, at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    settings = config(**{"text": {"dataset": "tiny"}, "megatron": {"path": str(at / "all")}}[kind])
+    row = dict(glance(settings).rows)["data"]
+    assert row.endswith("; its documents are packed by best fit when the run starts")
+    data = prepare(settings)
+    row = dict(glance(settings).rows)["data"]
+    assert row.endswith(data.summary[data.summary.index("; packed by best fit: ") :])
+
+
+KEYS: dict[str, tuple[dict[str, Any], str]] = {
+    "attention": (
+        {"path": "x", "reset_attention_mask": False},
+        "data.reset_attention_mask (false) must be true with data.packing (best_fit), whose documents are read one by "
+        "one, or left out",
+    ),
+    "positions": (
+        {"path": "x", "reset_position_ids": False},
+        "data.reset_position_ids (false) must be true with data.packing (best_fit), whose documents are read one by "
+        "one, or left out",
+    ),
+    "loss": (
+        {"path": "x", "eod_mask_loss": True},
+        "data.eod_mask_loss (true) must be left out with data.packing (best_fit), by which no token is predicted from "
+        "another document",
+    ),
+    "marks": (
+        {"path": "x", "append_eod": False},
+        "data.append_eod (false) must be true with data.packing (best_fit), which needs the token that ends a document",
+    ),
+    "masked tokens": (
+        {"path": "x", "family": "bert"},
+        "data.packing (best_fit) must be cut with model.family bert, which masks tokens",
+    ),
+    "rows": (
+        {"hooks": {"data": "package.module:Rows"}},
+        "data.packing (best_fit) must be cut with hooks.data (package.module:Rows), whose samples are rows of tokens "
+        "already",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_keys_that_do_not_go_with_it(key: str) -> None:
+    given, problem = KEYS[key]
+    with pytest.raises(ConfigError) as refusal:
+        check_layout(config(**given), 1)
+    assert refusal.value.problems == [problem]
+
+
+def test_data_without_ends_of_documents_are_refused(at: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text(" ".join(TEXTS))
+    path = str(tmp_path / "one.txt")
+    with pytest.raises(DataError) as refusal:
+        prepare(config(path=path, tokenizer=str(at / "tokenizer")), tmp_path)
+    (problem,) = refusal.value.problems
+    end = Tokenizer.load(at / "tokenizer").end_of_document_id
+    assert problem == (
+        f"the training part of data.path ({path}) must have the token that ends a document (id {end}), as data.packing "
+        "(best_fit) packs documents: give text of several documents, such as JSON lines, name the token of data that "
+        "are tokens by data.eod_token, or set data.packing=cut"
+    )
+    write_rows(tmp_path / "rows", at)
+    with pytest.raises(DataError) as refusal:
+        prepare(config(path=str(tmp_path / "rows")), tmp_path)
+    assert refusal.value.problems == [
+        "data.packing (best_fit) needs the id of the token that ends a document: set data.eod_token, or data.tokenizer "
+        "to the one that made the data"
+    ]
+    with pytest.raises(DataError, match=r"must have the token that ends a document \(id 299\), as data\.packing"):
+        prepare(config(path=str(tmp_path / "rows"), eod_token=299), tmp_path)
+    with pytest.raises(DataError) as refusal:
+        prepare(config(path=str(at / "one"), split="1,0", length=8), tmp_path)
+    (problem,) = refusal.value.problems
+    assert problem.startswith(f"{at / 'one'} must have several documents, as data.packing (best_fit) packs documents")

@@ -1,0 +1,152 @@
+"""Best fit against its rule written out, and packed documents against the row that they come from."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.data.samples import packing
+from shardwise.data.samples.batch import IGNORE
+from shardwise.data.samples.order import IntArray
+from shardwise.data.samples.packing import PackedBatches, PackedSamples, best_fit, document_bounds
+
+ROOM = 20
+END = 3
+LENGTHS = st.lists(st.integers(0, 3 * ROOM), min_size=1, max_size=40)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, ROOM), max_size=60))
+def test_each_size_goes_into_the_fullest_pack_with_room(sizes: list[int]) -> None:
+    """Of equally full packs, into the one that was filled last; of equal sizes, the first one goes first."""
+    expected: list[list[int]] = []
+    by_age: list[int] = []  # packs; the one that was filled last is the last one
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        used = {pack: sum(sizes[member] for member in expected[pack]) for pack in by_age}
+        fitting = [pack for pack in by_age if used[pack] + sizes[number] <= ROOM]
+        if fitting:
+            pack = max(fitting, key=lambda pack: (used[pack], by_age.index(pack)))
+            by_age.remove(pack)
+        else:
+            pack = len(expected)
+            expected.append([])
+        expected[pack].append(number)
+        by_age.append(pack)
+    packs = best_fit(np.array(sizes, dtype=np.int64), ROOM)
+    assert [packs.members[begin:end].tolist() for begin, end in pairwise(packs.begins)] == expected
+
+
+def bounds_of(lengths: list[int]) -> IntArray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+@settings(max_examples=80, deadline=None)
+@given(LENGTHS, st.sampled_from([4, 1 << 20]))
+def test_documents_are_whole_unless_they_are_too_long(lengths: list[int], window: int) -> None:
+    bounds = bounds_of(lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "WINDOW", window)
+        packed = PackedSamples.of(bounds, ROOM)
+    read = np.concatenate([start + np.arange(size) for start, size in packed.pieces.tolist()] or [np.empty(0)])
+    last = set((bounds[1:][np.diff(bounds) > 0] - 1).tolist())
+    assert sorted(read.tolist()) == [place for place in range(bounds[-1]) if place not in last], "each token once"
+    begins = set(bounds.tolist())
+    for start, size in packed.pieces.tolist():
+        document = np.searchsorted(bounds, start, side="right") - 1
+        if lengths[document] <= ROOM + 1:
+            assert start in begins
+            assert size == lengths[document] - 1
+        else:
+            assert size == ROOM or start + size + 1 in begins
+    sizes = [packed.pieces[begin:end, 1].sum() for begin, end in pairwise(packed.begins)]
+    assert all(0 < size <= ROOM for size in sizes)
+    assert len(packed.begins) == packed.facts.samples + 1
+
+
+@given(LENGTHS)
+def test_facts_by_counting(lengths: list[int]) -> None:
+    bounds = bounds_of(lengths)
+    facts = PackedSamples.of(bounds, ROOM).facts
+    whole_if_cut = 0
+    for begin, end in pairwise(bounds.tolist()):
+        for target in range(begin + 1, end):
+            first = (target - 1) // ROOM * ROOM  # of the sample that reads the token before
+            whole_if_cut += begin >= first
+    targets = [max(0, length - 1) for length in lengths]
+    assert (facts.documents, facts.targets) == (len(lengths), sum(targets))
+    assert facts.cut == sum(number > ROOM for number in targets)
+    assert facts.whole == sum(min(number, ROOM) for number in targets)
+    assert facts.whole_if_cut == whole_if_cut
+    assert facts.places == ROOM * facts.samples
+    assert str(facts).startswith("packed by best fit: ")
+
+
+def test_documents_end_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_SCANNED_TOKENS", 4)
+    for row, bounds in (
+        ([5, END, 6, END, END, 7], [0, 2, 4, 5, 6]),
+        ([5, 6, 7, END], [0, 4]),
+        ([5, 6, 7], [0, 3]),
+        ([], [0]),
+    ):
+        assert document_bounds(np.array(row, dtype=np.uint16), END).tolist() == bounds
+
+
+def packed_row(number: int = 30) -> PackedBatches:
+    """Documents of tokens that tell their places, of which some are longer than a sample."""
+    lengths = np.random.default_rng(0).integers(1, 3 * ROOM, number).tolist()
+    bounds = bounds_of(lengths)
+    return PackedBatches(np.arange(1, bounds[-1] + 1, dtype=np.int32), PackedSamples.of(bounds, ROOM), seed=7)
+
+
+def test_each_piece_is_read_by_itself() -> None:
+    batches = packed_row()
+    batch = batches.collate(np.arange(batches.num_samples), *2 * [np.arange(batches.num_samples)])
+    counted = 0
+    for b in range(batches.num_samples):
+        ids, targets, positions, starts = (
+            batch.inputs[name][:, b].tolist() for name in ("ids_SB", "targets_SB", "positions_SB", "starts_SB")
+        )
+        place = 0
+        for start, size in batches.packed.pieces[batches.packed.begins[b] : batches.packed.begins[b + 1]].tolist():
+            piece = slice(place, place + size)
+            assert ids[piece] == list(range(start + 1, start + size + 1))
+            assert targets[piece] == list(range(start + 2, start + size + 2))
+            assert starts[piece] == [place] * size
+            assert positions[piece] == list(range(size))
+            place += size
+        counted += place
+        rest = ROOM - place
+        assert (ids[place:], targets[place:]) == ([0] * rest, [IGNORE] * rest)
+        assert (starts[place:], positions[place:]) == ([place] * rest, list(range(rest)))
+    assert batch.counts.tolist() == [counted] == [batches.packed.facts.targets]
+
+
+def test_samples_are_a_function_of_the_seed_and_the_number_before() -> None:
+    number = packed_row().num_samples
+    whole = packed_row().global_batch(0, 2 * number)
+    first, second = (sorted(map(tuple, part.T.tolist())) for part in np.split(whole.inputs["ids_SB"], [number], axis=1))
+    assert first == second, "each epoch has each sample once"
+    assert (whole.inputs["ids_SB"][:, :number] != whole.inputs["ids_SB"][:, number:]).any(), "in another order"
+    for consumed in (number - 3, 0):  # a resumed run asks for any part first
+        part = packed_row().global_batch(consumed, 8)
+        for name, array in part.inputs.items():
+            assert (array == whole.inputs[name][:, consumed : consumed + 8]).all()
+    for rank in range(2):
+        for m, batch in enumerate(packed_row().local_batch(4, 8, rank, 2, 2)):
+            columns = slice(4 + 2 * (2 * m + rank), 6 + 2 * (2 * m + rank))
+            assert (batch.inputs["targets_SB"] == whole.inputs["targets_SB"][:, columns]).all()
+
+
+def test_an_evaluation_counts_each_target_once_and_a_sample_that_fills_up_none() -> None:
+    batches = packed_row()
+    parts = [batch for rank in range(2) for batch in batches.eval_batches(99, 8, rank, 2, 4)]
+    assert sum(int(batch.counts[0]) for batch in parts) == batches.packed.facts.targets
+    blank = batches.blank(3)
+    assert blank.counts.tolist() == [0]
+    assert {name: array.shape for name, array in blank.inputs.items()} == dict.fromkeys(
+        batches.global_batch(0, 3).inputs, (ROOM, 3)
+    )
+    assert (blank.inputs["targets_SB"] == IGNORE).all()
