@@ -45,17 +45,10 @@ def define_attention_by_pieces() -> None:
     def attention(
         q: Tensor, k: Tensor, v: Tensor, starts_SB: Tensor | None, ends: Sequence[int], window: int | None
     ) -> tuple[Tensor, Tensor]:
-        out, log_sums_QBn = shapes(q, k, v, starts_SB, ends, window)
+        results = shapes(q, k, v, starts_SB, ends, window)
         for segment in _segments(starts_SB, ends, window):
-            query = segment.of_queries(q)
-            results = []
-            for piece in segment.pieces(window):
-                keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
-                results.append(cpu_attention(query, keys, values, piece.dense(q), causal=piece.is_causal))
-            part, log_sums = _merged(results)
-            segment.of_queries(out).copy_(part)
-            segment.of_queries(log_sums_QBn.unsqueeze(-1)).copy_(log_sums.unsqueeze(-1))
-        return out, log_sums_QBn
+            _attend(segment, window, (q, k, v), results)
+        return results
 
     @attention.register_fake
     def shapes(
@@ -77,16 +70,7 @@ def define_attention_by_pieces() -> None:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_zeros(x.shape, dtype=_sum_dtype(q)) for x in (q, k, v))
         for segment in _segments(starts_SB, ends, window):
-            query, output, gradient = (segment.of_queries(x) for x in (q, out, dy))
-            log_sums = segment.of_queries(log_sums_QBn.unsqueeze(-1)).squeeze(-1)
-            for piece in segment.pieces(window):
-                keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
-                parts = cpu_attention_gradients(
-                    gradient, query, keys, values, output, log_sums, piece.dense(q), causal=piece.is_causal
-                )
-                segment.of_queries(dq).add_(parts[0])
-                piece.of_keys(dk, segment.samples).add_(parts[1])
-                piece.of_keys(dv, segment.samples).add_(parts[2])
+            _add_gradients(segment, window, dy, (q, k, v), (out, log_sums_QBn), (dq, dk, dv))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @gradients.register_fake
@@ -201,6 +185,42 @@ def _documents(starts_SB: Tensor | None, row: int, run: range) -> Iterator[_Segm
         bounds = [0, *lengths.cumsum(0).tolist()]
         for start, (first, end) in zip(starts.tolist(), pairwise(bounds), strict=True):
             yield _Segment(slice(b, b + 1), slice(row + first, row + end), run[first:end], start)
+
+
+def _attend(segment: _Segment, window: int | None, inputs: tuple[Tensor, ...], results: tuple[Tensor, Tensor]) -> None:
+    """Write the output and the log-sum-exps of a segment."""
+    q, k, v = inputs
+    query = segment.of_queries(q)
+    by_piece = []
+    for piece in segment.pieces(window):
+        keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
+        by_piece.append(cpu_attention(query, keys, values, piece.dense(q), causal=piece.is_causal))
+    out, log_sums = _merged(by_piece)
+    segment.of_queries(results[0]).copy_(out)
+    segment.of_queries(results[1].unsqueeze(-1)).copy_(log_sums.unsqueeze(-1))
+
+
+def _add_gradients(
+    segment: _Segment,
+    window: int | None,
+    dy: Tensor,
+    inputs: tuple[Tensor, ...],
+    results: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, ...],
+) -> None:
+    """Add a segment's terms to the gradients of q, k and v."""
+    q, k, v = inputs
+    query = segment.of_queries(q)
+    out = segment.of_queries(results[0])
+    log_sums = segment.of_queries(results[1].unsqueeze(-1)).squeeze(-1)
+    for piece in segment.pieces(window):
+        keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
+        dq, dk, dv = cpu_attention_gradients(
+            segment.of_queries(dy), query, keys, values, out, log_sums, piece.dense(q), causal=piece.is_causal
+        )
+        segment.of_queries(gradients[0]).add_(dq)
+        piece.of_keys(gradients[1], segment.samples).add_(dk)
+        piece.of_keys(gradients[2], segment.samples).add_(dv)
 
 
 def _merged(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
