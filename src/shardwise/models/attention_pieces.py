@@ -45,7 +45,7 @@ def define_attention_by_pieces() -> None:
     def attention(
         q: Tensor, k: Tensor, v: Tensor, starts_SB: Tensor | None, ends: Sequence[int], window: int | None
     ) -> tuple[Tensor, Tensor]:
-        results = shapes(q, k, v, starts_SB, ends, window)
+        results: tuple[Tensor, Tensor] = shapes(q, k, v, starts_SB, ends, window)
         for segment in _segments(starts_SB, ends, window):
             _attend(segment, window, (q, k, v), results)
         return results
