@@ -38,9 +38,19 @@ _GPT2: dict[str, Any] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SIZES | {"num_key_value_heads": 2}),
     "llama-tied": ("Llama", _SIZES | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-    "mistral": ("Mistral", _SIZES | {"num_key_value_heads": 2, "sliding_window": None}),
+    "mistral": ("Mistral", _SIZES | {"num_key_value_heads": 2, "sliding_window": 5}),
     "qwen2": ("Qwen2", _SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", _SIZES | {"num_key_value_heads": 2, "head_dim": 6}),
+    "qwen3": (
+        "Qwen3",
+        _SIZES
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 6,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "olmo2": ("Olmo2", _SIZES | {"num_key_value_heads": 2}),
     "smollm3": ("SmolLM3", _SIZES | {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": None}),
     "gpt": ("GPT2", _GPT2),

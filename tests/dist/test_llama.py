@@ -58,9 +58,14 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "llama3": {"rope_scaling": LLAMA3, "rope_theta": 5000.0, "num_key_value_heads": 4},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "mistral": {"family": "mistral"},
+    "mistral": {"family": "mistral", "sliding_window": 5},
     "qwen2, tied": {"family": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"family": "qwen3", "head_dim": 6},
+    "qwen3": {
+        "family": "qwen3",
+        "head_dim": 6,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen3, biased": {"family": "qwen3", "head_dim": 4, "attention_bias": True},
     "olmo2": {"family": "olmo2", "num_hidden_layers": 4},
     "smollm3": {"family": "smollm3", "no_rope_layers": [1, 0]},
@@ -102,7 +107,9 @@ def reference(variant: str) -> tuple[Tensor, float, dict[str, Tensor]]:
     options = SIZES | copy.deepcopy(VARIANTS[variant])  # Hugging Face writes into rope_scaling
     family = CLASSES[options.pop("family", "llama")]
     options |= {"tie_word_embeddings": config.tie_word_embeddings, "attn_implementation": "eager"}
-    options |= {"sliding_window": None, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    options = {"sliding_window": None} | options
+    options["use_sliding_window"] = options["sliding_window"] is not None
+    options |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = getattr(transformers, f"{family}Config")(**options)

@@ -204,8 +204,7 @@ class Attention(nn.Module):
         if self.norm is not None:
             q, k = self.norm(q, k)
         if self.rotates:
-            assert context.rotary_tables is not None, "the model has no rotary tables"
-            cos, sin = (table.to(q.dtype) for table in context.rotary_tables)
+            cos, sin = (table.to(q.dtype) for table in context.rotary_tables[self.core.window])
 
             def rotated(x: Tensor) -> Tensor:
                 return rotate(x, cos, sin)
@@ -218,7 +217,7 @@ class Attention(nn.Module):
             q = rotated(q)
             k = rotated(k)
         if context.cache is not None:
-            k, v = context.cache.extend(self.layer, k, v)
+            k, v = context.cache.extend(self.layer, k, v, self.core.window)
         out: Tensor = self.core(q, k, v, context)
         return out
 

@@ -29,6 +29,7 @@ class CausalLM(Family[_Config]):
         norm: the last norm.
         lm_head: the output head.
         rotary: the rotary tables; None with learned positions.
+        window_rotary: those of blocks with a window; None: the same.
         is_compiled: true if the blocks are compiled.
     """
 
@@ -36,6 +37,7 @@ class CausalLM(Family[_Config]):
     norm: nn.Module
     lm_head: ParallelLMHead
     rotary: Rotary | None = None
+    window_rotary: Rotary | None = None
     is_compiled: bool = False
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
@@ -72,10 +74,15 @@ class CausalLM(Family[_Config]):
             raise ValueError(f"the {known} tokens of the cache must be read again with those that follow")
         if x is None:
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
-        tables = self._rotary_tables(x, ids_SB, positions_SB, lengths_B, cache)
         windows = {self.config.window(number) for number in self.part.block_numbers(self.config)}
-        places = range(known, known + len(ids_SB))
-        masks = {window: AttentionMask((places,), starts_SB, window) for window in windows}
+        tables = {}
+        masks = {}
+        for window in windows:
+            rotary = self.rotary if window is None or self.window_rotary is None else self.window_rotary
+            if rotary is not None:
+                tables[window] = _rotary_tables(rotary, x, ids_SB, positions_SB, lengths_B, known)
+            seen = 0 if cache is None else cache.seen(window)
+            masks[window] = AttentionMask((range(seen, seen + len(ids_SB)),), starts_SB, window)
         context = Context(dropout, self._forms_of(masks, x, dropout, cache), cache, tables)
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
@@ -105,29 +112,6 @@ class CausalLM(Family[_Config]):
             forms[window] = form
         return forms
 
-    def _rotary_tables(
-        self,
-        x: Tensor,
-        ids_SB: Tensor,
-        positions_SB: Tensor | None,
-        lengths_B: Tensor | None,
-        cache: KeyValueCache | None,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines of these tokens, `[S, 1, 1, r/2]`, or `[S, B, 1, r/2]` if samples differ in them."""
-        if self.rotary is None:
-            return None
-        first = 0 if cache is None else cache.length
-        tables = None
-        if lengths_B is not None:
-            tables = self.rotary.tables_of_each(lengths_B.tolist(), len(ids_SB), x)
-        cos, sin = tables or self.rotary.tables(first + len(ids_SB), x, first)
-        if positions_SB is None:
-            return cos, sin
-        # Row p of column b: the angle of position p in sample b.
-        columns_B = torch.arange(ids_SB.shape[1], device=ids_SB.device)
-        cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
-        return cos, sin
-
     def forward(
         self,
         ids_SB: Tensor,
@@ -154,6 +138,11 @@ class CausalLM(Family[_Config]):
             return False
         return self.rotary.regime(known) != self.rotary.regime(length)
 
+    def forgets(self, known: int) -> bool:
+        """Return whether a cache of `known` tokens lacks some of their keys, so that it cannot go back to fewer."""
+        windows = [self.config.window(layer) for layer in range(self.config.num_hidden_layers)]
+        return any(window is not None and window < known for window in windows)
+
     def logits(self, ids_SB: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Return the logits `[S, B, V]` over the whole vocabulary, on every rank of the group."""
         logits_SBV: Tensor = self.lm_head(self.hidden(ids_SB, cache=cache))
@@ -170,3 +159,19 @@ class CausalLM(Family[_Config]):
         # With sequence parallelism the last position would be on the last rank alone.
         logits_1BV: Tensor = self.lm_head(hidden[-1:])
         return logits_1BV[0]
+
+
+def _rotary_tables(
+    rotary: Rotary, x: Tensor, ids_SB: Tensor, positions_SB: Tensor | None, lengths_B: Tensor | None, first: int
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of these tokens, `[S, 1, 1, r/2]`, or `[S, B, 1, r/2]` if samples differ in them."""
+    tables = None
+    if lengths_B is not None:
+        tables = rotary.tables_of_each(lengths_B.tolist(), len(ids_SB), x)
+    cos, sin = tables or rotary.tables(first + len(ids_SB), x, first)
+    if positions_SB is None:
+        return cos, sin
+    # Row p of column b: the angle of position p in sample b.
+    columns_B = torch.arange(ids_SB.shape[1], device=ids_SB.device)
+    cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
+    return cos, sin

@@ -368,8 +368,8 @@ def _core(workload: RankWorkload, *, copied: bool) -> tuple[int, int, int]:
         padding_mask = 0 if model.causal else a * workload.tokens
         return qkv + new, qkv + new, log_sum_exp + padding_mask
     mask = workload.config.train.sequence_length**2 if model.causal else workload.tokens
-    if workload.config.data.reset_attention_mask:
-        mask = 0  # all blocks share one mask, which `memory._document_tables` counts
+    if workload.dense_mask_elements(range(model.num_hidden_layers)):
+        mask = 0  # blocks share masks, which `memory._shared_tables` counts
     inside = (_FLOAT32 + 1 + a) * workload.probabilities + mask + query
     new_key = key_value if copied else 0
     norm_inputs = qkv if model.query_key_norm is not None and not _norms_copy(workload) else 0

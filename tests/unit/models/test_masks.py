@@ -12,7 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
 from shardwise.models import attention_pieces
 from shardwise.models.attention_pieces import attention_by_pieces, define_attention_by_pieces
-from shardwise.models.masks import BLOCK, LONG, AttentionMask
+from shardwise.models.masks import BLOCK, AttentionMask
+from shardwise.models.parameter_counts import LONG
 
 WINDOWS = (None, 1, 3, 64, 1000)
 
