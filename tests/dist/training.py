@@ -36,6 +36,8 @@ FACTS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"family": "qwen3", "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 3, "layer_types": 2},
     "olmo2": {"family": "olmo2", "num_key_value_heads": 1},
+    "olmo3": {"family": "olmo3", "num_key_value_heads": 2, "sliding_window": 3, "layer_types": 2},
+    "gemma3": {"family": "gemma3", "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 3, "layer_types": 2},
     "smollm3": {"family": "smollm3", "num_key_value_heads": 2, "no_rope_layers": [1, 0]},
 }
 """Likewise of those that differ from Llama by facts of their configurations alone; these have two blocks."""

@@ -4,6 +4,7 @@ Each family has its keys with Hugging Face's defaults, and states the facts in w
 here that `DECODERS` names. As in `config/families.py`, `annotations` are not imported from `__future__`.
 """
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
@@ -111,7 +112,7 @@ class DecoderConfig(FamilyConfig):
         gt=0,
         description="width of a head; default: hidden_size / num_attention_heads",
     )
-    # `models/llama.py` computes SiLU alone.
+    # The gated MLP of `models/llama.py` has a kernel for SiLU and for GELU by tanh.
     hidden_act: Literal["silu"] = Field(default="silu", description="activation of the feed-forward gate")
     max_position_embeddings: Longest = 2048
     rms_norm_eps: _Epsilon = 1e-6
@@ -272,6 +273,81 @@ class Olmo2Config(DecoderConfig):
     attention_bias: AttentionBias = False
 
 
+class Olmo3Config(_WindowConfig):
+    """OLMo 3: an OLMo 2 with a window in three of four blocks, where rotary positions are not scaled."""
+
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        defaults=_SIZES_OF_LLAMA | {"vocab_size": 50304},
+        absent={"pad_token_id": 1},
+        writes_derived_heads=False,
+    )
+
+    norm_place: ClassVar[NormPlace] = "output"
+    query_key_norm: ClassVar[NormedWidth] = "all_heads"
+    window_rotary_key: ClassVar[str] = "rope_theta"
+    mlp_bias: ClassVar[bool] = False
+
+    family: Literal["olmo3"] = Field(description="the architecture")
+    rms_norm_eps: _Epsilon = 1e-5
+    rope_theta: RotaryBase = 500000.0
+    attention_bias: AttentionBias = False
+    sliding_window: _Window = 4096
+    layer_types: _LayerTypes = _layer_types(4, "all blocks but every fourth have it")
+
+
+class Gemma3Config(_WindowConfig):
+    """Gemma 3 for text: four norms in a block, GeGLU, scaled embeddings, a window in five of six blocks."""
+
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        defaults={
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+        names={"hidden_act": "hidden_activation"},
+        spellings={"sliding_window_pattern": "layer_types"},
+        only={"use_bidirectional_attention": False},
+        absent={"pad_token_id": 0},
+    )
+
+    norm_place: ClassVar[NormPlace] = "both"
+    norm_has_unit_offset: ClassVar[bool] = True
+    query_key_norm: ClassVar[NormedWidth] = "head"
+    window_rotary_key: ClassVar[str] = "rope_local_base_freq"
+    mlp_bias: ClassVar[bool] = False
+
+    family: Literal["gemma3"] = Field(description="the architecture")
+    head_dim: int = Field(default=256, gt=0, description="width of a head")
+    hidden_act: Literal["gelu_pytorch_tanh"] = Field(  # type: ignore[assignment]
+        default="gelu_pytorch_tanh", description="activation of the feed-forward gate"
+    )
+    max_position_embeddings: Longest = 131072
+    rope_theta: RotaryBase = 1000000.0
+    rope_local_base_freq: RotaryBase = 10000.0
+    query_pre_attn_scalar: float = Field(
+        default=256.0, gt=0, description="scores of attention are divided by its square root"
+    )
+    tie_word_embeddings: Tied = True
+    attention_bias: AttentionBias = False
+    sliding_window: _Window = 4096
+    layer_types: _LayerTypes = _layer_types(6, "all blocks but every sixth have it")
+
+    @property
+    def embedding_scale(self) -> float:
+        return math.sqrt(self.hidden_size)
+
+    @property
+    def attention_scale(self) -> float:
+        return 1.0 / math.sqrt(self.query_pre_attn_scalar)
+
+
 class SmolLM3Config(_WindowConfig):
     """SmolLM3: a Llama in which some blocks, every fourth by default, have no rotary positions."""
 
@@ -350,6 +426,8 @@ DECODERS: tuple[type[DecoderConfig], ...] = (
     Qwen2Config,
     Qwen3Config,
     Olmo2Config,
+    Olmo3Config,
     SmolLM3Config,
+    Gemma3Config,
 )
 """The families of this file, in the order of the documentation."""

@@ -20,7 +20,7 @@ from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_value, scalar
 from shardwise.config.decoders import every_nth_without_rope
 from shardwise.config.families import FamilyConfig
-from shardwise.config.hugging_face_names import ABSENT_IF_EMPTY, ONLY, is_inert
+from shardwise.config.hugging_face_names import ABSENT_IF_EMPTY, LACKING, ONLY, is_inert
 from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH, effective_scaling, unknown_fields, with_one_type
 
@@ -108,6 +108,8 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
     model_type = values.get("model_type")
     families = families_by_model_type()
     if not isinstance(model_type, str) or model_type not in families:
+        if model_type in LACKING:
+            raise ConfigError(f"{origin}: model_type ({_shown(model_type)}) is not supported: {LACKING[model_type]}")
         shown = "is missing: it" if model_type is None else f"({_shown(model_type)})"
         raise ConfigError(f"{origin}: model_type {shown} must be {listing(families, 'or')}")
     family = families[model_type]
@@ -116,7 +118,7 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
         unread[_WINDOW] = None  # the width of a window that is not used
     elif unread.get("use_sliding_window") is False and _WINDOW not in family.model_fields:
         unread.pop(_WINDOW, None)
-    problems += _take_layers(unread, family)
+    problems += _take_layers(unread, family) + _take_window_rotary(unread, family)
     section: dict[str, Any] = {"family": next(name for name, known in FAMILIES.items() if known is family)}
     if ignore:
         section["ignore"] = list(ignore)
@@ -171,6 +173,9 @@ def _rotary_fields(model: FamilyConfig) -> dict[str, Any]:
     theta = keys["rope_theta"]
     scaling = keys["rope_scaling"]
     parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    if model.window_rotary_key is not None:
+        of_windows = {"rope_theta": keys[model.window_rotary_key], "rope_type": "default"}
+        parameters = {_FULL: parameters, _SLIDING: of_windows}
     fields = {"rope_parameters": parameters, "rope_scaling": scaling}
     if "rotary_pct" not in keys:
         return {**fields, "rope_theta": theta}
@@ -305,6 +310,26 @@ def _take_layers(unread: dict[str, Any], family: type[FamilyConfig]) -> list[str
             problems.append(f"no_rope_layer_interval ({_shown(interval)}) must be a positive whole number")
         elif unread.get("no_rope_layers") is None:
             unread["no_rope_layers"] = every_nth_without_rope(interval, layers)
+    return problems
+
+
+def _take_window_rotary(unread: dict[str, Any], family: type[FamilyConfig]) -> list[str]:
+    """Put fields in the place of `rope_parameters` by type of layer; returns the errors in those of windows."""
+    parameters = unread.get("rope_parameters")
+    if family.window_rotary_key is None or not isinstance(parameters, dict) or not {_FULL, _SLIDING} & set(parameters):
+        return []
+    unread["rope_parameters"] = parameters.get(_FULL)
+    of_windows = parameters.get(_SLIDING) or {}
+    base = of_windows.get("rope_theta")
+    problems = []
+    if with_one_type(of_windows).get("rope_type", "default") != "default":
+        shown = _shown(of_windows)
+        problems.append(f'rope_parameters.{_SLIDING} ({shown}) is not supported: only rope_type "default"')
+    if family.window_rotary_key not in _ROTARY_KEYS:
+        if base is not None:
+            unread[family.window_rotary_key] = base
+    elif base is not None and base != (parameters.get(_FULL) or {}).get("rope_theta", base):
+        problems.append(f"rope_parameters.{_SLIDING}.rope_theta ({_shown(base)}) must be that of {_FULL}")
     return problems
 
 

@@ -55,6 +55,12 @@ class ConfigFile:
     null_if_derived: tuple[str, ...] = ()
 
 
+LACKING = {
+    "gemma2": "shardwise lacks its soft caps on scores and logits (attn_logit_softcapping, final_logit_softcapping)",
+    "gemma3": "shardwise lacks its images; give the text model alone (text_config, with model_type gemma3_text)",
+}
+"""Value of `model_type` → what shardwise lacks for it, for models that are near to a family."""
+
 # Fields that change what a model of any family computes, each with the one value at which it changes nothing. No
 # `model.ignore` excuses another value.
 ONLY: dict[str, Any] = {

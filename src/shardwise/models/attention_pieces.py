@@ -26,15 +26,16 @@ SHORT = 256
 """Queries of a segment whose pieces have a dense mask: fewer are slower, more compute scores that the mask hides."""
 
 
-def attention_by_pieces(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """`softmax(q kᵀ / √d) v` over the keys that each query sees: q `[Q, B, n, d]` → `[Q, B, n, d]`.
+def attention_by_pieces(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float | None = None) -> Tensor:
+    """`softmax(scale · q kᵀ) v` over the keys that each query sees: q `[Q, B, n, d]` → `[Q, B, n, d]`.
 
-    k and v are `[L, B, m, d]`, where m divides n. Call `define_attention_by_pieces` before, outside of compiled code.
+    k and v are `[L, B, m, d]`, where m divides n; scale None is 1 / √d. Call `define_attention_by_pieces` before,
+    outside of compiled code.
     """
     # One operator of a compiled graph, so that the number of documents and their places change no graph.
     ends = [end for run in mask.places for end in (run.start, run.stop)]
     window = mask.window if mask.limits(len(k)) else None
-    return cast(Tensor, torch.ops.shardwise.attention_by_pieces(q, k, v, mask.starts_SB, ends, window)[0])
+    return cast(Tensor, torch.ops.shardwise.attention_by_pieces(q, k, v, mask.starts_SB, ends, window, scale)[0])
 
 
 @functools.cache
@@ -43,16 +44,28 @@ def define_attention_by_pieces() -> None:
 
     @torch.library.custom_op("shardwise::attention_by_pieces", mutates_args=(), device_types="cpu")
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, starts_SB: Tensor | None, ends: Sequence[int], window: int | None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts_SB: Tensor | None,
+        ends: Sequence[int],
+        window: int | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        results: tuple[Tensor, Tensor] = shapes(q, k, v, starts_SB, ends, window)
+        results: tuple[Tensor, Tensor] = shapes(q, k, v, starts_SB, ends, window, scale)
         for segment in _segments(starts_SB, ends, window):
-            _attend(segment, window, (q, k, v), results)
+            _attend(segment, window, scale, (q, k, v), results)
         return results
 
     @attention.register_fake
     def shapes(
-        q: Tensor, k: Tensor, v: Tensor, starts_SB: Tensor | None, ends: Sequence[int], window: int | None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts_SB: Tensor | None,
+        ends: Sequence[int],
+        window: int | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
         return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
 
@@ -67,10 +80,11 @@ def define_attention_by_pieces() -> None:
         starts_SB: Tensor | None,
         ends: Sequence[int],
         window: int | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_zeros(x.shape, dtype=_sum_dtype(q)) for x in (q, k, v))
         for segment in _segments(starts_SB, ends, window):
-            _add_gradients(segment, window, dy, (q, k, v), (out, log_sums_QBn), (dq, dk, dv))
+            _add_gradients(segment, window, scale, dy, (q, k, v), (out, log_sums_QBn), (dq, dk, dv))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @gradients.register_fake
@@ -84,16 +98,17 @@ def define_attention_by_pieces() -> None:
         starts_SB: Tensor | None,
         ends: Sequence[int],
         window: int | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, starts_SB, ctx.ends, ctx.window = inputs
+        q, k, v, starts_SB, ctx.ends, ctx.window, ctx.scale = inputs
         ctx.save_for_backward(q, k, v, *output, starts_SB)
         ctx.mark_non_differentiable(output[1])
 
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients(dy, *ctx.saved_tensors, ctx.ends, ctx.window), None, None, None
+        return *gradients(dy, *ctx.saved_tensors, ctx.ends, ctx.window, ctx.scale), None, None, None, None
 
     attention.register_autograd(backward, setup_context=keep)
 
@@ -187,14 +202,20 @@ def _documents(starts_SB: Tensor | None, row: int, run: range) -> Iterator[_Segm
             yield _Segment(slice(b, b + 1), slice(row + first, row + end), run[first:end], start)
 
 
-def _attend(segment: _Segment, window: int | None, inputs: tuple[Tensor, ...], results: tuple[Tensor, Tensor]) -> None:
+def _attend(
+    segment: _Segment,
+    window: int | None,
+    scale: float | None,
+    inputs: tuple[Tensor, ...],
+    results: tuple[Tensor, Tensor],
+) -> None:
     """Write the output and the log-sum-exps of a segment."""
     q, k, v = inputs
     query = segment.of_queries(q)
     by_piece = []
     for piece in segment.pieces(window):
         keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
-        by_piece.append(cpu_attention(query, keys, values, piece.dense(q), causal=piece.is_causal))
+        by_piece.append(cpu_attention(query, keys, values, piece.dense(q), scale, causal=piece.is_causal))
     out, log_sums = _merged(by_piece)
     segment.of_queries(results[0]).copy_(out)
     segment.of_queries(results[1].unsqueeze(-1)).copy_(log_sums.unsqueeze(-1))
@@ -203,6 +224,7 @@ def _attend(segment: _Segment, window: int | None, inputs: tuple[Tensor, ...], r
 def _add_gradients(
     segment: _Segment,
     window: int | None,
+    scale: float | None,
     dy: Tensor,
     inputs: tuple[Tensor, ...],
     results: tuple[Tensor, Tensor],
@@ -216,7 +238,7 @@ def _add_gradients(
     for piece in segment.pieces(window):
         keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
         dq, dk, dv = cpu_attention_gradients(
-            segment.of_queries(dy), query, keys, values, out, log_sums, piece.dense(q), causal=piece.is_causal
+            segment.of_queries(dy), query, keys, values, out, log_sums, piece.dense(q), scale, causal=piece.is_causal
         )
         segment.of_queries(gradients[0]).add_(dq)
         piece.of_keys(gradients[1], segment.samples).add_(dk)

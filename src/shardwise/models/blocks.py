@@ -164,16 +164,19 @@ class LayerFactory:
             head_dim=config.head_dim,
             over=config.query_key_norm,
             names=names,
+            unit_offset=config.norm_has_unit_offset,
             **self.options,
         )
 
     def norm(self, config: FamilyConfig, name: str, kind: type[_Norm] = LayerNorm) -> _Norm:
         """Make the layer x → x normalised."""
+        offset = {"unit_offset": True} if config.norm_has_unit_offset else {}
         return kind(
             config.hidden_size,
             config.norm_eps,
             sequence_parallel_enabled=self.sequence_parallel,
             name=name,
+            **offset,
             **self.options,
         )
 

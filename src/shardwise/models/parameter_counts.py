@@ -244,12 +244,14 @@ class _StageParameters:
         """Yield H·(q + 2kv) + q·H of attention and 2·H·F of the MLP (3·H·F if gated) over t, biases and norms."""
         model = self.model
         local = self.local
-        if model.norm_place == "input":
+        if model.norms_input:
             yield from self.norm()
         yield from self.query_key_value()
         yield from self.query_key_norm()
         yield from self.rows(local.query, model.attention_bias and model.attention_output_bias)
         yield from self.norm()
+        if model.norm_place == "both":
+            yield from self.norm()
         matrices = 2 if model.gated else 1
         yield from self.columns(matrices * model.intermediate_size, model.mlp_bias, tensors=matrices)
         yield from self.rows(local.intermediate, model.mlp_bias)

@@ -203,18 +203,19 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     core_input, core_input_saved, core = _core(
         workload, copied=model.rotates(layer) or model.query_key_norm is not None
     )
-    if model.norm_place == "input":
+    if model.norms_input:
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32
     else:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
+    norms = 2 if model.norm_place == "both" else 1
     is_rotated = model.rotates(layer) and model.query_key_norm is None
     return BlockActivations(
         saves_input=saves_input,
-        attention=attention + norm_bytes(workload),
+        attention=attention + norms * norm_bytes(workload),
         core_input=core_input,
         core_input_saved=core_input_saved,
         core=core,
-        mlp=_mlp(workload, feed) + norm_bytes(workload) - (x if model.parallel_residual else 0),
+        mlp=_mlp(workload, feed) + norms * norm_bytes(workload) - (x if model.parallel_residual else 0),
         normed=_normed(workload),
         rotated=is_rotated * a * workload.tokens * (local.query + local.key_value),
         activated=0 if rounds or (model.activation == "relu" and not model.gated) else feed,
@@ -241,7 +242,7 @@ def _normed(workload: RankWorkload) -> int:
     """
     is_gathered = workload.layout.sequence_parallel and not workload.config.regathers
     is_copy = is_gathered or workload.rounds_inputs
-    if workload.model.norm_place != "input" or is_copy or _norms_by_operations(workload):
+    if not workload.model.norms_input or is_copy or _norms_by_operations(workload):
         return 0
     return workload.x_bytes
 
@@ -406,7 +407,7 @@ def _mlp_gradients(workload: RankWorkload) -> int:
         last += workload.gathered_bytes
     if workload.drops_hidden:
         last += (0 if layout.sequence_parallel else x) - workload.mask_elements
-    if model.norm_place == "output":
+    if model.norms_output:
         last += 0 if layout.sequence_parallel else x
     needs_two = model.gated or (model.activation == "relu" and not workload.inner_mask_elements)
     most = max(last, 2 * feed) if needs_two else last
