@@ -38,10 +38,37 @@ _GPT2: dict[str, Any] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SIZES | {"num_key_value_heads": 2}),
     "llama-tied": ("Llama", _SIZES | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-    "mistral": ("Mistral", _SIZES | {"num_key_value_heads": 2, "sliding_window": None}),
+    "mistral": ("Mistral", _SIZES | {"num_key_value_heads": 2, "sliding_window": 5}),
     "qwen2": ("Qwen2", _SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", _SIZES | {"num_key_value_heads": 2, "head_dim": 6}),
+    "qwen3": (
+        "Qwen3",
+        _SIZES
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 6,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "olmo2": ("Olmo2", _SIZES | {"num_key_value_heads": 2}),
+    "olmo3": (
+        "Olmo3",
+        _SIZES
+        | {"num_key_value_heads": 2, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gemma3": (
+        "Gemma3",
+        _SIZES
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 6,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 10,
+            "pad_token_id": None,
+        },
+    ),
     "smollm3": ("SmolLM3", _SIZES | {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": None}),
     "gpt": ("GPT2", _GPT2),
     "gpt-untied": ("GPT2", _GPT2 | {"tie_word_embeddings": False}),
@@ -53,8 +80,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", _SIZES),
 }
 """By name: the family as transformers' classes spell it, and the fields of its configuration."""
-LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "smollm3")
+LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma3")
 """Those that differ from Llama by facts of their configurations alone."""
+_CONFIGS = {"Gemma3": "Gemma3Text"}
+"""How their configurations' names begin, where it is not the model's."""
 _MODELS = {"GPT2": "LMHeadModel", "Bert": "ForPreTraining"}
 """How their names end, where it is not `ForCausalLM`."""
 
@@ -65,7 +94,7 @@ def make(case: str, **fields: Any) -> PreTrainedModel:
 
     family, own = CASES[case]
     tokens = {} if family == "Bert" else {"bos_token_id": None, "eos_token_id": None}
-    config = getattr(transformers, f"{family}Config")(**own | tokens | fields)
+    config = getattr(transformers, f"{_CONFIGS.get(family, family)}Config")(**own | tokens | fields)
     model: PreTrainedModel = getattr(transformers, family + _MODELS.get(family, "ForCausalLM"))(config).eval()
     generator = torch.Generator().manual_seed(len(case))
     with torch.no_grad():

@@ -82,7 +82,12 @@ def compiled(sequence: bool, backend: str, whole: bool, kind: Any = LlamaConfig)
     assert model.rotary is not None
     tables = model.rotary.tables(S, x)
     errors = compare(
-        "block", block, {"x": x, **dict(block.named_parameters())}, x, Context(rotary_tables=tables), backend=backend
+        "block",
+        block,
+        {"x": x, **dict(block.named_parameters())},
+        x,
+        Context(rotary_tables={None: tables}),
+        backend=backend,
     )
     assert group.meter.calls, "eager did not communicate"
     return errors

@@ -68,7 +68,9 @@ SELDOM = {
     "llama, PP 2": Cell(FAMILIES["llama"], PIPELINE, layers=4),
     "llama, DP 2, whole optimizer state": Cell(FAMILIES["llama"], {}, zero=0),
     "olmo2, TP 2 + SP": Cell(FACTS["olmo2"], SEQUENCE),
-    "qwen3, TP 2 + SP, full recompute": Cell(FACTS["qwen3"], SEQUENCE, recompute="full"),
+    "qwen3, TP 2 + SP, full recompute, documents": Cell(
+        FACTS["qwen3"], SEQUENCE, recompute="full", documents=True, units=3
+    ),
     "gpt, TP 2, fast dropout, selective recompute": Cell(GPT_DROPOUT, TENSOR, recompute="selective"),
     "gpt_neox, DP 2, documents": Cell(FAMILIES["gpt_neox"], {}, documents=True),
     "bert, PP 2, invariant dropout": Cell(BERT_DROPOUT, PIPELINE, dropout="invariant", layers=4),

@@ -58,12 +58,33 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "llama3": {"rope_scaling": LLAMA3, "rope_theta": 5000.0, "num_key_value_heads": 4},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "mistral": {"family": "mistral"},
+    "mistral": {"family": "mistral", "sliding_window": 5},
     "qwen2, tied": {"family": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"family": "qwen3", "head_dim": 6},
+    "qwen3": {
+        "family": "qwen3",
+        "head_dim": 6,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen3, biased": {"family": "qwen3", "head_dim": 4, "attention_bias": True},
     "olmo2": {"family": "olmo2", "num_hidden_layers": 4},
+    "olmo3": {
+        "family": "olmo3",
+        "num_hidden_layers": 4,
+        "sliding_window": 3,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    },
     "smollm3": {"family": "smollm3", "no_rope_layers": [1, 0]},
+    "gemma3": {
+        "family": "gemma3",
+        "head_dim": 6,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 10,
+        "rope_theta": 5000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_local_base_freq": 100.0,
+    },
 }
 """All with fewer key/value heads than four ranks."""
 VARIANTS = LLAMAS | {name: {"num_key_value_heads": 2} | own for name, own in FAMILIES.items()}
@@ -73,7 +94,9 @@ CLASSES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
     "smollm3": "SmolLM3",
+    "gemma3": "Gemma3",
 }
 """As transformers spells them."""
 
@@ -102,10 +125,12 @@ def reference(variant: str) -> tuple[Tensor, float, dict[str, Tensor]]:
     options = SIZES | copy.deepcopy(VARIANTS[variant])  # Hugging Face writes into rope_scaling
     family = CLASSES[options.pop("family", "llama")]
     options |= {"tie_word_embeddings": config.tie_word_embeddings, "attn_implementation": "eager"}
-    options |= {"sliding_window": None, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    options = {"sliding_window": None} | options
+    options["use_sliding_window"] = options["sliding_window"] is not None
+    options |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = getattr(transformers, f"{family}Config")(**options)
+        made = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")(**options)
         theirs = getattr(transformers, f"{family}ForCausalLM")(made)
     ours = Llama(config, seed=1)
     missing = theirs.load_state_dict(fill(ours, scale=SCALE), strict=not config.tie_word_embeddings)

@@ -94,7 +94,7 @@ def measure(config: Config) -> Held:
     start = torch.randn(shape, generator=torch.Generator().manual_seed(mesh.tp.rank)).to(dtype)
     rotary = getattr(model, "rotary", None)  # its tables are no activations
     tables = None if rotary is None else rotary.tables(train.sequence_length, start)
-    context = Context(key, {None: mask}, rotary_tables=tables)
+    context = Context(key, {None: mask}, rotary_tables={} if tables is None else {None: tables})
     x = start.requires_grad_()
     live = LiveTensors([x, *model.parameters(), *(p.grad for p in model.parameters())])
     with live:

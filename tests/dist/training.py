@@ -32,10 +32,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What the `model` section of each family has beside the sizes."""
 FACTS: dict[str, dict[str, Any]] = {
-    "mistral": {"family": "mistral", "num_key_value_heads": 2},
+    "mistral": {"family": "mistral", "num_key_value_heads": 2, "sliding_window": 5},
     "qwen2": {"family": "qwen2", "num_key_value_heads": 2},
-    "qwen3": {"family": "qwen3", "num_key_value_heads": 1, "head_dim": 16},
+    "qwen3": {"family": "qwen3", "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 3, "layer_types": 2},
     "olmo2": {"family": "olmo2", "num_key_value_heads": 1},
+    "olmo3": {"family": "olmo3", "num_key_value_heads": 2, "sliding_window": 3, "layer_types": 2},
+    "gemma3": {"family": "gemma3", "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 3, "layer_types": 2},
     "smollm3": {"family": "smollm3", "num_key_value_heads": 2, "no_rope_layers": [1, 0]},
 }
 """Likewise of those that differ from Llama by facts of their configurations alone; these have two blocks."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwise.config import Config, check_layout
 from shardwise.train.compile.graph_facts import planned_graphs
-from shardwise.train.compile.units import BLOCK, HEAD, UNROTATED
+from shardwise.train.compile.units import BLOCK, HEAD
 from shardwise.train.compile.worker import play
 from tests.dist.test_compiled_training import GPT_DROPOUT, SIZES
 from tests.dist.training import FACTS, FAMILIES, make_config
@@ -78,7 +78,10 @@ def test_ranks_and_layers_share_a_graph(
     [
         (FAMILIES["llama"], [BLOCK, HEAD]),
         (FAMILIES["gpt"], [BLOCK, HEAD]),
-        (FACTS["smollm3"], [BLOCK, UNROTATED, HEAD]),
+        (
+            FACTS["smollm3"] | {"sliding_window": 3},
+            [BLOCK, "block without rotary positions with a window", HEAD],
+        ),
     ],
     ids=["llama", "gpt", "smollm3"],
 )

@@ -25,6 +25,7 @@ def fused_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     """Attention by the CPU's fused kernel, which keeps what those of accelerators keep: its output and log-sum-exp.
@@ -35,7 +36,7 @@ def fused_attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, is_causal, attn_mask=attn_mask
+        q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
     return out
 

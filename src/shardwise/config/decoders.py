@@ -4,9 +4,10 @@ Each family has its keys with Hugging Face's defaults, and states the facts in w
 here that `DECODERS` names. As in `config/families.py`, `annotations` are not imported from `__future__`.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+import math
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from shardwise.base.errors import divisors, listing, nearest_numbers
 from shardwise.config.families import (
@@ -33,9 +34,51 @@ _SIZES_OF_LLAMA = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
-_SIZES_OF_QWEN = _SIZES_OF_LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
-# A window in a file means nothing while use_sliding_window is false, which is all that is supported.
-_UNUSED_WINDOW = frozenset({"sliding_window"})
+_SIZES_OF_QWEN = _SIZES_OF_LLAMA | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+}
+_LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
+_FULL: _LayerType = "full_attention"
+_SLIDING: _LayerType = "sliding_attention"
+
+
+def every_nth_full(interval: int | None, layers: int) -> tuple[_LayerType, ...]:
+    """Return `layer_types` for `layers` blocks: each block `interval`, 2 · `interval`, … is full; None: none is."""
+    return tuple(_SLIDING if interval is None or number % interval else _FULL for number in range(1, layers + 1))
+
+
+def _of_each_layer(value: Any, info: ValidationInfo) -> Any:
+    """Return `layer_types` for the short form, the interval of the blocks without a window."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return every_nth_full(value, info.data.get("num_hidden_layers", 1))
+    return value
+
+
+_Window: TypeAlias = Annotated[
+    int | None,
+    Field(gt=0, description="keys that a query sees in blocks with a window, its own included; null = no window"),
+]
+_TYPE_OF_EACH_BLOCK = (
+    f"for each block: {_SLIDING} = with the window, {_FULL} = without; or a number N: every Nth block is without; "
+    "default with a window: "
+)
+_LayerTypes: TypeAlias = Annotated[
+    tuple[_LayerType, ...],
+    Field(strict=False, examples=[[_SLIDING, _SLIDING, _FULL], 6]),
+    BeforeValidator(_of_each_layer),
+]
+
+
+def _layer_types(interval: int | None, default: str) -> Any:
+    """Return the field `layer_types`; without a window its default has none in any block."""
+
+    def of_data(data: dict[str, Any]) -> tuple[_LayerType, ...]:
+        return every_nth_full(interval if data.get("sliding_window") else 1, data.get("num_hidden_layers", 1))
+
+    return Field(default_factory=of_data, description=f"{_TYPE_OF_EACH_BLOCK}{default}")
 
 
 class DecoderConfig(FamilyConfig):
@@ -69,7 +112,7 @@ class DecoderConfig(FamilyConfig):
         gt=0,
         description="width of a head; default: hidden_size / num_attention_heads",
     )
-    # `models/llama.py` computes SiLU alone.
+    # The gated MLP of `models/llama.py` has a kernel for SiLU and for GELU by tanh.
     hidden_act: Literal["silu"] = Field(default="silu", description="activation of the feed-forward gate")
     max_position_embeddings: Longest = 2048
     rms_norm_eps: _Epsilon = 1e-6
@@ -106,6 +149,35 @@ class DecoderConfig(FamilyConfig):
         return self.head_dim
 
 
+class _WindowConfig(DecoderConfig):
+    """Families of which each block has the window or none, as the key `layer_types` says."""
+
+    derived: ClassVar[tuple[str, ...]] = (*DecoderConfig.derived, "layer_types")
+
+    if TYPE_CHECKING:
+
+        @property
+        def layer_types(self) -> tuple[_LayerType, ...]: ...
+
+    sliding_window: _Window = None
+
+    def _problems(self) -> list[str]:
+        problems = super()._problems()
+        layers = self.num_hidden_layers
+        if len(self.layer_types) != layers:
+            problems.append(
+                f"model.layer_types ({len(self.layer_types)} entries) must have one for each of the {layers} blocks"
+            )
+        if self.sliding_window is None and _SLIDING in self.layer_types:
+            problems.append(
+                f"model.sliding_window (null) must be a number of keys, as model.layer_types has {_SLIDING}"
+            )
+        return problems
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_types[layer] == _SLIDING else None
+
+
 class LlamaConfig(DecoderConfig):
     """A Llama (1, 2 or 3): RoPE, RMSNorm, SwiGLU, grouped-query attention."""
 
@@ -123,13 +195,12 @@ class LlamaConfig(DecoderConfig):
 
 
 class MistralConfig(DecoderConfig):
-    """Mistral without a sliding window: a Llama without biases."""
+    """Mistral: a Llama without biases, with a window in all blocks or in none."""
 
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "mistral",
         "MistralForCausalLM",
-        defaults=_SIZES_OF_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8},
-        absent={"sliding_window": 4096},  # so a written file says null
+        defaults=_SIZES_OF_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
     )
 
     attention_bias: ClassVar[bool] = False
@@ -137,9 +208,13 @@ class MistralConfig(DecoderConfig):
 
     family: Literal["mistral"] = Field(description="the architecture")
     max_position_embeddings: Longest = 131072
+    sliding_window: _Window = None
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
 
 
-class Qwen2Config(DecoderConfig):
+class Qwen2Config(_WindowConfig):
     """Qwen2 and Qwen2.5: a Llama with biases on the Q, K and V projections and no others."""
 
     config_file: ClassVar[ConfigFile] = ConfigFile(
@@ -147,7 +222,8 @@ class Qwen2Config(DecoderConfig):
         "Qwen2ForCausalLM",
         defaults=_SIZES_OF_QWEN,
         only={"use_mrope": False},
-        inert=_UNUSED_WINDOW,
+        has_window_switch=True,
+        max_window_layers=28,
         writes_derived_heads=False,
     )
 
@@ -157,13 +233,14 @@ class Qwen2Config(DecoderConfig):
 
     family: Literal["qwen2"] = Field(description="the architecture")
     max_position_embeddings: Longest = 32768
+    layer_types: _LayerTypes = _layer_types(None, "all blocks have it")
 
 
-class Qwen3Config(DecoderConfig):
+class Qwen3Config(_WindowConfig):
     """Qwen3: a Llama with RMSNorm on each query and key head."""
 
     config_file: ClassVar[ConfigFile] = ConfigFile(
-        "qwen3", "Qwen3ForCausalLM", defaults=_SIZES_OF_QWEN, inert=_UNUSED_WINDOW
+        "qwen3", "Qwen3ForCausalLM", defaults=_SIZES_OF_QWEN, has_window_switch=True, max_window_layers=28
     )
 
     query_key_norm: ClassVar[NormedWidth] = "head"
@@ -173,6 +250,7 @@ class Qwen3Config(DecoderConfig):
     head_dim: int = Field(default=128, gt=0, description="width of a head")
     max_position_embeddings: Longest = 32768
     attention_bias: AttentionBias = False
+    layer_types: _LayerTypes = _layer_types(None, "all blocks have it")
 
 
 class Olmo2Config(DecoderConfig):
@@ -195,7 +273,82 @@ class Olmo2Config(DecoderConfig):
     attention_bias: AttentionBias = False
 
 
-class SmolLM3Config(DecoderConfig):
+class Olmo3Config(_WindowConfig):
+    """OLMo 3: an OLMo 2 with a window in three of four blocks, where rotary positions are not scaled."""
+
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        defaults=_SIZES_OF_LLAMA | {"vocab_size": 50304},
+        absent={"pad_token_id": 1},
+        writes_derived_heads=False,
+    )
+
+    norm_place: ClassVar[NormPlace] = "output"
+    query_key_norm: ClassVar[NormedWidth] = "all_heads"
+    window_rotary_key: ClassVar[str] = "rope_theta"
+    mlp_bias: ClassVar[bool] = False
+
+    family: Literal["olmo3"] = Field(description="the architecture")
+    rms_norm_eps: _Epsilon = 1e-5
+    rope_theta: RotaryBase = 500000.0
+    attention_bias: AttentionBias = False
+    sliding_window: _Window = 4096
+    layer_types: _LayerTypes = _layer_types(4, "all blocks but every fourth have it")
+
+
+class Gemma3Config(_WindowConfig):
+    """Gemma 3 for text: four norms in a block, GeGLU, scaled embeddings, a window in five of six blocks."""
+
+    config_file: ClassVar[ConfigFile] = ConfigFile(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        defaults={
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        },
+        names={"hidden_act": "hidden_activation"},
+        spellings={"sliding_window_pattern": "layer_types"},
+        only={"use_bidirectional_attention": False},
+        absent={"pad_token_id": 0},
+    )
+
+    norm_place: ClassVar[NormPlace] = "both"
+    norm_has_unit_offset: ClassVar[bool] = True
+    query_key_norm: ClassVar[NormedWidth] = "head"
+    window_rotary_key: ClassVar[str] = "rope_local_base_freq"
+    mlp_bias: ClassVar[bool] = False
+
+    family: Literal["gemma3"] = Field(description="the architecture")
+    head_dim: int = Field(default=256, gt=0, description="width of a head")
+    hidden_act: Literal["gelu_pytorch_tanh"] = Field(  # type: ignore[assignment]
+        default="gelu_pytorch_tanh", description="activation of the feed-forward gate"
+    )
+    max_position_embeddings: Longest = 131072
+    rope_theta: RotaryBase = 1000000.0
+    rope_local_base_freq: RotaryBase = 10000.0
+    query_pre_attn_scalar: float = Field(
+        default=256.0, gt=0, description="scores of attention are divided by its square root"
+    )
+    tie_word_embeddings: Tied = True
+    attention_bias: AttentionBias = False
+    sliding_window: _Window = 4096
+    layer_types: _LayerTypes = _layer_types(6, "all blocks but every sixth have it")
+
+    @property
+    def embedding_scale(self) -> float:
+        return math.sqrt(self.hidden_size)
+
+    @property
+    def attention_scale(self) -> float:
+        return 1.0 / math.sqrt(self.query_pre_attn_scalar)
+
+
+class SmolLM3Config(_WindowConfig):
     """SmolLM3: a Llama in which some blocks, every fourth by default, have no rotary positions."""
 
     config_file: ClassVar[ConfigFile] = ConfigFile(
@@ -210,11 +363,12 @@ class SmolLM3Config(DecoderConfig):
             "num_key_value_heads": 4,
         },
         absent={"pad_token_id": 128004},
-        inert=_UNUSED_WINDOW | {"pretraining_tp"},
+        inert=frozenset({"pretraining_tp"}),
+        has_window_switch=True,
         writes_derived_heads=False,
     )
 
-    derived: ClassVar[tuple[str, ...]] = (*DecoderConfig.derived, "no_rope_layers")
+    derived: ClassVar[tuple[str, ...]] = (*_WindowConfig.derived, "no_rope_layers")
 
     family: Literal["smollm3"] = Field(description="the architecture")
     max_position_embeddings: Longest = 32768
@@ -227,6 +381,14 @@ class SmolLM3Config(DecoderConfig):
         strict=False,
         examples=[[1, 1, 1, 0]],
         description="for each block: 1 = with rotary positions, 0 = without; default: every fourth block has none",
+    )
+    layer_types: _LayerTypes = Field(
+        default_factory=lambda data: (
+            tuple(_FULL if rotates else _SLIDING for rotates in data.get("no_rope_layers", ()))
+            if data.get("sliding_window")
+            else every_nth_full(1, data.get("num_hidden_layers", 1))
+        ),
+        description=f"{_TYPE_OF_EACH_BLOCK}blocks without rotary positions have it",
     )
 
     @model_validator(mode="before")
@@ -264,6 +426,8 @@ DECODERS: tuple[type[DecoderConfig], ...] = (
     Qwen2Config,
     Qwen3Config,
     Olmo2Config,
+    Olmo3Config,
     SmolLM3Config,
+    Gemma3Config,
 )
 """The families of this file, in the order of the documentation."""

@@ -19,7 +19,7 @@ from shardwise.config.rope_scaling import rope_scaling_problems, with_one_type
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Objective: TypeAlias = Literal["lm", "mlm", "nsp"]
 NormKind: TypeAlias = Literal["layer_norm", "rms_norm"]
-NormPlace: TypeAlias = Literal["input", "sum", "output"]
+NormPlace: TypeAlias = Literal["input", "sum", "output", "both"]
 NormedWidth: TypeAlias = Literal["head", "all_heads"]
 GELUName: TypeAlias = Literal["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"]
 _ACTIVATIONS: dict[str, Activation] = {
@@ -71,7 +71,10 @@ class FamilyConfig(Section):
 
     norm_kind: ClassVar[NormKind] = "layer_norm"
     norm_place: ClassVar[NormPlace] = "input"
-    """`input`: x + f(norm(x)) for each of attention and MLP. `sum`: norm(x + f(x)). `output`: x + norm(f(x))."""
+    """`input`: x + f(norm(x)) for each of attention and MLP. `sum`: norm(x + f(x)). `output`: x + norm(f(x)). `both`:
+    x + norm(f(norm(x)))."""
+    norm_has_unit_offset: ClassVar[bool] = False
+    """True if a norm multiplies by 1 + its weight."""
     query_key_norm: ClassVar[NormedWidth | None] = None
     """Width of the RMSNorm of q and k before they are rotated: each head, or all heads at once. None: no norm."""
     attention_output_bias: ClassVar[bool] = True
@@ -84,6 +87,9 @@ class FamilyConfig(Section):
     """True if Q, K and V are one canonical tensor."""
     interleaved_heads: ClassVar[bool] = False
     """True if that tensor is ordered by head: Q, K and V of the first head, then those of the second, and so forth."""
+    window_rotary_key: ClassVar[str | None] = None
+    """The key with the base of the rotary frequencies of blocks with a window, which are not scaled. None: all blocks
+    have the same frequencies."""
     causal: ClassVar[bool] = True
     """True if a token attends only to itself and those before it."""
     embedding_norm: ClassVar[bool] = False
@@ -167,6 +173,26 @@ class FamilyConfig(Section):
         """Return the rules that the values of several keys break together."""
         scaling = getattr(self, "rope_scaling", None)
         return [] if scaling is None else rope_scaling_problems(scaling, self.rotary_dim)
+
+    @property
+    def norms_input(self) -> bool:
+        """True if attention and MLP have a norm before them."""
+        return self.norm_place in ("input", "both")
+
+    @property
+    def norms_output(self) -> bool:
+        """True if the outputs of attention and MLP are normalised before they are added to x."""
+        return self.norm_place in ("output", "both")
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor on the embedding of a token."""
+        return 1.0
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor on the scores of attention; None: 1 / √head_dim."""
+        return None
 
     @property
     def predicts_masked_tokens(self) -> bool:

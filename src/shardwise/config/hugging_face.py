@@ -20,7 +20,7 @@ from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_value, scalar
 from shardwise.config.decoders import every_nth_without_rope
 from shardwise.config.families import FamilyConfig
-from shardwise.config.hugging_face_names import ABSENT_IF_EMPTY, ONLY, is_inert
+from shardwise.config.hugging_face_names import ABSENT_IF_EMPTY, LACKING, ONLY, is_inert
 from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH, effective_scaling, unknown_fields, with_one_type
 
@@ -29,8 +29,11 @@ _ONLY_IN_RECIPES = ("family", "ignore")
 """Keys of a `model` section that no `config.json` has."""
 _DERIVED = ("num_key_value_heads", "head_dim")
 """Fields that follow from others where they are null, even if the family's default is a number."""
+_WINDOW = "sliding_window"
+"""The field whose null means none, even if the family's default is a number."""
 _SAME_ACTIVATION = {"swish": "silu", "gelu_python": "gelu"}
 _FULL = "full_attention"
+_SLIDING = "sliding_attention"
 _MOVED = ("rope_theta", "partial_rotary_factor")
 """Fields of `rope_parameters` that are keys of their own in a `model` section."""
 
@@ -105,13 +108,17 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
     model_type = values.get("model_type")
     families = families_by_model_type()
     if not isinstance(model_type, str) or model_type not in families:
+        if model_type in LACKING:
+            raise ConfigError(f"{origin}: model_type ({_shown(model_type)}) is not supported: {LACKING[model_type]}")
         shown = "is missing: it" if model_type is None else f"({_shown(model_type)})"
         raise ConfigError(f"{origin}: model_type {shown} must be {listing(families, 'or')}")
     family = families[model_type]
     unread, problems = _one_spelling(values, family)
-    problems += _take_layers(unread, family)
-    if unread.get("use_sliding_window") is False and "sliding_window" not in family.config_file.absent:
-        unread.pop("sliding_window", None)  # the width of a window that is not used
+    if family.config_file.has_window_switch and unread.pop("use_sliding_window", False) is not True:
+        unread[_WINDOW] = None  # the width of a window that is not used
+    elif unread.get("use_sliding_window") is False and _WINDOW not in family.model_fields:
+        unread.pop(_WINDOW, None)
+    problems += _take_layers(unread, family) + _take_window_rotary(unread, family)
     section: dict[str, Any] = {"family": next(name for name, known in FAMILIES.items() if known is family)}
     if ignore:
         section["ignore"] = list(ignore)
@@ -119,7 +126,7 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
         value, problem = _value_of(key, name, default, unread, family)
         if problem is not None:
             problems.append(problem)
-        if value is not None:
+        if value is not None or (key == _WINDOW and default is not None):
             section[key] = value
     if "rope_theta" in family.model_fields:
         rotary, rotary_problems = _take_rotary(unread, section["max_position_embeddings"], family, ignore)
@@ -144,6 +151,12 @@ def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
         ):
             value = None
         fields[name] = value
+    if file.has_window_switch:
+        fields["use_sliding_window"] = fields[_WINDOW] is not None
+    if file.max_window_layers is not None and fields[_WINDOW] is not None:
+        # transformers read it before it knew `layer_types`.
+        types = [*fields["layer_types"], _SLIDING]
+        fields["max_window_layers"] = types.index(_SLIDING)
     fields |= dict.fromkeys(file.absent)  # null, as their absence would mean another value
     if not model.ffn_dropout_p:
         fields.pop("ffn_dropout", None)  # only shardwise reads this field
@@ -160,6 +173,9 @@ def _rotary_fields(model: FamilyConfig) -> dict[str, Any]:
     theta = keys["rope_theta"]
     scaling = keys["rope_scaling"]
     parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    if model.window_rotary_key is not None:
+        of_windows = {"rope_theta": keys[model.window_rotary_key], "rope_type": "default"}
+        parameters = {_FULL: parameters, _SLIDING: of_windows}
     fields = {"rope_parameters": parameters, "rope_scaling": scaling}
     if "rotary_pct" not in keys:
         return {**fields, "rope_theta": theta}
@@ -254,7 +270,7 @@ def _value_of(
     file = family.config_file
     value = unread.pop(name, default)
     # In a file null stands for the default; of these fields it is a value by itself.
-    if value is None and name not in (*_DERIVED, "pad_token_id"):
+    if value is None and name not in (*_DERIVED, _WINDOW, "pad_token_id"):
         value = default
     if key == family.keys["activation"]:
         value = _SAME_ACTIVATION.get(str(value), value)
@@ -263,16 +279,16 @@ def _value_of(
             return default, _unsupported(name, value, supported)
     elif name in file.only and value != file.only[name]:
         return default, _unsupported(name, value, (file.only[name],))
-    elif value is None and default is not None and name not in _DERIVED:
+    elif value is None and default is not None and name not in (*_DERIVED, _WINDOW):
         return default, f"{name} (null) is not supported: only an id"
     return value, None
 
 
 def _take_layers(unread: dict[str, Any], family: type[FamilyConfig]) -> list[str]:
-    """Take `layer_types` and `no_rope_layer_interval` out of `unread`; returns the errors in them.
+    """Take `no_rope_layer_interval` and `max_window_layers` out of `unread`; returns the errors in them.
 
-    Every family attends fully in all layers, so `layer_types` may say nothing else. From the interval, `no_rope_layers`
-    is made where the file lacks it.
+    From them, `no_rope_layers` and `layer_types` are made where the file lacks these. Of a family without windows,
+    `layer_types` may say nothing else than full attention, and is taken out too.
     """
     fields = translated_fields(family)
     name, default = fields["num_hidden_layers"]
@@ -281,7 +297,12 @@ def _take_layers(unread: dict[str, Any], family: type[FamilyConfig]) -> list[str
         layers = default  # pydantic refuses another type later
     problems = []
     types = unread.pop("layer_types", None)
-    if types and types != [_FULL] * layers:
+    if "layer_types" in fields:
+        unread["layer_types"] = types or None
+        first = unread.pop("max_window_layers", family.config_file.max_window_layers)
+        if not types and isinstance(first, int) and unread.get(_WINDOW, fields[_WINDOW][1]) is not None:
+            unread["layer_types"] = [_FULL if layer < first else _SLIDING for layer in range(layers)]
+    elif types and types != [_FULL] * layers:
         problems.append(f'layer_types ({_shown(types)}) is not supported: only "{_FULL}" for each of {layers} layers')
     if "no_rope_layers" in fields:
         interval = unread.pop("no_rope_layer_interval", 4)
@@ -289,6 +310,26 @@ def _take_layers(unread: dict[str, Any], family: type[FamilyConfig]) -> list[str
             problems.append(f"no_rope_layer_interval ({_shown(interval)}) must be a positive whole number")
         elif unread.get("no_rope_layers") is None:
             unread["no_rope_layers"] = every_nth_without_rope(interval, layers)
+    return problems
+
+
+def _take_window_rotary(unread: dict[str, Any], family: type[FamilyConfig]) -> list[str]:
+    """Put fields in the place of `rope_parameters` by type of layer; returns the errors in those of windows."""
+    parameters = unread.get("rope_parameters")
+    if family.window_rotary_key is None or not isinstance(parameters, dict) or not {_FULL, _SLIDING} & set(parameters):
+        return []
+    unread["rope_parameters"] = parameters.get(_FULL)
+    of_windows = parameters.get(_SLIDING) or {}
+    base = of_windows.get("rope_theta")
+    problems = []
+    if with_one_type(of_windows).get("rope_type", "default") != "default":
+        shown = _shown(of_windows)
+        problems.append(f'rope_parameters.{_SLIDING} ({shown}) is not supported: only rope_type "default"')
+    if family.window_rotary_key not in _ROTARY_KEYS:
+        if base is not None:
+            unread[family.window_rotary_key] = base
+    elif base is not None and base != (parameters.get(_FULL) or {}).get("rope_theta", base):
+        problems.append(f"rope_parameters.{_SLIDING}.rope_theta ({_shown(base)}) must be that of {_FULL}")
     return problems
 
 

@@ -34,6 +34,9 @@ class ConfigFile:
         only: field → its one supported value, beside `ONLY`; these count before `inert` and `is_inert`.
         absent: field → the value that its absence means to transformers; written files say null there.
         inert: fields that change nothing that is trained in this family, whatever `ONLY` says.
+        has_window_switch: true if `sliding_window` counts only beside `use_sliding_window` (true).
+        max_window_layers: default of this field: blocks before the first with a window, if the file has no
+            `layer_types`.
         writes_derived_heads: true if a file states `head_dim` where it follows from other fields.
         null_if_derived: keys that a file states as null where they follow from others.
     """
@@ -46,9 +49,17 @@ class ConfigFile:
     only: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
+    has_window_switch: bool = False
+    max_window_layers: int | None = None
     writes_derived_heads: bool = True
     null_if_derived: tuple[str, ...] = ()
 
+
+LACKING = {
+    "gemma2": "shardwise lacks its soft caps on scores and logits (attn_logit_softcapping, final_logit_softcapping)",
+    "gemma3": "shardwise lacks its images; give the text model alone (text_config, with model_type gemma3_text)",
+}
+"""Value of `model_type` → what shardwise lacks for it, for models that are near to a family."""
 
 # Fields that change what a model of any family computes, each with the one value at which it changes nothing. No
 # `model.ignore` excuses another value.

@@ -74,7 +74,7 @@ def set_allocator(settings: str) -> None:
 
 
 def cpu_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None, *, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Attention by torch's kernel for CPUs, and the logarithms of its sums, `[B, n, S]`, which torch hides.
 
@@ -83,7 +83,7 @@ def cpu_attention(
     """
     keys, values = (_of_each_query_head(t, q) for t in (k, v))
     out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, keys, values, 0.0, causal, attn_mask=mask
+        q, keys, values, 0.0, causal, attn_mask=mask, scale=scale
     )
     return out, log_sums
 
@@ -96,13 +96,14 @@ def cpu_attention_gradients(
     out: Tensor,
     log_sums: Tensor,
     mask: Tensor | None = None,
+    scale: float | None = None,
     *,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v of `cpu_attention`, or their terms if `out` and `log_sums` are over more keys."""
     keys, values = (_of_each_query_head(t, q) for t in (k, v))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dy, q, keys, values, out, log_sums, 0.0, causal, attn_mask=mask
+        dy, q, keys, values, out, log_sums, 0.0, causal, attn_mask=mask, scale=scale
     )
     if keys is not k:
         dk, dv = (t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))

@@ -84,6 +84,7 @@ class RMSNorm(_Norm):
         eps: number added to the mean square.
         further: none; all other arguments are given by keyword.
         sequence_parallel_enabled: true if each rank has a part of the sequence; the gradients are then partial.
+        unit_offset: true if 1 + weight takes the weight's place, which is 0 at first.
         name: canonical name of the layer, without `.weight`.
         options: see `LayerOptions`.
     """
@@ -96,31 +97,39 @@ class RMSNorm(_Norm):
         eps: float = 1e-6,
         *further: Any,
         sequence_parallel_enabled: bool = False,
+        unit_offset: bool = False,
         name: str | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         # torch and neuronx-distributed mean different things by a third positional argument.
         given = by_name(type(self).__name__, further, (), options, last="eps")
-        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0}, given)
+        leaves = {"weight": 0.0 if unit_offset else 1.0}
+        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, leaves, given)
+        self.unit_offset = unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
         sequence_parallel = self.sequence_parallel_enabled
-        if self.group.grain is not None and _has_kernel(x, self.weight):
+        weight = _factor(self.weight, unit_offset=self.unit_offset)
+        if self.group.grain is not None and _has_kernel(x, weight):
 
             def norm(part: Tensor, weight: Tensor) -> Tensor:
                 return _rms_norm(part, weight, self.eps)
 
-            return apply_by_sequence_part(norm, x, [self.weight], self.group, sequence_parallel=sequence_parallel)
-        weight: Tensor = self.weight
+            return apply_by_sequence_part(norm, x, [weight], self.group, sequence_parallel=sequence_parallel)
         if self.group.grain is not None and sequence_parallel:
             (weight,) = part_views(weight, 1, self.group)
         return _rms_norm(x, weight, self.eps, sequence_parts(x, self.group, sequence_parallel))
 
 
+def _factor(weight: Tensor, *, unit_offset: bool) -> Tensor:
+    """Return what a normalised x is multiplied with; 1 + weight at least in float32, as bfloat16 would round it."""
+    return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if unit_offset else weight
+
+
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, parts: int = 1) -> Tensor:
     """Return the norm of x; where torch has no kernel for it, see `_RMSNorm` for `parts`."""
     if _has_kernel(x, weight):
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, weight.shape, weight, eps).to(x.dtype)
     return cast(Tensor, _RMSNorm.apply(x, weight, eps, parts))  # type: ignore[no-untyped-call]
 
 
@@ -221,6 +230,7 @@ class QueryKeyNorm(placement.PlacedModule):
             Communicates an all-reduce of the sums of squares, `[2, S, B]` in float32, forward, and one of their
             gradients.
         names: canonical names of the two layers, without `.weight`.
+        unit_offset: as in `RMSNorm`; with `head` alone.
         options: see `LayerOptions`.
     """
 
@@ -232,9 +242,13 @@ class QueryKeyNorm(placement.PlacedModule):
         head_dim: int,
         over: Literal["head", "all_heads"],
         names: tuple[str, str],
+        unit_offset: bool = False,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
+        if unit_offset and over != "head":
+            raise ArgumentError(f'over ({over!r}) must be "head" with unit_offset')
+        self.unit_offset = unit_offset
         maker = ParameterMaker(self, options, warns=False)
         self.group = maker.group
         self.eps = eps
@@ -245,7 +259,7 @@ class QueryKeyNorm(placement.PlacedModule):
     def _weight(self, maker: ParameterMaker, name: str, size: int, head_dim: int) -> nn.Parameter:
         """Make the weight of the queries or of the keys."""
         full = maker.name(name, "weight")
-        init = Init.constant(1.0)
+        init = Init.constant(0.0 if self.unit_offset else 1.0)
         if self.over == "head":
             piece = placement.Piece.replicated(full, (head_dim,), self.group, init, partial=True)
         else:
@@ -272,6 +286,7 @@ class QueryKeyNorm(placement.PlacedModule):
         def norm(part: Tensor, shared: Tensor) -> Tensor:
             return _rms_norm(part.contiguous(), shared, self.eps)
 
+        weight = _factor(weight, unit_offset=self.unit_offset)
         if self.group.grain is None:
             return _rms_norm(x, weight, self.eps)
         return apply_by_part(norm, x, [weight], self.group.parts, self.group, dim=-2)

@@ -37,7 +37,7 @@ from shardwise.models.rotary import rotate
 
 
 class AttentionCore(nn.Module):
-    """`softmax(q kᵀ / √d) v`, with dropout of the probabilities.
+    """`softmax(scale · q kᵀ) v`, with dropout of the probabilities; by default the scale is 1 / √d.
 
     torch's fused kernels compute it, except with `invariant` dropout, whose mask no kernel takes, and with any dropout
     on a CPU, which lacks a fused kernel for it. Then the probabilities `[B, n, S, S]` are in memory.
@@ -47,6 +47,7 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.causal = config.causal
         self.window = config.window(layer)
+        self.scale = config.attention_scale
         self.p = config.attention_dropout_p
         self.context_group = factory.context_group
         self.place = Place(layer, ATTENTION, self.context_group.rank * factory.group.size + factory.group.rank)
@@ -90,18 +91,22 @@ class AttentionCore(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, key: AnyKey | None, places: Tensor | None
     ) -> Tensor:
         if isinstance(mask, PiecesMask):
-            return attention_by_pieces(q, k, v, mask).flatten(2)
+            return attention_by_pieces(q, k, v, mask, self.scale).flatten(2)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         is_grouped = q.shape[1] != k.shape[1]
         # torch aligns its causal mask with the first key; a query after cached keys sees all of them.
         causal = self.causal and mask is None and q.shape[2] == k.shape[2]
         if not (mask is None or isinstance(mask, Tensor)):
-            out = _flex_attention()(q, k, v, block_mask=mask, enable_gqa=is_grouped)
+            out = _flex_attention()(q, k, v, block_mask=mask, scale=self.scale, enable_gqa=is_grouped)
         elif key is None:
-            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=is_grouped)
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=is_grouped
+            )
         elif isinstance(key, DropoutKey) and not self.goes_by_steps(q, key):
             with key.seeded(q.device, self.place.layer, ATTENTION, self.place.shard):
-                out = F.scaled_dot_product_attention(q, k, v, mask, self.p, is_causal=causal, enable_gqa=is_grouped)
+                out = F.scaled_dot_product_attention(
+                    q, k, v, mask, self.p, is_causal=causal, scale=self.scale, enable_gqa=is_grouped
+                )
         else:
             out = self._step_by_step(q, k, v, mask, key, places)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -114,7 +119,8 @@ class AttentionCore(nn.Module):
             k = k.repeat_interleave(copies, dim=1)
             v = v.repeat_interleave(copies, dim=1)
         # q is scaled in place of the scores, as it has fewer elements.
-        scores = head_products(q * (1.0 / math.sqrt(q.shape[-1])), k.transpose(-1, -2), self.group)
+        scale = 1.0 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
+        scores = head_products(q * scale, k.transpose(-1, -2), self.group)
         if mask is None and self.causal:
             length = q.shape[-2]
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril_()
@@ -228,8 +234,7 @@ class Attention(nn.Module):
             q, k = self.norm(q, k)
         tables = None
         if self.rotates:
-            assert context.rotary_tables is not None, "the model has no rotary tables"
-            tables = [table.to(q.dtype) for table in context.rotary_tables]
+            tables = [table.to(q.dtype) for table in context.rotary_tables[self.core.window]]
         sources: list[Recomputed] = []
 
         def rotated(x: Tensor) -> Tensor:
@@ -264,7 +269,7 @@ class Attention(nn.Module):
         k = made(lambda k: of_all_tokens(rotated(k)), k, drops=drops_gathered or drops_rotated)
         v = made(of_all_tokens, v, drops=drops_gathered)
         if context.cache is not None:
-            k, v = context.cache.extend(self.layer, k, v)
+            k, v = context.cache.extend(self.layer, k, v, self.core.window)
         with dropping(*sources) if sources else nullcontext():
             out: Tensor = self.core(q, k, v, context)
         return out

@@ -26,13 +26,15 @@ SHORT = 256
 """Queries of a segment whose pieces have a dense mask: fewer are slower, more compute scores that the mask hides."""
 
 
-def attention_by_pieces(q: Tensor, k: Tensor, v: Tensor, mask: PiecesMask) -> Tensor:
-    """`softmax(q kᵀ / √d) v` over the keys that each query sees: q `[Q, B, n, d]` → `[Q, B, n, d]`.
+def attention_by_pieces(q: Tensor, k: Tensor, v: Tensor, mask: PiecesMask, scale: float | None = None) -> Tensor:
+    """`softmax(scale · q kᵀ) v` over the keys that each query sees: q `[Q, B, n, d]` → `[Q, B, n, d]`.
 
-    k and v are `[L, B, m, d]`, where m divides n. Call `define_attention_by_pieces` before, outside of compiled code.
+    k and v are `[L, B, m, d]`, where m divides n; scale None is 1 / √d. Call `define_attention_by_pieces` before,
+    outside of compiled code.
     """
     # One operator of a compiled graph, so that the number of documents and their places change no graph.
-    return cast(Tensor, torch.ops.shardwise.attention_by_pieces(q, k, v, mask.starts_SB, mask.ends, mask.window)[0])
+    arguments = (mask.starts_SB, mask.ends, mask.window, scale)
+    return cast(Tensor, torch.ops.shardwise.attention_by_pieces(q, k, v, *arguments)[0])
 
 
 @functools.cache
@@ -41,23 +43,28 @@ def define_attention_by_pieces() -> None:
 
     @torch.library.custom_op("shardwise::attention_by_pieces", mutates_args=(), device_types="cpu")
     def attention(
-        q: Tensor, k: Tensor, v: Tensor, starts_SB: Tensor | None, ends: Tensor, window: int | None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts_SB: Tensor | None,
+        ends: Tensor,
+        window: int | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        out, log_sums_QBn = shapes(q, k, v, starts_SB, ends, window)
+        results: tuple[Tensor, Tensor] = shapes(q, k, v, starts_SB, ends, window, scale)
         for segment in _segments(starts_SB, ends, window):
-            query = segment.of_queries(q)
-            results = []
-            for piece in segment.pieces(window):
-                keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
-                results.append(cpu_attention(query, keys, values, piece.dense(q), causal=piece.is_causal))
-            part, log_sums = _merged(results)
-            segment.of_queries(out).copy_(part)
-            segment.of_queries(log_sums_QBn.unsqueeze(-1)).copy_(log_sums.unsqueeze(-1))
-        return out, log_sums_QBn
+            _attend(segment, window, scale, (q, k, v), results)
+        return results
 
     @attention.register_fake
     def shapes(
-        q: Tensor, k: Tensor, v: Tensor, starts_SB: Tensor | None, ends: Tensor, window: int | None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts_SB: Tensor | None,
+        ends: Tensor,
+        window: int | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
         return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
 
@@ -72,19 +79,11 @@ def define_attention_by_pieces() -> None:
         starts_SB: Tensor | None,
         ends: Tensor,
         window: int | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_zeros(x.shape, dtype=_sum_dtype(q)) for x in (q, k, v))
         for segment in _segments(starts_SB, ends, window):
-            query, output, gradient = (segment.of_queries(x) for x in (q, out, dy))
-            log_sums = segment.of_queries(log_sums_QBn.unsqueeze(-1)).squeeze(-1)
-            for piece in segment.pieces(window):
-                keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
-                parts = cpu_attention_gradients(
-                    gradient, query, keys, values, output, log_sums, piece.dense(q), causal=piece.is_causal
-                )
-                segment.of_queries(dq).add_(parts[0])
-                piece.of_keys(dk, segment.samples).add_(parts[1])
-                piece.of_keys(dv, segment.samples).add_(parts[2])
+            _add_gradients(segment, window, scale, dy, (q, k, v), (out, log_sums_QBn), (dq, dk, dv))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @gradients.register_fake
@@ -98,16 +97,17 @@ def define_attention_by_pieces() -> None:
         starts_SB: Tensor | None,
         ends: Tensor,
         window: int | None,
+        scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, starts_SB, ends, ctx.window = inputs
+        q, k, v, starts_SB, ends, ctx.window, ctx.scale = inputs
         ctx.save_for_backward(q, k, v, *output, starts_SB, ends)
         ctx.mark_non_differentiable(output[1])
 
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients(dy, *ctx.saved_tensors, ctx.window), None, None, None
+        return *gradients(dy, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None, None
 
     attention.register_autograd(backward, setup_context=keep)
 
@@ -199,6 +199,49 @@ def _documents(starts_SB: Tensor | None, row: int, run: range) -> Iterator[_Segm
         bounds = [0, *lengths.cumsum(0).tolist()]
         for start, (first, end) in zip(starts.tolist(), pairwise(bounds), strict=True):
             yield _Segment(slice(b, b + 1), slice(row + first, row + end), run[first:end], start)
+
+
+def _attend(
+    segment: _Segment,
+    window: int | None,
+    scale: float | None,
+    inputs: tuple[Tensor, ...],
+    results: tuple[Tensor, Tensor],
+) -> None:
+    """Write the output and the log-sum-exps of a segment."""
+    q, k, v = inputs
+    query = segment.of_queries(q)
+    by_piece = []
+    for piece in segment.pieces(window):
+        keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
+        by_piece.append(cpu_attention(query, keys, values, piece.dense(q), scale, causal=piece.is_causal))
+    out, log_sums = _merged(by_piece)
+    segment.of_queries(results[0]).copy_(out)
+    segment.of_queries(results[1].unsqueeze(-1)).copy_(log_sums.unsqueeze(-1))
+
+
+def _add_gradients(
+    segment: _Segment,
+    window: int | None,
+    scale: float | None,
+    dy: Tensor,
+    inputs: tuple[Tensor, ...],
+    results: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, ...],
+) -> None:
+    """Add a segment's terms to the gradients of q, k and v."""
+    q, k, v = inputs
+    query = segment.of_queries(q)
+    out = segment.of_queries(results[0])
+    log_sums = segment.of_queries(results[1].unsqueeze(-1)).squeeze(-1)
+    for piece in segment.pieces(window):
+        keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
+        dq, dk, dv = cpu_attention_gradients(
+            segment.of_queries(dy), query, keys, values, out, log_sums, piece.dense(q), scale, causal=piece.is_causal
+        )
+        segment.of_queries(gradients[0]).add_(dq)
+        piece.of_keys(gradients[1], segment.samples).add_(dk)
+        piece.of_keys(gradients[2], segment.samples).add_(dv)
 
 
 def _merged(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -166,16 +166,19 @@ class LayerFactory:
             head_dim=config.head_dim,
             over=config.query_key_norm,
             names=names,
+            unit_offset=config.norm_has_unit_offset,
             **self.options,
         )
 
     def norm(self, config: FamilyConfig, name: str, kind: type[_Norm] = LayerNorm) -> _Norm:
         """Make the layer x → x normalised."""
+        offset = {"unit_offset": True} if config.norm_has_unit_offset else {}
         return kind(
             config.hidden_size,
             config.norm_eps,
             sequence_parallel_enabled=self.sequence_parallel,
             name=name,
+            **offset,
             **self.options,
         )
 
@@ -213,14 +216,14 @@ class Context:
         masks: window of a block → keys that its queries see; a tensor `[B, 1, 1, S]` is true for them, and one
             `[B, 1, S, L]` is added to the scores. Without a mask they see all, in a causal model those up to the query.
         cache: keys and values of earlier tokens.
-        rotary_tables: cosines and sines of these tokens' positions; None in models with learned positions.
+        rotary_tables: window of a block → cosines and sines of these tokens' positions; empty with learned positions.
         places: places of these tokens in the sequence, `[S/C]`, if context parallelism cuts it; else None.
     """
 
     dropout: AnyKey | None = None
     masks: Mapping[int | None, Mask | None] = field(default_factory=dict)
     cache: KeyValueCache | None = None
-    rotary_tables: tuple[Tensor, Tensor] | None = None
+    rotary_tables: Mapping[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     places: Tensor | None = None
 
     @property
@@ -405,14 +408,15 @@ def block_matrices(model: nn.Module) -> list[nn.Parameter]:
 class KeyValueCache:
     """Keys and values of the first `length` tokens, so that a forward pass computes only those of new tokens.
 
-    A rank keeps the m key and value heads that it holds: 2 · layers · L · B · m · d elements in the dtype of the
-    activations. They are allocated once, by the first forward pass, and never grow.
+    A rank keeps the m key and value heads that it holds: 2 · L · B · m · d elements a block in the dtype of the
+    activations, or with a window of w < L tokens 2 · w · B · m · d. They are allocated once, by the first forward pass,
+    and never grow.
 
     Args:
         room: L, the largest number of tokens.
 
     Attributes:
-        length: number of tokens in the cache.
+        length: number of tokens that were read.
     """
 
     def __init__(self, room: int) -> None:
@@ -420,10 +424,14 @@ class KeyValueCache:
         self.length = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep a layer's k and v `[S, B, m, d]` of the next S tokens; returns all of them, `[length + S, B, m, d]`.
+    def seen(self, window: int | None) -> int:
+        """Return the number of earlier tokens that the next one sees in a block."""
+        return self.length if window is None else min(self.length, window - 1)
 
-        `length` stays: call `advance` once all layers have the new tokens.
+    def extend(self, layer: int, k: Tensor, v: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keep a layer's k and v `[S, B, m, d]` of the next S tokens; returns all that they see: `[seen + S, B, m, d]`.
+
+        Those of one token may be in another order. `length` stays: call `advance` once all layers have the new tokens.
 
         Raises:
             ValueError: there is no room for the tokens.
@@ -431,12 +439,27 @@ class KeyValueCache:
         end = self.length + k.shape[0]
         if end > self.room:
             raise ValueError(f"the tokens ({end}) must be at most those that the cache has room for ({self.room})")
+        rows = self.room if window is None else min(self.room, window)
         if layer not in self._layers:
-            self._layers[layer] = (k.new_empty(self.room, *k.shape[1:]), v.new_empty(self.room, *v.shape[1:]))
+            self._layers[layer] = (k.new_empty(rows, *k.shape[1:]), v.new_empty(rows, *v.shape[1:]))
         keys, values = self._layers[layer]
-        keys[self.length : end] = k
-        values[self.length : end] = v
-        return keys[:end], values[:end]  # views: nothing is copied
+        if end <= rows:
+            keys[self.length : end] = k
+            values[self.length : end] = v
+            return keys[:end], values[:end]  # views: nothing is copied
+        # Token p is in row p modulo the window.
+        if len(k) == 1:
+            row = self.length % rows
+            keys[row] = k[0]
+            values[row] = v[0]
+            return keys, values
+        places = torch.arange(self.length - self.seen(window), end, device=k.device)
+        earlier = places[: -len(k)] % rows
+        k, v = torch.cat((keys[earlier], k)), torch.cat((values[earlier], v))
+        kept = places[-rows:] % rows
+        keys[kept] = k[-rows:]
+        values[kept] = v[-rows:]
+        return k, v
 
     def advance(self, count: int) -> None:
         """Count `count` new tokens."""

@@ -30,6 +30,7 @@ class CausalLM(Family[_Config]):
         norm: the last norm.
         lm_head: the output head.
         rotary: the rotary tables; None with learned positions.
+        window_rotary: those of blocks with a window; None: the same.
         is_compiled: true if the blocks are compiled.
         shares_samples: true if `context_group` shares samples, as in training; false if each rank has whole ones.
     """
@@ -38,6 +39,7 @@ class CausalLM(Family[_Config]):
     norm: nn.Module
     lm_head: ParallelLMHead
     rotary: Rotary | None = None
+    window_rotary: Rotary | None = None
     is_compiled: bool = False
     shares_samples: bool = True
 
@@ -73,75 +75,49 @@ class CausalLM(Family[_Config]):
         known = 0 if cache is None else cache.length
         if self.outdates(known, known + len(ids_SB)):
             raise ValueError(f"the {known} tokens of the cache must be read again with those that follow")
-        runs: tuple[range, ...] = (range(known, known + len(ids_SB)),)
         length = known + len(ids_SB)
         places = None
         if self.context_group.size > 1 and self.shares_samples:
-            runs = runs_of_places(len(ids_SB), self.context_group)
+            runs: tuple[range, ...] = runs_of_places(len(ids_SB), self.context_group)
             length = self.context_group.size * len(ids_SB)
             places = torch.cat([torch.arange(run.start, run.stop, device=ids_SB.device) for run in runs])
             if positions_SB is None:
                 positions_SB = places.unsqueeze(1)
         if x is None:
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
-        tables = self._rotary_tables(x, length, positions_SB, lengths_B, cache)
         windows = {self.config.window(number) for number in self.part.block_numbers(self.config)}
-        masks = {window: AttentionMask(runs, starts_SB, window) for window in windows}
-        context = Context(dropout, self._forms_of(masks, x, length, dropout, cache), cache, tables, places)
+        tables = {}
+        masks = {}
+        for window in windows:
+            rotary = self.rotary if window is None or self.window_rotary is None else self.window_rotary
+            if rotary is not None:
+                tables[window] = _rotary_tables(rotary, x, length, positions_SB, lengths_B, known)
+            if places is None:
+                seen = 0 if cache is None else cache.seen(window)
+                runs = (range(seen, seen + len(ids_SB)),)
+            mask = AttentionMask(runs, starts_SB, window)
+            masks[window] = self._form_of(mask, length if places is not None else runs[-1].stop, x, dropout, cache)
+        context = Context(dropout, masks, cache, tables, places)
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
             cache.advance(len(ids_SB))  # after all blocks, as each writes at the same length
         return self.norm(x) if self.part.is_last else x
 
-    def _forms_of(
-        self,
-        masks: dict[int | None, AttentionMask],
-        x: Tensor,
-        length: int,
-        dropout: DropoutKey | None,
-        cache: KeyValueCache | None,
-    ) -> dict[int | None, Mask | None]:
-        """Return masks in the form that attention takes."""
-        forms = {}
-        for window, mask in masks.items():
-            form = mask.form(
-                x,
-                keys=length,
-                head_dim=self.config.head_dim,
-                is_compiled=self.is_compiled,
-                is_fused=dropout is None or not self.config.attention_dropout_p,
-                is_cached=cache is not None,
-            )
-            if isinstance(form, PiecesMask):
-                define_attention_by_pieces()
-            forms[window] = form
-        return forms
-
-    def _rotary_tables(
-        self,
-        x: Tensor,
-        length: int,
-        positions_SB: Tensor | None,
-        lengths_B: Tensor | None,
-        cache: KeyValueCache | None,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines of these tokens, `[S, 1, 1, r/2]`, or `[S, B, 1, r/2]` if samples differ in them.
-
-        `length` is that of the whole sequence, whose last tokens they are where there is a cache.
-        """
-        if self.rotary is None:
-            return None
-        first = 0 if cache is None else cache.length
-        tables = None
-        if lengths_B is not None:
-            tables = self.rotary.tables_of_each(lengths_B.tolist(), length, x)
-        cos, sin = tables or self.rotary.tables(length, x, first)
-        if positions_SB is None:
-            return cos, sin
-        # Row p of column b: the angle of position p in sample b, or in all of them.
-        columns_B = torch.arange(max(positions_SB.shape[1], cos.shape[1]), device=positions_SB.device)
-        cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
-        return cos, sin
+    def _form_of(
+        self, mask: AttentionMask, keys: int, x: Tensor, dropout: DropoutKey | None, cache: KeyValueCache | None
+    ) -> Mask | None:
+        """Return a mask of queries and `keys` keys in the form that attention takes."""
+        form = mask.form(
+            x,
+            keys=keys,
+            head_dim=self.config.head_dim,
+            is_compiled=self.is_compiled,
+            is_fused=dropout is None or not self.config.attention_dropout_p,
+            is_cached=cache is not None,
+        )
+        if isinstance(form, PiecesMask):
+            define_attention_by_pieces()
+        return form
 
     def forward(
         self,
@@ -169,6 +145,11 @@ class CausalLM(Family[_Config]):
             return False
         return self.rotary.regime(known) != self.rotary.regime(length)
 
+    def forgets(self, known: int) -> bool:
+        """Return whether a cache of `known` tokens lacks some of their keys, so that it cannot go back to fewer."""
+        windows = [self.config.window(layer) for layer in range(self.config.num_hidden_layers)]
+        return any(window is not None and window < known for window in windows)
+
     def logits(self, ids_SB: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Return the logits `[S, B, V]` over the whole vocabulary, on every rank of the group."""
         logits_SBV: Tensor = self.lm_head(self.hidden(ids_SB, cache=cache))
@@ -185,3 +166,22 @@ class CausalLM(Family[_Config]):
         # With sequence parallelism the last position would be on the last rank alone.
         logits_1BV: Tensor = self.lm_head(hidden[-1:])
         return logits_1BV[0]
+
+
+def _rotary_tables(
+    rotary: Rotary, x: Tensor, length: int, positions_SB: Tensor | None, lengths_B: Tensor | None, first: int
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of these tokens, `[S, 1, 1, r/2]`, or `[S, B, 1, r/2]` if samples differ in them.
+
+    `length` is that of the whole sequence. Without `positions_SB` they are its tokens from `first` on.
+    """
+    tables = None
+    if lengths_B is not None:
+        tables = rotary.tables_of_each(lengths_B.tolist(), length, x)
+    cos, sin = tables or rotary.tables(length, x, first)
+    if positions_SB is None:
+        return cos, sin
+    # Row p of column b: the angle of position p in sample b, or in all of them.
+    columns_B = torch.arange(max(positions_SB.shape[1], cos.shape[1]), device=positions_SB.device)
+    cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
+    return cos, sin

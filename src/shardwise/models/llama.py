@@ -1,7 +1,8 @@
 """Llama (1, 2 and 3): blocks of grouped-query attention with rotary positions and a gated MLP, and RMSNorm before each.
 
-Mistral, Qwen2, Qwen3, OLMo 2 and SmolLM3 differ from it only by facts of their configurations: which projections have
-biases, where norms stand, whether queries and keys are normalised, which blocks rotate them.
+Mistral, Qwen2, Qwen3, OLMo 2 and 3, SmolLM3 and Gemma 3 differ from it only by facts of their configurations: which
+projections have biases, where norms stand, whether queries and keys are normalised, which blocks rotate them or have a
+window, what scales embeddings and scores.
 
 Shapes: see `models/blocks.py`.
 """
@@ -9,29 +10,30 @@ Shapes: see `models/blocks.py`.
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import DecoderConfig
+from shardwise.layers.gated import Gate, gated
 from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
 from shardwise.layers.parts import activate
 from shardwise.layers.recompute import compose
-from shardwise.layers.swiglu import swiglu
 from shardwise.models.attention import Attention
-from shardwise.models.blocks import Context, LayerFactory
+from shardwise.models.blocks import ACTIVATIONS, Context, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) · up(x))` (SwiGLU, arXiv:2002.05202), gate and up in one matmul."""
+    """`down(act(gate(x)) · up(x))` (SwiGLU and GeGLU, arXiv:2002.05202), gate and up in one matmul."""
 
     def __init__(self, config: DecoderConfig, name: str, factory: LayerFactory) -> None:
         super().__init__()
         self.drops_activated = factory.drops_cheap
+        self.act = cast(Gate, config.activation)
         self.gate_up = MergedColumnParallelLinear(
             config.hidden_size,
             (config.intermediate_size, config.intermediate_size),
@@ -55,28 +57,30 @@ class GatedMLP(nn.Module):
         group = self.down_proj.group
 
         def activated(gate: Tensor, up: Tensor) -> Tensor:
-            return activate(F.silu, gate, group) * up
+            return activate(ACTIVATIONS[self.act], gate, group) * up
 
         out: Tensor
         # The compiler makes one kernel of single operations.
         if group.has_parts or torch.compiler.is_compiling():
             out = compose(self.down_proj, activated, *self.gate_up(x), drops=self.drops_activated)
         else:
-            out = compose(self.down_proj, swiglu, self.gate_up.joined(x), drops=self.drops_activated)
+            out = compose(
+                self.down_proj, partial(gated, act=self.act), self.gate_up.joined(x), drops=self.drops_activated
+            )
         return out
 
 
 class LlamaBlock(nn.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; or `x + norm(attention(x))`, then `x + norm(mlp(x))`."""
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; with norms after attention and MLP too, or there alone."""
 
     def __init__(self, config: DecoderConfig, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         name = f"model.layers.{layer}"
         q, k, v, o = (f"{name}.self_attn.{part}_proj" for part in "qkvo")
         bias = config.attention_bias
-        self.norms_output = config.norm_place == "output"
+        self.norm_place = config.norm_place
         self.drops_normed = factory.drops_cheap
-        if not self.norms_output:
+        if config.norms_input:
             self.input_layernorm = factory.norm(config, f"{name}.input_layernorm", RMSNorm)
         self.self_attn = Attention(
             config,
@@ -90,15 +94,22 @@ class LlamaBlock(nn.Module):
         )
         self.post_attention_layernorm = factory.norm(config, f"{name}.post_attention_layernorm", RMSNorm)
         self.mlp = GatedMLP(config, f"{name}.mlp", factory)
-        if self.norms_output:
+        if self.norm_place == "both":
+            self.pre_feedforward_layernorm = factory.norm(config, f"{name}.pre_feedforward_layernorm", RMSNorm)
+        if config.norms_output:
             self.post_feedforward_layernorm = factory.norm(config, f"{name}.post_feedforward_layernorm", RMSNorm)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        if self.norms_output:
-            x = x + self.post_attention_layernorm(self.self_attn(x, context))
+        attention = partial(self.self_attn, context=context)
+        if self.norm_place == "output":
+            x = x + self.post_attention_layernorm(attention(x))
             added = self.post_feedforward_layernorm(self.mlp(x))
+        elif self.norm_place == "both":
+            attended = compose(attention, self.input_layernorm, x, drops=self.drops_normed)
+            x = x + self.post_attention_layernorm(attended)
+            added = compose(self.mlp, self.pre_feedforward_layernorm, x, drops=self.drops_normed)
+            added = self.post_feedforward_layernorm(added)
         else:
-            attention = partial(self.self_attn, context=context)
             x = x + compose(attention, self.input_layernorm, x, drops=self.drops_normed)
             added = compose(self.mlp, self.post_attention_layernorm, x, drops=self.drops_normed)
         out: Tensor = x + added
@@ -110,6 +121,9 @@ class Llama(CausalLM[DecoderConfig]):
 
     def build(self, config: DecoderConfig, factory: LayerFactory) -> None:
         self.rotary = Rotary(config)
+        if config.window_rotary_key is not None:
+            base = getattr(config, config.window_rotary_key)
+            self.window_rotary = Rotary(config.model_copy(update={"rope_theta": base, "rope_scaling": None}))
         if factory.has_embedding(config):
             self.embed_tokens = factory.word_embedding(config, "model.embed_tokens")
         self.layers = nn.ModuleList(LlamaBlock(config, layer, factory) for layer in factory.part.block_numbers(config))
@@ -119,4 +133,7 @@ class Llama(CausalLM[DecoderConfig]):
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed_tokens(ids_SB)
-        return x
+        if self.config.embedding_scale == 1.0:
+            return x
+        # Gemma was trained with the factor in the dtype of its weights.
+        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu").item()

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from shardwise.distributed import devices
+from shardwise.models.parameter_counts import LONG
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 """Queries and keys of one block, as torch's kernels have them by default."""
-LONG = 4096
-"""Keys from which a dense mask takes too much memory."""
 
 
 @dataclass(frozen=True)

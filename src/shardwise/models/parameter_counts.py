@@ -244,12 +244,14 @@ class _StageParameters:
         """Yield H·(q + 2kv) + q·H of attention and 2·H·F of the MLP (3·H·F if gated) over t, biases and norms."""
         model = self.model
         local = self.local
-        if model.norm_place == "input":
+        if model.norms_input:
             yield from self.norm()
         yield from self.query_key_value()
         yield from self.query_key_norm()
         yield from self.rows(local.query, model.attention_bias and model.attention_output_bias)
         yield from self.norm()
+        if model.norm_place == "both":
+            yield from self.norm()
         matrices = 2 if model.gated else 1
         yield from self.columns(matrices * model.intermediate_size, model.mlp_bias, tensors=matrices)
         yield from self.rows(local.intermediate, model.mlp_bias)
@@ -335,18 +337,32 @@ class _StageParameters:
             yield self.vector()
 
 
-def attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
-    """Return the multiply-adds of a token's attention in one block: q for each key, in `q kᵀ` and again in `P v`.
+LONG = 4096
+"""Keys from which a dense mask of attention takes too much memory (`models/masks.py`)."""
 
-    With the causal mask, a token attends to S / 2 tokens on average. Masked tokens are no work, unless `count_masked`.
+
+def attended_tokens(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
+    """Return the tokens to which a token attends, on average over the blocks.
+
+    With the causal mask these are S / 2, and with a window of w tokens w · (1 - w / 2S). Masked tokens count only with
+    `count_masked`.
     """
-    attended = sequence_length / 2 if model.causal and not count_masked else sequence_length
+    attended = 0.0
+    for layer in range(model.num_hidden_layers):
+        seen = min(model.window(layer) or sequence_length, sequence_length)
+        attended += seen * (1 - seen / (2 * sequence_length)) if model.causal and not count_masked else seen
+    return attended / model.num_hidden_layers
+
+
+def attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
+    """Return the multiply-adds of a token's attention in a block: q for each key, in `q kᵀ` and again in `P v`."""
+    attended = attended_tokens(model, sequence_length, count_masked=count_masked)
     return 2.0 * model.num_attention_heads * model.head_dim * attended
 
 
 def block_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
-    """Return the multiply-adds of a token in one block: one for each element of its matrices, and its attention."""
-    matrices = matmul_parameter_count(model, "token") / model.num_hidden_layers  # all blocks are alike
+    """Return the multiply-adds of a token in a mean block: one for each element of its matrices, and its attention."""
+    matrices = matmul_parameter_count(model, "token") / model.num_hidden_layers
     return matrices + attention_work(model, sequence_length, count_masked=count_masked)
 
 
@@ -374,7 +390,8 @@ def flops_per_token(
 
     6·N + 12·L·q·S / 2, where N are the parameters in matrix products (`matmul_parameter_count`), q = heads · head_dim
     and S the sequence length: two FLOPs a multiply-add, the backward pass twice the forward. The causal mask halves the
-    second term; BERT's tokens attend to all S, so its is not halved. `head_work` says how BERT's heads count.
+    second term; BERT's tokens attend to all S, so its is not halved. A window of w tokens makes it w · (S - w / 2) in
+    place of S² / 2 (`attended_tokens`). `head_work` says how BERT's heads count.
 
     Args:
         predictions: positions that BERT predicts (default: ⌈0.15·S⌉); other families predict at every position.

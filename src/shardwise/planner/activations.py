@@ -203,18 +203,19 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     core_input, core_input_saved, core = _core(
         workload, copied=model.rotates(layer) or model.query_key_norm is not None
     )
-    if model.norm_place == "input":
+    if model.norms_input:
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32
     else:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
+    norms = 2 if model.norm_place == "both" else 1
     is_rotated = model.rotates(layer) and model.query_key_norm is None
     return BlockActivations(
         saves_input=saves_input,
-        attention=attention + norm_bytes(workload),
+        attention=attention + norms * norm_bytes(workload),
         core_input=core_input,
         core_input_saved=core_input_saved,
         core=core,
-        mlp=_mlp(workload, feed) + norm_bytes(workload) - (x if model.parallel_residual else 0),
+        mlp=_mlp(workload, feed) + norms * norm_bytes(workload) - (x if model.parallel_residual else 0),
         normed=_normed(workload),
         # Keys that are gathered again are rotated again at any rate.
         rotated=is_rotated
@@ -245,7 +246,7 @@ def _normed(workload: RankWorkload) -> int:
     """
     is_gathered = workload.layout.sequence_parallel and not workload.config.regathers
     is_copy = is_gathered or workload.rounds_inputs
-    if workload.model.norm_place != "input" or is_copy or _norms_by_operations(workload):
+    if not workload.model.norms_input or is_copy or _norms_by_operations(workload):
         return 0
     return workload.x_bytes
 
@@ -380,8 +381,8 @@ def _core(workload: RankWorkload, *, copied: bool) -> tuple[int, int, int]:
         kept = qkv + new + (0 if workload.gathers_keys_again else gathered)
         return kept, kept, log_sum_exp + padding_mask
     mask = workload.config.train.sequence_length**2 if model.causal else workload.tokens
-    if workload.config.data.reset_attention_mask or gathered:
-        mask = 0  # all blocks share one mask, which `memory._document_tables` counts
+    if gathered or workload.dense_mask_elements(range(model.num_hidden_layers)):
+        mask = 0  # blocks share masks, which `memory._shared_tables` counts
     inside = (_FLOAT32 + 1 + a) * workload.probabilities + mask + query
     new_key = key_value if copied else 0
     norm_inputs = qkv if model.query_key_norm is not None and not _norms_copy(workload) else 0
@@ -421,7 +422,7 @@ def _mlp_gradients(workload: RankWorkload) -> int:
         last += workload.gathered_bytes
     if workload.drops_hidden:
         last += (0 if layout.sequence_parallel else x) - workload.mask_elements
-    if model.norm_place == "output":
+    if model.norms_output:
         last += 0 if layout.sequence_parallel else x
     needs_two = model.gated or (model.activation == "relu" and not workload.inner_mask_elements)
     most = max(last, 2 * feed) if needs_two else last

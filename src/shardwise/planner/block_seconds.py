@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Matmul, Recompute
-from shardwise.models.parameter_counts import LocalWidths
+from shardwise.models.parameter_counts import LocalWidths, attended_tokens
 from shardwise.planner import device_seconds
 from shardwise.planner.device_seconds import Constants, RankGroup
 from shardwise.planner.device_specs import Device
@@ -455,8 +455,8 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
     head_dim = s.model.head_dim
     heads = s.batch * (s.local.query // head_dim)
     if program.fused_attention:
-        # Two products of 2·S²·head_dim operations each.
-        operations = 4.0 * heads * s.queries * s.length * head_dim / (2 if s.model.causal else 1)
+        # Two products of 2·head_dim operations for each token and each that it attends to, the mean of all blocks.
+        operations = 4.0 * heads * s.queries * attended_tokens(s.model, s.length) * head_dim
         seconds = operations / (peak * c.fused_attention)
         return _CoreSeconds(seconds, _FUSED_BACKWARD_PRODUCTS * seconds / _FUSED_BACKWARD_RATE, 0)
     scores = device_seconds.matmul(device, c, peak, s.queries, s.length, head_dim, heads)

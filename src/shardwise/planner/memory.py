@@ -198,7 +198,7 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     parallel = workload.config.parallel
     x = workload.x_bytes
     embedding, last = _kept_at_ends(workload, stage)
-    kept = block_stack(workload, stage.layers).kept + embedding + last + _document_tables(workload)
+    kept = block_stack(workload, stage.layers).kept + embedding + last + _shared_tables(workload, stage.layers)
     keeps_input = block_activations(workload, stage.layers[0]).saves_input or workload.recompute == "full"
     received = 0 if keeps_input or stage.is_first else x
     gradient = 0 if stage.is_last else x
@@ -312,30 +312,23 @@ def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, acc
     return state * ranks_per_node * 2 * (2 if layout.world > ranks_per_node else 1)
 
 
-def _document_tables(workload: RankWorkload) -> int:
-    """Return the bytes that all blocks of a stage share if documents end within a sample, or ranks share it.
+def _shared_tables(workload: RankWorkload, layers: range) -> int:
+    """Return the bytes that all blocks of a stage share if documents end within a sample, or some keys are hidden.
 
-    The mask that is added to the scores, [B, S/c, S] or for samples without documents [S/c, S], and the cosines and
-    sines of each token's position, [T·r] for r rotary dimensions, or [S/c·r]. Attention that goes step by step keeps no
-    mask, unless recompute needs it again; where nothing is dropped there is a mask only on an accelerator whose
-    attention is not compiled.
+    Masks that are added to the scores, and the cosines and sines of each token's position, [T·r] for r rotary
+    dimensions, or where context parallelism alone makes positions differ from rank to rank [S/c·r]. Attention that goes
+    step by step keeps no mask, unless recompute needs it again.
     """
-    data = workload.config.data
-    train = workload.config.train
     model = workload.model
-    context = workload.layout.context
-    masks_places = context > 1 and workload.attends_step_by_step
-    masked = workload.masks_documents or masks_places
-    if workload.attends_step_by_step and workload.recompute == "none":
-        masked = False
-    samples = train.micro_batch if data.reset_attention_mask else 1
-    mask = samples * train.sequence_length**2 // context if masked else 0
+    train = workload.config.train
+    keeps_masks = not workload.attends_step_by_step or workload.recompute != "none"
+    masks = workload.dense_mask_elements(layers) if keeps_masks else 0
     turns = 0
-    if data.reset_position_ids:
+    if workload.config.data.reset_position_ids:
         turns = workload.tokens * model.rotary_dim
-    elif context > 1:
-        turns = train.sequence_length // context * model.rotary_dim
-    return workload.a * (mask + turns)
+    elif workload.layout.context > 1:
+        turns = workload.tokens // train.micro_batch * model.rotary_dim
+    return workload.a * (masks + turns)
 
 
 def _loss(workload: RankWorkload) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, Precision, Recompute
 from shardwise.config.layout import Stage
-from shardwise.models.parameter_counts import LocalWidths
+from shardwise.models.parameter_counts import LONG, LocalWidths
 from shardwise.pipeline.partition import stage_plan
 
 _FP8 = 1
@@ -218,11 +218,22 @@ class RankWorkload:
         """T·F/t: elements of a dropout mask inside the MLP, one byte each; 0 without dropout there."""
         return self.tokens * self.local.intermediate if self.model.ffn_dropout_p else 0
 
-    @property
-    def masks_documents(self) -> bool:
-        """True if a mask [B, S/c, S] keeps documents within a sample apart: see `models/attention.py`."""
-        eager = self.accelerator and not self.config.compile.enabled
-        return self.config.data.reset_attention_mask and (eager or self.model.attention_dropout_p > 0)
+    def dense_mask_elements(self, layers: range) -> int:
+        """Return the elements of the dense masks that blocks share: see `AttentionMask.form` in `models/masks.py`.
+
+        They are [B, S/c, S] if documents within a sample are kept apart, and [S/c, S] if a window alone hides keys, or
+        context parallelism alone cuts the queries.
+        """
+        length = self.config.train.sequence_length
+        context = self.layout.context
+        eager = self.accelerator and not self.config.compile.enabled and length < LONG
+        if not eager and not self.model.attention_dropout_p:
+            return 0
+        windows = {self.model.window(layer) for layer in layers}
+        if self.config.data.reset_attention_mask:
+            return len(windows) * self.config.train.micro_batch * length**2 // context
+        hiding = [window for window in windows if context > 1 or (window is not None and window < length)]
+        return len(hiding) * length**2 // context
 
     @property
     def recompute(self) -> Recompute:

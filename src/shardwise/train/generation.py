@@ -131,6 +131,8 @@ class _Cached:
         # Some rotations change with the length of the text: the keys in the caches are then of another length.
         is_outdated = part.outdates(len(self._known), len(tokens))
         known = 0 if is_outdated else _common_length(self._known, tokens[:-1])
+        if known < len(self._known) and part.forgets(len(self._known)):
+            known = 0
         for kept in self._caches.values():
             kept.length = known
         self._known = list(tokens)

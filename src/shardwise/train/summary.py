@@ -80,6 +80,7 @@ def dry_run(
         plan = prediction(config, layout, cluster)
         rows += predicted_rows(plan)
     rows += _pipeline(config, layout, accelerator)
+    rows += _window(config)
     rows += _compute(config, layout, accelerator)
     rows += _dropout(config, layout, accelerator)
     rows += _needs(config, layout, accelerator)
@@ -299,6 +300,21 @@ def _optimizer(config: Config) -> str:
     return config.optimizer.spec.summary.format(tensors=counted_tensors)
 
 
+def _window(config: Config) -> _Rows:
+    """The window of attention, with a remark if it is too long to hide anything; no rows where there is none."""
+    if config.shapes is None:
+        return []
+    layers = config.shapes.num_hidden_layers
+    windows = [window for layer in range(layers) if (window := config.shapes.window(layer)) is not None]
+    if not windows:
+        return []
+    length = config.train.sequence_length
+    remark = ""
+    if windows[0] >= length:
+        remark = f", which hides nothing: train.sequence_length is {length:,}"
+    return [("attention", f"a window of {windows[0]:,} keys in {len(windows)} of {layers} blocks{remark}")]
+
+
 def _compute(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     train = config.train
     predictions = config.data.predictions(train.sequence_length)
@@ -502,6 +518,7 @@ def start_rows(
             f"{device_name}, {precision.parameter}{other_dtypes}{_rounding(precision)}{_moments(precision)}"
             f"{_advice(precision, accelerator)}",
         ),
+        *_window(config),
         ("memory", known),
     ]
     masks = invariant_dropout(config, layout, accelerator, pipeline_rank=rank)

@@ -145,6 +145,17 @@ def test_gpt_neox_accepts_the_older_name_of_its_base() -> None:
             {"no_rope_layers": 4},
             "model.no_rope_layers (4) must be a list of whole numbers, such as [1, 1, 1",
         ),
+        (
+            "qwen3",
+            {"sliding_window": 3, "layer_types": ["full_attention"]},
+            "model.layer_types (1 entries) must have one for each of the 2 blocks",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "model.sliding_window (null) must be a number of keys, as model.layer_types has sliding_attention",
+        ),
+        ("mistral", {"sliding_window": 0}, "model.sliding_window (0) must be"),
         ("bert", {"tie_word_embeddings": False}, "model.tie_word_embeddings (False) must be true"),
         ("bert", {"type_vocab_size": 1}, "model.type_vocab_size (1) must be at least 2"),
         ("bert", {"pad_token_id": 512}, "model.pad_token_id (512) must be less than model.vocab_size (512)"),
@@ -229,3 +240,14 @@ def test_a_revision_is_one_of_a_hub_id() -> None:
     assert problems(OWN, checkpoint={"revision": "main"}) == [
         "checkpoint.revision ('main') needs checkpoint.load, the hub id"
     ]
+
+
+def test_every_nth_block_without_the_window() -> None:
+    def windows(**changes: Any) -> list[int | None]:
+        model = model_of("qwen2", **{"num_hidden_layers": 4, "sliding_window": 3} | changes)
+        assert not isinstance(model, UserModelConfig)
+        return [model.window(layer) for layer in range(4)]
+
+    assert windows() == [3, 3, 3, 3]
+    assert windows(layer_types=2) == [3, None, 3, None]
+    assert windows(sliding_window=None) == [None] * 4

@@ -86,7 +86,30 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         initializer_range=0.01,
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     ),
-    "mistral": lambda: transformers.MistralConfig(sliding_window=None),
+    "mistral": lambda: transformers.MistralConfig(),
+    "mistral, without a window": lambda: transformers.MistralConfig(sliding_window=None),
+    "qwen2, with windows": lambda: transformers.Qwen2Config(
+        **SMALL | {"num_hidden_layers": 3},
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=7,
+        max_window_layers=1,
+    ),
+    "qwen3, with windows": lambda: transformers.Qwen3Config(
+        **SMALL,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=7,
+        max_window_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "smollm3, with windows": lambda: transformers.SmolLM3Config(
+        **SMALL | {"num_hidden_layers": 4},
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=7,
+        pad_token_id=None,
+    ),
     "qwen2, tied, with another width of heads": lambda: transformers.Qwen2Config(
         **SMALL, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True
     ),
@@ -285,11 +308,8 @@ def test_every_unsupported_field_is_told() -> None:
         ({"model_type": "gemma"}, f'model_type ("gemma") must be {KINDS}'),
         ({"model_type": [1]}, f"model_type ([1]) must be {KINDS}"),
         ({"hidden_size": 8}, f"model_type is missing: it must be {KINDS}"),
-        ({**MISTRAL_7B, "sliding_window": 4096}, "sliding_window (4096) is not supported: only null"),
-        ({"model_type": "mistral"}, "sliding_window is missing, which means 4096: only null is supported"),
-        ({**QWEN2_5_7B, "use_sliding_window": True}, "use_sliding_window (true) is not supported: only false"),
         (
-            {**SMOLLM3_3B, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+            {**LLAMA2_7B, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
             'layer_types (["full_attention", "sliding_attention"]) is not supported: only "full_attention" for each of '
             "2 layers",
         ),
@@ -370,8 +390,8 @@ def test_fault_08_the_user_says_which_fields_mean_nothing(tmp_path: Path) -> Non
 
 
 def test_fault_08_a_window_beside_a_switch_that_mistral_does_not_read_counts() -> None:
-    fields = {**MISTRAL_7B, "sliding_window": 4096, "use_sliding_window": False}
-    assert problems(fields) == ["sliding_window (4096) is not supported: only null"]
+    model = model_of({**MISTRAL_7B, "sliding_window": 4096, "use_sliding_window": False})
+    assert [model.window(layer) for layer in (0, 31)] == [4096, 4096]
 
 
 def test_fault_08_the_names_to_leave_out_can_be_pasted_into_a_shell() -> None:

@@ -15,6 +15,7 @@ from shardwise.distributed.placement import Init
 from shardwise.layers import loss
 from shardwise.layers.dropout import Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
+from shardwise.layers.gated import Gate, gated
 from shardwise.layers.linear import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
@@ -23,8 +24,8 @@ from shardwise.layers.linear import (
 )
 from shardwise.layers.loss import SampleLosses, linear_cross_entropy, parallel_cross_entropy
 from shardwise.layers.norm import LayerNorm, RMSNorm
-from shardwise.layers.swiglu import swiglu
 from shardwise.layers.weight_gradients import let_products_add
+from shardwise.models.blocks import ACTIVATIONS
 from shardwise.models.rotary import rotate
 from tests.unit.layers.groups import pretend_group
 
@@ -430,22 +431,24 @@ def test_the_loss_of_a_head_adds_products_to_the_gradient_of_its_weight(monkeypa
     assert len(hooks) == 1
 
 
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_swiglu_has_the_bits_of_single_operations(dtype: torch.dtype) -> None:
+def test_a_gated_activation_has_the_bits_of_single_operations(dtype: torch.dtype, act: Gate) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 3, 44).to(dtype).requires_grad_()
     dy = torch.randn(5, 3, 22).to(dtype)
     gate, up = x.split(22, dim=-1)
-    wanted = F.silu(gate) * up
-    found = swiglu(x)
+    wanted = ACTIVATIONS[act](gate) * up
+    found = gated(x, act)
     assert torch.equal(found, wanted)
     assert torch.equal(*(torch.autograd.grad(y, x, dy)[0] for y in (found, wanted)))
 
 
-def test_swiglu_and_rotary_positions_have_second_derivatives() -> None:
+def test_gated_activations_and_rotary_positions_have_second_derivatives() -> None:
     x = torch.randn(3, 2, 2, 8, dtype=torch.float64).requires_grad_()
     cos, sin = torch.randn(2, 3, 1, 1, 3, dtype=torch.float64)
-    assert torch.autograd.gradgradcheck(swiglu, x)
+    assert torch.autograd.gradgradcheck(lambda x: gated(x, "silu"), x)
+    assert torch.autograd.gradgradcheck(lambda x: gated(x, "gelu_tanh"), x)
     assert torch.autograd.gradgradcheck(lambda x: rotate(x, cos, sin), x)
 
 

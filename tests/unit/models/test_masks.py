@@ -12,7 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
 from shardwise.models import attention_pieces
 from shardwise.models.attention_pieces import attention_by_pieces, define_attention_by_pieces
-from shardwise.models.masks import BLOCK, LONG, AttentionMask, PiecesMask
+from shardwise.models.masks import BLOCK, AttentionMask, PiecesMask
+from shardwise.models.parameter_counts import LONG
 
 WINDOWS = (None, 1, 3, 64, 1000)
 
@@ -130,7 +131,7 @@ def test_the_operator_is_one_of_torchs_and_a_graph_takes_other_documents() -> No
     q, k, v = (torch.randn(37, 2, heads, 8, generator=numbers).requires_grad_() for heads in (4, 2, 2))
     documents = [starts(37, firsts) for firsts in ([[0], [0, 7, 30]], [[0, 1, 2, 36], [0, 20]])]
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
-    arguments = (q, k, v, documents[0], torch.tensor([0, 37]), 3)
+    arguments = (q, k, v, documents[0], torch.tensor([0, 37]), 3, None)
     torch.library.opcheck(torch.ops.shardwise.attention_by_pieces.default, arguments, test_utils=checks)
 
     def attend(q: Tensor, mask: PiecesMask) -> Tensor:

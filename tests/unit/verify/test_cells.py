@@ -15,7 +15,9 @@ def test_every_layout_of_eight_ranks_occurs_once(given: list[str], number: int) 
     assert len(cells) == len(set(cells)) == number
     assert all(cell.tensor * cell.context * cell.pipeline * cell.data == 8 for cell in cells)
     assert not [cell for cell in cells if cell.sequence and cell.tensor == 1], "SP without TP is no layout of its own"
-    assert not [cell for cell in cells if cell.zero and cell.data * cell.context == 1], "ZeRO-1 of one rank is none either"
+    assert not [cell for cell in cells if cell.zero and cell.data * cell.context == 1], (
+        "ZeRO-1 of one rank is none either"
+    )
     assert not [cell for cell in cells if (cell.schedule is None) != (cell.pipeline == 1)]
 
 

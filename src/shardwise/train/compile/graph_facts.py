@@ -24,7 +24,7 @@ from shardwise.config import Config, FamilyConfig, Layout
 from shardwise.distributed import devices
 from shardwise.models.user_model import check_user_model
 from shardwise.train.compile.graph_cache import Facts
-from shardwise.train.compile.units import BLOCK, HEAD, UNROTATED, backend_of, products_add_in_graphs
+from shardwise.train.compile.units import BLOCK, HEAD, backend_of, block_unit, products_add_in_graphs
 
 _SOURCES = (
     "models/*.py",
@@ -54,7 +54,9 @@ def planned_graphs(config: Config) -> list[tuple[str, bool]]:
 
 def unit_of_layer(model: FamilyConfig, layer: int) -> str:
     """The name of the unit to which a block of a family's model belongs."""
-    return BLOCK if not model.rotary_dim or model.rotates(layer) else UNROTATED
+    return block_unit(
+        is_rotated=not model.rotary_dim or model.rotates(layer), has_window=model.window(layer) is not None
+    )
 
 
 def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str, training: bool) -> Facts:

@@ -40,9 +40,13 @@ from shardwise.models.blocks import Context
 from shardwise.models.causal import CausalLM
 
 BLOCK = "block"
-UNROTATED = "block without rotary positions"
-"""Some models rotate queries and keys in a part of their blocks only."""
 HEAD = "loss of the head"
+
+
+def block_unit(*, is_rotated: bool, has_window: bool) -> str:
+    """Return the name of the unit of a block: some models have rotary positions, or a window, in a part of them."""
+    rotary = "" if is_rotated else " without rotary positions"
+    return f"{BLOCK}{rotary}{' with a window' if has_window else ''}"
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,11 @@ def compile_units(
 
     has_rotary = any(getattr(module, "rotary", None) is not None for module in model.modules())
     for name, block in _blocks(model):
-        kind = UNROTATED if has_rotary and not _rotates(block) else BLOCK
+        attentions = [module for module in block.modules() if isinstance(module, Attention)]
+        kind = block_unit(
+            is_rotated=not has_rotary or any(attention.rotates for attention in attentions),
+            has_window=any(attention.core.window is not None for attention in attentions),
+        )
         compilation.units.append(kind)
         if only is None or only == kind:
             block.forward = MethodType(
@@ -195,7 +203,7 @@ def compile_units(
             compilation.units.append(HEAD)
             module.chunk_losses = _call_of_head(compilation, traced(_chunk_losses))
         if isinstance(module, CausalLM):
-            module.is_compiled = only in (None, BLOCK, UNROTATED)
+            module.is_compiled = only != HEAD
     compilation.units = list(dict.fromkeys(compilation.units))
     return compilation
 
@@ -218,10 +226,6 @@ def _canonical(block: nn.Module) -> str:
             break
         common.append(parts[0])
     return ".".join(common)
-
-
-def _rotates(module: nn.Module) -> bool:
-    return any(isinstance(part, Attention) and part.rotates for part in module.modules())
 
 
 def _call_of_block(
