@@ -44,6 +44,7 @@ SECTIONS = {
     "rounding": "bfloat16 by stochastic rounding beside rounding to nearest and mixed precision: loss and time",
     "muon": "a step of Muon beside one of AdamW, on llama-small",
     "sharding": "the stages of ZeRO and torch FSDP2 around one model: step time and memory",
+    "context_parallel": "ranks that share samples: memory of a long sequence, step time beside data parallelism",
     "muon_layouts": "Muon at 35 layouts of eight ranks against one process (slow: only when named)",
     "overlap": "reductions and gathers behind computation, beside torch DDP, on an accelerator in software (slow: only "
     "when named)",

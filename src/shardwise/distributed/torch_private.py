@@ -81,6 +81,12 @@ def cpu_attention(
     q `[B, n, S, d]`; k and v `[B, m, L, d]`, where m divides n. The mask is added to the scores; or `causal`, with
     S = L: each query sees the keys up to it.
     """
+    if q.shape[1] != k.shape[1] and mask is None and not causal:
+        # The queries of all heads that share a key follow one another: no key is copied.
+        heads = (k.shape[1], -1)
+        out, log_sums = cpu_attention(q.unflatten(1, heads).flatten(2, 3), k, v, scale=scale)
+        lengths = (-1, q.shape[2])
+        return out.unflatten(2, lengths).flatten(1, 2), log_sums.unflatten(2, lengths).flatten(1, 2)
     keys, values = (_of_each_query_head(t, q) for t in (k, v))
     out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, keys, values, 0.0, causal, attn_mask=mask, scale=scale
@@ -101,6 +107,12 @@ def cpu_attention_gradients(
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v of `cpu_attention`, or their terms if `out` and `log_sums` are over more keys."""
+    if q.shape[1] != k.shape[1] and mask is None and not causal:
+        heads = (k.shape[1], -1)
+        rows = (t.unflatten(1, heads).flatten(2, 3) for t in (dy, q, out, log_sums))
+        dy_rows, q_rows, out_rows, sums_rows = rows
+        dq, dk, dv = cpu_attention_gradients(dy_rows, q_rows, k, v, out_rows, sums_rows, scale=scale)
+        return dq.unflatten(2, (-1, q.shape[2])).flatten(1, 2), dk, dv
     keys, values = (_of_each_query_head(t, q) for t in (k, v))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dy, q, keys, values, out, log_sums, 0.0, causal, attn_mask=mask, scale=scale

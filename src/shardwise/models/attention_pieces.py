@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
 from shardwise.models.masks import AttentionMask, PiecesMask
 
+MANY = 4096
+"""Keys of a piece without a mask whose gradients are computed at once."""
 SHORT = 256
 """Queries of a segment whose pieces have a dense mask: fewer are slower, more compute scores that the mask hides."""
 
@@ -125,6 +127,14 @@ class _Piece:
     keys: range
     is_causal: bool = False
     mask: AttentionMask | None = None
+
+    def cut(self) -> Iterator[_Piece]:
+        """Yield the piece in pieces of fewer keys, if it has many and no mask: of each the gradients are held at once."""
+        if self.is_causal or self.mask is not None:
+            yield self
+            return
+        for first in range(0, len(self.keys), MANY):
+            yield _Piece(self.keys[first : first + MANY])
 
     def of_keys(self, x: Tensor, samples: slice) -> Tensor:
         """Return the keys' `[b, m, s, d]` of `[L, B, m, d]`."""
@@ -234,7 +244,7 @@ def _add_gradients(
     query = segment.of_queries(q)
     out = segment.of_queries(results[0])
     log_sums = segment.of_queries(results[1].unsqueeze(-1)).squeeze(-1)
-    for piece in segment.pieces(window):
+    for piece in chain.from_iterable(piece.cut() for piece in segment.pieces(window)):
         keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
         dq, dk, dv = cpu_attention_gradients(
             segment.of_queries(dy), query, keys, values, out, log_sums, piece.dense(q), scale, causal=piece.is_causal
@@ -249,8 +259,8 @@ def _merged(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(results) == 1:
         return results[0]
     log_sums = torch.stack([sums for _, sums in results]).logsumexp(0)
-    terms = [out * torch.exp(sums - log_sums).unsqueeze(-1) for out, sums in results]
-    return torch.stack(terms).sum(0), log_sums
+    terms = (out * torch.exp(sums - log_sums).unsqueeze(-1) for out, sums in results)
+    return functools.reduce(Tensor.add_, terms), log_sums
 
 
 def _sum_dtype(q: Tensor) -> torch.dtype:

@@ -1,0 +1,151 @@
+"""Ranks that share samples: the memory of a long sequence, step time beside data parallelism, and even work.
+
+Both layouts of the time train the same tokens in a step: four samples on four ranks, a sample each or a quarter of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import ranks
+from measure import median
+from report import Report, Table, target
+
+WORLD = 4
+LONG, TIMED = 32768, 4096
+_STEPS_TO_PEAK = 2
+MODEL = (
+    "model.num_hidden_layers=2",
+    "model.hidden_size=512",
+    "model.intermediate_size=1376",
+    "model.num_attention_heads=8",
+    "model.num_key_value_heads=2",
+    "model.vocab_size=512",
+)
+
+
+def _config(context: int, length: int, batch: int) -> Any:
+    from shardwise.config import load_config
+
+    lengths = [f"{key}={length}" for key in ("train.sequence_length", "model.max_position_embeddings")]
+    layout = [f"parallel.context={context}", "parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=1"]
+    portions = [f"train.global_batch={batch}", "train.micro_batch=1", "train.steps=100", "train.eval_every=0"]
+    return load_config("llama2-tiny", [*MODEL, *lengths, *layout, *portions, "optimizer.zero=1"])
+
+
+def train(context: int, length: int, batch: int, steps: int) -> Iterator[dict[str, float]]:
+    """On one rank: the seconds of each step and of its attention; at last the peak of memory above what libraries take.
+
+    With it comes the prediction.
+    """
+    import torch
+    from measure import PeakMemory
+
+    from shardwise.config import check_layout
+    from shardwise.data.formats.text import random_text
+    from shardwise.distributed.mesh import Mesh, join
+    from shardwise.models import attention
+    from shardwise.planner.memory import expected_memory
+    from shardwise.train.build import build_trainer
+
+    torch.set_num_threads(1)
+    join()
+    config = _config(context, length, batch)
+    mesh = Mesh(context=context)
+    spent = [0.0]
+    attend = attention.AttentionCore.forward
+
+    def timed(*arguments: Any) -> Any:
+        start = time.process_time()
+        y = attend(*arguments)
+        spent[0] += time.process_time() - start
+        return y
+
+    attention.AttentionCore.forward = timed  # type: ignore[method-assign]
+    text = random_text(config.model.vocab_size, steps * batch + 1, length, pairs=False)
+    memory = PeakMemory()
+    trainer = build_trainer(config, mesh, text)
+    estimate = expected_memory(config, check_layout(config, mesh.world.size))
+    assert estimate is not None
+    yield {}
+    for _ in range(steps):
+        spent[0] = 0.0
+        start = time.perf_counter()
+        trainer.step()
+        yield {"seconds": time.perf_counter() - start, "attention": spent[0]}
+    yield {"peak": memory.above(), "predicted": estimate.total, "activations": estimate.activations}
+
+
+def run(rounds: int) -> Report:
+    figures: dict[str, Any] = {}
+    rows = []
+    for context in (1, WORLD):
+        with ranks.Job(
+            "context_parallel",
+            "train",
+            context,
+            variables=ranks.OWN_PAGES,
+            **{"context": context, "length": LONG, "batch": 1, "steps": _STEPS_TO_PEAK},
+        ) as job:
+            job.receive()
+            *_, last = (job.go_on() for _ in range(_STEPS_TO_PEAK + 1))
+        found = max(last, key=lambda rank: rank["peak"])
+        figures[f"memory, CP {context}"] = found
+        error = found["predicted"] / found["peak"] - 1
+        sizes = [f"{found[key] / 2**20:.0f}" for key in ("peak", "predicted", "activations")]
+        rows.append([f"CP {context}", *sizes, f"{error:+.1%}"])
+    alone, shared = (figures[f"memory, CP {context}"] for context in (1, WORLD))
+    measured = [found["peak"] - (found["predicted"] - found["activations"]) for found in (alone, shared)]
+    targets = [
+        target("activations of 32,768 tokens at CP 4, times CP 1's", measured[1] / measured[0], 0.27, at_least=False),
+        target("memory at CP 4, predicted within", abs(shared["predicted"] / shared["peak"] - 1), 0.02, at_least=False),
+    ]
+    seconds, attention = _turns(3 * rounds + 1)
+    ratio = median([cp / dp for cp, dp in zip(seconds["CP 4"], seconds["DP 4"], strict=True)])
+    imbalance = median([max(step) / (sum(step) / len(step)) - 1 for step in attention["CP 4"]])
+    figures |= {"seconds": seconds, "ratio": ratio, "imbalance": imbalance}
+    targets += [
+        target("step of 4 samples of 4,096 tokens at CP 4, times DP 4's", ratio, 1.1, at_least=False),
+        target("attention's time on the slowest rank above the mean", imbalance, 0.03, at_least=False),
+    ]
+    times = [[kind, f"{median(steps):.3f}"] for kind, steps in seconds.items()]
+    return Report(
+        "context_parallel",
+        "Ranks that share samples",
+        [
+            Table(("a sample of 32,768 tokens", "peak, MiB", "predicted", "of it activations", "error"), rows),
+            Table(("4 samples of 4,096 tokens", "s a step"), times),
+        ],
+        figures,
+        targets,
+        [
+            f"Llama of 2 blocks of 512 with 8 query and 2 key and value heads, in float32, CPU ranks over gloo, ZeRO-1, AdamW; {WORLD} ranks on 2 cores.",
+            "Activations: the measured peak without what the prediction has beside them. Attention: processor time of "
+            "the forward pass.",
+        ],
+    )
+
+
+def _turns(steps: int) -> tuple[dict[str, list[float]], dict[str, list[list[float]]]]:
+    """Seconds of the steps by the slowest rank, and attention's on each rank, without the first step."""
+    seconds: dict[str, list[float]] = {"DP 4": [], "CP 4": []}
+    attention: dict[str, list[list[float]]] = {"DP 4": [], "CP 4": []}
+    with ExitStack() as stack:
+        jobs = {
+            kind: stack.enter_context(
+                ranks.Job("context_parallel", "train", WORLD, context=context, length=TIMED, batch=WORLD, steps=steps)
+            )
+            for kind, context in (("DP 4", 1), ("CP 4", WORLD))
+        }
+        for job in jobs.values():
+            job.receive()
+        for number in range(steps):
+            for kind, job in jobs.items():
+                by_rank = job.go_on()
+                if number:
+                    seconds[kind].append(max(rank["seconds"] for rank in by_rank))
+                    attention[kind].append([rank["attention"] for rank in by_rank])
+    return seconds, attention
