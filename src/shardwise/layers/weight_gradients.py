@@ -52,7 +52,7 @@ def products_add(x: Tensor, weight: Tensor) -> bool:
     """Return whether a linear layer of x `[…, I]` and a weight is one of those that `adding_linear` computes."""
     if not torch.is_grad_enabled() or not is_made_by_products(x, weight):
         return False
-    return not torch.compiler.is_compiling() or hasattr(weight, "graph_gradient")
+    return not torch.compiler.is_compiling() or graph_gradient_of(weight) is not None
 
 
 def is_made_by_products(x: Tensor, weight: Tensor) -> bool:
@@ -64,7 +64,7 @@ def is_made_by_products(x: Tensor, weight: Tensor) -> bool:
 def adding_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x weightᵀ + bias`, where products add: x `[…, I]`, weight `[O, I]` → `[…, O]`."""
     if torch.compiler.is_compiling():
-        return cast(Tensor, _GraphLinear.apply(x, weight, bias, cast(Any, weight).graph_gradient))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _GraphLinear.apply(x, weight, bias, graph_gradient_of(weight)))  # type: ignore[no-untyped-call]
     return cast(Tensor, _AddingLinear.apply(x, weight, bias))  # type: ignore[no-untyped-call]
 
 
@@ -105,6 +105,11 @@ class _GraphLinear(torch.autograd.Function):
         torch.ops.shardwise.add_product_(total, dy_TO.t(), x.reshape(-1, x.shape[-1]))
         db = dy_TO.sum(0) if ctx.needs_input_grad[2] else None
         return dx, None, db, None
+
+
+def graph_gradient_of(weight: Tensor) -> Tensor | None:
+    """Return the gradient of a weight that a graph of a linear layer takes as its input, if it does."""
+    return getattr(weight, "graph_gradient", None)
 
 
 @contextmanager
