@@ -80,9 +80,9 @@ class _AddingLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
         dy_TO = dy.reshape(-1, dy.shape[-1])
         x_TI = x.reshape(-1, x.shape[-1])
+        dx = (dy_TO @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
         dw = add_or_return(ctx.weight, dy_TO, x_TI) if ctx.needs_input_grad[1] else None
         db = dy_TO.sum(0) if ctx.needs_input_grad[2] else None
         return dx, dw, db

@@ -189,7 +189,8 @@ def _rotate_by(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     rotated_first, rotated_second, kept = rotated.split(widths, dim=-1)
     torch.mul(first, cos, out=rotated_first).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=rotated_second).addcmul_(first, sin, value=sign)
-    kept.copy_(not_rotary)
+    if widths[2]:
+        kept.copy_(not_rotary)
     return rotated
 
 
