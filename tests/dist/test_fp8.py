@@ -3,13 +3,16 @@
 `test_cells.py`, `test_bits.py` and `test_compiled_training.py` have cells with fp8 too.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from shardwise.base.errors import ConfigError
 from shardwise.layers import fp8
+from shardwise.models import fp8_blocks
 from shardwise.train.build import build_trainer
 from tests.dist.cells import Cell, configuration, small
 from tests.dist.checkpoints import run, step_folder
@@ -21,33 +24,58 @@ from tests.dist.training import MODEL, make_config, make_data
 PRECISION = {"mode": "float32", "matmul": "fp8"}
 
 
-def observe(cell: Cell) -> tuple[list[float], list[tuple[float, ...]]]:
-    """Train two steps on this rank: the losses, and the scales of each micro-batch of the first step."""
-    scales: list[float] = []
+@dataclass
+class Observed:
+    """Losses of two steps, the scales of weights in both, and the others in each micro-batch of the first."""
+
+    losses: list[float]
+    of_weights: list[tuple[float, ...]]
+    others: list[tuple[float, ...]]
+
+
+def observe(cell: Cell, keeps: bool = True) -> Observed:
+    """Train two steps on this rank; without `keeps` each product computes the scale of its weight."""
+    of_weights: list[tuple[float, ...]] = []
+    others: list[float] = []
     plain = fp8._scales
 
-    def recording(*arguments: Any) -> Any:
-        found = plain(*arguments)
-        scales.extend(map(float, found))
+    def recording(tensors: list[Tensor], *arguments: Any) -> Any:
+        found = plain(tensors, *arguments)
+        if len(tensors) > 1:
+            of_weights.append(tuple(map(float, found)))
+        else:
+            others.extend(map(float, found))
         return found
 
     config = configuration(cell)
     trainer = build_trainer(config, shared_mesh(cell.tensor, cell.pipeline), make_data(config.model.vocab_size))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8, "_scales", recording)
-        first = trainer.step().loss
-    count = len(scales) // (cell.batch // cell.data)
-    by_micro_batch = [tuple(scales[start : start + count]) for start in range(0, len(scales), count)]
-    return [first, trainer.step().loss], by_micro_batch
+        if not keeps:
+            patch.setattr(fp8_blocks, "keep_scales", lambda *_: None)
+        losses = [trainer.step().loss]
+        count = len(others) // (cell.batch // cell.data)
+        by_micro_batch = [tuple(others[start : start + count]) for start in range(0, len(others), count)]
+        losses.append(trainer.step().loss)
+    return Observed(losses, of_weights, by_micro_batch)
 
 
 def test_scales_and_losses_are_those_of_one_process(ranks: Any) -> None:
-    losses, scales = observe(ZERO3.alone)
+    wanted = observe(ZERO3.alone)
     found = ranks(4).run(observe, ZERO3)
-    assert len(set(scales[0])) > 8, "equal scales would say little"
+    assert len(set(wanted.others[0])) > 4, "equal scales would say little"
     for data_ranks in (found[0::2], found[1::2]):  # the tensor-parallel ranks of one number
-        assert sorted(part for _, parts in data_ranks for part in parts) == sorted(scales)
-    assert found[0][0] == pytest.approx(losses, rel=1e-5)
+        assert sorted(part for one in data_ranks for part in one.others) == sorted(wanted.others)
+    assert found[0].losses == pytest.approx(wanted.losses, rel=1e-5)
+    for one in (wanted, *found):
+        assert one.of_weights == wanted.of_weights, "scales of weights"
+    assert len(wanted.of_weights) == 2 * configuration(ZERO3).known_shapes.num_hidden_layers, "once a step for a block"
+
+
+def test_scales_of_weights_are_those_that_each_product_would_compute() -> None:
+    kept, computed = observe(ZERO3.alone), observe(ZERO3.alone, keeps=False)
+    assert kept.losses == computed.losses
+    assert len(kept.others[0]) < len(computed.others[0])
 
 
 def test_a_checkpoint_of_one_layout_is_read_by_another(ranks: Any, tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
     problems = []
     if config.train.bitwise:
         problems.append(f"{named} train.bitwise (true): sums over the tokens of a sample would depend on the layout")
+    if config.precision.matmul is not None:
+        problems.append(f"{named} precision.matmul ({config.precision.matmul}): each rank would scale its own tokens")
     parts = 2 * context * (config.parallel.tensor if sequence else 1)
     length = config.train.sequence_length
     if length % parts:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -540,7 +541,12 @@ class _Split(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group, *dim: int) -> Tensor:
-    return x if group.size == 1 else cast(Tensor, function.apply(x, group, *dim))
+    if group.size == 1:
+        return x
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return cast(Tensor, function.apply(x, group, *dim))
+    # In a backward pass a node of the graph would cost the host as much time as an operator, for nothing.
+    return cast(Tensor, cast(Any, function).forward(SimpleNamespace(), x, group, *dim))
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:

@@ -22,7 +22,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import scaled_matmul
 from shardwise.layers.matmul import require_width
-from shardwise.layers.weight_gradients import is_made_by_products
+from shardwise.layers.weight_gradients import graph_gradient_of, is_made_by_products
 
 OPERAND = torch.float8_e4m3fn
 """The format of inputs and weights."""
@@ -45,13 +45,25 @@ class Scaling:
     group: Group
     cuts_outputs: bool
 
-    def of_operands(self, x: Tensor, weight: Tensor) -> list[Tensor]:
-        """Return the scales of x `[…, I]` and of a weight `[O, I]`. One collective, also for an x that is not cut."""
-        return _scales([x, weight], self.group, OPERAND)
+    def of_input(self, x: Tensor) -> Tensor:
+        """Return the scale of x `[…, I]`. A collective where the inputs are cut."""
+        return _scales([x], None if self.cuts_outputs else self.group, OPERAND)[0]
+
+    def of_weight(self, weight: Tensor) -> Tensor:
+        """Return the scale of a weight `[O, I]`. A collective, unless `keep_scales` has kept it."""
+        scale: Tensor | None = getattr(weight, "fp8_scale", None)
+        return _scales([weight.detach()], self.group, OPERAND)[0] if scale is None else scale
 
     def of_gradient(self, dy: Tensor) -> Tensor:
         """Return the scale of the gradient of the outputs. A collective where the outputs are cut."""
         return _scales([dy], self.group if self.cuts_outputs else None, GRADIENT)[0]
+
+
+def keep_scales(weights: Sequence[Tensor], group: Group) -> None:
+    """Compute the scales of weights that the ranks of a group share, with one collective, and keep them."""
+    for weight, scale in zip(weights, _scales([weight.detach() for weight in weights], group, OPERAND), strict=True):
+        # In memory of its own: kernels of compiled graphs want their inputs aligned.
+        cast(Any, weight).fp8_scale = scale.clone()
 
 
 def _scales(tensors: Sequence[Tensor], group: Group | None, dtype: torch.dtype) -> list[Tensor]:
@@ -81,18 +93,24 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling)
         ValueError: x has another width than the rank's weight takes.
     """
     require_width(x, weight)
-    y = cast(Tensor, _Fp8Linear.apply(x, weight, scaling))  # type: ignore[no-untyped-call]
+    total = graph_gradient_of(weight)
+    y = cast(Tensor, _Fp8Linear.apply(x, weight, scaling.of_weight(weight), total, scaling))  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """Keeps x in fp8. The weight is kept as it is, and rounded again: ZeRO-3 frees it between the passes."""
+    """Keeps x in fp8. The weight is kept as it is, and rounded again: ZeRO-3 frees it between the passes.
+
+    `total`: float32 gradient to which that of the weight is added in a compiled graph; None: autograd adds it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
-        x_scale, weight_scale = scaling.of_operands(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, weight_scale: Tensor, total: Tensor | None, scaling: Scaling
+    ) -> Tensor:
+        x_scale = scaling.of_input(x)
         x8 = _to_fp8(x.reshape(-1, x.shape[-1]), x_scale, OPERAND)
-        ctx.save_for_backward(x8, weight, x_scale, weight_scale)
+        ctx.save_for_backward(x8, weight, x_scale, weight_scale, total)
         ctx.scaling = scaling
         ctx.shape = x.shape
         ctx.dtype = x.dtype
@@ -104,7 +122,7 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x8, weight, x_scale, weight_scale = ctx.saved_tensors
+        x8, weight, x_scale, weight_scale, total = ctx.saved_tensors
         scale = ctx.scaling.of_gradient(grads[0])
         dy8 = _to_fp8(grads[0].reshape(-1, grads[0].shape[-1]), scale, GRADIENT)
         dx = None
@@ -114,4 +132,7 @@ class _Fp8Linear(torch.autograd.Function):
             dx = scaled_matmul(dy8, weight8, scale, weight_scale, ctx.dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             dw = scaled_matmul(dy8.t(), x8, scale, x_scale, ctx.gradient_dtype)
-        return dx, dw, None
+            if total is not None:
+                total.add_(dw)
+                dw = None
+        return dx, dw, None, None, None

@@ -164,7 +164,7 @@ def usable(how: Overlap | None, x: Tensor, group: Group) -> Overlap | None:
 
     It must not in compiled graphs and under autocast, where torch rewrites or casts the matmuls itself.
     """
-    if group.size == 1 or group.grain is not None or len(x) == 0 or _is_rewritten(x):
+    if how is None or group.size == 1 or group.grain is not None or len(x) == 0 or _is_rewritten(x):
         return None
     return how
 

@@ -78,7 +78,8 @@ def column_products(
     """
     require_width(x, weight)
     # Gradients are switched off within the function.
-    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), _ALONE, scaling)
+    weight_scale = None if scaling is None else scaling.of_weight(weight)
+    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), _ALONE, scaling, weight_scale)
     return cast(tuple[Tensor, ...], _ColumnProducts.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -90,7 +91,7 @@ def gather_and_multiply_parts(
     The gradient of x is complete.
     """
     require_width(x, weight)
-    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), group, None)
+    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), group, None, None)
     return cast(tuple[Tensor, ...], _ColumnProducts.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -106,12 +107,12 @@ class _ColumnProducts(torch.autograd.Function):
         trained: bool,
         gathered_over: Group,
         scaling: Scaling | None,
+        weight_scale: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        if scaling is None:
+        if scaling is None or weight_scale is None:
             ctx.save_for_backward(x, weight)
         else:
-            x_scale, weight_scale = scaling.of_operands(x, weight)
-            x = rounded(x, x_scale, OPERAND)
+            x = rounded(x, scaling.of_input(x), OPERAND)
             # As it was: ZeRO-3 frees it between the passes.
             ctx.save_for_backward(x, weight, weight_scale)
             weight = rounded(weight, weight_scale, OPERAND)
@@ -165,7 +166,7 @@ class _ColumnProducts(torch.autograd.Function):
             db = _by_section(sections, row_sums(unrounded).flatten(), count)
         if pending is not None:
             dx = pending.wait()
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None
 
 
 def _side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -194,28 +195,28 @@ def row_products(terms: Sequence[tuple[Tensor, Tensor]], group: Group, scaling: 
     for x, weight in terms:
         require_width(x, weight)
     xs, weights = zip(*terms, strict=True)
-    return cast(Tensor, _RowProducts.apply(group.parts, torch.is_grad_enabled(), scaling, *xs, *weights))  # type: ignore[no-untyped-call]
+    scales = [] if scaling is None else [scaling.of_weight(weight) for weight in weights]
+    arguments = (group.parts, torch.is_grad_enabled(), scaling, len(terms), *xs, *weights, *scales)
+    return cast(Tensor, _RowProducts.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 class _RowProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         # Without gradients torch 2.13, traced, drops ctx where the arguments are as many as the parameters but ctx.
-        count, trained, scaling, *tensors = arguments
-        half = len(tensors) // 2
-        xs = tensors[:half]
-        weights = tensors[half:]
-        scales = []
+        count, trained, scaling, terms, *tensors = arguments
+        xs = tensors[:terms]
+        weights = tensors[terms : 2 * terms]
+        scales = tensors[2 * terms :]
         if scaling is not None:
-            by_term = [scaling.of_operands(x, weight) for x, weight in zip(xs, weights, strict=True)]
-            xs = [rounded(x, scale, OPERAND) for x, (scale, _) in zip(xs, by_term, strict=True)]
-            scales = [scale for _, scale in by_term]
+            xs = [rounded(x, scaling.of_input(x), OPERAND) for x in xs]
         ctx.save_for_backward(*xs, *weights, *scales)
         ctx.count = count
         ctx.scaling = scaling
+        ctx.terms = terms
         weights = _rounded_weights(weights, scales)
         operands = [by_part(tensor, count) for tensor in (*xs, *weights)]
-        y = sum_of_products(operands[:half], operands[half:], count, trained=trained)
+        y = sum_of_products(operands[:terms], operands[terms:], count, trained=trained)
         return y.view(*tensors[0].shape[:-1], -1)
 
     @staticmethod
@@ -224,7 +225,7 @@ class _RowProducts(torch.autograd.Function):
         count = ctx.count
         # Read once: where blocks are recomputed, each reading would compute them again.
         tensors = ctx.saved_tensors
-        terms = len(tensors) // (2 if ctx.scaling is None else 3)
+        terms = ctx.terms
         xs = tensors[:terms]
         weights = _rounded_weights(tensors[terms : 2 * terms], tensors[2 * terms :])
         dy = grads[0].reshape(-1, grads[0].shape[-1])
@@ -233,11 +234,11 @@ class _RowProducts(torch.autograd.Function):
         dxs: list[Tensor | None] = [None] * terms
         dws: list[Tensor | None] = [None] * terms
         for term, (x, weight) in enumerate(zip(xs, weights, strict=True)):
-            if ctx.needs_input_grad[3 + term]:
+            if ctx.needs_input_grad[4 + term]:
                 dxs[term] = input_gradient_of_columns(dy, weight, count).view(x.shape)
-            if ctx.needs_input_grad[3 + terms + term]:
+            if ctx.needs_input_grad[4 + terms + term]:
                 dws[term] = weight_gradient_of_columns(dy, x.reshape(-1, x.shape[-1]), count)
-        return None, None, None, *dxs, *dws
+        return None, None, None, None, *dxs, *dws, *[None] * (len(tensors) - 2 * terms)
 
 
 def _rounded_weights(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:

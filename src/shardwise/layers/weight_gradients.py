@@ -52,7 +52,7 @@ def products_add(x: Tensor, weight: Tensor) -> bool:
     """Return whether a linear layer of x `[…, I]` and a weight is one of those that `adding_linear` computes."""
     if not torch.is_grad_enabled() or not is_made_by_products(x, weight):
         return False
-    return not torch.compiler.is_compiling() or hasattr(weight, "graph_gradient")
+    return not torch.compiler.is_compiling() or graph_gradient_of(weight) is not None
 
 
 def is_made_by_products(x: Tensor, weight: Tensor) -> bool:
@@ -64,7 +64,7 @@ def is_made_by_products(x: Tensor, weight: Tensor) -> bool:
 def adding_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x weightᵀ + bias`, where products add: x `[…, I]`, weight `[O, I]` → `[…, O]`."""
     if torch.compiler.is_compiling():
-        return cast(Tensor, _GraphLinear.apply(x, weight, bias, cast(Any, weight).graph_gradient))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _GraphLinear.apply(x, weight, bias, graph_gradient_of(weight)))  # type: ignore[no-untyped-call]
     return cast(Tensor, _AddingLinear.apply(x, weight, bias))  # type: ignore[no-untyped-call]
 
 
@@ -80,9 +80,9 @@ class _AddingLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
         dy_TO = dy.reshape(-1, dy.shape[-1])
         x_TI = x.reshape(-1, x.shape[-1])
+        dx = (dy_TO @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
         dw = add_or_return(ctx.weight, dy_TO, x_TI) if ctx.needs_input_grad[1] else None
         db = dy_TO.sum(0) if ctx.needs_input_grad[2] else None
         return dx, dw, db
@@ -105,6 +105,11 @@ class _GraphLinear(torch.autograd.Function):
         torch.ops.shardwise.add_product_(total, dy_TO.t(), x.reshape(-1, x.shape[-1]))
         db = dy_TO.sum(0) if ctx.needs_input_grad[2] else None
         return dx, None, db, None
+
+
+def graph_gradient_of(weight: Tensor) -> Tensor | None:
+    """Return the gradient of a weight that a graph of a linear layer takes as its input, if it does."""
+    return getattr(weight, "graph_gradient", None)
 
 
 @contextmanager

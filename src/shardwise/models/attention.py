@@ -224,7 +224,7 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, each `[S, B, heads, d]`."""
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x))
+        q, k, v = (part.view(*part.shape[:-1], -1, self.head_dim) for part in self.qkv(x))
         return q, k, v
 
     def inner(self, x: Tensor, context: Context) -> Tensor:

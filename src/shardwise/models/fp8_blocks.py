@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config
 from shardwise.config.size_rules import FP8_MULTIPLE
-from shardwise.layers.fp8 import Scaling
-from shardwise.layers.linear import RowParallelLinear, linear_layers
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import of_or_whole
+from shardwise.layers.fp8 import Scaling, keep_scales
+from shardwise.layers.linear import linear_layers
+from shardwise.layers.units import units
 
 
 def multiply_in_fp8(model: nn.Module, config: Config) -> None:
@@ -32,4 +41,37 @@ def multiply_in_fp8(model: nn.Module, config: Config) -> None:
                 f"widths of each rank's linear layers ({inputs} and {outputs}) must be multiples of {FP8_MULTIPLE} "
                 "with precision.matmul (fp8): change them, or leave precision.matmul out"
             )
-        layer.scaling = Scaling(layer.group, cuts_outputs=not isinstance(layer, RowParallelLinear))
+        layer.scaling = Scaling(layer.group, cuts_outputs=not of_or_whole(layer.weight).cuts_columns)
+
+
+class WeightScales:
+    """The scales of a model's weights during a step, whose micro-batches all have the same weights.
+
+    The ranks agree on those of a unit, such as a block, in its first forward pass, where ZeRO-3 has gathered it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._is_kept = False
+        self._weights: list[nn.Parameter] = []
+        for unit, parameters in units(model).items():
+            layers = [layer for layer in linear_layers(unit) if layer.scaling and layer.weight in set(parameters)]
+            for group in dict.fromkeys(layer.group for layer in layers):
+                weights = [layer.weight for layer in layers if layer.group is group]
+                unit.register_forward_pre_hook(partial(self._before_forward, weights, group))
+                self._weights += weights
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, no weight changes."""
+        self._is_kept = True
+        try:
+            yield
+        finally:
+            self._is_kept = False
+            for weight in self._weights:
+                cast(Any, weight).fp8_scale = None
+
+    @torch.no_grad()
+    def _before_forward(self, weights: Sequence[nn.Parameter], group: Group, *_: object) -> None:
+        if self._is_kept and getattr(weights[0], "fp8_scale", None) is None:
+            keep_scales(weights, group)

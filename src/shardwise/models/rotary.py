@@ -179,17 +179,18 @@ def _rotate_by(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """Rotate each pair by its angle (sign 1) or back (sign -1); elements beyond the tables' width are kept."""
     half = cos.shape[-1]
     widths = (half, half, x.shape[-1] - 2 * half)
-    first, second, not_rotary = x.split(widths, dim=-1)
+    first, second, not_rotary = x.split_with_sizes(widths, dim=-1)
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         # The compiler makes one kernel of single operations; and this gradient may be differentiated again.
         rotated_first = (first * cos).addcmul_(second, sin, value=-sign)
         rotated_second = (second * cos).addcmul_(first, sin, value=sign)
         return torch.cat((rotated_first, rotated_second, not_rotary), dim=-1)
     rotated = x.new_empty(x.shape)
-    rotated_first, rotated_second, kept = rotated.split(widths, dim=-1)
+    rotated_first, rotated_second, kept = rotated.split_with_sizes(widths, dim=-1)
     torch.mul(first, cos, out=rotated_first).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=rotated_second).addcmul_(first, sin, value=sign)
-    kept.copy_(not_rotary)
+    if widths[2]:
+        kept.copy_(not_rotary)
     return rotated
 
 

@@ -52,7 +52,9 @@ class Gathers:
         for module, parameters in units.items():
             needed = list(dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of))
             if needed:
-                hooks.append(module.register_forward_pre_hook(partial(self._wait_for, needed)))
+                # Before other hooks, which may read the parameters.
+                hook = module.register_forward_pre_hook(partial(self._wait_for, needed), prepend=True)
+                hooks.append(hook)
         self._is_late = True
         try:
             yield

@@ -34,7 +34,7 @@ _FUSED_BACKWARD_RATE = 0.85
 # Kernels that the host starts; estimates, but for those of a block, which `ProgramTraits.kernels` has.
 _BACKWARD_KERNELS = 1.6  # for each kernel of the forward pass: matrix products have two, others one
 _STEPWISE_ATTENTION_KERNELS = 6  # two products, scale, mask, softmax and dropout in place of one fused kernel
-_ROUNDING_KERNELS = 18  # of a linear layer with fp8 products in each pass: scales, roundings, and copies for kernels
+_ROUNDING_KERNELS = 17  # of a linear layer with fp8 products in each pass, on average: scales, roundings and copies
 _HEAD_KERNELS = 20
 _EMBEDDING_KERNELS = 8
 
@@ -398,15 +398,16 @@ def _rounding_bytes(s: BlockShape, *, separate: bool) -> tuple[int, int]:
     """Return the bytes by which fp8 products round their operands, forward and backward.
 
     A tensor is read for its largest number, then read and written in one byte; with separate kernels it is written and
-    read once more between. Backward, weights have their scales, and weights, inputs and gradients are copied so that
-    kernels read them along the dimension of the sum.
+    read once more between. Weights have their scales, which are computed once a step. Backward, weights, inputs and
+    gradients are copied so that kernels read them along the dimension of the sum.
     """
     elements = sum(n * k for n, k in s.weights)
     inputs = s.tokens * sum(k for _, k in s.weights)
     gradients = s.tokens * sum(n for n, _ in s.weights)
     written = s.a + 1 + (2 * s.a if separate else 0)
     copies = 2 * (elements + inputs + gradients)
-    return (s.a + written) * (inputs + elements), written * elements + (s.a + written) * gradients + copies
+    rounded_weights = written * elements
+    return rounded_weights + (s.a + written) * inputs, rounded_weights + (s.a + written) * gradients + copies
 
 
 def _recomputed(

@@ -92,7 +92,7 @@ def step_transfers(
     if workload is None:
         return None
     micro_batch = _forward(workload) + _backward(workload) + _scales(workload)
-    return _transfers(workload, micro_batch, _update(workload, data_rank, tensor_rank))
+    return _transfers(workload, micro_batch, [_weight_scales(workload), *_update(workload, data_rank, tensor_rank)])
 
 
 def evaluation_transfers(
@@ -259,20 +259,26 @@ def _keys_and_values(workload: RankWorkload, kind: Kind, tensor: str) -> Transfe
 
 
 def _scales(workload: RankWorkload) -> list[Transfer]:
-    """The scales of fp8 products in training, for each of the four linear layers of a block.
+    """The scales of fp8 products in a micro-batch, for two of the four linear layers of a block each.
 
-    The ranks agree on the largest number, in float32, of the input and of the weight of each, and of the gradients of
-    outputs that they cut, those of QKV and of the MLP's first layer. Full recompute repeats the forward pass, and a
-    split backward pass computes its gradients in both halves.
+    The ranks agree on the largest number, in float32, of the inputs that they cut, those of attention's output and of
+    the MLP's second layer, and of the gradients of outputs that they cut, those of QKV and of the MLP's first layer.
+    Full recompute repeats the forward pass, and a split backward pass computes its gradients in both halves.
     """
     if workload.config.precision.matmul is None:
         return []
-    forwards = 4 * workload.layers * (2 if workload.recompute == "full" else 1)
+    forwards = 2 * workload.layers * (2 if workload.recompute == "full" else 1)
     backwards = 2 * workload.layers * (2 if workload.config.splits_backward else 1)
     return [
-        _over_tensor(workload, "all_reduce", 2 * _FLOAT32, "largest inputs and weights of linear layers", forwards),
+        _over_tensor(workload, "all_reduce", _FLOAT32, "largest inputs of linear layers", forwards),
         _over_tensor(workload, "all_reduce", _FLOAT32, "largest gradients of outputs", backwards),
     ]
+
+
+def _weight_scales(workload: RankWorkload) -> Transfer:
+    """The scales of a block's four weights, once a step."""
+    count = 0 if workload.config.precision.matmul is None else workload.layers
+    return _over_tensor(workload, "all_reduce", 4 * _FLOAT32, "largest weights of linear layers", count)
 
 
 def _head(workload: RankWorkload) -> list[Transfer]:

@@ -31,6 +31,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.layers.replicated import ReplicatedParameters
 from shardwise.layers.units import units
 from shardwise.models.blocks import gives_losses
+from shardwise.models.fp8_blocks import WeightScales
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.clock import BACKWARD, FORWARD
@@ -109,6 +110,7 @@ class Trainer:
         batches = self.feed.batches
         self._sources = SourceLosses(batches, self.mesh) if isinstance(batches, BlendedBatches) else None
         self._replicated: dict[nn.Module, ReplicatedParameters] = defaultdict(ReplicatedParameters)
+        self._weight_scales = WeightScales(self.model)
 
     def run(self, checkpoints: Checkpoints | None = None, graphs: RunGraphs | None = None) -> str | None:
         """Train to the last step, with evaluations, comparisons of replicas and checkpoints.
@@ -245,7 +247,8 @@ class Trainer:
         # New weights may still be on their way on the same communicator: the forward pass waits for each as it needs
         # it, and only the loss waits for these numbers, which come behind all weights.
         counts = count_targets(micro_batches, self.mesh.replicas)
-        losses_NK = self._forward_backward(micro_batches, counts)
+        with self._weight_scales.kept():
+            losses_NK = self._forward_backward(micro_batches, counts)
         self.progress.phase = "gradient reduction"
         # Each replica has the losses of its samples, and in a pipeline only the last stage has them.
         if self.mesh.dp.grain is None:
@@ -502,7 +505,7 @@ class Trainer:
         The reduction has mixed the ranks' gradients, so each rank computes and examines its own once more.
         """
         self.optimizer.zero_grad()
-        with self.optimizer.local_gradients(), self.optimizer.gathered():
+        with self.optimizer.local_gradients(), self.optimizer.gathered(), self._weight_scales.kept():
             rank_loss = float(self._forward_backward(micro_batches, counts, last=False).sum())
             faults = collectives.all_gather_objects(find_non_finite(self.model, rank_loss), self.mesh.world)
         place = "each rank's own part is: their sum overflowed"

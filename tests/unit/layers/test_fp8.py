@@ -1,6 +1,7 @@
 """Products in fp8: scales, rounding, and the products of the rounded numbers."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,10 +11,17 @@ from shardwise.base.errors import ConfigError
 from shardwise.distributed.mesh import Group
 from shardwise.layers import fp8
 from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, fp8_linear, rounded
-from shardwise.layers.linear import ColumnParallelLinear
+from shardwise.layers.linear import (
+    ColumnParallelLinear,
+    GQAQKVColumnParallelLinear,
+    LinearOptions,
+    RowParallelLinear,
+)
 from shardwise.layers.parts import Section, column_products, row_products
+from shardwise.layers.weight_gradients import add_without_cast, graph_gradients, let_products_add
 from shardwise.models.fp8_blocks import multiply_in_fp8
 from tests.dist.training import make_config
+from tests.unit.layers.groups import pretend_group
 
 FORMATS = {OPERAND: (3, -6), GRADIENT: (2, -14)}
 """Bits of the mantissa, and the exponent of the smallest normal number."""
@@ -121,6 +129,27 @@ def test_products_by_parts_are_those_of_the_same_rounded_numbers(cuts_outputs: b
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
 
 
+def summed(multiply: Callable[..., Tensor], *, in_graph: bool) -> Tensor:
+    """The float32 gradient of a bfloat16 weight after two micro-batches, on a device whose products add."""
+    x, weight, _, dy = operands(torch.bfloat16)
+    let_products_add([weight])
+    add_without_cast([weight])
+    total = torch.zeros(weight.shape)
+    for factor in (1, 3):
+        weight.grad = None if in_graph else total
+        with graph_gradients([(weight, total)] if in_graph else []):
+            multiply((factor * x).detach().requires_grad_(), weight, None, SCALING).backward(dy)
+    return total
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch itself
+def test_weight_gradients_in_graphs_are_summed_in_float32() -> None:
+    wanted = summed(fp8_linear, in_graph=False)
+    assert not torch.equal(wanted, wanted.bfloat16().float())
+    traced = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)
+    assert torch.equal(summed(traced, in_graph=True), wanted)
+
+
 def test_layers_outside_of_blocks_keep_their_dtype() -> None:
     inside, outside = (ColumnParallelLinear(32, 48, group=Group(), name=name) for name in ("inside", "outside"))
     model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([inside]), "outside": outside})
@@ -130,6 +159,17 @@ def test_layers_outside_of_blocks_keep_their_dtype() -> None:
     assert torch.allclose(outside(x), plain[outside], atol=1e-6)
     assert not torch.allclose(inside(x), plain[inside], atol=1e-4)
     assert torch.allclose(inside.eval()(x), plain[inside], atol=1e-6), "an evaluation has no scales of its batch"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ranks_agree_on_scales_of_what_their_layers_cut(transposed: bool) -> None:
+    options = LinearOptions(group=pretend_group(1, 4), seed=0, transposed=transposed)
+    # More ranks than key heads: each rank has all of the keys.
+    attention = GQAQKVColumnParallelLinear(32, (64, 16), head_dim=16, names=("q", "k", "v"), **options)
+    up = ColumnParallelLinear(32, 64, name="up", **options)
+    down = RowParallelLinear(64, 32, input_is_parallel=True, name="down", **options)
+    multiply_in_fp8(torch.nn.ModuleList([attention, up, down]), make_config())
+    assert [layer.scaling and layer.scaling.cuts_outputs for layer in (attention, up, down)] == [True, True, False]
 
 
 def test_widths_of_own_models_are_refused() -> None:

@@ -25,6 +25,7 @@ from shardwise.layers.linear import weights_of
 from shardwise.layers.weight_gradients import add_without_cast, let_products_add
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
+from shardwise.models.fp8_blocks import WeightScales
 from shardwise.train.compile.ahead_of_time import GraphJob
 from shardwise.train.compile.graph_facts import unit_of_layer
 from shardwise.train.compile.units import HEAD, Compilation, compile_units, products_add_in_graphs
@@ -80,7 +81,7 @@ def play(
         x = _input(config, layout, device, dtype, training)
         key = batch.dropout_key(config.train, step=1) if training else None
         model.train(training)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(training), WeightScales(model).kept():
             out: Tensor = batch.call(model, x, key)
         # The graph of the backward pass is captured with the forward pass, and compiled when it runs.
         if training and not only_capture:
