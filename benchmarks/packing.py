@@ -85,7 +85,7 @@ def texts() -> dict[str, Any]:
         lengths = np.asarray(tokenizer.encode_rows(documents)[1]) + 1
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         for length in LENGTHS:
-            packed = PackedSamples.of(bounds, length)
+            packed = PackedSamples.from_bounds(bounds, length)
             # A document that fits is read from its first token to its last but one.
             read = dict(packed.pieces.tolist())
             fits = (lengths > 1) & (lengths - 1 <= length)
@@ -139,7 +139,7 @@ def reading() -> dict[str, float]:
     row = generator.integers(1, 50_257, 50_000_000).astype(np.uint16)
     row[np.cumsum(generator.lognormal(np.log(400), 1.2, 60_000).astype(np.int64) + 2)] = 0
     ends = DocumentEnds(0, reset_position_ids=True, reset_attention_mask=True)
-    packed = PackedSamples.of(document_bounds(row, 0), READ_LENGTH)
+    packed = PackedSamples.from_bounds(document_bounds(row, 0), READ_LENGTH)
     batches = (
         TokenBatches(row, READ_LENGTH, 1),
         TokenBatches(row, READ_LENGTH, 1, ends=ends),
@@ -197,8 +197,8 @@ def _report(found: dict[str, Any], steps: dict[str, dict[str, list[float]]]) -> 
             f"{1 - facts['targets'] / facts['places']:.2%}",
             f"{facts['cut']:,}",
             f"{facts['split_needlessly']:,}",
-            f"{facts['whole'] / facts['targets']:.1%}",
-            f"{facts['whole_if_cut'] / facts['targets']:.1%}",
+            f"{facts['with_beginning'] / facts['targets']:.1%}",
+            f"{facts['with_beginning_if_cut'] / facts['targets']:.1%}",
         ]
         for name, by_length in texts_found.items()
         for length, facts in by_length.items()

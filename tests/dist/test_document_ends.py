@@ -82,7 +82,7 @@ def test_the_loss_of_a_packed_sample_is_that_of_transformers(case: str, tmp_path
     lengths = [8, 3, 12, 31, 1, 5]  # two samples of 24, one has padding; one document is longer
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     row = np.random.default_rng(0).integers(0, hugging_face.VOCABULARY, bounds[-1], dtype=np.int32)
-    batches = PackedBatches(row, PackedSamples.of(bounds, 24), seed=1)
+    batches = PackedBatches(row, PackedSamples.from_bounds(bounds, 24), seed=1)
     batch = batches.global_batch(0, batches.num_samples)
     inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
     starts_BS = inputs["starts_SB"].T

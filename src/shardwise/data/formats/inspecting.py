@@ -172,7 +172,7 @@ def with_packing(
         named: tokenizer that the user names; None if there is none.
         samples: number of the first samples that are shown.
     """
-    packed = PackedSamples.of(documents.bounds, length)
+    packed = PackedSamples.from_bounds(documents.bounds, length)
     tokenizer, _ = _tokenizer(named, inspection.manifest)
     limit = "" if documents.is_all else f"; looked at: the first {counted(packed.facts.documents, 'document')}"
     shown = []

@@ -75,7 +75,7 @@ class PreparedStream(common.PreparedText):
                 # With the tail, as a block may have fewer tokens than a sample.
                 return causal.TokenBatches(row, length, seed, tail=True, ends=ends)
             assert ends is not None, "documents are told apart"
-            samples = packing.PackedSamples.of(packing.document_bounds(row, ends.token), length)
+            samples = packing.PackedSamples.from_bounds(packing.document_bounds(row, ends.token), length)
             return common.packed_batches(row, samples, seed)
 
         tokenizer = Tokenizer.load(self.tokenizer_path)

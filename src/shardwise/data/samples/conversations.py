@@ -171,5 +171,5 @@ class ConversationBatches(Batches):
             members.append(self._usable[order[packs.members]])
             sizes.append(packs.sizes)
         # Packs of a window are sorted by the length of their longest conversation.
-        packs = Packs.of(np.concatenate(members), np.concatenate(sizes))
+        packs = Packs.from_sizes(np.concatenate(members), np.concatenate(sizes))
         return packs.shuffled(mix_integer(_PACK_ORDER, self._seed), epoch)

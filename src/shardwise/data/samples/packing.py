@@ -36,7 +36,7 @@ class Packs:
     begins: IntArray
 
     @staticmethod
-    def of(members: IntArray, sizes: IntArray) -> Packs:
+    def from_sizes(members: IntArray, sizes: IntArray) -> Packs:
         """Packs that hold these members, each of them as many as its size."""
         return Packs(members, _with_zero(np.cumsum(sizes)))
 
@@ -54,7 +54,7 @@ class Packs:
             return self
         order = SampleOrder(len(self), seed).indices(epoch * len(self), len(self))
         sizes = self.sizes[order]
-        return Packs.of(self.members[runs(self.begins[order], sizes)], sizes)
+        return Packs.from_sizes(self.members[runs(self.begins[order], sizes)], sizes)
 
 
 def best_fit(sizes: IntArray, room: int) -> Packs:
@@ -87,23 +87,23 @@ def best_fit(sizes: IntArray, room: int) -> Packs:
             place = bisect_left(rooms, size)
             left = rooms[place] if place < len(rooms) else room
             fitting = left // size
-            wanted = -(-(stop - first) // fitting)
+            needed = -(-(stop - first) // fitting)
             if place == len(rooms):
-                packs = np.arange(number_of_packs, number_of_packs + wanted)
-                number_of_packs += wanted
+                packs = np.arange(number_of_packs, number_of_packs + needed)
+                number_of_packs += needed
             else:
                 packs = by_room[left].pop()
                 if not by_room[left]:
                     del by_room[left], rooms[place]
-                keep(packs[: max(0, len(packs) - wanted)], left)
-                packs = packs[::-1][:wanted]
+                keep(packs[: max(0, len(packs) - needed)], left)
+                packs = packs[::-1][:needed]
             taken = min(stop - first, fitting * len(packs))
             pack_of[first : first + taken] = np.repeat(packs, fitting)[:taken]
             first += taken
             full, remainder = divmod(taken, fitting)
             keep(packs[:full], left - fitting * size)
             keep(packs[full : full + 1], left - remainder * size)
-    return Packs.of(order[np.argsort(pack_of, kind="stable")], np.bincount(pack_of))
+    return Packs.from_sizes(order[np.argsort(pack_of, kind="stable")], np.bincount(pack_of))
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class PackingFacts:
         documents: number of documents.
         cut: number of documents that are longer than a sample.
         targets: number of targets, the tokens of all documents but the first of each.
-        whole: number of targets whose sample has all tokens of their document before them.
-        whole_if_cut: the same if samples were cut from the row of all documents.
+        with_beginning: number of targets whose sample has all tokens of their document before them.
+        with_beginning_if_cut: the same if samples were cut from the row of all documents.
         samples: number of samples.
         places: number of tokens that all samples have room for.
     """
@@ -123,13 +123,13 @@ class PackingFacts:
     documents: int = 0
     cut: int = 0
     targets: int = 0
-    whole: int = 0
-    whole_if_cut: int = 0
+    with_beginning: int = 0
+    with_beginning_if_cut: int = 0
     samples: int = 0
     places: int = 0
 
-    def __add__(self, other: PackingFacts) -> PackingFacts:
-        return PackingFacts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, addend: PackingFacts) -> PackingFacts:
+        return PackingFacts(*(a + b for a, b in zip(astuple(self), astuple(addend), strict=True)))
 
     def __str__(self) -> str:
         if not self.samples:
@@ -139,8 +139,8 @@ class PackingFacts:
             cut = f"{self.cut:,} of {counted(self.documents, 'document')} cut, as they are longer than a sample"
         return (
             f"packed by best fit: {counted(self.samples, 'sample')} with {1 - self.targets / self.places:.2%} padding, "
-            f"{cut}; {self.whole / self.targets:.1%} of targets have the beginning of their document in their sample "
-            f"({self.whole_if_cut / self.targets:.1%} with data.packing=cut)"
+            f"{cut}; {self.with_beginning / self.targets:.1%} of targets have the beginning of their document in their "
+            f"sample ({self.with_beginning_if_cut / self.targets:.1%} with data.packing=cut)"
         )
 
 
@@ -165,7 +165,7 @@ class PackedSamples:
     facts: PackingFacts
 
     @staticmethod
-    def of(bounds: IntArray, length: int) -> PackedSamples:
+    def from_bounds(bounds: IntArray, length: int) -> PackedSamples:
         """All samples of documents with these bounds, see `packed_windows`."""
         windows = [*packed_windows(bounds, length)]
         sizes = [np.diff(window.begins) for window in windows]
@@ -208,8 +208,8 @@ def _facts(bounds: IntArray, length: int, samples: int) -> PackingFacts:
         documents=len(targets),
         cut=int(np.count_nonzero(targets > length)),
         targets=int(targets.sum()),
-        whole=int(np.minimum(targets, length).sum()),
-        whole_if_cut=int(np.minimum(targets, before_the_cut).sum()),
+        with_beginning=int(np.minimum(targets, length).sum()),
+        with_beginning_if_cut=int(np.minimum(targets, before_the_cut).sum()),
         samples=samples,
         places=samples * length,
     )

@@ -48,7 +48,7 @@ def test_documents_are_whole_unless_they_are_too_long(lengths: list[int], window
     bounds = bounds_of(lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "WINDOW", window)
-        packed = PackedSamples.of(bounds, ROOM)
+        packed = PackedSamples.from_bounds(bounds, ROOM)
     read = np.concatenate([start + np.arange(size) for start, size in packed.pieces.tolist()] or [np.empty(0)])
     last = set((bounds[1:][np.diff(bounds) > 0] - 1).tolist())
     assert sorted(read.tolist()) == [place for place in range(bounds[-1]) if place not in last], "each token once"
@@ -68,17 +68,17 @@ def test_documents_are_whole_unless_they_are_too_long(lengths: list[int], window
 @given(LENGTHS)
 def test_facts_by_counting(lengths: list[int]) -> None:
     bounds = bounds_of(lengths)
-    facts = PackedSamples.of(bounds, ROOM).facts
-    whole_if_cut = 0
+    facts = PackedSamples.from_bounds(bounds, ROOM).facts
+    if_cut = 0
     for begin, end in pairwise(bounds.tolist()):
         for target in range(begin + 1, end):
             first = (target - 1) // ROOM * ROOM  # of the sample that reads the token before
-            whole_if_cut += begin >= first
+            if_cut += begin >= first
     targets = [max(0, length - 1) for length in lengths]
     assert (facts.documents, facts.targets) == (len(lengths), sum(targets))
     assert facts.cut == sum(number > ROOM for number in targets)
-    assert facts.whole == sum(min(number, ROOM) for number in targets)
-    assert facts.whole_if_cut == whole_if_cut
+    assert facts.with_beginning == sum(min(number, ROOM) for number in targets)
+    assert facts.with_beginning_if_cut == if_cut
     assert facts.places == ROOM * facts.samples
     assert str(facts).startswith("packed by best fit: ")
 
@@ -98,7 +98,7 @@ def packed_row(number: int = 30) -> PackedBatches:
     """Documents of tokens that tell their places, of which some are longer than a sample."""
     lengths = np.random.default_rng(0).integers(1, 3 * ROOM, number).tolist()
     bounds = bounds_of(lengths)
-    return PackedBatches(np.arange(1, bounds[-1] + 1, dtype=np.int32), PackedSamples.of(bounds, ROOM), seed=7)
+    return PackedBatches(np.arange(1, bounds[-1] + 1, dtype=np.int32), PackedSamples.from_bounds(bounds, ROOM), seed=7)
 
 
 def test_each_piece_is_read_by_itself() -> None:
