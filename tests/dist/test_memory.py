@@ -41,6 +41,7 @@ SIZES: dict[str, Any] = {
 FACTS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
     "olmo2": {"family": "olmo2", "num_key_value_heads": 2},
+    "gemma3": {"family": "gemma3", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24, "layer_types": 2},
     "smollm3": {"family": "smollm3", "no_rope_layers": [0, 1] * 2},
 }
 """Families whose blocks hold other things than Llama's."""
