@@ -1,6 +1,6 @@
 """Ranks that share samples: the memory of a long sequence, step time beside data parallelism, and even work.
 
-Both layouts of the time train the same tokens in a step: four samples on four ranks, a sample each or a quarter of each.
+The time is that of the same four samples on four ranks: a sample on each, or a quarter of each sample.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def run(rounds: int) -> Report:
             "train",
             context,
             variables=ranks.OWN_PAGES,
-            **{"context": context, "length": LONG, "batch": 1, "steps": _STEPS_TO_PEAK},
+            context=context,
+            length=LONG,
+            batch=1,
+            steps=_STEPS_TO_PEAK,
         ) as job:
             job.receive()
             *_, last = (job.go_on() for _ in range(_STEPS_TO_PEAK + 1))
@@ -122,7 +125,8 @@ def run(rounds: int) -> Report:
         figures,
         targets,
         [
-            f"Llama of 2 blocks of 512 with 8 query and 2 key and value heads, in float32, CPU ranks over gloo, ZeRO-1, AdamW; {WORLD} ranks on 2 cores.",
+            "Llama of 2 blocks of 512 with 8 query and 2 key and value heads, in float32, CPU ranks over gloo, ZeRO-1, "
+            f"AdamW; {WORLD} ranks on 2 cores.",
             "Activations: the measured peak without what the prediction has beside them. Attention: processor time of "
             "the forward pass.",
         ],

@@ -19,6 +19,7 @@ GPT_NEOX = Cell("gpt_neox", mode="bfloat16", bitwise=True, layers=2, batch=4)
 BERT = Cell("bert", mode="mixed", bitwise=True)
 FP8 = Cell("llama", variant=True, mode="mixed", matmul="fp8", bitwise=True, layers=2)
 OLMO2 = Cell("olmo2", optimizer="lamb", bitwise=True, layers=2, batch=4)
+GEMMA3 = Cell("gemma3", documents=True, mode="mixed", bitwise=True, layers=2, batch=4)
 CELLS = (
     replace(LLAMA, tensor=4, sequence=True, regathers=True),
     replace(LLAMA, tensor=2, data=2, zero=3),
@@ -33,6 +34,7 @@ CELLS = (
     replace(FP8, schedule="zbv", pipeline=2, tensor=2, layers=4, recompute="selective"),
     replace(BERT, schedule="zbv", pipeline=2, data=2, zero=3),
     replace(OLMO2, tensor=2, sequence=True, data=2, recompute="full"),
+    replace(GEMMA3, tensor=2, sequence=True, data=2, recompute="selective"),
 )
 
 GROUPS = replace(LLAMA, data_grain=4, layers=4, batch=16)

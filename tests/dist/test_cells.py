@@ -66,6 +66,7 @@ LIKE_LLAMA = small(
     Cell("olmo2", schedule="zbv", pipeline=2, tensor=2, dropout=True),
     Cell("olmo2", tensor=4, sequence=True, recompute="full"),
     Cell("smollm3", schedule="1f1b", pipeline=2, data=2, recompute="full"),
+    Cell("gemma3", schedule="1f1b", pipeline=2, tensor=2, sequence=True, recompute="selective", documents=True),
 )
 """Families that differ from Llama by facts alone: with copied key/value heads, norms of q and k, layers that rotate."""
 FP8 = small(

@@ -40,7 +40,15 @@ CELLS = [
     pytest.param(family, layout, marks=() if _is_quick(family, layout) else pytest.mark.slow)
     for family in FAMILIES
     for layout in LAYOUTS
-] + [("mistral", "DP 2, ZeRO-0"), ("qwen2", "TP 4"), ("qwen3", "TP 4"), ("olmo2", "TP 4"), ("smollm3", "TP 2 + SP")]
+] + [
+    ("mistral", "DP 2, ZeRO-0"),
+    ("qwen2", "TP 4"),
+    ("qwen3", "TP 4"),
+    ("olmo2", "TP 4"),
+    ("olmo3", "TP 4"),
+    ("gemma3", "TP 4"),
+    ("smollm3", "TP 2 + SP"),
+]
 
 
 @pytest.mark.parametrize(("family", "layout"), CELLS)

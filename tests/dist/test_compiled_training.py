@@ -71,6 +71,7 @@ SELDOM = {
     "qwen3, TP 2 + SP, full recompute, documents": Cell(
         FACTS["qwen3"], SEQUENCE, recompute="full", documents=True, units=3
     ),
+    "gemma3, PP 2": Cell(FACTS["gemma3"], PIPELINE, layers=4, units=3),
     "gpt, TP 2, fast dropout, selective recompute": Cell(GPT_DROPOUT, TENSOR, recompute="selective"),
     "gpt_neox, DP 2, documents": Cell(FAMILIES["gpt_neox"], {}, documents=True),
     "bert, PP 2, invariant dropout": Cell(BERT_DROPOUT, PIPELINE, dropout="invariant", layers=4),

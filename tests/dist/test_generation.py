@@ -20,7 +20,7 @@ from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config
 from tests.hugging_face import VOCABULARY, described, save
 
-CASES = ("llama", "llama-tied", "qwen3", "olmo2", "smollm3", "gpt", "neox", "neox-tied")
+CASES = ("llama", "llama-tied", "qwen3", "olmo2", "smollm3", "gemma3", "gpt", "neox", "neox-tied")
 LENGTH = 8
 # How the tokens are cut into passes: all at once, a prompt and single tokens, chunks, one by one.
 CUTS = ((LENGTH,), (5, 1, 1, 1), (3, 2, 3), (1,) * LENGTH)
@@ -96,7 +96,7 @@ def theirs(case: str, prompt: list[int], count: int, stop: list[int]) -> list[in
     [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
     ids=["tp1", "tp2", "tp2-sp"],
 )
-@pytest.mark.parametrize("case", ["llama", "qwen3", "olmo2", "smollm3", "gpt", "neox"])
+@pytest.mark.parametrize("case", ["llama", "olmo2", "gemma3", "smollm3", "gpt", "neox"])
 def test_greedy_is_transformers_own(case: str, tp: int, sequence: bool, ranks: Any) -> None:
     """To the longest sequence, and up to an end token, which is given too."""
     path, _ = folder(case)
@@ -215,6 +215,15 @@ def test_scaled_positions_go_on_beyond_the_longest(kind: str, chunk: int) -> Non
                 tokens.append(int(model.logits(torch.tensor(tokens).unsqueeze(1))[-1, 0].argmax()))
         found = list(generate(model, mesh(1), prompt, 20, Sampler(0.0), reader=reader))
         assert found == tokens[len(prompt) :]
+
+
+def test_a_text_that_leaves_another_is_read_again_where_the_window_forgot_it() -> None:
+    """The windowed block has the keys of the last three tokens alone."""
+    model = build(folder("gemma3")[0], 1)
+    reader = open_reader(model, mesh(1), 24)
+    for prompt in ([4, 2, 7, 9, 11, 3], [4, 2, 7], [4, 2, 7, 30, 31, 32, 33, 34]):
+        wanted = list(generate(model, mesh(1), prompt, 6, Sampler(0.0)))
+        assert list(generate(model, mesh(1), prompt, 6, Sampler(0.0), reader=reader)) == wanted
 
 
 def test_a_cache_refuses_what_it_has_no_room_for() -> None:

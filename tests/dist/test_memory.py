@@ -14,8 +14,10 @@ from torch import Tensor
 
 from shardwise.config import Config, Layout, check_layout
 from shardwise.layers.dropout import DropoutKey
+from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.blocks import Context, run_blocks
 from shardwise.models.build import build_model
+from shardwise.models.masks import AttentionMask
 from shardwise.planner.activations import BlockStack, block_stack
 from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.planner.memory import expected_memory, memory_by_rank
@@ -41,6 +43,7 @@ SIZES: dict[str, Any] = {
 FACTS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
     "olmo2": {"family": "olmo2", "num_key_value_heads": 2},
+    "gemma3": {"family": "gemma3", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24, "layer_types": 2},
     "smollm3": {"family": "smollm3", "no_rope_layers": [0, 1] * 2},
 }
 """Families whose blocks hold other things than Llama's."""
@@ -88,13 +91,22 @@ def measure(config: Config) -> Held:
     key = None
     if config.model.has_dropout:
         key = DropoutKey(train.seed, 1, torch.arange(train.micro_batch), 0, train.dropout_mode)
-    mask = None if config.model.causal else torch.ones(train.micro_batch, 1, 1, train.sequence_length).bool()
     width = model.config.hidden_size
     shape = (train.sequence_length // (layout.tensor if layout.sequence_parallel else 1), train.micro_batch, width)
     start = torch.randn(shape, generator=torch.Generator().manual_seed(mesh.tp.rank)).to(dtype)
     rotary = getattr(model, "rotary", None)  # its tables are no activations
-    tables = None if rotary is None else rotary.tables(train.sequence_length, start)
-    context = Context(key, {None: mask}, rotary_tables={} if tables is None else {None: tables})
+    windows = {config.model.window(layer) for layer in range(config.model.num_hidden_layers)}
+    masks: dict[int | None, Any] = {None: torch.ones(train.micro_batch, 1, 1, train.sequence_length).bool()}
+    if config.model.causal:
+        define_attention_by_pieces()
+        fused = config.model.attention_dropout_p == 0
+        for window in windows:
+            mask = AttentionMask((range(train.sequence_length),), window=window)
+            masks[window] = mask.form(
+                start, keys=train.sequence_length, head_dim=model.config.head_dim, is_compiled=False, is_fused=fused
+            )
+    tables = {} if rotary is None else dict.fromkeys(windows, rotary.tables(train.sequence_length, start))
+    context = Context(key, masks, rotary_tables=tables)
     x = start.requires_grad_()
     live = LiveTensors([x, *model.parameters(), *(p.grad for p in model.parameters())])
     with live:

@@ -63,7 +63,7 @@ _Window: TypeAlias = Annotated[
 ]
 _TYPE_OF_EACH_BLOCK = (
     f"for each block: {_SLIDING} = with the window, {_FULL} = without; or a number N: every Nth block is without; "
-    "default with a window: "
+    "if there is a window, default: "
 )
 _LayerTypes: TypeAlias = Annotated[
     tuple[_LayerType, ...],
@@ -312,7 +312,7 @@ class Gemma3Config(_WindowConfig):
             "num_key_value_heads": 4,
         },
         names={"hidden_act": "hidden_activation"},
-        spellings={"sliding_window_pattern": "layer_types"},
+        layer_interval="sliding_window_pattern",
         only={"use_bidirectional_attention": False},
         absent={"pad_token_id": 0},
     )
@@ -331,8 +331,8 @@ class Gemma3Config(_WindowConfig):
     max_position_embeddings: Longest = 131072
     rope_theta: RotaryBase = 1000000.0
     rope_local_base_freq: RotaryBase = 10000.0
-    query_pre_attn_scalar: float = Field(
-        default=256.0, gt=0, description="scores of attention are divided by its square root"
+    query_pre_attn_scalar: int = Field(
+        default=256, gt=0, description="scores of attention are divided by its square root"
     )
     tie_word_embeddings: Tied = True
     attention_bias: AttentionBias = False

@@ -108,8 +108,10 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
     model_type = values.get("model_type")
     families = families_by_model_type()
     if not isinstance(model_type, str) or model_type not in families:
-        if model_type in LACKING:
-            raise ConfigError(f"{origin}: model_type ({_shown(model_type)}) is not supported: {LACKING[model_type]}")
+        if str(model_type) in LACKING:
+            raise ConfigError(
+                f"{origin}: model_type ({_shown(model_type)}) is not supported: {LACKING[str(model_type)]}"
+            )
         shown = "is missing: it" if model_type is None else f"({_shown(model_type)})"
         raise ConfigError(f"{origin}: model_type {shown} must be {listing(families, 'or')}")
     family = families[model_type]
@@ -298,7 +300,8 @@ def _take_layers(unread: dict[str, Any], family: type[FamilyConfig]) -> list[str
     problems = []
     types = unread.pop("layer_types", None)
     if "layer_types" in fields:
-        unread["layer_types"] = types or None
+        interval = unread.pop(str(family.config_file.layer_interval), None)
+        unread["layer_types"] = types or interval
         first = unread.pop("max_window_layers", family.config_file.max_window_layers)
         if not types and isinstance(first, int) and unread.get(_WINDOW, fields[_WINDOW][1]) is not None:
             unread["layer_types"] = [_FULL if layer < first else _SLIDING for layer in range(layers)]

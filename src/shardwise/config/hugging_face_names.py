@@ -35,6 +35,7 @@ class ConfigFile:
         absent: field → the value that its absence means to transformers; written files say null there.
         inert: fields that change nothing that is trained in this family, whatever `ONLY` says.
         has_window_switch: true if `sliding_window` counts only beside `use_sliding_window` (true).
+        layer_interval: field with the interval of blocks without a window, if the file has no `layer_types`.
         max_window_layers: default of this field: blocks before the first with a window, if the file has no
             `layer_types`.
         writes_derived_heads: true if a file states `head_dim` where it follows from other fields.
@@ -50,6 +51,7 @@ class ConfigFile:
     absent: Mapping[str, Any] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     has_window_switch: bool = False
+    layer_interval: str | None = None
     max_window_layers: int | None = None
     writes_derived_heads: bool = True
     null_if_derived: tuple[str, ...] = ()

@@ -128,8 +128,10 @@ def _factor(weight: Tensor, *, unit_offset: bool) -> Tensor:
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, parts: int = 1) -> Tensor:
     """Return the norm of x; where torch has no kernel for it, see `_RMSNorm` for `parts`."""
+    if weight.dtype != x.dtype:
+        return _rms_norm(x.to(weight.dtype), weight, eps, parts).to(x.dtype)
     if _has_kernel(x, weight):
-        return F.rms_norm(x, weight.shape, weight, eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, eps)
     return cast(Tensor, _RMSNorm.apply(x, weight, eps, parts))  # type: ignore[no-untyped-call]
 
 

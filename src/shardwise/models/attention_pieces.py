@@ -129,7 +129,7 @@ class _Piece:
     mask: AttentionMask | None = None
 
     def cut(self) -> Iterator[_Piece]:
-        """Yield the piece in pieces of fewer keys, if it has many and no mask: of each the gradients are held at once."""
+        """Yield a piece without a mask in pieces of few keys, so that few gradients are held at once."""
         if self.is_causal or self.mask is not None:
             yield self
             return

@@ -93,9 +93,9 @@ class LlamaBlock(nn.Module):
             norm=factory.query_key_norm(config, (f"{name}.self_attn.q_norm", f"{name}.self_attn.k_norm")),
         )
         self.post_attention_layernorm = factory.norm(config, f"{name}.post_attention_layernorm", RMSNorm)
-        self.mlp = GatedMLP(config, f"{name}.mlp", factory)
         if self.norm_place == "both":
             self.pre_feedforward_layernorm = factory.norm(config, f"{name}.pre_feedforward_layernorm", RMSNorm)
+        self.mlp = GatedMLP(config, f"{name}.mlp", factory)
         if config.norms_output:
             self.post_feedforward_layernorm = factory.norm(config, f"{name}.post_feedforward_layernorm", RMSNorm)
 

@@ -123,12 +123,12 @@ def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[Block
     """Return, for each block, the bytes that the blocks up to it keep, and the most in its backward pass."""
     blocks = []
     kept = 0
-    kinds: dict[bool, tuple[int, int]] = {}  # blocks differ only in whether they rotate q and k
+    kinds: dict[tuple[bool, int | None], tuple[int, int]] = {}  # blocks differ only in rotation and window
     for layer in layers:
-        rotates = workload.model.rotates(layer)
-        if rotates not in kinds:
-            kinds[rotates] = _kept_and_work(workload, block_activations(workload, layer))
-        block_kept, work = kinds[rotates]
+        kind = (workload.model.rotates(layer), workload.model.window(layer))
+        if kind not in kinds:
+            kinds[kind] = _kept_and_work(workload, block_activations(workload, layer))
+        block_kept, work = kinds[kind]
         kept += block_kept
         blocks.append(BlockStack(kept, kept + work))
     return blocks
@@ -201,10 +201,11 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         + _head_norms(workload)
     )
     core_input, core_input_saved, core = _core(
-        workload, copied=model.rotates(layer) or model.query_key_norm is not None
+        workload, layer, copied=model.rotates(layer) or model.query_key_norm is not None
     )
     if model.norms_input:
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32
+        saves_input = saves_input and not _norms_in_float32(workload)
     else:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
     norms = 2 if model.norm_place == "both" else 1
@@ -241,12 +242,12 @@ def _mlp(workload: RankWorkload, feed: int) -> int:
 def _normed(workload: RankWorkload) -> int:
     """Return the bytes of a norm's output that a matmul keeps and that are computed again of what the norm keeps.
 
-    A gathered or rounded input is no output of a norm. A norm of single operations does not keep its input, of the same
-    size.
+    A gathered or rounded input is no output of a norm. A norm that keeps a float32 copy does not keep its input, of the
+    same size.
     """
     is_gathered = workload.layout.sequence_parallel and not workload.config.regathers
     is_copy = is_gathered or workload.rounds_inputs
-    if not workload.model.norms_input or is_copy or _norms_by_operations(workload):
+    if not workload.model.norms_input or is_copy or _norms_copy_input(workload):
         return 0
     return workload.x_bytes
 
@@ -301,17 +302,32 @@ def norm_bytes(workload: RankWorkload) -> int:
 
     LayerNorm saves its input, the mean and 1/deviation; on an accelerator the latter two are in float32. RMSNorm saves
     its input, and 1/rms in float32. In bfloat16 on a CPU, RMSNorm consists of single operations, which save the input
-    and the normalised input, both in float32.
+    and the normalised input, both in float32. A norm with an offset saves 1 + weight, [H], and its input in float32.
     """
     if workload.model.norm_kind == "layer_norm":
         return workload.x_bytes + 2 * workload.tokens_between * (_FLOAT32 if workload.accelerator else workload.a)
-    saved = 2 * _FLOAT32 * workload.x_elements if _norms_by_operations(workload) else workload.x_bytes
-    return saved + _FLOAT32 * workload.tokens_between
+    saved = workload.x_bytes
+    if _norms_copy_input(workload):
+        saved = (2 if _norms_by_operations(workload) else 1) * _FLOAT32 * workload.x_elements
+    offset = _FLOAT32 * workload.model.hidden_size * workload.model.norm_has_unit_offset
+    return saved + _FLOAT32 * workload.tokens_between + offset
 
 
 def _norms_by_operations(workload: RankWorkload) -> bool:
     """Return whether an RMSNorm consists of single operations, which work in float32."""
-    return workload.model.norm_kind == "rms_norm" and not workload.accelerator and workload.a != _FLOAT32
+    model = workload.model
+    in_short_dtype = model.norm_kind == "rms_norm" and not workload.accelerator and workload.a != _FLOAT32
+    return in_short_dtype and not model.norm_has_unit_offset
+
+
+def _norms_in_float32(workload: RankWorkload) -> bool:
+    """Return whether norms convert bfloat16 to float32, and their output back."""
+    return workload.model.norm_has_unit_offset and workload.a != _FLOAT32
+
+
+def _norms_copy_input(workload: RankWorkload) -> bool:
+    """Return whether norms save float32 copies in place of their bfloat16 input."""
+    return _norms_by_operations(workload) or _norms_in_float32(workload)
 
 
 def _head_norms(workload: RankWorkload) -> int:
@@ -327,7 +343,9 @@ def _head_norms(workload: RankWorkload) -> int:
     statistics = width // model.head_dim if model.query_key_norm == "head" else 2
     if _norms_span_ranks(workload):
         statistics *= 2
-    return workload.tokens * (statistics + (2 * width if _norms_copy(workload) else 0)) * _FLOAT32
+    offset = 2 * model.head_dim * model.norm_has_unit_offset
+    copies = (2 if _norms_by_operations(workload) else 1) * width if _norms_copy(workload) else 0
+    return (workload.tokens * (statistics + copies) + offset) * _FLOAT32
 
 
 def _norms_span_ranks(workload: RankWorkload) -> bool:
@@ -337,10 +355,10 @@ def _norms_span_ranks(workload: RankWorkload) -> bool:
 
 def _norms_copy(workload: RankWorkload) -> bool:
     """Return whether norms of q and k save float32 copies instead of their input."""
-    return _norms_by_operations(workload) and not _norms_span_ranks(workload)
+    return _norms_copy_input(workload) and not _norms_span_ranks(workload)
 
 
-def _core(workload: RankWorkload, *, copied: bool) -> tuple[int, int, int]:
+def _core(workload: RankWorkload, layer: int, *, copied: bool) -> tuple[int, int, int]:
     """Return bytes of the attention core: of its input, of the part of the input that it saves, and saved beside that.
 
     The input is the output of QKV, [T·(q + 2kv)/t], of which q, k and v are views. If rotation or a norm made new q and
@@ -381,8 +399,8 @@ def _core(workload: RankWorkload, *, copied: bool) -> tuple[int, int, int]:
         kept = qkv + new + (0 if workload.gathers_keys_again else gathered)
         return kept, kept, log_sum_exp + padding_mask
     mask = workload.config.train.sequence_length**2 if model.causal else workload.tokens
-    if gathered or workload.dense_mask_elements(range(model.num_hidden_layers)):
-        mask = 0  # blocks share masks, which `memory._shared_tables` counts
+    if gathered or workload.dense_mask_elements(range(layer, layer + 1)):
+        mask = 0  # blocks share it: `memory._shared_tables` counts it
     inside = (_FLOAT32 + 1 + a) * workload.probabilities + mask + query
     new_key = key_value if copied else 0
     norm_inputs = qkv if model.query_key_norm is not None and not _norms_copy(workload) else 0
@@ -428,7 +446,7 @@ def _mlp_gradients(workload: RankWorkload) -> int:
     most = max(last, 2 * feed) if needs_two else last
     if model.norm_place == "input":
         return x + most
-    norm = 4 * _FLOAT32 * workload.x_elements if _norms_by_operations(workload) else 0
+    norm = 4 * _FLOAT32 * workload.x_elements if _norms_copy_input(workload) else 0
     return x + max(most - norm_bytes(workload), norm)
 
 

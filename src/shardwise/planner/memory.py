@@ -370,9 +370,13 @@ def _loss_gradients(workload: RankWorkload) -> int:
 
 
 def _rotary_tables(workload: RankWorkload) -> int:
-    """Cosines and sines, [S, rotary dimensions / 2] each, once for each stage with a block that rotates."""
-    stages = sum(any(workload.model.rotates(layer) for layer in stage.layers) for stage in workload.stages)
-    return stages * workload.a * workload.config.train.sequence_length * workload.model.rotary_dim
+    """Cosines and sines, [S, rotary dimensions / 2] each, once for each stage and kind of rotation of its blocks."""
+    model = workload.model
+    tables = 0
+    for stage in workload.stages:
+        rotating = [layer for layer in stage.layers if model.rotates(layer)]
+        tables += len({model.window_rotary_key is not None and model.window(layer) is not None for layer in rotating})
+    return tables * workload.a * workload.config.train.sequence_length * workload.model.rotary_dim
 
 
 def _embedding_gradient(workload: RankWorkload, *, tied: bool) -> int:

@@ -13,7 +13,17 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.config import FamilyConfig, UserModelConfig, config_from, load_config
 from shardwise.config.hugging_face import families_by_model_type, from_hugging_face, read_hugging_face, to_hugging_face
 from shardwise.config.load import apply_overrides
-from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, LLAMA3_1_8B, MISTRAL_7B, PYTHIA_6_9B, QWEN2_5_7B, SMOLLM3_3B
+from tests.unit.config.hub import (
+    FILES,
+    GEMMA3_1B,
+    GPT2,
+    LLAMA2_7B,
+    LLAMA3_1_8B,
+    MISTRAL_7B,
+    PYTHIA_6_9B,
+    QWEN2_5_7B,
+    SMOLLM3_3B,
+)
 
 REST = {"train": {"steps": 1, "global_batch": 1, "sequence_length": 8}, "optimizer": {"lr": 1e-3}}
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}
@@ -24,6 +34,8 @@ UNREAD = {
     "qwen2": {"use_mrope"},
     "qwen3": {"max_window_layers"},
     "olmo2": {"pad_token_id", "use_cache"},
+    "olmo3": {"pad_token_id", "use_cache"},
+    "gemma3": {"cache_implementation", "pad_token_id", "sliding_window_pattern"},
     "smollm3": {"max_window_layers", "pad_token_id", "pretraining_tp", "use_cache"},
     "gpt": {"n_ctx", "output_past", "task_specific_params"},
     "gpt_neox": {"attention_probs_dropout_prob", "hidden_dropout_prob"},
@@ -120,6 +132,36 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "olmo2": lambda: transformers.Olmo2Config(pad_token_id=None),
     "olmo2, biased": lambda: transformers.Olmo2Config(
         **SMALL, num_key_value_heads=2, attention_bias=True, rms_norm_eps=1e-6, pad_token_id=None
+    ),
+    "olmo3": lambda: transformers.Olmo3Config(pad_token_id=None),
+    "olmo3, scaled": lambda: transformers.Olmo3Config(
+        **SMALL,
+        num_key_value_heads=2,
+        pad_token_id=None,
+        sliding_window=7,
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 7e4,
+                "original_max_position_embeddings": 8,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 7e4},
+        },
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(pad_token_id=None),
+    "gemma3, old fields": lambda: transformers.Gemma3TextConfig(
+        **SMALL | {"num_hidden_layers": 4},
+        num_key_value_heads=2,
+        head_dim=24,
+        pad_token_id=None,
+        sliding_window=7,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=10,
+        rope_theta=5e5,
+        rope_local_base_freq=7e3,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
     ),
     "smollm3": lambda: transformers.SmolLM3Config(pad_token_id=None),
     "smollm3, untied, biased": lambda: transformers.SmolLM3Config(
@@ -302,9 +344,26 @@ def test_every_unsupported_field_is_told() -> None:
     ]
 
 
+def test_windows_by_their_interval() -> None:
+    """From files older than `layer_types`, which counts if both are there."""
+    model = model_of({**GEMMA3_1B, "sliding_window_pattern": 3})
+    assert [model.window(layer) for layer in range(6)] == [512, 512, None, 512, 512, None]
+    both = {"sliding_window_pattern": 3, "layer_types": ["full_attention", *25 * ["sliding_attention"]]}
+    assert [model_of({**GEMMA3_1B, **both}).window(layer) for layer in (0, 2)] == [None, 512]
+
+
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
+        (
+            {"model_type": "gemma2"},
+            'model_type ("gemma2") is not supported: shardwise lacks its soft caps on scores and logits '
+            "(attn_logit_softcapping, final_logit_softcapping)",
+        ),
+        (
+            {"model_type": "gemma3_text", "pad_token_id": None, "final_logit_softcapping": 30.0},
+            "final_logit_softcapping (30.0) is not supported: only null",
+        ),
         ({"model_type": "gemma"}, f'model_type ("gemma") must be {KINDS}'),
         ({"model_type": [1]}, f"model_type ([1]) must be {KINDS}"),
         ({"hidden_size": 8}, f"model_type is missing: it must be {KINDS}"),

@@ -135,8 +135,8 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ('data.path=""', "data.path ('') must not be empty; null leaves it unset"),
         (
             "model.family=mamba",
-            "model.family ('mamba') must be llama, mistral, qwen2, qwen3, olmo2, smollm3, gpt, gpt_neox or bert, or "
-            "package.module:Class for your own",
+            "model.family ('mamba') must be llama, mistral, qwen2, qwen3, olmo2, olmo3, smollm3, gemma3, gpt, gpt_neox "
+            "or bert, or package.module:Class for your own",
         ),
         ("train=5", "train (5) must be a mapping of keys"),
         ("train.steps.x=5", "train.steps.x: unknown key; steps is one value and has no keys of its own"),

@@ -308,8 +308,8 @@ FROM_OTHER_LIBRARIES: dict[str, tuple[Callable[..., object], dict[str, Any], str
     "something else": (
         lambda **options: RMSNorm(4, **options),
         {"zzz": 1},
-        "RMSNorm does not take zzz; it takes normalized_shape, eps, sequence_parallel_enabled, name, deferred, device, "
-        "dtype, group, init and seed",
+        "RMSNorm does not take zzz; it takes normalized_shape, eps, sequence_parallel_enabled, unit_offset, name, "
+        "deferred, device, dtype, group, init and seed",
     ),
 }
 
@@ -429,6 +429,16 @@ def test_the_loss_of_a_head_adds_products_to_the_gradient_of_its_weight(monkeypa
     (3 * linear_cross_entropy(x, weight, target, group=Group(), chunk_elements=2 * 3 * 11)).backward()
     torch.testing.assert_close(weight.grad - 1, 3 * gradients[0].float(), rtol=2**-8, atol=1e-6)
     assert len(hooks) == 1
+
+
+def test_a_norm_with_an_offset_adds_one_before_it_rounds() -> None:
+    norm = RMSNorm(8, unit_offset=True, dtype=torch.bfloat16)
+    assert not norm.weight.any()
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    norm.weight.data.fill_(0.001)  # 1.001 in bfloat16 is 1
+    wanted = F.rms_norm(x.float(), (8,), 1.0 + norm.weight.float(), norm.eps)
+    torch.testing.assert_close(norm(x), wanted.bfloat16(), rtol=0, atol=0)
+    assert not torch.equal(norm(x), F.rms_norm(x, (8,), None, norm.eps))
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh"])

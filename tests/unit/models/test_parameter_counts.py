@@ -83,6 +83,17 @@ QWEN3_06B = LLAMA2_7B | {
     "tie_word_embeddings": True,
 }
 OLMO2_7B = LLAMA2_7B | {"family": "olmo2", "vocab_size": 100352}
+GEMMA3_1B: dict[str, Any] = {
+    "family": "gemma3",
+    "vocab_size": 262144,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 512,
+}
 SMOLLM3_3B = LLAMA2_7B | {
     "family": "smollm3",
     "vocab_size": 128256,
@@ -108,6 +119,8 @@ def model(sizes: dict[str, Any], **changes: object) -> Any:
         (QWEN3_06B, 596_049_920),
         (OLMO2_7B, 7_298_617_344),
         (SMOLLM3_3B, 3_075_098_624),
+        (OLMO2_7B | {"family": "olmo3"}, 7_298_617_344),
+        (GEMMA3_1B, 999_885_952),
         (GPT2, 124_439_808),
         (GPT2_XL, 1_557_611_200),
         (PYTHIA_69B, 6_857_302_016),
@@ -123,6 +136,8 @@ def model(sizes: dict[str, Any], **changes: object) -> Any:
         "Qwen3 0.6B",
         "OLMo-2 7B",
         "SmolLM3 3B",
+        "OLMo-3, of the same shapes",
+        "Gemma 3 1B",
         "GPT-2",
         "GPT-2 XL",
         "Pythia 6.9B",

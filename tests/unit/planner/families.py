@@ -29,6 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"family": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
     "olmo2": {"family": "olmo2", "num_key_value_heads": 2},
+    "olmo3": {"family": "olmo3", "num_key_value_heads": 2, "sliding_window": 5, "layer_types": 2},
+    "gemma3": {"family": "gemma3", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 5, "layer_types": 2},
     "smollm3": {"family": "smollm3", "num_key_value_heads": 2, "no_rope_layers": [1, 0, 1, 1]},
     "gpt": {"family": "gpt"},
     "gpt, untied, relu": {"family": "gpt", "tie_word_embeddings": False, "activation_function": "relu"},
@@ -42,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert": {"family": "bert"},
 }
 DROPOUT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "olmo2", "smollm3"), ("attention_dropout",)),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma3"), ("attention_dropout",)),
     "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"),
     "gpt_neox": ("hidden_dropout", "attention_dropout", "ffn_dropout"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),

@@ -3,6 +3,7 @@
 import pytest
 
 from shardwise.config import BertConfig, GPTConfig, LlamaConfig, UserModelConfig
+from shardwise.config.decoders import Qwen2Config
 from shardwise.models.parameter_counts import (
     flops_per_token,
     matmul_parameter_count,
@@ -39,6 +40,22 @@ def test_matmuls_and_causal_attention() -> None:
     assert matmul_parameter_count(LLAMA2_7B) == 6_607_077_376
     assert flops_per_token(LLAMA2_7B, 4096) == matmuls + attention
     assert flops_per_token(LLAMA2_7B, 4096, count_masked=True) == matmuls + 2 * attention
+
+
+@pytest.mark.parametrize("window", [1024, 4096, 8192])
+def test_a_window_of_w_tokens_leaves_w_times_s_less_half_w(window: int) -> None:
+    """A query sees all that come before it, up to w; in the blocks that have the window."""
+    seen = min(window, 4096)
+    model = Qwen2Config(
+        **LLAMA2_7B.model_dump(include={"vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"}),
+        family="qwen2",
+        num_hidden_layers=32,
+        num_key_value_heads=32,
+        sliding_window=window,
+        layer_types=4,  # type: ignore[arg-type]
+    )
+    attention = 12 * 4096 * (24 * seen * (4096 - seen / 2) + 8 * 4096**2 / 2) / 4096
+    assert flops_per_token(model, 4096) == pytest.approx(6 * 6_607_077_376 + attention)
 
 
 def test_attention_counts_the_heads_width_not_the_hidden_size() -> None:

@@ -168,7 +168,8 @@ class Saved:
 
 def beside(config: Config) -> int:
     """Small tensors that are no activations: rotary tables, or the numbers of learned positions."""
-    rotary = case(config).a * case(config).model.rotary_dim
+    kinds = 1 if case(config).model.window_rotary_key is None else 2
+    rotary = case(config).a * case(config).model.rotary_dim * kinds
     return config.train.sequence_length * (rotary or 8)
 
 
@@ -179,7 +180,7 @@ def test_activations_of_shared_heads(mode: str, kv_heads: int, micro_batch: int,
     assert estimate(chosen).activations == Saved(chosen).bytes - beside(chosen)
 
 
-LIKE_LLAMA = ("qwen2", "qwen3", "olmo2", "smollm3")
+LIKE_LLAMA = ("qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma3")
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1], ids=["no dropout", "dropout"])

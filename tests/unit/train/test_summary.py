@@ -332,3 +332,26 @@ def test_arguments_of_a_model_of_your_own_are_all_shown() -> None:
 
 def test_without_a_pipeline_none_is_told() -> None:
     assert not {"pipeline", "  pp 0", "  pipeline"} & set(rows(config()))
+
+
+@pytest.mark.parametrize(
+    ("window", "shown"),
+    [
+        (16, "a window of 16 keys in 1 of 2 blocks"),
+        (64, "a window of 64 keys in 1 of 2 blocks, which hides nothing: train.sequence_length is 64"),
+        (None, None),
+    ],
+)
+def test_a_window_is_told(window: int | None, shown: str | None) -> None:
+    chosen = config("qwen3").model_copy(update={"model": qwen_with_window(window)})
+    assert rows(chosen).get("attention") == shown
+
+
+def qwen_with_window(window: int | None) -> Any:
+    return config_from(
+        {
+            "model": {"family": "qwen3", **SIZES, "sliding_window": window, "layer_types": 2 if window else None},
+            "train": {"steps": 1, "global_batch": 1, "sequence_length": 64},
+            "optimizer": {"lr": 1e-3},
+        }
+    ).model
