@@ -24,6 +24,8 @@ from shardwise.models.masks import AttentionMask, PiecesMask
 
 MANY = 4096
 """Keys of a piece without a mask whose gradients are computed at once."""
+FEW = 1024
+"""Queries of a segment that has several pieces: their results are held at once."""
 SHORT = 256
 """Queries of a segment whose pieces have a dense mask: fewer are slower, more compute scores that the mask hides."""
 
@@ -194,7 +196,12 @@ def _segments(starts_SB: Tensor | None, ends: Tensor, window: int | None) -> Ite
     row = 0
     for run in (range(first, end) for first, end in ends.view(-1, 2).tolist()):
         for segment in _documents(starts_SB, row, run):
-            yield from segment.cut(SHORT) if segment.is_limited(window) else (segment,)
+            if segment.is_limited(window):
+                yield from segment.cut(SHORT)
+            elif run.start > 0:
+                yield from segment.cut(FEW)
+            else:
+                yield segment
         row += len(run)
 
 
