@@ -59,6 +59,16 @@ SPECIAL = small(
     Cell("gpt", tensor=2, sequence=True, recompute="full", regathers=True, dropout=True),
 )
 """What a few cells show as well as many."""
+EIGHT_RANKS = small(
+    Cell("llama", tensor=2, sequence=True, context=2, data=2, zero=1, recompute="selective", documents=True),
+    Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=3, dropout=True),
+    Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, zero=2, uneven=True),
+    Cell("llama", variant=True, schedule="dualpipev", pipeline=2, context=2, data=2, zero=2, documents=True),
+    Cell("gpt", variant=True, context=4, data=2, zero=3, recompute="full", optimizer="lamb"),
+    Cell("gpt_neox", schedule="interleaved_zero_bubble", pipeline=2, tensor=2, sequence=True, context=2, zero=1),
+    Cell("mistral", tensor=2, context=4, zero=1, recompute="full"),
+)
+"""Ranks that share samples beside all other axes."""
 LIKE_LLAMA = small(
     Cell("mistral", data=4, zero=1, optimizer="lamb"),
     Cell("qwen2", tensor=2, sequence=True, data=2, zero=1),
@@ -66,6 +76,7 @@ LIKE_LLAMA = small(
     Cell("olmo2", schedule="zbv", pipeline=2, tensor=2, dropout=True),
     Cell("olmo2", tensor=4, sequence=True, recompute="full"),
     Cell("smollm3", schedule="1f1b", pipeline=2, data=2, recompute="full"),
+    Cell("mistral", context=2, tensor=2, sequence=True, zero=2, documents=True),
     Cell("gemma3", schedule="1f1b", pipeline=2, tensor=2, sequence=True, recompute="selective", documents=True),
 )
 """Families that differ from Llama by facts alone: with copied key/value heads, norms of q and k, layers that rotate."""
@@ -76,8 +87,8 @@ FP8 = small(
     Cell("bert", data=4, mode="mixed", matmul="fp8"),
 )
 """In float32 but for the products, so that no layout rounds otherwise; in bfloat16 where none cuts a sum."""
-CELLS = [*array(), *CURVES, *SPECIAL, *LIKE_LLAMA, *FP8]
-SELDOM = {LIKE_LLAMA[0], *LIKE_LLAMA[2:5], *MIXED[1:5]}
+CELLS = [*array(), *CURVES, *SPECIAL, *LIKE_LLAMA, *FP8, *EIGHT_RANKS]
+SELDOM = {*EIGHT_RANKS, LIKE_LLAMA[0], *LIKE_LLAMA[2:5], *MIXED[1:5]}
 """What differs from cells that always run by a fact of the model, or by a schedule alone."""
 Train = Callable[[Cell], list[Measured]]
 

@@ -307,22 +307,29 @@ def test_a_group_splits_into_runs_of_neighbours(ranks: Any) -> None:
     assert [outcome["sum"] for outcome in outcomes] == [1, 1, 5, 5]
 
 
-def axes(tensor: int, pipeline: int) -> dict[str, tuple[int, ...]]:
-    made = Mesh(tensor=tensor, pipeline=pipeline, device="cpu")
+def axes(tensor: int, pipeline: int, context: int = 1) -> dict[str, tuple[int, ...]]:
+    made = Mesh(tensor=tensor, pipeline=pipeline, context=context, device="cpu")
     for group in made.groups:
         assert group.ranks[group.rank] == made.world.rank or group.size == 1
         members = comm.all_gather_objects(made.world.rank, group)
         assert group.size == 1 or tuple(members) == group.ranks
-    return {"tp": made.tp.ranks, "dp": made.dp.ranks, "pp": made.pp.ranks, "world": made.world.ranks}
+    groups = {group.name: group.ranks for group in made.groups}
+    return groups | {"replicas": made.replicas.ranks, "stage": made.stage.ranks}
 
 
-def test_mesh_axes_are_pipeline_data_tensor(ranks: Any) -> None:
+def test_mesh_axes_are_pipeline_data_context_tensor(ranks: Any) -> None:
     outcomes = run(ranks, 4, axes, 2, 1)
     assert [outcome["tp"] for outcome in outcomes] == [(0, 1), (0, 1), (2, 3), (2, 3)], "TP ranks must be neighbours"
     assert [outcome["dp"] for outcome in outcomes] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     outcomes = run(ranks, 4, axes, 2, 2)
     assert [outcome["pp"] for outcome in outcomes] == [(0, 2), (1, 3), (0, 2), (1, 3)], "pipeline is the outer axis"
     assert all(outcome["world"] == (0, 1, 2, 3) for outcome in outcomes)
+    outcomes = run(ranks, 4, axes, 1, 1, 2)
+    assert [outcome["cp"] for outcome in outcomes] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert all(outcome["replicas"] == outcome["stage"] == (0, 1, 2, 3) for outcome in outcomes)
+    outcomes = run(ranks, 4, axes, 2, 1, 2)
+    assert [outcome["replicas"] for outcome in outcomes] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert all(outcome["replicas"] == outcome["cp"] for outcome in outcomes), "one sample at a time has one axis"
 
 
 def from_process_group() -> None:

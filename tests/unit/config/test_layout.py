@@ -62,6 +62,27 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
             ["train.skip_batches=3"],
             "train.skip_batches (3) must be 0 with checkpoint.resume auto: it would count again at each restart",
         ),
+        (
+            2,
+            ["parallel.context=2", "train.sequence_length=62"],
+            "train.sequence_length (62) must be a multiple of 2 × parallel.context (4): nearest 60 or 64",
+        ),
+        (
+            4,
+            ["parallel.context=2", "parallel.tensor=2", "parallel.sequence=true", "train.sequence_length=60"],
+            "train.sequence_length (60) must be a multiple of 2 × parallel.context × parallel.tensor (8): nearest 56",
+        ),
+        (2, ["parallel.context=2", "train.bitwise=true"], "parallel.context (2) must be 1 with train.bitwise (true): "),
+        (
+            2,
+            ["parallel.context=2", "precision.matmul=fp8", "precision.mode=mixed"],
+            "parallel.context (2) must be 1 with precision.matmul (fp8): each rank would scale its own tokens",
+        ),
+        (
+            4,
+            ["parallel.context=2", "parallel.replicate=3"],
+            "parallel.replicate (3) must divide the data-parallel degree × parallel.context (2 × 2): set it to 2 or 4",
+        ),
         (1, ["checkpoint.resume=20"], "checkpoint.resume (20) must be less than train.steps (20): name an earlier"),
         (1, ["optimizer.warmup_steps=21"], "optimizer.warmup_steps (21) must be at most train.steps (20)"),
         (1, ["optimizer.constant_steps=19"], "optimizer.constant_steps (19) must be at most 18: the warmup of 2 steps"),
@@ -156,6 +177,12 @@ def test_which_ranks_are_a_pipeline_rank() -> None:
         {"pp": 0, "dp": 1, "tp": 0},
         {"pp": 1, "dp": 3, "tp": 1},
     ]
+    assert Layout(8, tensor=2, context=2).coordinates(6) == {"pp": 0, "dp": 1, "cp": 1, "tp": 0}
+
+
+def test_families_whose_samples_cannot_be_shared_are_refused() -> None:
+    (problem,) = problems(2, "parallel.context=2", recipe="bert-tiny")
+    assert problem.startswith("parallel.context (2) must be 1 with model.family bert, whose tokens attend to later ones")
 
 
 @pytest.mark.parametrize(("sequence", "parts"), [(False, 1), (True, 4)])

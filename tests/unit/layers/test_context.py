@@ -1,0 +1,25 @@
+"""Which tokens of a sample a rank has."""
+
+import pytest
+import torch
+
+from shardwise.layers.context import own_chunks, places_of, runs_of_places
+from tests.unit.layers.groups import pretend_group
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_token_is_on_one_rank_and_pairs_are_even(ranks: int) -> None:
+    length = 4 * ranks
+    tokens = torch.arange(length)
+    pairs = set()
+    seen = []
+    for rank in range(ranks):
+        group = pretend_group(rank, ranks)
+        own = own_chunks(tokens, group)
+        rows = torch.arange(len(own))
+        assert own.tolist() == [place for run in runs_of_places(len(own), group) for place in run]
+        assert own.tolist() == places_of(rows, len(own), rank, ranks).tolist()
+        pairs.add(int((own + 1).sum()))
+        seen += own.tolist()
+    assert sorted(seen) == tokens.tolist()
+    assert len(pairs) == 1, "queries of all ranks see equally many keys"
