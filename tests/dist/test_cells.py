@@ -61,10 +61,10 @@ SPECIAL = small(
 """What a few cells show as well as many."""
 EIGHT_RANKS = small(
     Cell("llama", tensor=2, sequence=True, context=2, data=2, zero=1, recompute="selective", documents=True),
-    Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=3, dropout=True),
-    Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, zero=2, uneven=True),
-    Cell("llama", variant=True, schedule="dualpipev", pipeline=2, context=2, data=2, zero=2, documents=True),
-    Cell("gpt", variant=True, context=4, data=2, zero=3, recompute="full", optimizer="lamb"),
+    Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=1, dropout=True),
+    Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, zero=1, uneven=True),
+    Cell("llama", variant=True, schedule="dualpipev", pipeline=2, context=2, data=2, zero=1, documents=True),
+    Cell("gpt", variant=True, context=4, data=2, zero=1, recompute="full", optimizer="lamb"),
     Cell("gpt_neox", schedule="interleaved_zero_bubble", pipeline=2, tensor=2, sequence=True, context=2, zero=1),
     Cell("mistral", tensor=2, context=4, zero=1, recompute="full"),
 )
@@ -76,7 +76,7 @@ LIKE_LLAMA = small(
     Cell("olmo2", schedule="zbv", pipeline=2, tensor=2, dropout=True),
     Cell("olmo2", tensor=4, sequence=True, recompute="full"),
     Cell("smollm3", schedule="1f1b", pipeline=2, data=2, recompute="full"),
-    Cell("mistral", context=2, tensor=2, sequence=True, zero=2, documents=True),
+    Cell("mistral", context=2, tensor=2, sequence=True, zero=1, documents=True),
     Cell("gemma3", schedule="1f1b", pipeline=2, tensor=2, sequence=True, recompute="selective", documents=True),
 )
 """Families that differ from Llama by facts alone: with copied key/value heads, norms of q and k, layers that rotate."""

@@ -202,7 +202,7 @@ def check_peaks(model: str, train: dict[str, Any], precision: dict[str, Any]) ->
 def measure_step(config: Config) -> int:
     """Most that this rank holds in an optimizer step but the first, from the model's construction on."""
     torch.set_num_threads(1)
-    mesh = shared_mesh(config.parallel.tensor)
+    mesh = shared_mesh(config.parallel.tensor, context=config.parallel.context)
     data = make_data(config.model.vocab_size, length=128, pairs="nsp" in config.model.objectives)
     with LiveTensors() as live:
         trainer = build_trainer(config, mesh, data)
@@ -237,6 +237,16 @@ def test_a_step_holds_what_cost_has(
         assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
 
 
+@pytest.mark.parametrize("recompute", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in RECOMPUTE[1:])])
+def test_ranks_that_share_samples_hold_what_cost_has(recompute: str, ranks: Any) -> None:
+    config = configuration("llama", None, 1, recompute, parallel={"context": 4}, train={"global_batch": 4})
+    memory = expected_memory(config, check_layout(config, 4))
+    assert memory is not None
+    for rank, peak in enumerate(ranks(4).run(measure_step, config)):
+        off = memory.total / peak - 1
+        assert abs(off) <= 0.02, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
+
+
 STATE: dict[str, Any] = {
     "vocab_size": 1000,
     "hidden_size": 256,
@@ -261,7 +271,7 @@ class ShardedStep:
 
 def measure_sharded(config: Config) -> ShardedStep:
     torch.set_num_threads(1)
-    mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
+    mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline, context=config.parallel.context)
     data = make_data(config.model.vocab_size, length=64, pairs="nsp" in config.model.objectives)
     with LiveTensors() as live:
         trainer = build_trainer(config, mesh, data)
@@ -296,8 +306,10 @@ SHARDED = [
     ("gpt_neox", {"zero": 3}, {"parallel": {"pipeline": 2}}),
     ("llama", {"zero": 2}, {"parallel": {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}}),
     ("llama", {"zero": 3} | ONCE, {"parallel": {"pipeline": 2, "schedule": "zbv"}}),
+    ("llama", {"zero": 3}, {"parallel": {"context": 2}}),
+    ("gpt", {"zero": 2}, {"parallel": {"context": 4}, "train": {"recompute": "selective"}}),
 ]
-OFTEN = (2, 4, 9, 11)
+OFTEN = (2, 4, 9, 11, 14)
 
 
 @pytest.mark.parametrize(

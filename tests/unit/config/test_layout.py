@@ -182,7 +182,9 @@ def test_which_ranks_are_a_pipeline_rank() -> None:
 
 def test_families_whose_samples_cannot_be_shared_are_refused() -> None:
     (problem,) = problems(2, "parallel.context=2", recipe="bert-tiny")
-    assert problem.startswith("parallel.context (2) must be 1 with model.family bert, whose tokens attend to later ones")
+    assert problem.startswith(
+        "parallel.context (2) must be 1 with model.family bert, whose tokens attend to later ones"
+    )
 
 
 @pytest.mark.parametrize(("sequence", "parts"), [(False, 1), (True, 4)])
