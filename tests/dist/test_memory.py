@@ -203,7 +203,9 @@ def measure_step(config: Config) -> int:
     """Most that this rank holds in an optimizer step but the first, from the model's construction on."""
     torch.set_num_threads(1)
     mesh = shared_mesh(config.parallel.tensor, context=config.parallel.context)
-    data = make_data(config.model.vocab_size, length=128, pairs="nsp" in config.model.objectives)
+    data = make_data(
+        config.model.vocab_size, length=config.train.sequence_length, pairs="nsp" in config.model.objectives
+    )
     with LiveTensors() as live:
         trainer = build_trainer(config, mesh, data)
         trainer.step()
@@ -239,7 +241,11 @@ def test_a_step_holds_what_cost_has(
 
 @pytest.mark.parametrize("recompute", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in RECOMPUTE[1:])])
 def test_ranks_that_share_samples_hold_what_cost_has(recompute: str, ranks: Any) -> None:
-    config = configuration("llama", None, 1, recompute, parallel={"context": 4}, train={"global_batch": 4})
+    config = make_config(
+        model=SIZES | FAMILIES["llama"] | {"max_position_embeddings": 512},
+        parallel={"context": 4},
+        train={"recompute": recompute, "sequence_length": 512, "micro_batch": 1, "global_batch": 4},
+    )
     memory = expected_memory(config, check_layout(config, 4))
     assert memory is not None
     for rank, peak in enumerate(ranks(4).run(measure_step, config)):

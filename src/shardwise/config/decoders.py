@@ -281,12 +281,12 @@ class Olmo3Config(_WindowConfig):
         "Olmo3ForCausalLM",
         defaults=_SIZES_OF_LLAMA | {"vocab_size": 50304},
         absent={"pad_token_id": 1},
+        window_rotary_key="rope_theta",
         writes_derived_heads=False,
     )
 
     norm_place: ClassVar[NormPlace] = "output"
     query_key_norm: ClassVar[NormedWidth] = "all_heads"
-    window_rotary_key: ClassVar[str] = "rope_theta"
     mlp_bias: ClassVar[bool] = False
 
     family: Literal["olmo3"] = Field(description="the architecture")
@@ -295,6 +295,10 @@ class Olmo3Config(_WindowConfig):
     attention_bias: AttentionBias = False
     sliding_window: _Window = 4096
     layer_types: _LayerTypes = _layer_types(4, "all blocks but every fourth have it")
+
+    @property
+    def window_rope_theta(self) -> float:
+        return self.rope_theta
 
 
 class Gemma3Config(_WindowConfig):
@@ -313,6 +317,7 @@ class Gemma3Config(_WindowConfig):
         },
         names={"hidden_act": "hidden_activation"},
         layer_interval="sliding_window_pattern",
+        window_rotary_key="rope_local_base_freq",
         only={"use_bidirectional_attention": False},
         absent={"pad_token_id": 0},
     )
@@ -320,7 +325,6 @@ class Gemma3Config(_WindowConfig):
     norm_place: ClassVar[NormPlace] = "both"
     norm_has_unit_offset: ClassVar[bool] = True
     query_key_norm: ClassVar[NormedWidth] = "head"
-    window_rotary_key: ClassVar[str] = "rope_local_base_freq"
     mlp_bias: ClassVar[bool] = False
 
     family: Literal["gemma3"] = Field(description="the architecture")
@@ -338,6 +342,10 @@ class Gemma3Config(_WindowConfig):
     attention_bias: AttentionBias = False
     sliding_window: _Window = 4096
     layer_types: _LayerTypes = _layer_types(6, "all blocks but every sixth have it")
+
+    @property
+    def window_rope_theta(self) -> float:
+        return self.rope_local_base_freq
 
     @property
     def embedding_scale(self) -> float:

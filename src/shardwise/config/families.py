@@ -87,9 +87,6 @@ class FamilyConfig(Section):
     """True if Q, K and V are one canonical tensor."""
     interleaved_heads: ClassVar[bool] = False
     """True if that tensor is ordered by head: Q, K and V of the first head, then those of the second, and so forth."""
-    window_rotary_key: ClassVar[str | None] = None
-    """The key with the base of the rotary frequencies of blocks with a window, which are not scaled. None: all blocks
-    have the same frequencies."""
     causal: ClassVar[bool] = True
     """True if a token attends only to itself and those before it."""
     embedding_norm: ClassVar[bool] = False
@@ -192,6 +189,11 @@ class FamilyConfig(Section):
     @property
     def attention_scale(self) -> float | None:
         """Factor on the scores of attention; None: 1 / √head_dim."""
+        return None
+
+    @property
+    def window_rope_theta(self) -> float | None:
+        """Base of the rotary frequencies of blocks with a window, which are not scaled; None: that of all blocks."""
         return None
 
     @property

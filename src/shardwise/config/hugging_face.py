@@ -175,8 +175,8 @@ def _rotary_fields(model: FamilyConfig) -> dict[str, Any]:
     theta = keys["rope_theta"]
     scaling = keys["rope_scaling"]
     parameters = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
-    if model.window_rotary_key is not None:
-        of_windows = {"rope_theta": keys[model.window_rotary_key], "rope_type": "default"}
+    if model.window_rope_theta is not None:
+        of_windows = {"rope_theta": model.window_rope_theta, "rope_type": "default"}
         parameters = {_FULL: parameters, _SLIDING: of_windows}
     fields = {"rope_parameters": parameters, "rope_scaling": scaling}
     if "rotary_pct" not in keys:
@@ -318,8 +318,9 @@ def _take_layers(unread: dict[str, Any], family: type[FamilyConfig]) -> list[str
 
 def _take_window_rotary(unread: dict[str, Any], family: type[FamilyConfig]) -> list[str]:
     """Put fields in the place of `rope_parameters` by type of layer; returns the errors in those of windows."""
+    key = family.config_file.window_rotary_key
     parameters = unread.get("rope_parameters")
-    if family.window_rotary_key is None or not isinstance(parameters, dict) or not {_FULL, _SLIDING} & set(parameters):
+    if key is None or not isinstance(parameters, dict) or not {_FULL, _SLIDING} & set(parameters):
         return []
     unread["rope_parameters"] = parameters.get(_FULL)
     of_windows = parameters.get(_SLIDING) or {}
@@ -328,9 +329,9 @@ def _take_window_rotary(unread: dict[str, Any], family: type[FamilyConfig]) -> l
     if with_one_type(of_windows).get("rope_type", "default") != "default":
         shown = _shown(of_windows)
         problems.append(f'rope_parameters.{_SLIDING} ({shown}) is not supported: only rope_type "default"')
-    if family.window_rotary_key not in _ROTARY_KEYS:
+    if key not in _ROTARY_KEYS:
         if base is not None:
-            unread[family.window_rotary_key] = base
+            unread[key] = base
     elif base is not None and base != (parameters.get(_FULL) or {}).get("rope_theta", base):
         problems.append(f"rope_parameters.{_SLIDING}.rope_theta ({_shown(base)}) must be that of {_FULL}")
     return problems

@@ -38,6 +38,8 @@ class ConfigFile:
         layer_interval: field with the interval of blocks without a window, if the file has no `layer_types`.
         max_window_layers: default of this field: blocks before the first with a window, if the file has no
             `layer_types`.
+        window_rotary_key: key with the base of the rotary frequencies of blocks with a window, if files have angles
+            for each type of layer.
         writes_derived_heads: true if a file states `head_dim` where it follows from other fields.
         null_if_derived: keys that a file states as null where they follow from others.
     """
@@ -53,6 +55,7 @@ class ConfigFile:
     has_window_switch: bool = False
     layer_interval: str | None = None
     max_window_layers: int | None = None
+    window_rotary_key: str | None = None
     writes_derived_heads: bool = True
     null_if_derived: tuple[str, ...] = ()
 

@@ -11,7 +11,7 @@ Documents of s tokens cost Σ s² in place of S², a window of w tokens S·w. No
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, cast
@@ -72,6 +72,22 @@ def define_attention_by_pieces() -> None:
     ) -> tuple[Tensor, Tensor]:
         return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
 
+    gradients = _define_gradients()
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, starts_SB, ends, ctx.window, ctx.scale = inputs
+        ctx.save_for_backward(q, k, v, *output, starts_SB, ends)
+        ctx.mark_non_differentiable(output[1])
+
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return *gradients(dy, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None, None
+
+    attention.register_autograd(backward, setup_context=keep)
+
+
+def _define_gradients() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Define the operator of the gradients of q, k and v, and return it."""
+
     @torch.library.custom_op("shardwise::attention_by_pieces_gradients", mutates_args=(), device_types="cpu")
     def gradients(
         dy: Tensor,
@@ -105,15 +121,7 @@ def define_attention_by_pieces() -> None:
     ) -> tuple[Tensor, Tensor, Tensor]:
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, starts_SB, ends, ctx.window, ctx.scale = inputs
-        ctx.save_for_backward(q, k, v, *output, starts_SB, ends)
-        ctx.mark_non_differentiable(output[1])
-
-    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients(dy, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None, None
-
-    attention.register_autograd(backward, setup_context=keep)
+    return gradients
 
 
 @dataclass(frozen=True)

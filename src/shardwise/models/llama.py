@@ -121,8 +121,8 @@ class Llama(CausalLM[DecoderConfig]):
 
     def build(self, config: DecoderConfig, factory: LayerFactory) -> None:
         self.rotary = Rotary(config)
-        if config.window_rotary_key is not None:
-            base = getattr(config, config.window_rotary_key)
+        base = config.window_rope_theta
+        if base is not None:
             self.window_rotary = Rotary(config.model_copy(update={"rope_theta": base, "rope_scaling": None}))
         if factory.has_embedding(config):
             self.embed_tokens = factory.word_embedding(config, "model.embed_tokens")

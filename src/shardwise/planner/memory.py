@@ -375,7 +375,7 @@ def _rotary_tables(workload: RankWorkload) -> int:
     tables = 0
     for stage in workload.stages:
         rotating = [layer for layer in stage.layers if model.rotates(layer)]
-        tables += len({model.window_rotary_key is not None and model.window(layer) is not None for layer in rotating})
+        tables += len({model.window_rope_theta is not None and model.window(layer) is not None for layer in rotating})
     return tables * workload.a * workload.config.train.sequence_length * workload.model.rotary_dim
 
 

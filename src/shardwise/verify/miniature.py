@@ -18,6 +18,7 @@ _HEAD_WIDTH = 8
 _FEWEST_HEADS = 4
 _PARALLEL_KEYS = ("vocab_multiple", "tensor_overlap", "sequence_regather", "replicate")
 _LENGTH = 16
+_WINDOW = 5
 _VOCABULARY = 128
 _BUCKET_MIB = 0.1
 """MiB of gradients in a bucket: even so small a model then has several."""
@@ -131,6 +132,11 @@ def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any
     }
     if "no_rope_layers" in given:
         sizes["no_rope_layers"] = tuple(itertools.islice(itertools.cycle(given["no_rope_layers"]), layers))
+    if "layer_types" in given:
+        # One kind after the other, as most patterns are longer than the model.
+        sizes["layer_types"] = tuple(itertools.islice(itertools.cycle(dict.fromkeys(given["layer_types"])), layers))
+    if given.get("sliding_window"):
+        sizes["sliding_window"] = _WINDOW
     # Some kinds have a factor for each frequency, of which there are fewer in narrow heads.
     if given.get("rope_scaling"):
         sizes["rope_scaling"] = {

@@ -168,7 +168,7 @@ class Saved:
 
 def beside(config: Config) -> int:
     """Small tensors that are no activations: rotary tables, or the numbers of learned positions."""
-    kinds = 1 if case(config).model.window_rotary_key is None else 2
+    kinds = 1 if case(config).model.window_rope_theta is None else 2
     rotary = case(config).a * case(config).model.rotary_dim * kinds
     return config.train.sequence_length * (rotary or 8)
 

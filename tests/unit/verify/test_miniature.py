@@ -112,6 +112,9 @@ def test_document_ends_and_blocks_without_rotation_stay() -> None:
     assert data.eod_token == 3
     smollm = ["model.family=smollm3", "model.no_rope_layers=[1,0,1,1,1,1,1,1]"]
     assert small(load_config("llama2-tiny", smollm))[0].model.model_dump()["no_rope_layers"][:8] == (1, 0, *[1] * 6)
+    gemma = small(load_config("llama2-tiny", ["model.family=gemma3"]))[0]
+    assert [gemma.known_shapes.window(layer) for layer in range(4)] == [5, None, 5, None]
+    assert gemma.train.sequence_length > 5
 
 
 @pytest.mark.parametrize("part", [0.25, 0.3, 0.4, 1.0])

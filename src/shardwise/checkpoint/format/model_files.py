@@ -141,8 +141,12 @@ def _json_object(text: bytes, file: str) -> dict[str, Any]:
 
 
 _LONGEST = "max_position_embeddings"
-_ROTARY_KEYS = (_LONGEST, "rope_theta", "rope_scaling", "rotary_pct", "no_rope_layers")
-"""Keys that decide how rotary positions turn queries and keys. No weight depends on them."""
+_ROTARY_KEYS = (
+    *(_LONGEST, "rope_theta", "rope_scaling", "rotary_pct", "no_rope_layers"),
+    *("rope_local_base_freq", "sliding_window", "layer_types"),
+)
+"""Keys that decide how rotary positions turn queries and keys, and which keys a query sees; weights do not depend on
+them."""
 _ROLES_WITHOUT_WEIGHTS = ("activation", "norm_eps")
 """Roles of other keys that no weight depends on."""
 
