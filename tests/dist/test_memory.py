@@ -250,7 +250,7 @@ def test_ranks_that_share_samples_hold_what_cost_has(recompute: str, ranks: Any)
     assert memory is not None
     for rank, peak in enumerate(ranks(4).run(measure_step, config)):
         off = memory.total / peak - 1
-        assert abs(off) <= 0.02, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
+        assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
 
 
 STATE: dict[str, Any] = {

@@ -52,7 +52,7 @@ from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.weight_writers import WeightPlan
 from shardwise.config import Config
-from shardwise.distributed import collectives
+from shardwise.distributed import backend_errors, collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.optim.state import Number, StateSlice, names_by_bucket, state_numbers, state_slices, state_tensors
 from shardwise.optim.zero import ZeroRedundancyOptimizer
@@ -375,7 +375,7 @@ class Saver:
 
     def _broken_off(self, pending: _PendingSave, error: Exception) -> Saved:
         """The result of a save where the ranks could not agree on it."""
-        lost_peer = collectives.is_lost_connection(error)
+        lost_peer = backend_errors.is_lost_connection(error)
         committed = self._lengths.get(pending.step)
         problem: str | None = self._reason(error)
         total_bytes = 0
@@ -420,7 +420,7 @@ class Saver:
             action()
         # The other ranks wait for an answer, whatever happened here, unless no answer would reach them.
         except Exception as error:
-            if collectives.is_lost_connection(error):
+            if backend_errors.is_lost_connection(error):
                 raise
             problem = self._reason(error)
         return self._agreed(problem)

@@ -57,8 +57,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     except ConfigError as error:
         problems = error.problems
     problems += pipeline_problems(config, micro_batches)
-    problems += tensor_problems(config, sequence)
-    problems += context_problems(config, sequence)
+    problems += tensor_problems(config, sequence) + context_problems(config, sequence)
     problems += fp8_problems(config)
     problems += overlap_problems(config)
     problems += regather_problems(config)
@@ -133,8 +132,7 @@ def _document_problems(config: Config) -> list[str]:
         return [f"{fault} with model.family {model.family}, which masks tokens" for fault in faults]
     if data.packs_documents and config.hooks.data is not None:
         return [
-            f"data.packing ({data.packing}) must be cut with hooks.data ({config.hooks.data}), whose samples are rows "
-            "of tokens already"
+            f"data.packing ({data.packing}) must be cut with hooks.data ({config.hooks.data}), whose samples are rows"
         ]
     if data.eod_token is None:
         return []

@@ -210,6 +210,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
     norms = 2 if model.norm_place == "both" else 1
     is_rotated = model.rotates(layer) and model.query_key_norm is None
+    rotated_keys = local.key_value if workload.layout.context == 1 else 0  # gathered again, and rotated before
     return BlockActivations(
         saves_input=saves_input,
         attention=attention + norms * norm_bytes(workload),
@@ -218,11 +219,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core=core,
         mlp=_mlp(workload, feed) + norms * norm_bytes(workload) - (x if model.parallel_residual else 0),
         normed=_normed(workload),
-        # Keys that are gathered again are rotated again at any rate.
-        rotated=is_rotated
-        * a
-        * workload.tokens
-        * (local.query + (0 if workload.layout.context > 1 else local.key_value)),
+        rotated=is_rotated * a * workload.tokens * (local.query + rotated_keys),
         activated=0 if rounds or (model.activation == "relu" and not model.gated) else feed,
     )
 

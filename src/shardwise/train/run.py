@@ -16,7 +16,7 @@ from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, Layout, UserModelConfig, check_layout
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, BlendedBatches
-from shardwise.distributed import collectives, devices
+from shardwise.distributed import backend_errors, collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.failed_run import continuing_command
@@ -144,12 +144,12 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
             "hooks.callbacks returns True"
         ) from error
     except Exception as error:
-        if collectives.is_lost_connection(error):
+        if backend_errors.is_lost_connection(error):
             raise LostPeerError(
                 f"rank {mesh.world.rank} lost the connection to another rank during {progress.phase}"
                 f"{see('training#lost-connection')}"
             ) from error
-        if collectives.is_shared_device(error):
+        if backend_errors.is_shared_device(error):
             raise ConfigError(
                 f"rank {mesh.world.rank} must have an accelerator of its own, and shares {mesh.device} with another "
                 "rank: start at most one rank on each, and set LOCAL_RANK as torchrun does"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.base.errors import ConfigError
-from shardwise.distributed import collectives, devices
+from shardwise.distributed import backend_errors, devices
 
 _NAMES = ("LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -79,9 +79,9 @@ def test_what_libraries_say_of_a_lost_peer_and_of_a_shared_device() -> None:
         "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4567",
     )
     for text in lost:
-        assert collectives.is_lost_connection(RuntimeError(text)), text
-        assert not collectives.is_shared_device(RuntimeError(text)), text
+        assert backend_errors.is_lost_connection(RuntimeError(text)), text
+        assert not backend_errors.is_shared_device(RuntimeError(text)), text
     shared = RuntimeError("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 19000")
-    assert collectives.is_shared_device(shared)
-    assert not collectives.is_lost_connection(shared)
-    assert not collectives.is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert backend_errors.is_shared_device(shared)
+    assert not backend_errors.is_lost_connection(shared)
+    assert not backend_errors.is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
