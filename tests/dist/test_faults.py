@@ -115,7 +115,7 @@ def initial(recipe: str, tensor: int) -> dict[str, Tensor]:
     return weights if mesh.world.rank == 0 else {}
 
 
-@pytest.mark.parametrize("recipe", ["bert-tiny", "llama2-tiny"])
+@pytest.mark.parametrize("recipe", [pytest.param("bert-tiny", marks=pytest.mark.slow), "llama2-tiny"])
 def test_a_cut_model_starts_with_the_weights_of_the_whole(recipe: str, ranks: Any) -> None:
     whole = build_model(load_config(recipe, []), Group(), sequence_parallel=False)
     wanted = canonical_weights(whole)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.command import miniature, shardwise
 
 KEYS = (
@@ -15,6 +17,7 @@ KEYS = (
 )
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path: Path) -> None:
     recipe = miniature(tmp_path)
     shardwise("train", recipe, "--nproc", "1", *KEYS, "--run-dir", "one", at=tmp_path).succeeded()

@@ -44,6 +44,7 @@ def texts() -> Sequence[str]:
     return re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_page_runs(shown: Shown) -> None:
     """Another number of layers has the same graphs."""
 
@@ -56,23 +57,33 @@ def test_the_page_runs(shown: Shown) -> None:
     assert (event["graphs"], event["hits"], event["misses"]) == (4, 4, 0)
 
 
+@pytest.mark.slow
 def test_the_cache_is_listed(shown: Shown) -> None:
     out = shardwise("compile", "--list", "--cache-dir", "graphs", at=shown.at).succeeded().out
     assert out.count("TP 2 + SP") == 2
     assert out.splitlines()[-1].startswith("2 graphs, ")
 
 
+@pytest.mark.slow
 def test_a_second_compilation_has_nothing_to_do(shown: Shown) -> None:
     out = shardwise(*shown.compile, at=shown.at, **KNOWN).succeeded().out
     assert out.count("in the cache") == 2
     assert "Total failed compilations: 0" in out
 
 
+@pytest.mark.slow
 def test_a_graph_of_other_facts_is_refused_with_the_difference(shown: Shown) -> None:
     done = shardwise(*shown.train, *SMALL, "train.micro_batch=1", "--run-dir", "other", at=shown.at, **KNOWN)
     said = done.failed(2)
     assert texts()[2].strip() in said, said
     assert not (shown.at / "other").exists(), "a refused start leaves nothing"
+
+
+def test_a_graph_that_is_not_there_is_refused_with_the_command_that_compiles_it(tmp_path: Path) -> None:
+    keys = ("compile.enabled=true", "compile.require_cached=true", "compile.cache_dir=graphs", *SMALL)
+    said = shardwise("train", "llama2-tiny", *keys, "--run-dir", "run", at=tmp_path, **KNOWN).failed(2)
+    assert "shardwise compile" in said, said
+    assert not (tmp_path / "run").exists(), "a refused start leaves nothing"
 
 
 def breaking(at: Path) -> None:

@@ -65,6 +65,7 @@ def test_a_stopped_rank_is_named_with_what_the_others_waited_for(tmp_path: Path)
     assert not any(map(processes.alive, ranks.values())), "a rank goes on"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_rank_that_dies_in_a_pipeline_is_named_with_what_another_waited_for(tmp_path: Path) -> None:
     job = started(tmp_path, "parallel.tensor=1", "parallel.pipeline=2", "--nproc", "2")

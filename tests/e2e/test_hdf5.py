@@ -48,7 +48,7 @@ def test_a_run_goes_on_at_another_layout_with_the_same_samples(at: Path) -> None
     assert len(metrics(at / "run", "resume")) == 1
     own = metrics(at / "run", "eval")[-1]
     assert own["step"] == 6
-    found = answer(shardwise("evaluate", "run", "--json", at=at))
+    found = answer(within("evaluate", "run", "--json", at=at))
     assert (found["part"], found["sequences"], found["counted"]["nsp"]) == ("eval", 1, 1)
     assert found["loss"] == pytest.approx(own["loss"], rel=1e-5)
     test = answer(within("evaluate", "run", "--json", "--part", "test", at=at))

@@ -278,5 +278,6 @@ print(len(begun), len(left), (Root.of("{URL}") / "large").exists())
 """
 
 
+@pytest.mark.slow
 def test_an_upload_in_parts_that_is_abandoned_leaves_nothing(used: Used) -> None:
     assert python(ABANDON, **used.user) == "1 0 False\n"
