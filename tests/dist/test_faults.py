@@ -203,7 +203,8 @@ def test_odd_heads_and_an_odd_vocabulary_train_under_zero(ranks: Any, cache: Pat
     assert held == whole["state"] - whole["padding"] == 8 * parameters, "two float32 moments a parameter, over all"
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1])
 def test_the_tiny_recipe_trains_alike_with_zero_and_without(zero: int, ranks: Any, cache: Path) -> None:
     one, _ = curve("gpt2-xl-tiny", ["train.micro_batch=8"], cache)
     four, _ = ranks(4).run(curve, "gpt2-xl-tiny", ["train.micro_batch=2", f"optimizer.zero={zero}"], cache)[0]

@@ -148,7 +148,7 @@ EIGHT: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "llama-dp8-zero0": ("llama", {}, 0, {"nesterov": False}),
     "gpt-tp8sp": ("gpt", {"tensor": 8, "sequence": True}, 1, {"adjust_lr_fn": "original"}),
 }
-OFTEN = ("neox-tp4-dp2-zero1-heads", "bert-dp8-zero3")
+OFTEN = ("bert-dp8-zero3",)
 
 
 def configuration(

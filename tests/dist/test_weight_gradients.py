@@ -53,8 +53,8 @@ def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[
     ("world", "sections"),
     [
         (1, {"train": {"recompute": "full"}}),
-        (2, {"optimizer": {"zero": 1}}),
-        (2, {"parallel": {"tensor": 2, "sequence": True}}),
+        pytest.param(2, {"optimizer": {"zero": 1}}, marks=pytest.mark.slow),
+        pytest.param(2, {"parallel": {"tensor": 2, "sequence": True}}, marks=pytest.mark.slow),
         (2, PIPELINE),
         (2, ZBV),
         pytest.param(2, {"optimizer": {"zero": 2}}, marks=pytest.mark.slow),

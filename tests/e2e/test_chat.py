@@ -80,6 +80,7 @@ def test_what_the_model_refuses_is_told(trained: Trained) -> None:
     assert not done.out
 
 
+@pytest.mark.slow
 def test_the_terminal_and_the_model_end_together(trained: Trained) -> None:
     command = [*ALONE, "chat", str(trained.run)]
     with subprocess.Popen(

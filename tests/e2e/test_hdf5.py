@@ -38,6 +38,7 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_another_layout_with_the_same_samples(at: Path) -> None:
     shardwise("train", *COMMAND, "--run-dir", "whole", at=at).succeeded()
     command = ("train", *COMMAND, "--run-dir", "run")
@@ -55,6 +56,7 @@ def test_a_run_goes_on_at_another_layout_with_the_same_samples(at: Path) -> None
     assert test["loss"] != found["loss"]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_one_sentence(at: Path) -> None:
     small = shardwise("train", *COMMAND, "model.vocab_size=110", "--run-dir", "small", at=at).failed(2)
     assert re.search(r"_training_\d\.hdf5: row \d+: input_ids\[1\] \(\d+\) must be in 0 … 109: set model\.voc", small)

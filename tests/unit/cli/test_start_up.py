@@ -48,7 +48,7 @@ def started(arguments: list[str], tmp_path: Path) -> tuple[int, set[str]]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [pytest.param(command, marks=pytest.mark.slow if command == "recipes" else ()) for command in MOST_CALLS],
+    [pytest.param(command, marks=pytest.mark.slow if command in ("recipes", "ls") else ()) for command in MOST_CALLS],
 )
 def test_a_command_starts_with_little(arguments: str, tmp_path: Path) -> None:
     calls, packages = started(arguments.split(), tmp_path)
