@@ -112,8 +112,9 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any], bool]] = {
     "tp2-pp2": (2, 2, {}, False),
 }
 ALWAYS = "tp2-dp2-zero1-sp"
+OFTEN_CUT = (("llama", "tp2-pp2"), ("llama", "tp4-heads"))
 CELLS = [
-    pytest.param(layout, name, marks=() if layout == ALWAYS or name == "llama" else pytest.mark.slow)
+    pytest.param(layout, name, marks=() if layout == ALWAYS or (name, layout) in OFTEN_CUT else pytest.mark.slow)
     for layout in LAYOUTS
     for name in MODELS
 ]
