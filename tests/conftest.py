@@ -62,14 +62,14 @@ _POOLED = ("dist", "golden")
 class PoolsOnce(LoadFileScheduling):
     """Files by turns in the order of collection, but one worker alone starts the pools of ranks.
 
-    One worker has all tests of the strict device, too: others would wait while it is built.
+    One worker has all tests of the strict device, too, as others would wait while it is built, and all of SLURM.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         folder = _folder(nodeid)
         if folder in _POOLED:
             return "ranks"
-        return folder if folder == "strict" else super()._split_scope(nodeid)
+        return folder if folder in ("cluster", "strict") else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsOnce:

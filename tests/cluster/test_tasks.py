@@ -46,6 +46,7 @@ def losses(run: Path) -> list[float]:
     return [event["loss"] for event in metrics(run, "step")]
 
 
+@pytest.mark.slow
 def test_tasks_train_as_local_ranks_do_and_stop_with_a_checkpoint(slurm: Slurm, tmp_path: Path) -> None:
     recipe, keys = miniature(tmp_path), (*LAYOUT, "train.steps=4000", "train.eval_every=0")
     local = ("train", recipe, *keys, "train.stop_after=4", "--nproc", "4", "--run-dir", "local")

@@ -264,6 +264,20 @@ def array() -> tuple[Cell, ...]:
     return tuple(found)
 
 
+@functools.cache
+def covering() -> tuple[Cell, ...]:
+    """Cells of the array in which each choice occurs: the one with the most missing choices, again and again."""
+    missing, found = {choice for cell in array() for choice in _chosen(cell)}, list[Cell]()
+    while missing:
+        found.append(max(array(), key=lambda cell: len(_chosen(cell) & missing)))
+        missing -= _chosen(found[-1])
+    return tuple(found)
+
+
+def _chosen(cell: Cell) -> set[tuple[str, Any]]:
+    return {(name, getattr(cell, name)) for name in AXES}
+
+
 def sweep(count: int) -> list[Cell]:
     """Other cells, drawn."""
     generator, found = random.Random(1), dict[Cell, None]()

@@ -64,7 +64,11 @@ def compare(everyone: list[Bits], one: Bits) -> None:
     assert set().union(*(found.weights for found in everyone)) == one.weights.keys()
 
 
-@pytest.mark.parametrize("cell", CELLS + SCHEDULED, ids=lambda cell: cell.name)
+OFTEN = {CELLS[3], CELLS[5], CELLS[9], SCHEDULED[2]}
+TRAININGS = [pytest.param(cell, marks=() if cell in OFTEN else pytest.mark.slow) for cell in CELLS + SCHEDULED]
+
+
+@pytest.mark.parametrize("cell", TRAININGS, ids=lambda cell: cell.name)
 def test_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
     compare(ranks(RANKS).run(train, cell), one_process(cell.alone))
 

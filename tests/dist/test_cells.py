@@ -29,6 +29,7 @@ from tests.dist.cells import (
     Measured,
     array,
     configuration,
+    covering,
     measure,
     pairs,
     possible_pairs,
@@ -88,8 +89,9 @@ FP8 = small(
 )
 """In float32 but for the products, so that no layout rounds otherwise; in bfloat16 where none cuts a sum."""
 CELLS = [*array(), *CURVES, *SPECIAL, *LIKE_LLAMA, *FP8, *EIGHT_RANKS]
-SELDOM = {*EIGHT_RANKS, LIKE_LLAMA[0], *LIKE_LLAMA[2:5], *MIXED[1:5]}
-"""What differs from cells that always run by a fact of the model, or by a schedule alone."""
+OFTEN = {*covering(), LIKE_LLAMA[1], LIKE_LLAMA[6], FP8[1]}
+SELDOM = {*array(), *LIKE_LLAMA, *FP8, *EIGHT_RANKS, *MIXED[1:5]} - OFTEN
+"""What differs from cells that always run by a fact of the model, by a schedule, or by which choices meet."""
 Train = Callable[[Cell], list[Measured]]
 
 

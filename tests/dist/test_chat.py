@@ -60,7 +60,10 @@ def test_the_batches_count_differently() -> None:
     assert len(set(counts)) > 1
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+OFTEN = ("tp2-sp", "dp2-pp2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in LAYOUTS])
 def test_losses_are_those_of_one_process(name: str, ranks: Any) -> None:
     world, parallel, micro_batch = LAYOUTS[name]
     wanted = losses(settings({}, 8))

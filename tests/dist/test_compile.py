@@ -65,6 +65,7 @@ def functions() -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow
 def test_functions_of_comm(ranks: Any) -> None:
     check(run(ranks, 2, functions), 1e-6)
 

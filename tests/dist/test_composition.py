@@ -13,7 +13,7 @@ from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
 STEPS = 4
-OFTEN = ("1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+OFTEN = ("1f1b", "zbv")
 """Each way that schedules order and split a backward pass; gpipe and interleaved have none of their own."""
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("none", *get_args(Schedule)),

@@ -46,7 +46,7 @@ def configuration(family: str, optimizer: str, dropout: str | None, layout: bool
 
 
 SLOW = pytest.mark.slow
-OFTEN = (("gpt", "fast"), ("bert", "invariant"))
+OFTEN = (("gpt", "invariant"),)
 MASKS = [
     pytest.param(family, dropout, marks=() if (family, dropout) in OFTEN else SLOW)
     for family in FAMILIES

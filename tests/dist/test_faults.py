@@ -115,7 +115,7 @@ def initial(recipe: str, tensor: int) -> dict[str, Tensor]:
     return weights if mesh.world.rank == 0 else {}
 
 
-@pytest.mark.parametrize("recipe", ["bert-tiny", "llama2-tiny"])
+@pytest.mark.parametrize("recipe", [pytest.param("bert-tiny", marks=pytest.mark.slow), "llama2-tiny"])
 def test_a_cut_model_starts_with_the_weights_of_the_whole(recipe: str, ranks: Any) -> None:
     whole = build_model(load_config(recipe, []), Group(), sequence_parallel=False)
     wanted = canonical_weights(whole)
@@ -203,7 +203,8 @@ def test_odd_heads_and_an_odd_vocabulary_train_under_zero(ranks: Any, cache: Pat
     assert held == whole["state"] - whole["padding"] == 8 * parameters, "two float32 moments a parameter, over all"
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 1])
 def test_the_tiny_recipe_trains_alike_with_zero_and_without(zero: int, ranks: Any, cache: Path) -> None:
     one, _ = curve("gpt2-xl-tiny", ["train.micro_batch=8"], cache)
     four, _ = ranks(4).run(curve, "gpt2-xl-tiny", ["train.micro_batch=2", f"optimizer.zero={zero}"], cache)[0]

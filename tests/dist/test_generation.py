@@ -96,7 +96,10 @@ def theirs(case: str, prompt: list[int], count: int, stop: list[int]) -> list[in
     [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
     ids=["tp1", "tp2", "tp2-sp"],
 )
-@pytest.mark.parametrize("case", ["llama", "olmo2", "gemma3", "smollm3", "gpt", "neox"])
+@pytest.mark.parametrize(
+    "case",
+    [*("llama", "gemma3", "gpt"), *(pytest.param(c, marks=pytest.mark.slow) for c in ("olmo2", "smollm3", "neox"))],
+)
 def test_greedy_is_transformers_own(case: str, tp: int, sequence: bool, ranks: Any) -> None:
     """To the longest sequence, and up to an end token, which is given too."""
     path, _ = folder(case)

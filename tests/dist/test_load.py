@@ -19,7 +19,7 @@ from shardwise.models.build import build_model
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.stages import build_stages
 from tests.dist.dense import mesh as shared_mesh
-from tests.hugging_face import CASES, LIKE_LLAMA, described, export_hugging_face, open_folder, save
+from tests.hugging_face import CASES, described, export_hugging_face, open_folder, save
 
 # (ranks, TP, sequence parallelism): what is not TP is data parallelism.
 LAYOUTS = {"tp2": (2, 2, False), "tp4-sp": (4, 4, True), "tp2-dp2-sp": (4, 2, True), "dp2": (2, 1, False)}
@@ -60,7 +60,7 @@ def in_and_out(source: Path, target: Path, tensor: int, sequence: bool) -> list[
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        pytest.param(case, layout, marks=pytest.mark.slow if case in LIKE_LLAMA and layout != "tp4-sp" else ())
+        pytest.param(case, layout, marks=() if layout == "tp4-sp" else pytest.mark.slow)
         for case in CASES
         for layout in LAYOUTS
     ],

@@ -237,7 +237,9 @@ def failing_step(schedule: Schedule, where: str, error: Exception) -> Exception:
     return caught.value
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved_zero_bubble", "zbv"))]
+)
 def test_what_a_stage_raises_is_heard_as_it_is(schedule: Schedule, ranks: Any) -> None:
     """torch wraps it in a text of its own, which would hide that memory ran out, or that a rank was lost."""
     for where, error, is_it in (

@@ -1,5 +1,7 @@
 """Precision modes train alike, and each finer key changes the dtype that it names."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,37 +17,46 @@ from tests.dist.training import make_config, make_data
 F, B = "float32", "bfloat16"
 
 
+Losses = Callable[[str], tuple[float, float]]
+
+
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, float]]:
+def losses(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     """By mode, or `fp8`: evaluation loss of `llama2-tiny` with two blocks, before training and after 60 steps."""
     torch.set_num_threads(1)
-    cache, found = tmp_path_factory.mktemp("cache"), {}
+    cache = tmp_path_factory.mktemp("cache")
     overrides = ["model.num_hidden_layers=2", "train.steps=60", "train.micro_batch=8", "train.eval_batches=4"]
     overrides += ["train.sequence_length=32"]
     modes = {mode: [f"precision.mode={mode}"] for mode in ("float32", "mixed", "bfloat16")}
     modes["fp8"] = ["precision.mode=null", "precision.matmul=fp8"]
-    for mode, keys in modes.items():
-        config = load_config("llama2-tiny", [*overrides, *keys])
+
+    @functools.cache
+    def train(mode: str) -> tuple[float, float]:
+        config = load_config("llama2-tiny", [*overrides, *modes[mode]])
         trainer = build_trainer(config, shared_mesh(1), prepare(config, cache))
         before, _ = trainer.evaluate()
         for _ in range(config.train.steps):
             trainer.step()
-        found[mode] = (before, trainer.evaluate()[0])
-    return found
+        return before, trainer.evaluate()[0]
+
+    return train
 
 
-@pytest.mark.parametrize("mode", ["mixed", "bfloat16", "fp8"])
-def test_mode_reaches_the_loss_of_float32(mode: str, losses: dict[str, tuple[float, float]]) -> None:
-    before, wanted = losses["float32"]
+@pytest.mark.parametrize(
+    "mode", ["bfloat16", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("mixed", "fp8"))]
+)
+def test_mode_reaches_the_loss_of_float32(mode: str, losses: Losses) -> None:
+    before, wanted = losses("float32")
     assert wanted < before - 1.0, f"float32 goes from {before} to {wanted} only: too little to compare with"
-    _, found = losses[mode]
+    _, found = losses(mode)
     assert abs(found - wanted) <= 0.02 * wanted, f"{mode} ends at {found}, float32 at {wanted}: more than 2 % apart"
     assert found != wanted, f"{mode} trains in float32"
 
 
-def test_bfloat16_reaches_the_loss_of_mixed(losses: dict[str, tuple[float, float]]) -> None:
+@pytest.mark.slow
+def test_bfloat16_reaches_the_loss_of_mixed(losses: Losses) -> None:
     """By stochastic rounding, without float32 masters."""
-    found, wanted = losses["bfloat16"][1], losses["mixed"][1]
+    found, wanted = losses("bfloat16")[1], losses("mixed")[1]
     assert abs(found - wanted) <= 0.01 * wanted, f"bfloat16 ends at {found}, mixed at {wanted}: more than 1 % apart"
 
 

@@ -73,7 +73,10 @@ def alone() -> dict[tuple[str, str], dict[str, str]]:
     return {}
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("llama tied, biases", "adamw"), ("gpt", "lamb"), ("gpt", "muon")])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [("llama tied, biases", "adamw"), ("gpt", "lamb"), pytest.param("gpt", "muon", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_and_moments_are_equal_to_the_bit(
     layout: str, model: str, optimizer: str, alone: dict[tuple[str, str], dict[str, str]], ranks: Any

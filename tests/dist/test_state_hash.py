@@ -54,7 +54,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("model", ["llama tied, biases", "gpt"])
+@pytest.mark.parametrize("model", ["llama tied, biases", pytest.param("gpt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", ["mixed", "bfloat16"])
 def test_no_layout_changes_the_sums(layout: str, model: str, mode: str, ranks: Any) -> None:

@@ -123,7 +123,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "layout"), CASES)
+OFTEN = (("llama", "TP 2 with SP"), ("llama", "PP 2"), ("llama", "whole in batches"))
+MARKED = [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize(("case", "layout"), MARKED)
 def test_scores_are_those_of_lm_eval(case: str, layout: str, ranks: Any) -> None:
     world, parallel, batch = LAYOUTS[layout]
     wanted = theirs(case)

@@ -53,15 +53,15 @@ def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[
     ("world", "sections"),
     [
         (1, {"train": {"recompute": "full"}}),
-        (2, {"optimizer": {"zero": 1}}),
-        (2, {"parallel": {"tensor": 2, "sequence": True}}),
+        pytest.param(2, {"optimizer": {"zero": 1}}, marks=pytest.mark.slow),
+        pytest.param(2, {"parallel": {"tensor": 2, "sequence": True}}, marks=pytest.mark.slow),
         (2, PIPELINE),
         (2, ZBV),
-        (2, {"optimizer": {"zero": 2}}),
-        (2, {"optimizer": {"zero": 2, "reduce": "step"}}),
+        pytest.param(2, {"optimizer": {"zero": 2}}, marks=pytest.mark.slow),
+        pytest.param(2, {"optimizer": {"zero": 2, "reduce": "step"}}, marks=pytest.mark.slow),
         (2, {"optimizer": {"zero": 3, "reduce": "step"}}),
         (2, {"parallel": {"tensor": 2, "sequence": True, "tensor_overlap": "pieces"}}),
-        (2, COMPILED | PIPELINE | {"train": {"recompute": "full"}}),
+        pytest.param(2, COMPILED | PIPELINE | {"train": {"recompute": "full"}}, marks=pytest.mark.slow),
         pytest.param(1, COMPILED | {"train": {"recompute": "selective"}}, marks=pytest.mark.slow),
     ],
     ids=[
@@ -128,7 +128,7 @@ def exact(sections: dict[str, Any]) -> dict[str, Tensor]:
     ("sections", "plain"),
     [
         (ZBV, BLOCKS),
-        ({"optimizer": {"zero": 2}}, {}),
+        pytest.param({"optimizer": {"zero": 2}}, {}, marks=pytest.mark.slow),
         ({"optimizer": {"zero": 3}}, {}),
         (
             {"parallel": {"tensor": 2, "sequence": True, "tensor_overlap": "pieces"}},

@@ -228,7 +228,7 @@ def bucket_sizes() -> list[list[Tensor]]:
     return [unclipped(**size) for size in [*sizes, {"stage": 0}]]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bucket_size_changes_no_bit(world: int, ranks: Any) -> None:
     """Fault 14 of the reference: NaN beyond a bucket size. Between two ranks an all-reduce adds up alike, too."""
     pool: RankPool = ranks(world)

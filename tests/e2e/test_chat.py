@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import processes
-from tests.e2e.command import ALONE, Outcome, environment, shardwise, within
+from tests.e2e.command import ALONE, Outcome, environment, within
 from tests.e2e.conftest import Trained
 
 
@@ -25,9 +25,7 @@ def chat(trained: Trained, *arguments: str, lines: str) -> Outcome:
 
 def test_a_text_is_continued_as_generate_continues_it(trained: Trained) -> None:
     run = str(trained.run)
-    expected = shardwise(
-        "generate", run, "--prompt", "The ring", "--max-tokens", "6", "--temperature", "0", at=trained.at
-    )
+    expected = within("generate", run, "--prompt", "The ring", "--max-tokens", "6", "--temperature", "0", at=trained.at)
     greedy = ("--max-tokens", "6", "--temperature", "0")
     once = chat(trained, "chat", run, *greedy, lines="The ring\n")
     assert once.code == 0, once.err
@@ -82,6 +80,7 @@ def test_what_the_model_refuses_is_told(trained: Trained) -> None:
     assert not done.out
 
 
+@pytest.mark.slow
 def test_the_terminal_and_the_model_end_together(trained: Trained) -> None:
     command = [*ALONE, "chat", str(trained.run)]
     with subprocess.Popen(

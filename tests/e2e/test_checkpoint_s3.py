@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.arch.source import ROOT
 from tests.e2e.command import environment, shardwise
 from tests.loopback_s3 import BUCKET, user_of
@@ -69,6 +71,7 @@ def test_places_in_an_object_store(object_store: str) -> None:
     assert "AWS_ENDPOINT_URL" in found[10][0]
 
 
+@pytest.mark.slow
 def test_the_commands_in_an_object_store(object_store: str, tmp_path: Path) -> None:
     url, user = f"s3://{BUCKET}/commands", user_of(object_store)
     local = tmp_path / "local"

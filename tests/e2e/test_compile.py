@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.arch.source import ROOT
-from tests.e2e.command import Outcome, metrics, shardwise
+from tests.e2e.command import Outcome, metrics, shardwise, within
 
 PAGE = (ROOT / "docs" / "compile.md").read_text(encoding="utf-8")
 SMALL = ("model.num_hidden_layers=2", "log.sample_tokens=0", "log.tensorboard=false")
@@ -44,6 +44,7 @@ def texts() -> Sequence[str]:
     return re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_page_runs(shown: Shown) -> None:
     """Another number of layers has the same graphs."""
 
@@ -56,18 +57,21 @@ def test_the_page_runs(shown: Shown) -> None:
     assert (event["graphs"], event["hits"], event["misses"]) == (4, 4, 0)
 
 
+@pytest.mark.slow
 def test_the_cache_is_listed(shown: Shown) -> None:
     out = shardwise("compile", "--list", "--cache-dir", "graphs", at=shown.at).succeeded().out
     assert out.count("TP 2 + SP") == 2
     assert out.splitlines()[-1].startswith("2 graphs, ")
 
 
+@pytest.mark.slow
 def test_a_second_compilation_has_nothing_to_do(shown: Shown) -> None:
     out = shardwise(*shown.compile, at=shown.at, **KNOWN).succeeded().out
     assert out.count("in the cache") == 2
     assert "Total failed compilations: 0" in out
 
 
+@pytest.mark.slow
 def test_a_graph_of_other_facts_is_refused_with_the_difference(shown: Shown) -> None:
     done = shardwise(*shown.train, *SMALL, "train.micro_batch=1", "--run-dir", "other", at=shown.at, **KNOWN)
     said = done.failed(2)
@@ -75,14 +79,31 @@ def test_a_graph_of_other_facts_is_refused_with_the_difference(shown: Shown) -> 
     assert not (shown.at / "other").exists(), "a refused start leaves nothing"
 
 
-def breaking(at: Path) -> None:
-    (at / "mine.py").write_text(BREAKING)
+def test_a_training_refuses_to_compile_and_finds_what_was_compiled(tmp_path: Path) -> None:
+    """By Inductor, of a model of one's own that has one small graph."""
+    write_recipe(tmp_path, MENDED)
+    required = ("compile.enabled=true", "compile.require_cached=true", "compile.cache_dir=graphs", "--run-dir", "run")
+    refused = shardwise("train", "recipe.yaml", *required, at=tmp_path, **KNOWN).failed(2)
+    assert "shardwise compile" in refused, refused
+    assert not (tmp_path / "run").exists(), "a refused start leaves nothing"
+    compiled = shardwise("compile", "recipe.yaml", "--cache-dir", "graphs", at=tmp_path, **KNOWN).succeeded()
+    assert "Total successful compilations: 1\n" in compiled.out, compiled.out
+    assert (
+        within("compile", "--list", "--cache-dir", "graphs", at=tmp_path).out.splitlines()[-1].startswith("1 graph, ")
+    )
+    shardwise("train", "recipe.yaml", *required, at=tmp_path, **KNOWN).succeeded()
+    (event,) = metrics(tmp_path / "run", "compile")
+    assert (event["graphs"], event["hits"], event["misses"]) == (1, 1, 0)
+
+
+def write_recipe(at: Path, model: str) -> None:
+    (at / "mine.py").write_text(model)
     recipe = {"model": {"family": "mine:Model", "vocab_size": 512}, **json.loads(REST)}
     (at / "recipe.yaml").write_text(json.dumps(recipe))
 
 
 def test_a_graph_break_names_file_line_and_module(tmp_path: Path) -> None:
-    breaking(tmp_path)
+    write_recipe(tmp_path, BREAKING)
     said = shardwise("train", "recipe.yaml", "compile.enabled=true", "compile.backend=aot_eager", at=tmp_path).failed(2)
     assert "blocks.0 is not: " in said, said
     assert "mine.py:8: " in said, said
@@ -91,12 +112,12 @@ def test_a_graph_break_names_file_line_and_module(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_failed_is_compiled_again_once_it_is_mended(tmp_path: Path) -> None:
-    breaking(tmp_path)
+    write_recipe(tmp_path, BREAKING)
     command = ("compile", "recipe.yaml", "compile.backend=aot_eager", "--cache-dir", "graphs")
     compiled = shardwise(*command, at=tmp_path)
     assert "mine.py:8: " in compiled.out, compiled.out
     assert compiled.code == 1
-    (tmp_path / "mine.py").write_text(BREAKING.replace("print(", "(").replace("float(y.sum()))", "y.sum())"))
+    (tmp_path / "mine.py").write_text(MENDED)
     mended = shardwise(*command, "--retry-failed", at=tmp_path)
     assert "Total graphs: 1\n" in mended.out, "the graph that failed is not known once the model is mended"
     assert "(aot_eager) keeps nothing of it that another process can use" in mended.out, mended.out
@@ -129,5 +150,6 @@ class Model(nn.Module):
         logits = self.head(x).flatten(0, 1)
         return nn.functional.cross_entropy(logits, targets_SB.flatten(), reduction="sum")
 """
+MENDED = BREAKING.replace("print(", "(").replace("float(y.sum()))", "y.sum())")
 REST = """{"train": {"steps": 2, "global_batch": 4, "sequence_length": 16}, "optimizer": {"lr": 1e-3},
 "data": {"dataset": "tiny"}, "log": {"sample_tokens": 0, "tensorboard": false}}"""

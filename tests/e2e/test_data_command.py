@@ -72,6 +72,7 @@ def test_text_to_megatron_to_a_blend(at: Path) -> None:
     assert len(losses(at / "blend")) == 3
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub(at: Path, tmp_path: Path) -> None:
     given = ("out", "--format", "megatron", "--tokenizer", at / "vocabulary")
     with serve(FILES) as site:
@@ -157,7 +158,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("format_", ["megatron", pytest.param("hdf5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("format_", [pytest.param(kind, marks=pytest.mark.slow) for kind in ("megatron", "hdf5")])
 def test_what_sigkill_leaves_is_read_by_nobody_and_gone_on_with(at: Path, format_: str, tmp_path: Path) -> None:
     """Killed at several moments, and then left alone: the same bytes as without."""
     write_jsonl(tmp_path / "large.jsonl", texts(200, seed=2) * 20)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.command import metrics, miniature, shardwise, within
 from tests.e2e.page import run_section
 from tests.e2e.test_evaluate_and_generate import answer
@@ -9,6 +11,7 @@ from tests.loopback_hub import TOKEN, serve, user_of
 from tests.unit.data.formats.test_datasets_of_the_hub import FILES
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path: Path) -> None:
     """docs/data.md: text and tokens are trained on; each part of the data is evaluated."""
     _, (text, tokens) = run_section("Hugging Face datasets", tmp_path)

@@ -14,6 +14,7 @@ from tests.arch.source import ROOT
 from tests.e2e.command import metrics, miniature, shardwise, within
 
 pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.slow
 
 PAGE = (ROOT / "docs/decayed-model.md").read_text(encoding="utf-8")
 SIZES = {"=60 ": "=2 ", "@180": "@4", "at: 180": "at: 4", "{dataset: python,": "{path: code,"}

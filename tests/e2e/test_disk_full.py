@@ -96,13 +96,13 @@ def train(at: Path, run: str, events: dict[int, str], *arguments: str, rank: dic
     return Ran(at, outcome, at / run.replace("disk", "after"))
 
 
-@pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one process", "two ranks"])
+def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """All of a run on a disk that is full again and again, and at the last save."""
     events = {3: "full in the middle", 5: "full", 7: "full to the brim", 9: "room", 11: "full"}
     at = tmp_path_factory.mktemp("full")
-    options = ("parallel.tensor=2", "train.steps=12", "checkpoint.keep=null")
-    return train(at, "disk/run", events, *options, rank={"EVENTS_ON_RANK": "0"})
+    options = (f"parallel.tensor={request.param}", "train.steps=12", "checkpoint.keep=null")
+    return train(at, "disk/run", events, *options, rank={} if request.param == 1 else {"EVENTS_ON_RANK": "0"})
 
 
 def test_a_full_disk_costs_checkpoints_and_no_run(full: Ran) -> None:

@@ -18,6 +18,7 @@ def command_of(heading: str) -> list[str]:
     return shlex.split(command)[1:]
 
 
+@pytest.mark.slow
 def test_packed_documents_go_on_at_another_layout(tmp_path: Path) -> None:
     """The same bits at the layout that was stopped, and the same losses at another one."""
     tiny = ["model.num_hidden_layers=2", "train.global_batch=4", "train.eval_every=4", "train.eval_batches=2"]
@@ -38,6 +39,7 @@ def test_packed_documents_go_on_at_another_layout(tmp_path: Path) -> None:
     assert found.code == 0, found.err
 
 
+@pytest.mark.slow
 def test_the_page_runs_and_layouts_agree(tmp_path: Path) -> None:
     tiny = ["data.dataset=tiny", "train.stop_after=2", "train.eval_every=2", "train.eval_batches=2"]
     tiny += ["model.num_hidden_layers=2", "model.vocab_size=300", "train.global_batch=4", "log.tensorboard=false"]

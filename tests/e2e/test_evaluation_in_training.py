@@ -86,6 +86,7 @@ def test_a_checkpoint_has_the_metrics_of_the_run(evaluated: Path, tmp_path: Path
         assert {name: results[task][name] for name in values} == values
 
 
+@pytest.mark.slow
 def test_the_page_on_tasks_runs(tmp_path: Path) -> None:
     page = (ROOT / "docs/evaluate-and-generate.md").read_text(encoding="utf-8")
     section = page.partition("\n## Tasks")[2].partition("\n## ")[0]

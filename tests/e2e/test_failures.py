@@ -51,6 +51,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert "gloo" not in recorded, "`shardwise stop` would show the user what a library says"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_stopped_rank_is_named_with_what_the_others_waited_for(tmp_path: Path) -> None:
     """As one whose machine swaps, or that a debugger holds: its connections stay open."""
@@ -65,6 +66,7 @@ def test_a_stopped_rank_is_named_with_what_the_others_waited_for(tmp_path: Path)
     assert not any(map(processes.alive, ranks.values())), "a rank goes on"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_rank_that_dies_in_a_pipeline_is_named_with_what_another_waited_for(tmp_path: Path) -> None:
     job = started(tmp_path, "parallel.tensor=1", "parallel.pipeline=2", "--nproc", "2")
@@ -147,6 +149,7 @@ def test_a_number_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert not list((run / "checkpoints").glob("step-*")), "ruined weights must not look like a result"
 
 
+@pytest.mark.slow
 def test_out_of_memory_names_phase_rank_bytes_and_remedies(tmp_path: Path) -> None:
     """1.5 GB are enough for torch and the model; the hidden states of 2^15 sequences are not."""
     samples = 1 << 15

@@ -5,6 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.arch.source import ROOT
@@ -24,6 +25,7 @@ def commands(heading: str) -> list[list[str]]:
     return [[argument.replace("step-00000" + str(STEPS), f"step-{STEPS:08}") for argument in line] for line in lines]
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path: Path) -> None:
     base, tuned, evaluation, chat = commands("From pretraining to a model that answers")
     assert chat[:2] == ["chat", "runs/answers"]

@@ -38,6 +38,7 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_another_layout_with_the_same_samples(at: Path) -> None:
     shardwise("train", *COMMAND, "--run-dir", "whole", at=at).succeeded()
     command = ("train", *COMMAND, "--run-dir", "run")
@@ -48,13 +49,14 @@ def test_a_run_goes_on_at_another_layout_with_the_same_samples(at: Path) -> None
     assert len(metrics(at / "run", "resume")) == 1
     own = metrics(at / "run", "eval")[-1]
     assert own["step"] == 6
-    found = answer(shardwise("evaluate", "run", "--json", at=at))
+    found = answer(within("evaluate", "run", "--json", at=at))
     assert (found["part"], found["sequences"], found["counted"]["nsp"]) == ("eval", 1, 1)
     assert found["loss"] == pytest.approx(own["loss"], rel=1e-5)
     test = answer(within("evaluate", "run", "--json", "--part", "test", at=at))
     assert test["loss"] != found["loss"]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_one_sentence(at: Path) -> None:
     small = shardwise("train", *COMMAND, "model.vocab_size=110", "--run-dir", "small", at=at).failed(2)
     assert re.search(r"_training_\d\.hdf5: row \d+: input_ids\[1\] \(\d+\) must be in 0 … 109: set model\.voc", small)

@@ -35,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = miniature(folder)
     command = ("train", recipe, *TRAINING, f"data.stages={STAGES}")
     shardwise(*command, "--run-dir", "alone", "--nproc", "1", at=folder).succeeded()
-    first = ("parallel.tensor=2", "parallel.pipeline=2", "train.stop_after=4", "--nproc", "4")
+    first = ("parallel.pipeline=2", "train.stop_after=4", "--nproc", "2")
     shardwise(*command, "--run-dir", "cut", *first, at=folder).succeeded()
     shardwise(*command, "--run-dir", "cut", "--nproc", "2", at=folder).succeeded()
     return folder

@@ -4,6 +4,8 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from shardwise.cli.compare import LOSSES
 from tests.arch.source import ROOT
 from tests.e2e.command import metrics, miniature, shardwise, within
@@ -20,6 +22,7 @@ def test_the_page_names_what_a_loss_may_be_called() -> None:
     assert [name for name in LOSSES if f"`{name}`" not in PAGE.replace("\n", " ")] == []
 
 
+@pytest.mark.slow
 def test_the_commands_print_what_the_page_shows(tmp_path: Path) -> None:
     (commands,) = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     commands = commands.replace("llama2-tiny", f"{miniature(tmp_path)} train.steps=20 train.eval_every=0")

@@ -302,7 +302,10 @@ def gradients_of_the_page(code: str, tensor: int, sequence: bool) -> tuple[Tenso
     return whole, gradients_of(layers)
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), [(2, False), (2, True), (4, True)])
+@pytest.mark.parametrize(
+    ("tensor", "sequence"),
+    [pytest.param(2, False, marks=pytest.mark.slow), (2, True), pytest.param(4, True, marks=pytest.mark.slow)],
+)
 def test_the_layers_of_the_page_compute_the_same_at_any_degree(tensor: int, sequence: bool, ranks: Any) -> None:
     """With more ranks than key heads too."""
     code = "".join(blocks("python", OPTIONAL))

@@ -170,7 +170,15 @@ def assert_healthy(block: Block, code: int, out: str, err: str) -> None:
     assert block.shown in (None, out), f"{what}\n{block.page} is not current: run `python -m scripts.tutorial_outputs`"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs_in is None for block in blocks(page))])
+OFTEN = ("README.md", "docs/optimizers.md", "skills/train/SKILL.md")
+FOLLOWED = [
+    pytest.param(page, marks=() if page in OFTEN else pytest.mark.slow)
+    for page in PAGES
+    if any(block.runs_in is None for block in blocks(page))
+]
+
+
+@pytest.mark.parametrize("page", FOLLOWED)
 def test_every_command_runs(page: str, tmp_path: Path) -> None:
     for block, code, out, err in follow(page, tmp_path, quick=True):
         assert_healthy(block, code, out, err)

@@ -133,6 +133,7 @@ def test_another_layout_goes_on_from_the_bucket_and_old_ones_go(used: Used) -> N
         assert SECRET.encode() not in file.read_bytes(), f"{file} has the secret key"
 
 
+@pytest.mark.slow
 def test_weights_alone_start_another_run(used: Used, tmp_path: Path) -> None:
     load = f"checkpoint.load={URL}/step-00000006"
     shardwise(
@@ -228,6 +229,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_store_is_said_with_what_helps(used: Used, tmp_path: Path) -> None:
     recipe = str(miniature(tmp_path))
     there = used.user["AWS_ENDPOINT_URL"]
@@ -278,5 +280,6 @@ print(len(begun), len(left), (Root.of("{URL}") / "large").exists())
 """
 
 
+@pytest.mark.slow
 def test_an_upload_in_parts_that_is_abandoned_leaves_nothing(used: Used) -> None:
     assert python(ABANDON, **used.user) == "1 0 False\n"

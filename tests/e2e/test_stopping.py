@@ -103,6 +103,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     go_on(tmp_path, step)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_signal_to_every_process_of_a_job_is_one_request(tmp_path: Path) -> None:
     """As SLURM sends it at the time limit: to the launcher, to what starts the ranks, and to the ranks."""
@@ -136,7 +137,8 @@ def test_a_run_is_stopped_by_its_folder_while_a_second_one_is_refused(tmp_path: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-@pytest.mark.parametrize("asks", ["signal", pytest.param("command", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("asks", ["signal", "command"])
 def test_inside_torchrun(asks: str, tmp_path: Path) -> None:
     """Nobody of ours stands between; torchrun itself ends with 1 whatever its ranks ended with."""
     job = training(tmp_path, "parallel.tensor=2", program=UNDER_TORCHRUN)
@@ -168,7 +170,8 @@ def test_before_training_a_signal_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tensor", [pytest.param(1, id="alone"), pytest.param(2, id="launched", marks=pytest.mark.slow)]
+    "tensor",
+    [pytest.param(tensor, id=name, marks=pytest.mark.slow) for tensor, name in ((1, "alone"), (2, "launched"))],
 )
 def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tensor: int, tmp_path: Path) -> None:
     """What is printed after that goes nowhere, and must not become the error that loses the checkpoint."""

@@ -12,6 +12,7 @@ from tests.e2e.test_megatron import losses
 COMMAND = ("gpt-tiny", "data.path=lines", "data.streaming=true", "train.steps=6", "train.eval_every=3")
 
 
+@pytest.mark.slow
 def test_the_page_runs_and_goes_on(tmp_path: Path) -> None:
     """docs/data.md: .jsonl.gz and .parquet are streamed; a run stops, and goes on at another data-parallel degree."""
     _, (first, _) = run_section("Streams", tmp_path)

@@ -3,10 +3,13 @@
 import gzip
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.command import miniature, within
 from tests.e2e.page import run_section
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path: Path) -> None:
     """docs/data.md: a folder with .jsonl.gz and .parquet is trained on."""
     _, (trained,) = run_section("Text files", tmp_path)

@@ -23,6 +23,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {"vocab.json": json.dumps(model["vocab"]).encode(), "merges.txt": merges.encode(), "model.safetensors": b""}
 
 
+@pytest.mark.slow
 def test_a_tokenizer_from_the_hub(files: dict[str, bytes], tmp_path: Path) -> None:
     """The launcher fetches it, the ranks find it in the cache; the token is nowhere in the run."""
     options = ["data.dataset=tiny", "data.tokenizer=acme/gated", "parallel.tensor=2", "train.stop_after=1"]

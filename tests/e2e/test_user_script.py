@@ -46,8 +46,15 @@ def reference() -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     "launcher",
-    [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]],
-    ids=["alone", "torchrun-3"],  # the batch does not divide by 3
+    [
+        pytest.param([], id="alone"),
+        # The batch does not divide by 3.
+        pytest.param(
+            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"],
+            id="torchrun-3",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_trains_as_plain_adamw(launcher: list[str], tmp_path: Path) -> None:
     first, wanted = reference()

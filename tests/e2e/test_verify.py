@@ -39,6 +39,7 @@ if "RANK" in os.environ:
 """What a rank imports first: gradients of DP 2 are 1 % too large, and TP 2 fails."""
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path: Path) -> None:
     block, shown = re.findall(r"^```(?:sh|text)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[:2]
     command = shlex.split(block.splitlines()[0], comments=True)

@@ -52,7 +52,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config, str,
     [
         (FAMILIES["llama"], {}, HEAD),
         pytest.param(GPT_DROPOUT, {"dropout_mode": "fast"}, BLOCK, marks=pytest.mark.slow),
-        (GPT_DROPOUT, {"dropout_mode": "invariant"}, BLOCK),
+        pytest.param(GPT_DROPOUT, {"dropout_mode": "invariant"}, BLOCK, marks=pytest.mark.slow),
         pytest.param(FAMILIES["bert"], {}, HEAD, marks=pytest.mark.slow),
     ],
     ids=["llama's head", "gpt, fast dropout", "gpt, invariant dropout", "bert's head"],

@@ -39,11 +39,12 @@ ROLES = [
     for schedule in get_args(Schedule)
     for rank in range(DEGREES[recipe][1])
 ]
-ALWAYS = {
+FEW = {
     ("gpt3-175b", "1f1b", 0), ("gpt3-175b", "gpipe", 7), ("gpt3-23b", "zbv", 0), ("gpt3-23b", "dualpipev", 3),
     ("gpt3-23b", "interleaved", 2), ("gpt3-23b", "interleaved_zero_bubble", 1),
 }  # fmt: skip
 """Both recipes, every schedule, both ends and ranks between."""
+OFTEN = {("gpt3-175b", "gpipe", 7), ("gpt3-23b", "zbv", 0), ("gpt3-23b", "interleaved", 2)}
 
 
 def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
@@ -100,7 +101,10 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("recipe", "schedule", "rank", "whole"),
     [
-        *(pytest.param(*role, False, id="-".join(map(str, role))) for role in sorted(ALWAYS)),
+        *(
+            pytest.param(*role, False, id="-".join(map(str, role)), marks=() if role in OFTEN else pytest.mark.slow)
+            for role in sorted(FEW)
+        ),
         *(pytest.param(*role, True, id="-".join(map(str, (*role, "whole"))), marks=pytest.mark.slow) for role in ROLES),
     ],
 )

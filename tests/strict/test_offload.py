@@ -108,10 +108,14 @@ def train_and_resume(config: Config, root: str) -> tuple[list[float], list[float
     ("world", "sections"),
     [
         (2, {"optimizer": {"zero": 3}, "precision": {"mode": "mixed"}}),
-        (4, {"parallel": {"tensor": 2, "sequence": True}}),
-        (4, {"parallel": {"pipeline": 2, "schedule": "1f1b"}, "model": {"tie_word_embeddings": True}}),
-        (4, {"parallel": {"replicate": 2}, "optimizer": {"zero": 2}}),
-        (2, {"optimizer": {"zero": 0}}),
+        pytest.param(4, {"parallel": {"tensor": 2, "sequence": True}}, marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            {"parallel": {"pipeline": 2, "schedule": "1f1b"}, "model": {"tie_word_embeddings": True}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(4, {"parallel": {"replicate": 2}, "optimizer": {"zero": 2}}, marks=pytest.mark.slow),
+        pytest.param(2, {"optimizer": {"zero": 0}}, marks=pytest.mark.slow),
     ],
     ids=["ZeRO-3, mixed", "TP 2 and sequence parallelism", "PP 2, tied", "ZeRO-2, replicate 2", "ZeRO-0"],
 )

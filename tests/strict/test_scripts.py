@@ -38,7 +38,11 @@ def run(script: str, at: Path, **variables: str) -> Outcome:
         pytest.param("zero1.py", "1", "", id="ZeRO-1", marks=pytest.mark.slow),
         pytest.param("layers.py", "1", "", id="layers", marks=pytest.mark.slow),
         pytest.param(
-            "zero1.py", "0", '"cpu:gloo,strict:strictccl"', id="ZeRO-1, unlike CUDA, a backend for each device"
+            "zero1.py",
+            "0",
+            '"cpu:gloo,strict:strictccl"',
+            id="ZeRO-1, unlike CUDA, a backend for each device",
+            marks=pytest.mark.slow,
         ),
         pytest.param("layers.py", "0", "", id="layers, unlike CUDA", marks=pytest.mark.slow),
     ],

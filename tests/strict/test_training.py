@@ -23,6 +23,7 @@ CELLS = small(
     Cell("llama", schedule="1f1b", pipeline=2),
     Cell("llama", tensor=2, sequence=True, matmul="fp8"),
 )
+OFTEN = (CELLS[1], CELLS[3], CELLS[4])
 
 
 def compare(found: list[float], wanted: list[float], tolerance: float = 1e-6) -> None:
@@ -30,7 +31,11 @@ def compare(found: list[float], wanted: list[float], tolerance: float = 1e-6) ->
         assert abs(a - b) <= tolerance * abs(b), f"step {step}: loss {a!r} on the strict device, {b!r} on the CPU"
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=() if cell in OFTEN else pytest.mark.slow) for cell in CELLS],
+    ids=lambda cell: cell.name,
+)
 def test_losses_are_those_of_the_cpu(cell: Cell, strict: Strict) -> None:
     found = strict(cell.world).run(ranks.losses, cell, STEPS)[0]
     compare(found, cells.measure(cell.alone, STEPS).losses)

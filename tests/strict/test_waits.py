@@ -33,7 +33,9 @@ def step(config: Config, default: bool) -> device.Counters:
     return found
 
 
-@pytest.mark.parametrize("default", [False, True], ids=["", "default device"])
+@pytest.mark.parametrize(
+    "default", [pytest.param(False, id=""), pytest.param(True, id="default device", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("world", "sections"),
     [

@@ -263,7 +263,10 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+OFTEN = ("NAdam", "ASGD", "SGD")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in NUMBERS])
 def test_fault_22_every_class_of_torch_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     """NAdam and ASGD keep numbers beside the count of steps; SGD keeps nothing at all."""
 
@@ -336,7 +339,7 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("stage", [1, 0])
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("optimizer_class", "options", "dtype"), GROUPS)
 def test_fault_22_groups_of_other_options_or_dtypes_go_on(
     optimizer_class: Any, options: dict[str, Any], dtype: torch.dtype | None, stage: int, tmp_path: Path

@@ -29,6 +29,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs() -> None:
     notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
     assert notebook["nbformat"] == 4

@@ -22,7 +22,7 @@ GPT = ["gpt3-23b", "--device", "h100:8", "--nodes", "4", "train.global_batch=256
 
 def test_best_layouts_first_and_each_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     written = tmp_path / "best.yaml"
-    assert main(["plan", *GPT, "--json", "--write", str(written)]) == 0
+    assert main(["plan", *GPT, "train.micro_batch=1", "--json", "--write", str(written)]) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     seconds = [plan["step_seconds"] for plan in plans]
     assert 5 <= len(plans) <= 10
@@ -42,12 +42,13 @@ def test_best_layouts_first_and_each_fits(capsys: pytest.CaptureFixture[str], tm
 def test_any_layout_of_the_list_is_written_before_the_list(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["plan", *GPT, "--json"]) == 0
+    few = [*GPT, "train.micro_batch=1"]
+    assert main(["plan", *few, "--json"]) == 0
     third = json.loads(capsys.readouterr().out)["plans"][2]["layout"]
-    assert main(["plan", *GPT, "--layout", "3"]) == 2
+    assert main(["plan", *few, "--layout", "3"]) == 2
     assert "--layout (3) must go with --write FILE" in capsys.readouterr().err
     written = tmp_path / "third.yaml"
-    assert main(["plan", *GPT, "--write", str(written), "--all", "--layout", "31"]) == 2
+    assert main(["plan", *few, "--write", str(written), "--all", "--layout", "31"]) == 2
     assert "--layout (31) must be a layout of the list, 1 to 30" in capsys.readouterr().err
 
     def closed(*_: object, **__: object) -> None:
@@ -57,7 +58,7 @@ def test_any_layout_of_the_list_is_written_before_the_list(
     monkeypatch.setattr("shardwise.cli.entry.os.dup2", lambda *_: None)
     monkeypatch.setattr("sys.stdout.fileno", lambda: 1)
     tokens = "train.steps=300B"
-    assert main(["plan", *GPT, tokens, "--json", "--write", str(written), "--layout", "3"]) == 1
+    assert main(["plan", *few, tokens, "--json", "--write", str(written), "--layout", "3"]) == 1
     assert "  steps: 300B\n" in written.read_text(encoding="utf-8")
     command = f"shardwise submit {written} --nodes 4 --device h100:8 launch.ranks_per_node=8"
     err = capsys.readouterr().err

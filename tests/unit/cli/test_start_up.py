@@ -46,7 +46,10 @@ def started(arguments: list[str], tmp_path: Path) -> tuple[int, set[str]]:
     return calls, {name.partition(".")[0] for name in modules}
 
 
-@pytest.mark.parametrize("arguments", MOST_CALLS)
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(command, marks=pytest.mark.slow if command in ("recipes", "ls") else ()) for command in MOST_CALLS],
+)
 def test_a_command_starts_with_little(arguments: str, tmp_path: Path) -> None:
     calls, packages = started(arguments.split(), tmp_path)
     most = MOST_CALLS[arguments] + (OF_NEWER_PYTHONS if sys.version_info >= (3, 14) else 0)

@@ -241,6 +241,7 @@ def test_an_index_is_checked(index: str, text: str, tmp_path: Path) -> None:
         hub.check_weights(tmp_path)
 
 
+@pytest.mark.slow
 def test_of_a_tokenizer_nothing_else_is_fetched(user: User, site: Site) -> None:
     folder = user.tokenizer("acme/tiny")
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json"}
@@ -261,6 +262,7 @@ def test_fault_05_licences_come_with_weights_and_tokenizers(user: User) -> None:
     assert {path.name for path in tokenizer.iterdir()} == {"vocab.txt", "license.txt"}
 
 
+@pytest.mark.slow
 def test_a_tokenizer_at_a_revision(user: User, site: Site) -> None:
     assert (user.tokenizer("acme/tiny@words") / "vocab.txt").read_bytes() == b"[SEP]"
     assert user.tokenizer(f"acme/tiny@{site.commit('words')}").name == site.commit("words")
@@ -276,6 +278,7 @@ def test_a_tokenizer_at_a_revision(user: User, site: Site) -> None:
         user.tokenizer("acme/tiny@v9", cached=True)
 
 
+@pytest.mark.slow
 def test_a_gated_and_a_missing_tokenizer(user: User, site: Site) -> None:
     page = f"{site.address}/acme"
     with pytest.raises(ConfigError, match=rf"data.tokenizer \(acme/gated\) is gated: .* {page}/gated, then set HF_TO"):
@@ -342,6 +345,7 @@ def test_a_tokenizers_path_is_taken_as_it_is(here: Path) -> None:
     assert hub.resolve_tokenizer("weights.pt") == Path("weights.pt")
 
 
+@pytest.mark.slow
 def test_a_damaged_tokenizer_is_fetched_again(user: User, site: Site) -> None:
     """The hub's client looks whether a file is there, and at nothing else; also of a commit, which never changes."""
     for named in ("acme/tiny", f"acme/tiny@{site.commit('main')}"):

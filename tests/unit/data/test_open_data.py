@@ -107,7 +107,7 @@ def test_what_can_be_read_is_described(kind: str, at: Path) -> None:
         ({"path": "tokens"}, 3),
         ({"blend": [1, "tokens", 2, "tokens"]}, 6),
         ({"path": "packed.jsonl.gz"}, None),
-        ({"dataset": "stories"}, None),
+        pytest.param({"dataset": "stories"}, None, marks=pytest.mark.slow),
     ],
 )
 def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], most: int | None, at: Path) -> None:

@@ -223,7 +223,9 @@ def test_further_tensors_have_bits_of_their_own() -> None:
     assert len({tuple(lane.tolist()) for lane in found}) == 7
 
 
-@pytest.mark.parametrize(("name", "options"), [("AdamW", {"amsgrad": True}), ("LAMB", {})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("AdamW", {"amsgrad": True}), pytest.param("LAMB", {}, marks=pytest.mark.slow)]
+)
 def test_the_compiled_rounding_has_the_bits_of_the_eager_one(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

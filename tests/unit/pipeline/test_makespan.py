@@ -84,7 +84,14 @@ def test_a_step_ends_when_its_last_action_does(schedule: Schedule) -> None:
         assert found == pytest.approx(whole, rel=1e-12), (parallel, m, stages, message, recompute)
 
 
-@pytest.mark.parametrize("schedule", [one for one in SCHEDULES if one != "gpipe"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(schedule, marks=() if schedule in ("1f1b", "zbv") else pytest.mark.slow)
+        for schedule in SCHEDULES
+        if schedule != "gpipe"
+    ],
+)
 def test_a_long_step_is_not_simulated_whole_once_it_repeats_itself(
     schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,11 +110,11 @@ def on_screen(
     ("name", "key", "size"),
     [
         ("overview-80x24", "1", (80, 24)),
-        ("overview-160x48", "1", (160, 48)),
+        pytest.param("overview-160x48", "1", (160, 48), marks=pytest.mark.slow),
         ("ranks-80x24", "2", (80, 24)),
-        ("pipeline-80x24", "3", (80, 24)),
-        ("nodes-80x24", "4", (80, 24)),
-        ("events-80x24", "5", (80, 24)),
+        pytest.param("pipeline-80x24", "3", (80, 24), marks=pytest.mark.slow),
+        pytest.param("nodes-80x24", "4", (80, 24), marks=pytest.mark.slow),
+        pytest.param("events-80x24", "5", (80, 24), marks=pytest.mark.slow),
     ],
 )
 def test_look(run: Path, name: str, key: str, size: tuple[int, int]) -> None:
@@ -238,7 +238,9 @@ def test_a_spike_stays_visible(run: Path) -> None:
     assert max(column.largest for column in curve.columns[5:] if column) > 7.0
 
 
-@pytest.mark.parametrize("size", [(79, 24), (80, 19), (20, 5)])
+@pytest.mark.parametrize(
+    "size", [(79, 24), *(pytest.param(size, marks=pytest.mark.slow) for size in ((80, 19), (20, 5)))]
+)
 def test_a_terminal_that_is_too_small(run: Path, size: tuple[int, int]) -> None:
     app = fixed(run)
 
@@ -323,7 +325,7 @@ def failed(run: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 48)])
+@pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.slow)])
 def test_a_failure_is_on_the_screen_with_the_command_that_resumes(failed: Path, size: tuple[int, int]) -> None:
     app = Top(Reader(failed).read, 0)
 

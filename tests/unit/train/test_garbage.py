@@ -41,8 +41,10 @@ def test_a_cycle_that_outlives_its_step_is_collected_later(monkeypatch: pytest.M
         assert reference() is None
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    ("enabled", "frozen"),
+    [(True, False), (False, True), *(pytest.param(b, b, marks=pytest.mark.slow) for b in (True, False))],
+)
 def test_the_collector_is_as_before(enabled: bool, frozen: bool) -> None:
     was_enabled = gc.isenabled()
     try:

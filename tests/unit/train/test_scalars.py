@@ -31,10 +31,11 @@ from shardwise.runs.folder import RunDirectory
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from tests.unit.train.test_scalars import tracked
 told = []
-curves = ExperimentTrackers(tracked(), RunDirectory(Path(sys.argv[1])), "0123456789abcdef", 1, told.append)
-for step in (1, 2):
-    curves.add(step, {"train": {"loss": 3.0 / step, "mfu": None}})
-curves.close()
+for _ in range(int(sys.argv[3])):
+    curves = ExperimentTrackers(tracked(), RunDirectory(Path(sys.argv[1])), "0123456789abcdef", 1, told.append)
+    for step in (1, 2):
+        curves.add(step, {"train": {"loss": 3.0 / step, "mfu": None}})
+    curves.close()
 print(told)
 """
 
@@ -70,8 +71,7 @@ def test_mlflow_records_the_curve_and_continues_its_run_after_a_resume(tmp_path:
     run.mkdir(parents=True)
     store = tmp_path / "store"
     variables = {**os.environ, "MLFLOW_TRACKING_URI": store.as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
-    for _ in range(2):
-        record_with("mlflow", run, variables)
+    record_with("mlflow", run, variables, starts=2)
     (metric,) = store.glob("*/*/metrics/train/loss")  # one experiment, one run
     assert [line.split()[1:] for line in metric.read_text().splitlines()] == [["3.0", "1"], ["1.5", "2"]] * 2
     recorded = metric.parents[2]
@@ -112,8 +112,8 @@ def test_a_server_that_fails_is_told_at_the_next_step(monkeypatch: pytest.Monkey
     assert "hunter2" not in text
 
 
-def record_with(trackers: str, run: Path, variables: dict[str, str]) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(run), trackers]
+def record_with(trackers: str, run: Path, variables: dict[str, str], starts: int = 1) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(run), trackers, str(starts)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[]\n", "nothing but what is said of a failure is printed"

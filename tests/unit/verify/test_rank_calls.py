@@ -19,6 +19,7 @@ def count_until_failure(last: int) -> Iterator[int]:
     raise RunError(f"{last} is not counted")
 
 
+@pytest.mark.slow
 def test_results_before_a_failure_come_back_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # a rank imports this module
     results = call_on_ranks(count_until_failure, 2, ranks=1, folder=tmp_path)

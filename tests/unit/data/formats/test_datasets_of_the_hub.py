@@ -208,6 +208,7 @@ def built(found: list[dict[str, Any]]) -> int:
     return sum("once, then cached in" in line for each in found for line in each["said"] if "preparing" in line)
 
 
+@pytest.mark.slow
 def test_four_at_once_fetch_and_build_once(user: User, site: Site) -> None:
     job = {"dataset": "acme/tiny", "config": "en", "split": "train,validation"}
     first = user.prepare(*[job] * 4, at_once=True, python=COLD)
@@ -226,6 +227,7 @@ def test_four_at_once_fetch_and_build_once(user: User, site: Site) -> None:
     assert [name for name in site.fetched if name.endswith(".parquet")] == data, "nothing is fetched again"
 
 
+@pytest.mark.slow
 def test_conversations_are_those_of_a_file_with_the_same_lines(user: User, tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     file.write_bytes(FILES["chat"]["train.jsonl"])
@@ -242,6 +244,7 @@ def test_conversations_are_those_of_a_file_with_the_same_lines(user: User, tmp_p
     )
 
 
+@pytest.mark.slow
 def test_sources_of_a_mixture_are_fetched(user: User) -> None:
     sources = {"en": {"dataset": "acme/tiny", "config": "en", "weight": 1}, "own": {"dataset": "tiny"}}
     stages = [{"at": 1, "weights": {"own": 1}}]
@@ -252,7 +255,7 @@ def test_sources_of_a_mixture_are_fetched(user: User) -> None:
 @pytest.mark.parametrize(
     ("pattern", "fetched", "processes"),
     [
-        ("hub/*/snapshots/*/data.jsonl", 1, 4),
+        pytest.param("hub/*/snapshots/*/data.jsonl", 1, 4, marks=pytest.mark.slow),
         pytest.param("datasets/**/*.arrow", 0, 1, marks=pytest.mark.slow),
     ],
 )

@@ -132,7 +132,7 @@ def test_every_epoch_has_every_sample_once(folder: str) -> None:
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_a_run_that_stops_and_goes_on_anywhere_reads_the_same_batches(folder: str, data: st.DataObject) -> None:
     global_batch, steps = data.draw(st.sampled_from([4, 6, 12])), data.draw(st.integers(1, 6))

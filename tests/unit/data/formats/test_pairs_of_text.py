@@ -134,9 +134,22 @@ def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 8)
 
 
-@pytest.mark.parametrize("damage", [truncate, Path.unlink, lambda file: file.write_bytes(b"\1" * file.stat().st_size)])
-@pytest.mark.parametrize("name", ["train.sentences.bin", "train.documents.bin", "eval.sentences.bin"])
-def test_damaged_sentences_are_prepared_anew(tmp_path: Path, damage: object, name: str) -> None:
+def overwrite(file: Path) -> None:
+    file.write_bytes(b"\1" * file.stat().st_size)
+
+
+DAMAGES = (("train.sentences.bin", overwrite), ("train.documents.bin", truncate), ("eval.sentences.bin", Path.unlink))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        pytest.param(name, damage, marks=() if (name, damage) in DAMAGES else pytest.mark.slow)
+        for name, _ in DAMAGES
+        for _, damage in DAMAGES
+    ],
+)
+def test_damaged_sentences_are_prepared_anew(tmp_path: Path, name: str, damage: object) -> None:
     first = prepare(config(), tmp_path)
     bounds = np.array(first.sentences["train"].bounds)
     damage(first.tokenizer_path.parent / name)  # type: ignore[operator]

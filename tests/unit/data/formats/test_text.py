@@ -181,9 +181,19 @@ def alter(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [truncate, alter, Path.unlink, lambda file: file.write_bytes(b"")])
-@pytest.mark.parametrize("name", ["train.bin", "eval.bin", "manifest.json", "tokenizer/tokenizer.json"])
-def test_a_damaged_entry_is_built_anew(tmp_path: Path, damage: object, name: str) -> None:
+DAMAGES = {"truncate": truncate, "alter": alter, "unlink": Path.unlink, "empty": lambda file: file.write_bytes(b"")}
+FILES = ("train.bin", "eval.bin", "manifest.json", "tokenizer/tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        pytest.param(name, change, id=f"{name}-{kind}", marks=() if number % 4 in (0, 3) else pytest.mark.slow)
+        for row, name in enumerate(FILES)
+        for number, (kind, change) in enumerate(DAMAGES.items(), start=row)
+    ],
+)
+def test_a_damaged_entry_is_built_anew(tmp_path: Path, name: str, damage: object) -> None:
     first = prepare(config(), tmp_path)
     fingerprint, tokens = first.fingerprint, np.array(first.tokens["train"])
     if damage is alter and name == "manifest.json":

@@ -140,7 +140,7 @@ def test_every_token_is_a_target_once_but_the_first_of_a_block(whole: Path, toke
 
 @pytest.mark.parametrize(
     "kind",
-    ["jsonl", "jsonl.gz", "parquet", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("text", "datasets"))],
+    ["jsonl.gz", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("jsonl", "parquet", "text", "datasets"))],
 )
 @settings(max_examples=6, deadline=None)
 @given(
@@ -196,7 +196,9 @@ def test_readers_may_ask_in_any_order(whole: Path, tokenizer: Path, tmp_path: Pa
             assert np.array_equal(found, expected[consumed]), consumed
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "text"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl.gz", "parquet", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("jsonl", "text"))]
+)
 def test_going_on_reads_a_block_and_no_more(
     kind: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
