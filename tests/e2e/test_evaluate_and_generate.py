@@ -125,8 +125,8 @@ def test_inside_torchrun_they_join(followed: tuple[Path, dict[str, Outcome]]) ->
 
 def test_a_run_is_evaluated_alike_at_any_layout(trained: Trained, tmp_path: Path) -> None:
     whole = answer(within("evaluate", trained.run, "--json", at=tmp_path))
-    cut = answer(shardwise("evaluate", trained.run, "--json", "--nproc", "2", at=tmp_path))
-    assert cut["layout"] == {"ranks": 2, "tensor": 1, "sequence": False, "pipeline": 1, "data": 2}
+    cut = answer(shardwise("evaluate", trained.run, "--json", "--nproc", "4", "parallel.context=2", at=tmp_path))
+    assert cut["layout"] == {"ranks": 4, "tensor": 1, "sequence": False, "pipeline": 1, "data": 2, "context": 2}
     assert cut["counted"] == whole["counted"]
     assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-6)
 

@@ -240,8 +240,8 @@ def _require_layout(config: Config, world: int, *, is_new: bool) -> None:
     ranks = config.parallel.ranks
     if world == 1 < ranks:
         raise ConfigError(
-            f"the number of ranks (1) must be a multiple of parallel.tensor × parallel.pipeline ({ranks}): start the "
-            f"program by torchrun --nproc_per_node={ranks}, which makes each process a rank"
+            f"the number of ranks (1) must be a multiple of {config.parallel.keys_text}: start the program by "
+            f"torchrun --nproc_per_node={ranks}, which makes each process a rank"
         )
     check_layout(config, world, is_new=is_new)
 

@@ -6,6 +6,7 @@ where users choose its degree, a key of the section `parallel`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -83,6 +84,19 @@ def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: boo
         if ones or degree > 1:
             words.append(f"{axis.name.upper()} {degree}{' + SP' if axis is TENSOR and sequence and degree > 1 else ''}")
     return " × ".join(words)
+
+
+def keys_text(degrees: Mapping[str, int]) -> str:
+    """The keys of the degrees with their values, without the outermost ones that are 1.
+
+    An example is `parallel.tensor × parallel.context (2 × 4 = 8)`.
+    """
+    axes = [axis for axis in CHOSEN_AXES if is_named(axis, degrees)]
+    while len(axes) > 1 and degrees[axes[-1].degree] == 1:
+        axes.pop()
+    values = [degrees[axis.degree] for axis in axes]
+    product = f" = {math.prod(values)}" if len(axes) > 1 else ""
+    return f"{' × '.join(axis.key for axis in axes)} ({' × '.join(map(str, values))}{product})"
 
 
 def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:

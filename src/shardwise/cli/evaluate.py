@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from shardwise.train.evaluation import Evaluation
 
 KEYS = (
-    "data.", "parallel.tensor", "parallel.sequence", "parallel.pipeline", "parallel.schedule",
-    "parallel.virtual_stages", "parallel.stages", "precision.mode", "train.sequence_length", "train.micro_batch",
-    "train.seed", "model.family", "model.ignore", "checkpoint.revision",
+    "data.", "parallel.tensor", "parallel.sequence", "parallel.context", "parallel.pipeline",
+    "parallel.schedule", "parallel.virtual_stages", "parallel.stages", "precision.mode", "train.sequence_length",
+    "train.micro_batch", "train.seed", "model.family", "model.ignore", "checkpoint.revision",
 )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--nproc",
         metavar="N",
         type=int,
-        help="number of local ranks (default: parallel.tensor × parallel.pipeline, or all accelerators)",
+        help="number of local ranks (default: those of one copy of the model, or all accelerators)",
     )
     parser.add_argument(
         "--tasks", metavar="NAME,…", help="instead of a text: tasks, groups or tags of lm_eval, by their names"

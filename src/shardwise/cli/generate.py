@@ -103,12 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
 def require_ranks(config: Config, ranks: int) -> None:
     """Check the layout, whose ranks hold one copy of the model."""
     world = config.parallel.ranks
-    tensor = config.parallel.tensor
-    pipeline = config.parallel.pipeline
     if ranks != world:
-        keys = f"parallel.tensor ({tensor})"
-        if pipeline > 1:
-            keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {world})"
+        keys = config.parallel.keys_text
         raise ConfigError(f"--nproc ({ranks}) must be {keys}: one copy of the model writes one text")
     check_layout(config, world)
 

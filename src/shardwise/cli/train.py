@@ -1,8 +1,8 @@
 """Pretrain a model from a recipe.
 
 The command starts the local ranks: one per accelerator, rounded down to whole copies of the model, or on CPU one copy
-(parallel.tensor × parallel.pipeline ranks). It also works when launched by torchrun, srun or mpirun. Configuration and
-data are checked before any rank starts.
+(parallel.tensor × parallel.context × parallel.pipeline ranks). It also works when launched by torchrun, srun or mpirun.
+Configuration and data are checked before any rank starts.
 
 If --run-dir holds a run, this run is resumed from its newest intact checkpoint, or from that of checkpoint.resume=STEP;
 without RECIPE, with the configuration that the run has recorded and, on the machine where it ran, with as many ranks.
@@ -443,17 +443,14 @@ def number_of_ranks(config: Config, nproc: int | None) -> int:
     if nproc is not None:
         return nproc
     _, count = accelerators()
-    tensor = config.parallel.tensor
-    pipeline = config.parallel.pipeline
     degree = config.parallel.ranks
     if count == 0:
         return degree
     if count < degree:
-        keys = f"parallel.tensor ({tensor})"
-        fix = f"set parallel.tensor={count} or less"
-        if pipeline > 1:
-            keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {degree})"
-            fix = "lower one of them, or start it on several nodes by torchrun"
+        fix = "lower one of them, or start it on several nodes by torchrun"
+        if degree == config.parallel.tensor:
+            fix = f"set parallel.tensor={count} or less"
+        keys = config.parallel.keys_text
         raise ConfigError(f"{keys} must be at most the number of accelerators ({count}): {fix}")
     # Ranks beyond whole copies of the model would have no work.
     return count // degree * degree

@@ -12,6 +12,7 @@ from shardwise.base.mesh_axes import (
     PIPELINE,
     coordinates,
     is_named,
+    keys_text,
     layout_text,
     replicas_name,
 )
@@ -51,19 +52,10 @@ class Layout:
         if self.world % self.ranks_of_one_model:
             near = listing(nearest_multiples(self.world, self.ranks_of_one_model), "or")
             raise ConfigError(
-                f"the number of ranks ({self.world}) must be a multiple of {self._keys()}: "
+                f"the number of ranks ({self.world}) must be a multiple of {keys_text(self.degrees)}: "
                 f"nearest {near} (--nproc, or the world size of torchrun)"
                 f"{see('runs#number-of-ranks')}"
             )
-
-    def _keys(self) -> str:
-        """The keys of the degrees with their values, without the outermost ones that are 1."""
-        axes = [axis for axis in CHOSEN_AXES if is_named(axis, self.degrees)]
-        while len(axes) > 1 and getattr(self, axes[-1].degree) == 1:
-            axes.pop()
-        keys = " × ".join(axis.key for axis in axes)
-        values = " × ".join(str(getattr(self, axis.degree)) for axis in axes)
-        return f"{keys} ({values} = {self.ranks_of_one_model})" if len(axes) > 1 else f"{keys} ({values})"
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from shardwise.base.mesh_axes import keys_text
 from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, as_given, reject, utf8_text
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
@@ -188,6 +189,11 @@ class ParallelConfig(Section):
     def degrees(self) -> dict[str, Any]:
         """The degrees, as arguments of `Mesh`."""
         return {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
+
+    @property
+    def keys_text(self) -> str:
+        """The keys of the degrees with their values, as messages name them."""
+        return keys_text(self.degrees)
 
     @property
     def stages_per_rank(self) -> int:

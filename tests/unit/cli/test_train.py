@@ -262,6 +262,11 @@ def test_options_and_overrides_mix(started: list[tuple[list[str], int, Path]]) -
             "parallel.tensor × parallel.pipeline (2 × 2 = 4) must be at most the number of accelerators (3): lower one",
         ),
         (
+            ("nvidia", 3),
+            ["parallel.context=2"],
+            "parallel.tensor × parallel.context (2 × 2 = 4) must be at most the number of accelerators (3): lower one",
+        ),
+        (
             ("nvidia", 2),
             ["--nproc", "4", "train.micro_batch=1"],
             "--nproc (4) must be at most the number of accelerators",
