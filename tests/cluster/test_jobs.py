@@ -113,7 +113,6 @@ def survivor(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Submissi
     return job
 
 
-@pytest.mark.slow
 def test_the_curve_is_that_of_a_run_without_interruption(survivor: Submission) -> None:
     losses_ = curve(survivor.run)
     last = max(losses_)
@@ -124,7 +123,6 @@ def test_the_curve_is_that_of_a_run_without_interruption(survivor: Submission) -
     assert losses(local) == [losses_[step] for step in range(1, last + 1)], "bit by bit"
 
 
-@pytest.mark.slow
 def test_each_start_is_recorded_with_its_cause(survivor: Submission) -> None:
     requeued, killed, stopped = map(json.loads, (survivor.run / "restarts.jsonl").read_text().splitlines())
     assert (requeued["how"], killed["how"], stopped["how"]) == ("preempted", "failed", "stopped")
@@ -139,7 +137,6 @@ def test_each_start_is_recorded_with_its_cause(survivor: Submission) -> None:
     assert "Traceback" not in log
 
 
-@pytest.mark.slow
 def test_jobs_tell_how_it_does_and_did(survivor: Submission) -> None:
     listed = (survivor.at / "jobs.txt").read_text()
     assert re.search(

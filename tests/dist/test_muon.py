@@ -202,7 +202,6 @@ def test_eight_ranks_train_like_one_process(cell: str, ranks: Any) -> None:
     assert max(work) - min(work) <= largest
 
 
-@pytest.mark.slow
 def test_bfloat16_is_equal_to_the_bit_where_training_is_bitwise(ranks: Any) -> None:
     options = {"ns_dtype": "bfloat16"}
     keys = {"bitwise": True, "data_grain": 8}
