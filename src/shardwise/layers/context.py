@@ -29,7 +29,7 @@ def runs_of_places(length: int, group: Group) -> tuple[range, ...]:
     return tuple(range(chunk * half, (chunk + 1) * half) for chunk in (group.rank, 2 * group.size - 1 - group.rank))
 
 
-def own_chunks(x: Tensor, group: Group) -> Tensor:
+def chunks_of_rank(x: Tensor, group: Group) -> Tensor:
     """Return this rank's tokens of all, `[S, …]` → `[S/C, …]`."""
     chunks = x.chunk(2 * group.size)
     return torch.cat((chunks[group.rank], chunks[2 * group.size - 1 - group.rank]))

@@ -23,7 +23,7 @@ from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
-from shardwise.layers.context import own_chunks
+from shardwise.layers.context import chunks_of_rank
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import gives_losses
 
@@ -66,7 +66,7 @@ class MicroBatch:
         """
         if group.size == 1:
             return self
-        inputs = {name: own_chunks(tensor, group) for name, tensor in self.inputs.items()}
+        inputs = {name: chunks_of_rank(tensor, group) for name, tensor in self.inputs.items()}
         counts_K = (inputs["targets_SB"] != IGNORE).sum().view(1)
         return replace(self, inputs=inputs, counts_K=counts_K)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.layers.context import own_chunks, places_of, runs_of_places
+from shardwise.layers.context import chunks_of_rank, places_of, runs_of_places
 from tests.unit.layers.groups import pretend_group
 
 
@@ -15,7 +15,7 @@ def test_each_token_is_on_one_rank_and_pairs_are_even(ranks: int) -> None:
     seen = []
     for rank in range(ranks):
         group = pretend_group(rank, ranks)
-        own = own_chunks(tokens, group)
+        own = chunks_of_rank(tokens, group)
         rows = torch.arange(len(own))
         assert own.tolist() == [place for run in runs_of_places(len(own), group) for place in run]
         assert own.tolist() == places_of(rows, len(own), rank, ranks).tolist()
