@@ -92,7 +92,7 @@ def _write_device_file(path: Path, comparison: Comparison, name: str) -> None:
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "computation": ("matmul", "attention", "memory_bound", "accumulation", "launch", "head", "recompute"),
-    "communication": ("tensor", "messages", "bubble", "reduction", "gather"),
+    "communication": ("tensor", "context", "messages", "bubble", "reduction", "gather"),
     "optimizer": ("optimizer",),
     "data and other": (),
 }

@@ -92,7 +92,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm` (None: no clipping).
         further: torch_xla's next positional arguments (pin_layout, sharding_groups, grad_norm_groups, lazy_init). Here
             and by keyword, the arguments of other libraries are accepted if their values change nothing.
-        group: the data-parallel ranks; default: `mesh`'s, else the world.
+        group: the ranks that have the same part of the model; default: `mesh.replicas`, else the world.
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
         gradient_dtype: dtype of accumulated gradients (default: the parameter's).
         reduce_dtype: dtype of gradients on the wire (default: as accumulated).

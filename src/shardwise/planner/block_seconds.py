@@ -192,8 +192,9 @@ class PartSeconds:
         attention: the attention core.
         memory_bound: operations that memory limits, without accumulation.
         launch: waits of the device for the host.
-        tensor: collectives of tensor, sequence and context parallelism.
+        tensor: collectives of tensor and sequence parallelism.
         accumulation: additions of the gradients of weights to those of earlier micro-batches.
+        context: collectives of context parallelism.
     """
 
     matmul: float = 0.0
@@ -202,10 +203,12 @@ class PartSeconds:
     launch: float = 0.0
     tensor: float = 0.0
     accumulation: float = 0.0
+    context: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matmul + self.attention + self.memory_bound + self.launch + self.tensor + self.accumulation
+        computation = self.matmul + self.attention + self.memory_bound + self.launch + self.accumulation
+        return computation + self.tensor + self.context
 
     def plus(self, term: PartSeconds, times: float = 1) -> PartSeconds:
         """Return the sum of these seconds and `times` those of `term`."""
@@ -216,6 +219,7 @@ class PartSeconds:
             self.launch + times * term.launch,
             self.tensor + times * term.tensor,
             self.accumulation + times * term.accumulation,
+            self.context + times * term.context,
         )
 
 
@@ -274,7 +278,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     kernels = program.kernels + core.kernels
     rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
-        PartSeconds(outputs, core.forward, passes.forward, 0.0, collectives + gather),
+        PartSeconds(outputs, core.forward, passes.forward, 0.0, collectives, context=gather),
         kernels + rounding,
         c.host,
         program,
@@ -285,9 +289,10 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
             core.backward,
             passes.backward,
             0.0,
-            # Gathered again, and their gradients scattered.
-            collectives + (2 if s.gathers_keys_again and s.recompute != "full" else 1) * gather,
+            collectives,
             accumulation,
+            # Gathered again, and their gradients scattered.
+            (2 if s.gathers_keys_again and s.recompute != "full" else 1) * gather,
         ),
         _BACKWARD_KERNELS * kernels + rounding,
         c.host,

@@ -52,6 +52,7 @@ class StepTime:
         head: output head and loss, and the embedding.
         recompute: all that is computed a second time.
         tensor: collectives of tensor and sequence parallelism.
+        context: collectives of context parallelism.
         messages: waits of the rank while it sends to other stages.
         bubble: waits of the rank for other stages.
         reduction: gradients over data parallelism, as far as no backward pass hides it.
@@ -67,6 +68,7 @@ class StepTime:
     head: float
     recompute: float
     tensor: float
+    context: float
     messages: float
     bubble: float
     reduction: float
@@ -80,7 +82,7 @@ class StepTime:
     @property
     def communication(self) -> float:
         """Seconds that nothing hides."""
-        return self.tensor + self.messages + self.reduction + self.gather
+        return self.tensor + self.context + self.messages + self.reduction + self.gather
 
     def rows(self) -> list[tuple[str, float]]:
         """(part, seconds) in the order in which they are shown."""
@@ -168,6 +170,7 @@ def step_time(
         head=m * ends,
         recompute=m * recompute.total,
         tensor=m * model_work.tensor,
+        context=m * model_work.context,
         messages=m * wait * 2 * len(works),  # each stage sends one message in each direction
         bubble=max(0.0, makespan_seconds - m * busy[longest]),
         reduction=update.reduction,

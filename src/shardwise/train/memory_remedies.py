@@ -97,9 +97,8 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     if not is_user_model:
         deeper = changed("parallel", pipeline=2 * pipeline, stages=None)
         yield f"parallel.pipeline={2 * pipeline} on {2 * world} ranks", deeper, 2 * world
-    if config.parallel.context > 1:
-        context = 2 * config.parallel.context
-        yield f"parallel.context={context} on {2 * world} ranks", changed("parallel", context=context), 2 * world
+    context = 2 * layout.context
+    yield f"parallel.context={context} on {2 * world} ranks", changed("parallel", context=context), 2 * world
     yield f"parallel.tensor={2 * tensor} on {2 * world} ranks", changed("parallel", tensor=2 * tensor), 2 * world
     if config.optimizer.zero:
         yield f"{2 * world} ranks, which share the optimizer state", config, 2 * world

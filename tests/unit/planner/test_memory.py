@@ -167,10 +167,14 @@ class Saved:
 
 
 def beside(config: Config) -> int:
-    """Small tensors that are no activations: rotary tables, or the numbers of learned positions."""
+    """Small tensors that are no activations: rotary tables, numbers of learned positions, places of queries."""
     kinds = 1 if case(config).model.window_rope_theta is None else 2
     rotary = case(config).a * case(config).model.rotary_dim * kinds
-    return config.train.sequence_length * (rotary or 8)
+    model = case(config).model
+    # Attention by pieces, on a CPU without dropout, keeps where its queries begin and end.
+    has_window = any(model.window(layer) for layer in range(model.num_hidden_layers))
+    places = 16 * (has_window and not model.has_dropout)
+    return config.train.sequence_length * (rotary or 8) + places
 
 
 @pytest.mark.parametrize("mode", ["float32", "bfloat16"])

@@ -196,6 +196,18 @@ def test_products_that_add_move_less() -> None:
         assert accumulation(*adds) == pytest.approx(10 / 8 * accumulation(), rel=1e-9)
 
 
+def test_keys_of_a_sample_are_gathered_twice_and_their_gradients_scattered() -> None:
+    """In each block, and values too: 2 bytes for each of 4,096 tokens and 4,096 numbers."""
+    keys = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=8", "train.recompute=none")
+    config = load_config("llama2-7b", [*keys, "train.global_batch=8"])
+    time = step_time(config, check_layout(config, 16), cluster("a100:8", 2))
+    assert time is not None
+    micro_batches = 8 // 2
+    transfer = collective(A100, fitted(), RankGroup(8, 8), 2 * 4096 * 4096)
+    assert time.context == pytest.approx(micro_batches * 32 * 6 * transfer)
+    assert time.communication == time.context + time.reduction + time.gather
+
+
 def test_fp8_products_take_less_time_and_memory_where_a_device_has_them() -> None:
     """A product in fp8 takes half as long; rounding takes time in addition."""
     keys = ("parallel.tensor=1", "train.global_batch=64", "compile.enabled=true", "train.recompute=none")

@@ -80,6 +80,10 @@ def test_each_remedy_saves_what_it_says_and_the_best_stands_first() -> None:
             layout,
         ),
         "parallel.tensor=4 on 8 ranks": (chosen, Layout(8, tensor=4)),
+        "parallel.context=2 on 8 ranks": (
+            config(parallel={"tensor": 2, "context": 2}, optimizer={"zero": 0}),
+            Layout(8, tensor=2, context=2),
+        ),
     }
     saved = {name: now - expected_memory(*other).total for name, other in then.items()}
     expected = [f"{name} ({units.size(amount)} less)" for name, amount in sorted(saved.items(), key=lambda x: -x[1])]
@@ -101,7 +105,8 @@ def test_nothing_invalid_is_advised() -> None:
     refused = [one for one in said if one.startswith(("parallel.tensor", "parallel.sequence="))]
     assert not refused, "TP 8 does not divide 4 heads, and sequence is on already"
     assert not [one for one in said if one.startswith("parallel.pipeline=4")], "two layers are no four stages"
-    assert [one for one in said if one.startswith("parallel.pipeline=2 on 8 ranks")]
+    for valid in ("parallel.pipeline=2 on 8 ranks", "parallel.context=2 on 8 ranks"):
+        assert [one for one in said if one.startswith(valid)]
 
 
 def test_a_pipeline_is_advised_what_its_own_rank_saves() -> None:
@@ -126,7 +131,7 @@ def test_more_ranks_help_where_state_is_shared(zero: int) -> None:
 def test_it_never_leaves_the_user_without_advice() -> None:
     chosen = config(
         model={"num_attention_heads": 1, "num_key_value_heads": 1},
-        train={"global_batch": 1, "micro_batch": 1, "recompute": "full"},
+        train={"global_batch": 1, "micro_batch": 1, "sequence_length": 62, "recompute": "full"},
         precision={"mode": "bfloat16"},
     )
     assert remedies(chosen, Layout(1)) == ["a smaller model"]
