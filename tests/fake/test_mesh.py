@@ -39,26 +39,36 @@ def as_rank() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.parametrize("rank", [0, 7, 8, 517, 1023])
-@pytest.mark.parametrize(("tensor", "pipeline"), [(8, 1), (8, 4), (32, 8), (1, 1), (2, 512)])
-def test_axes_are_pipeline_data_tensor(tensor: int, pipeline: int, rank: int, as_rank: Callable[[int], None]) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "context", "pipeline"), [(8, 1, 1), (8, 4, 4), (32, 1, 8), (1, 16, 1), (1, 1, 1), (2, 1, 512)]
+)
+def test_axes_are_pipeline_data_context_tensor(
+    tensor: int, context: int, pipeline: int, rank: int, as_rank: Callable[[int], None]
+) -> None:
     as_rank(rank)
-    mesh = Mesh(tensor=tensor, pipeline=pipeline, device="cpu")
-    data = WORLD // (tensor * pipeline)
-    pp, dp, tp = rank // (data * tensor), rank // tensor % data, rank % tensor
+    mesh = Mesh(tensor=tensor, pipeline=pipeline, context=context, device="cpu")
+    data = WORLD // (tensor * context * pipeline)
+    inner = context * tensor
+    pp, dp, cp, tp = rank // (data * inner), rank // inner % data, rank // tensor % context, rank % tensor
     wanted = {
-        "tp": [(pp * data + dp) * tensor + i for i in range(tensor)],
-        "dp": [(pp * data + i) * tensor + tp for i in range(data)],
-        "pp": [(i * data + dp) * tensor + tp for i in range(pipeline)],
+        "tp": [(pp * data + dp) * inner + cp * tensor + i for i in range(tensor)],
+        "cp": [(pp * data + dp) * inner + i * tensor + tp for i in range(context)],
+        "dp": [(pp * data + i) * inner + cp * tensor + tp for i in range(data)],
+        "pp": [(i * data + dp) * inner + cp * tensor + tp for i in range(pipeline)],
+        "dp_cp": [pp * data * inner + i * tensor + tp for i in range(data * context)],
         "world": list(range(WORLD)),
     }
-    for group, place in zip(mesh.groups, (tp, dp, pp, rank), strict=True):
+    places = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "dp_cp": dp * context + cp, "world": rank}
+    for group in mesh.groups:
+        place = places[group.name]
         if group.size == 1:
             assert len(wanted[group.name]) == 1
             continue
         assert list(group.ranks) == wanted[group.name], f"{group.name} of rank {rank}"
         assert group.rank == place
     assert wanted["tp"] == list(range(rank - tp, rank - tp + tensor)), "TP ranks must be neighbours"
-    assert repr(mesh) == f"Mesh(pp={pipeline}, dp={data}, tp={tensor}, rank={rank}, cpu)"
+    shared = f"cp={context}, " if context > 1 else ""
+    assert repr(mesh) == f"Mesh(pp={pipeline}, dp={data}, {shared}tp={tensor}, rank={rank}, cpu)"
 
 
 def test_a_world_that_does_not_divide_is_refused(as_rank: Callable[[int], None]) -> None:

@@ -22,14 +22,14 @@ from shardwise.distributed.torch_private import graph_is_kept, has_data
 from shardwise.layers.arguments import refuse_unknown, sharing_group
 from shardwise.layers.chunks import loss_chunk_elements
 from shardwise.layers.part_products import (
-    add_weight_gradient_of_rows_,
     by_part,
     multiply_parts,
     row_sums,
     sum_of_products,
+    weight_gradient_of_rows,
 )
 from shardwise.layers.parts import sequence_parts
-from shardwise.layers.weight_gradients import gradient_to_add_to
+from shardwise.layers.weight_gradients import add_product_, adds_in_one_kernel, gradient_to_add_to
 
 IGNORE_INDEX = -100
 
@@ -267,6 +267,14 @@ def parallel_cross_entropy(
     return cast(Tensor, loss)
 
 
+def _add_weight_gradient_(dw_vH: Tensor, dlogits_Nv: Tensor, x_NH: Tensor, group: Group) -> None:
+    """Add the gradient of some tokens' losses by the head's weight."""
+    if group.grain is None and adds_in_one_kernel(dw_vH, dlogits_Nv):
+        add_product_(dw_vH, dlogits_Nv.t(), x_NH)
+    else:
+        dw_vH.add_(weight_gradient_of_rows(dlogits_Nv, x_NH, group.parts))
+
+
 def _rows_of_a_chunk(chunk_elements: int, weight_vH: Tensor, target_RSB: Tensor, group: Group) -> int:
     """Return the rows of each part of the sequence that a chunk of logits has."""
     width = weight_vH.shape[0] * (1 if group.grain is None else group.size)
@@ -326,7 +334,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if db is not None and dbias is not None:
                 db.add_(dbias)
             if dw is not None:
-                add_weight_gradient_of_rows_(dw, dlogits, flat, group)
+                _add_weight_gradient_(dw, dlogits, flat, group)
             if dx_RSBH is not None:
                 weight_PHv = weight_vH.unflatten(0, (count, -1)).transpose(1, 2)
                 dchunk = sum_of_products([by_part(dlogits, count)], [weight_PHv], count).view(chunk.shape)

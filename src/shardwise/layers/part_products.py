@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import has_data
 from shardwise.layers.matmul import (
     add_linear,
@@ -27,7 +26,6 @@ from shardwise.layers.matmul import (
     linear_into,
     weight_gradient,
 )
-from shardwise.layers.weight_gradients import add_product_, adds_in_one_kernel
 
 
 def fold(parts: Iterable[Tensor]) -> Tensor:
@@ -131,16 +129,6 @@ def weight_gradient_of_rows(dy: Tensor, x: Tensor, count: int) -> Tensor:
     if count == 1:
         return _weight_gradient(dy, x)
     return _in_fastest_form((_gradient_at_once, _rows_by_part), count, dy, x)
-
-
-def add_weight_gradient_of_rows_(total: Tensor, dy: Tensor, x: Tensor, group: Group) -> None:
-    """Add `dyᵀ x` to `total`, in one product if the group has no grain: dy `[T, P·w]`, x `[T, I]`, total `[P·w, I]`."""
-    if group.grain is None and adds_in_one_kernel(total, dy):
-        add_product_(total, dy.t(), x)
-    elif group.grain is None and dy.dtype == total.dtype:
-        add_weight_gradient_(total, dy, x)
-    else:
-        total.add_(weight_gradient_of_rows(dy, x, group.parts))
 
 
 def _gradient_at_once(_count: int, dy: Tensor, x: Tensor) -> Tensor:

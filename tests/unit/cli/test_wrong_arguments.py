@@ -99,8 +99,8 @@ def test_a_mistake_is_answered_by_what_was_meant(line: str, capsys: pytest.Captu
             "unknown option --data-parallel-size: the data-parallel degree is ",
         ),
         (
-            TRAIN + "--context-parallel-size 2",
-            "unknown option --context-parallel-size: there is no context ",
+            TRAIN + "--expert-parallel-size 2",
+            "unknown option --expert-parallel-size: there are no experts",
         ),
         (TRAIN + "parallel.data=2", "parallel.data: unknown key; the data-parallel degree is the number of ranks"),
         (TRAIN + "--zzz", "unknown option --zzz; `shardwise train --help` lists the options"),

@@ -197,8 +197,7 @@ KEYS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rows": (
         {"hooks": {"data": "package.module:Rows"}},
-        "data.packing (best_fit) must be cut with hooks.data (package.module:Rows), whose samples are rows of tokens "
-        "already",
+        "data.packing (best_fit) must be cut with hooks.data (package.module:Rows), whose samples are rows",
     ),
 }
 
