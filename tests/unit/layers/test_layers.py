@@ -12,7 +12,7 @@ from shardwise.base.errors import ArgumentError
 from shardwise.distributed import placement
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import Init
-from shardwise.layers import part_products
+from shardwise.layers import loss
 from shardwise.layers.dropout import Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
 from shardwise.layers.gated import Gate, gated
@@ -417,7 +417,7 @@ def test_the_loss_of_a_head_adds_products_to_the_gradient_of_its_weight(monkeypa
     target = torch.randint(11, (5, 3))
     gradients = []
     for adds in (False, True):
-        monkeypatch.setattr(part_products, "adds_in_one_kernel", lambda *_, adds=adds: adds)
+        monkeypatch.setattr(loss, "adds_in_one_kernel", lambda *_, adds=adds: adds)
         total = linear_cross_entropy(x, weight, target, group=Group(), chunk_elements=2 * 3 * 11)
         gradients.append(torch.autograd.grad(total, weight)[0])
     assert torch.equal(*gradients)
