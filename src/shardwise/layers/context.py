@@ -31,8 +31,7 @@ def runs_of_places(length: int, group: Group) -> tuple[range, ...]:
 
 def chunks_of_rank(x: Tensor, group: Group) -> Tensor:
     """Return this rank's tokens of all, `[S, …]` → `[S/C, …]`."""
-    chunks = x.chunk(2 * group.size)
-    return torch.cat((chunks[group.rank], chunks[2 * group.size - 1 - group.rank]))
+    return torch.cat([x[run.start : run.stop] for run in runs_of_places(len(x) // group.size, group)])
 
 
 def gather_chunks(x: Tensor, group: Group) -> Tensor:

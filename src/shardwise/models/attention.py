@@ -139,9 +139,8 @@ class AttentionCore(nn.Module):
         heads, rows, length = probabilities_BnSL.shape[1:]
         if places is None:
             places = torch.arange(rows, device=probabilities_BnSL.device)
-        heads_n1 = (
-            torch.arange(heads, device=places.device).unsqueeze(1) + key.shard(self.place) % self.group.size * heads
-        )
+        first_head = key.shard(self.place) % self.group.size * heads
+        heads_n1 = torch.arange(heads, device=places.device).unsqueeze(1) + first_head
         keep_RBL = key.keep((heads_n1 * length + places).flatten(), length, self.p, self.place)
         keep_BnSL = keep_RBL.unflatten(0, (heads, rows)).permute(2, 0, 1, 3)
         return scaled(probabilities_BnSL, keep_BnSL, self.p)

@@ -55,21 +55,13 @@ def define_attention_by_pieces() -> None:
         window: int | None,
         scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        results: tuple[Tensor, Tensor] = shapes(q, k, v, starts_SB, ends, window, scale)
+        results: tuple[Tensor, Tensor] = shapes(q)
         for segment in _segments(starts_SB, ends, window):
             _attend(segment, window, scale, (q, k, v), results)
         return results
 
     @attention.register_fake
-    def shapes(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts_SB: Tensor | None,
-        ends: Tensor,
-        window: int | None,
-        scale: float | None,
-    ) -> tuple[Tensor, Tensor]:
+    def shapes(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
         return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
 
     gradients = _define_gradients()
@@ -107,18 +99,7 @@ def _define_gradients() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @gradients.register_fake
-    def gradient_shapes(
-        dy: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        log_sums_QBn: Tensor,
-        starts_SB: Tensor | None,
-        ends: Tensor,
-        window: int | None,
-        scale: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradient_shapes(_dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, ...]:
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     return gradients

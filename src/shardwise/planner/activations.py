@@ -210,7 +210,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
     norms = 2 if model.norm_place == "both" else 1
     is_rotated = model.rotates(layer) and model.query_key_norm is None
-    rotated_keys = local.key_value if workload.layout.context == 1 else 0  # gathered again, and rotated before
+    rotated_keys = local.key_value if workload.layout.context == 1 else 0  # else keys are kept as before rotation
     return BlockActivations(
         saves_input=saves_input,
         attention=attention + norms * norm_bytes(workload),
