@@ -37,7 +37,7 @@ def train(cell: Cell, backend: str | None = None) -> Bits:
         torch._dynamo.reset()
         compilation = config.compile.model_copy(update={"enabled": True, "backend": backend})
         config = config.model_copy(update={"compile": compilation})
-    mesh = shared_mesh(cell.tensor, cell.pipeline, tuple(config.grains.items()))
+    mesh = shared_mesh(cell.tensor, cell.pipeline, tuple(config.grains.items()), cell.context)
     data = make_data(config.model.vocab_size, samples=64, pairs="nsp" in config.model.objectives)
     trainer = build_trainer(config, mesh, data)
     records = [trainer.step() for _ in range(STEPS)]
@@ -48,7 +48,7 @@ def train(cell: Cell, backend: str | None = None) -> Bits:
         [(record.grad_norm, record.param_norm) for record in records],
         trainer.evaluate(),
     )
-    if mesh.dp.rank == mesh.tp.rank == 0:
+    if mesh.replicas.rank == mesh.tp.rank == 0:
         bits.weights = {name: weight.cpu() for name, weight in weights.items()}
     trainer.feed.close()
     return bits

@@ -62,7 +62,7 @@ class Cell:
         family: of FAMILIES or FACTS. variant: whether it is that of VARIANTS.
         documents: documents end within samples, and see nothing of each other. uneven: samples count differently many
             targets.
-        bitwise: with `train.bitwise`. data_grain: `train.data_grain`.
+        bitwise: with `train.bitwise`. data_grain: `train.data_grain`. context_grain: `parallel.context_grain`.
         schedule: of the pipeline, where there is one.
         dropout: with masks that do not depend on the layout.
         regathers: with `parallel.sequence_regather`.
@@ -76,6 +76,7 @@ class Cell:
     uneven: bool = False
     bitwise: bool = False
     data_grain: int | None = None
+    context_grain: int | None = None
     schedule: str = "none"
     pipeline: int = 1
     tensor: int = 1
@@ -142,7 +143,7 @@ class Cell:
         ]
         said += [self.recompute if self.recompute != "none" else "", self.mode if self.mode != "float32" else ""]
         said.append(self.matmul or "")
-        flags = ("regathers", "dropout", "documents", "uneven", "stages", "bitwise", "data_grain")
+        flags = ("regathers", "dropout", "documents", "uneven", "stages", "bitwise", "data_grain", "context_grain")
         said += [flag for flag in flags if getattr(self, flag)]
         return "-".join(word for word in said if word)
 
@@ -340,7 +341,8 @@ def configuration(cell: Cell) -> Config:
             "tensor_overlap": cell.overlap,
             "sequence_regather": cell.regathers,
             "vocab_multiple": cell.vocab_multiple,
-            "grain": GRAIN,
+            "grain": GRAIN // (cell.context_grain or 1),
+            "context_grain": cell.context_grain,
         }
         | ({"pipeline": cell.pipeline, "schedule": cell.schedule, "stages": cell.stages} if cell.pipeline > 1 else {}),
         train={

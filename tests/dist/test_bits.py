@@ -36,7 +36,19 @@ CELLS = (
     replace(OLMO2, tensor=2, sequence=True, data=2, recompute="full"),
     replace(GEMMA3, tensor=2, sequence=True, data=2, recompute="selective"),
 )
-
+SHARED = tuple(
+    replace(cell, context_grain=grain)
+    for cell, grain in (
+        (replace(LLAMA, context=2, tensor=2, sequence=True, zero=1), 4),
+        (replace(LLAMA, context=4, zero=3), 4),
+        (replace(DOCUMENTS, context=2, data=2, zero=2, recompute="selective"), 2),
+        (replace(GPT, context=2, tensor=2, recompute="full"), 2),
+        (replace(GPT_NEOX, schedule="zbv", pipeline=2, context=2, layers=4), 4),
+        (replace(GEMMA3, context=2, tensor=2, sequence=True), 4),
+        (replace(OLMO2, tensor=4), 2),
+    )
+)
+"""With context parallelism, or parts for it."""
 GROUPS = replace(LLAMA, data_grain=4, layers=4, batch=16)
 """Groups of two micro-batches each, of which a data-parallel rank has several."""
 SCHEDULED = (
@@ -65,7 +77,7 @@ def compare(everyone: list[Bits], one: Bits) -> None:
 
 
 OFTEN = {CELLS[3], CELLS[5], CELLS[9], SCHEDULED[2]}
-TRAININGS = [pytest.param(cell, marks=() if cell in OFTEN else pytest.mark.slow) for cell in CELLS + SCHEDULED]
+TRAININGS = [pytest.param(cell, marks=() if cell in OFTEN else pytest.mark.slow) for cell in CELLS + SHARED + SCHEDULED]
 
 
 @pytest.mark.parametrize("cell", TRAININGS, ids=lambda cell: cell.name)
@@ -78,7 +90,9 @@ def others(count: int) -> list[Cell]:
     cells = [cell for cell in sweep(4 * count) if cell.world == RANKS][:count]
     modes = itertools.cycle(("float32", "mixed", "bfloat16"))
     fixed = {"bitwise": True, "overlap": None, "uneven": False, "batch": 16}
-    return [replace(cell, **fixed, mode=mode) for cell, mode in zip(cells, modes, strict=False)]
+    grains = [2 * cell.context if cell.context > 1 else None for cell in cells]
+    drawn = zip(cells, modes, grains, strict=False)
+    return [replace(cell, **fixed, mode=mode, context_grain=grain) for cell, mode, grain in drawn]
 
 
 @pytest.mark.slow

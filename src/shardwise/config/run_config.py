@@ -86,7 +86,8 @@ class Config(Section):
         """The parts of every sum over the ranks of an axis, by its short name; empty where any order is right."""
         if not self.train.bitwise:
             return {}
-        return {"tp": self.parallel.grain, "dp": self.train.gradient_groups}
+        parallel = self.parallel
+        return {"tp": parallel.grain, "cp": parallel.sequence_parts, "dp": self.train.gradient_groups}
 
     @property
     def splits_backward(self) -> bool:

@@ -172,7 +172,13 @@ class ParallelConfig(Section):
         "cuts are computed, at any layout; a power of two that the tensor-parallel degree divides; no effect "
         "without train.bitwise",
     )
-
+    context_grain: int | None = Field(
+        default=None,
+        gt=0,
+        description="with train.bitwise: number of parts in which sums over the tokens of a sample are computed, at "
+        "any layout; a power of two that parallel.context divides; null = parallel.context; no effect without "
+        "train.bitwise",
+    )
     replicate: int = Field(
         default=1,
         gt=0,
@@ -189,6 +195,11 @@ class ParallelConfig(Section):
     def degrees(self) -> dict[str, Any]:
         """The degrees, as arguments of `Mesh`."""
         return {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
+
+    @property
+    def sequence_parts(self) -> int:
+        """The resolved `context_grain`."""
+        return self.context if self.context_grain is None else self.context_grain
 
     @property
     def keys_text(self) -> str:

@@ -12,8 +12,8 @@ from shardwise.config.run_config import Config
 from shardwise.config.sections import gradient_groups
 
 KEYS_OF_BITS = (
-    "train.micro_batch", "train.data_grain", "train.threads", "parallel.grain", "parallel.vocab_multiple",
-    "compile.enabled",
+    "train.micro_batch", "train.data_grain", "train.threads", "parallel.grain", "parallel.context_grain",
+    "parallel.vocab_multiple", "compile.enabled",
 )  # fmt: skip
 """Keys that a run with `train.bitwise` keeps: the shapes and the order of its sums follow from them."""
 
@@ -21,18 +21,23 @@ KEYS_OF_BITS = (
 def keys_of_bits(then: Mapping[str, Any], now: Mapping[str, Any]) -> Sequence[str]:
     """Return the `KEYS_OF_BITS` that must stay, from the values of a run and of its continuation by key.
 
-    None must if one of the two has no `train.bitwise`. A data grain may be written that the run has by default.
+    None must if one of the two has no `train.bitwise`. A grain may be written that the run has by default.
     """
     if not (then.get("train.bitwise") is True and now.get("train.bitwise") is True):
         return ()
-    if _data_grain(then) == _data_grain(now):
-        return [key for key in KEYS_OF_BITS if key != "train.data_grain"]
-    return KEYS_OF_BITS
+    grains = {"train.data_grain": _data_grain, "parallel.context_grain": _context_grain}
+    equal = {key for key, resolved in grains.items() if resolved(then) == resolved(now)}
+    return [key for key in KEYS_OF_BITS if key not in equal]
 
 
 def _data_grain(values: Mapping[str, Any]) -> int:
     micro_batches = values["train.global_batch"] // values["train.micro_batch"]
     return gradient_groups(values["train.data_grain"], micro_batches)
+
+
+def _context_grain(values: Mapping[str, Any]) -> int:
+    # A run of an earlier version has neither key.
+    return values.get("parallel.context_grain") or values.get("parallel.context") or 1
 
 
 def tensor_problems(config: Config, sequence: bool) -> list[str]:
@@ -59,9 +64,11 @@ FP8_MULTIPLE = 16
 def context_problems(config: Config, sequence: bool) -> list[str]:
     """Return why samples cannot be shared by `parallel.context` ranks; `sequence`: tensor parallelism cuts them too."""
     context = config.parallel.context
-    if context == 1:
+    cuts = config.parallel.sequence_parts if config.train.bitwise else context
+    if cuts == 1:
         return []
-    named = f"parallel.context ({context}) must be 1 with"
+    named = f"parallel.context ({context})" if context > 1 else f"parallel.context_grain ({cuts})"
+    named += " must be 1 with"
     family = config.model.family
     if config.shapes is None:
         return [f"{named} model.family {family}, a model of your own, whose attention reads the keys of its rank alone"]
@@ -70,14 +77,18 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
             f"{named} model.family {family}, whose tokens attend to later ones: set parallel.tensor={context} instead"
         ]
     problems = []
-    if config.train.bitwise:
-        problems.append(f"{named} train.bitwise (true): sums over the tokens of a sample would depend on the layout")
     if config.precision.matmul is not None:
         problems.append(f"{named} precision.matmul ({config.precision.matmul}): each rank would scale its own tokens")
-    parts = 2 * context * (config.parallel.tensor if sequence else 1)
     length = config.train.sequence_length
+    parts = 2 * context * (config.parallel.tensor if sequence else 1)
+    factors = "2 × parallel.context × parallel.tensor" if sequence else "2 × parallel.context"
+    if config.train.bitwise:
+        # Parts are cut over tensor-parallel ranks, and halves of them are chunks.
+        parts = cuts * max(config.parallel.grain, 2)
+        factors = (
+            "parallel.context_grain × parallel.grain" if config.parallel.grain > 1 else "2 × parallel.context_grain"
+        )
     if length % parts:
-        factors = "2 × parallel.context × parallel.tensor" if sequence else "2 × parallel.context"
         near = listing(nearest_multiples(length, parts), "or")
         problems.append(f"train.sequence_length ({length}) must be a multiple of {factors} ({parts}): nearest {near}")
     return problems
@@ -130,6 +141,13 @@ def bitwise_problems(config: Config, layout: Layout) -> list[str]:
             f"parallel.grain ({parallel.grain}) must {reason} with train.bitwise (true): set parallel.grain={valid[-1]}"
             for reason in misfits
         ]
+    cuts = parallel.sequence_parts
+    problems += _grain_problems("parallel.context_grain", cuts, "parallel.context", layout.context)
+    if cuts > 1 and config.compile.enabled:
+        problems.append(
+            f"compile.enabled (true) must be false with parallel.context_grain ({cuts}): compiled blocks take all "
+            "tokens of a rank at once"
+        )
     groups = train.gradient_groups
     problems += _grain_problems("train.data_grain", groups, "the data-parallel degree", layout.data)
     if train.micro_batches % groups and _is_power_of_two(groups):

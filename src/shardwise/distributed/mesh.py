@@ -312,7 +312,8 @@ class Mesh:
         pipeline: pipeline degree PP. The data-parallel degree is world / (TP × CP × PP).
         context: context-parallel degree CP: ranks that share the tokens of a sample.
         device: device on which this rank computes; default: the accelerator at `LOCAL_RANK`, or the CPU.
-        grains: number of parts of every sum over the ranks of an axis, by its short name (`Group.grain`): `tp`, `dp`.
+        grains: number of parts of every sum over the ranks of an axis (`Group.grain`), by its short name: `tp`, `cp`,
+            `dp`.
 
     Attributes:
         tp, cp, dp, pp: the groups of this rank along each axis.
@@ -377,7 +378,9 @@ class Mesh:
         if name in (self.dp.name, self.cp.name):
             return self.dp if name == self.dp.name else self.cp
         # In a stage, ranks with the same place along the tensor-parallel axis.
-        return Group(_new_group(list(self.stage.ranks[self.tp.rank :: self.tp.size])), name=name)
+        ranks = list(self.stage.ranks[self.tp.rank :: self.tp.size])
+        grain = self.dp.grain and self.dp.grain * self.cp.size
+        return Group(_new_group(ranks), name=name, grain=grain)
 
     @property
     def stage(self) -> Group:

@@ -3,6 +3,9 @@
 A sequence of S tokens is cut into 2C chunks for C ranks. Rank r has the chunks r and 2C-1-r, one from the head and one
 from the tail, so that all ranks have equally many pairs of a query and an earlier key. A rank's S/C tokens are those of
 its two chunks, one after the other. Queries stay on their rank; keys and values of all ranks are gathered.
+
+A group with a grain of G cuts the sequence for G ranks, whatever their number: each of C ranks has the tokens of G/C
+neighbouring ones, its parts.
 """
 
 from __future__ import annotations
@@ -17,16 +20,18 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 
 
-def places_of(rows: Tensor, length: int, rank: int | Tensor, ranks: int) -> Tensor:
-    """Return the places in the sequence of some of a rank's `length` tokens, given by their rows on the rank."""
-    half = length // 2
-    return rows + torch.where(rows < half, rank * half, (2 * ranks - 2 - rank) * half)
+def cuts_samples(group: Group) -> bool:
+    """Return whether ranks of a group, or the parts of one rank, have a part of each sample."""
+    return group.size * group.parts > 1
 
 
 def runs_of_places(length: int, group: Group) -> tuple[range, ...]:
-    """Return the places in the sequence of this rank's two chunks, which have `length` tokens in all."""
-    half = length // 2
-    return tuple(range(chunk * half, (chunk + 1) * half) for chunk in (group.rank, 2 * group.size - 1 - group.rank))
+    """Return the places in the sequence of this rank's chunks, which have `length` tokens in all, two for each part."""
+    size = length // (2 * group.parts)
+    cuts = group.size * group.parts
+    parts = range(group.rank * group.parts, (group.rank + 1) * group.parts)
+    chunks = (chunk for part in parts for chunk in (part, 2 * cuts - 1 - part))
+    return tuple(range(chunk * size, (chunk + 1) * size) for chunk in chunks)
 
 
 def chunks_of_rank(x: Tensor, group: Group) -> Tensor:
@@ -48,13 +53,13 @@ class _GatherChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        by_rank = collectives.all_gather(x, group).chunk(2 * group.size)
-        return torch.cat((*by_rank[::2], *by_rank[:0:-2]))
+        by_part = collectives.all_gather(x, group).chunk(2 * group.size * group.parts)
+        return torch.cat((*by_part[::2], *by_part[:0:-2]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ranks = ctx.group.size
-        chunks = grads[0].chunk(2 * ranks)
-        by_rank = [chunks[number] for rank in range(ranks) for number in (rank, 2 * ranks - 1 - rank)]
-        return collectives.reduce_scatter(torch.cat(by_rank), ctx.group), None
+        cuts = ctx.group.size * ctx.group.parts
+        chunks = grads[0].chunk(2 * cuts)
+        by_part = [chunks[number] for part in range(cuts) for number in (part, 2 * cuts - 1 - part)]
+        return collectives.reduce_scatter(torch.cat(by_part), ctx.group), None

@@ -26,7 +26,6 @@ from shardwise.distributed.mesh import Group, Ranks
 from shardwise.distributed.random_bits import INCREMENT, hashed, mixed
 from shardwise.layers.arguments import sharing_group
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
-from shardwise.layers.context import places_of
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,11 @@ class _Masks:
 
     Attributes:
         samples_B: `[B]`, number of each sample in the run, on the model's device.
+        places_S: places of the tokens in the sequence, where context parallelism cuts it; None: 0, 1, …
     """
 
     samples_B: Tensor
+    places_S: Tensor | None
 
     def keep(self, rows: Tensor, width: int, p: float, place: Place, columns: Tensor | None = None) -> Tensor:
         """Draw the elements that stay (`invariant` mode), each with probability 1 - p: booleans `[R, B, width]`.
@@ -91,6 +92,7 @@ class DropoutKey(_Masks):
         samples_B: `[B]`, number of each sample in the run, on the model's device.
         first_sample: first of these numbers, on the host.
         mode: `fast` or `invariant`, see docs/dropout-and-recompute.md.
+        places_S: as in the other keys.
     """
 
     seed: int
@@ -98,6 +100,7 @@ class DropoutKey(_Masks):
     samples_B: Tensor
     first_sample: int
     mode: DropoutMode = "fast"
+    places_S: Tensor | None = None
 
     def number(self, *place: int) -> int:
         """Return a 63-bit hash of the key's seed and step and of a place in the model."""
@@ -142,6 +145,7 @@ class DropoutKey(_Masks):
             self.mode,
             devices.to_device(torch.tensor(numbers), device_of_numbers),
             devices.to_device(torch.tensor(shards), device),
+            self.places_S,
         )
 
 
@@ -158,12 +162,14 @@ class BlockKey(_Masks):
         mode: `fast` or `invariant`.
         numbers: `[SITES]`, seeds of generators, on the host (`fast` mode), or numbers of streams.
         shards: `[SITES]`, number of the part of the activation that this rank has.
+        places_S: as in the other keys.
     """
 
     samples_B: Tensor
     mode: DropoutMode
     numbers: Tensor
     shards: Tensor
+    places_S: Tensor | None
 
     def stream(self, place: Place, device: torch.device) -> Tensor:
         return self.numbers[place.site]
@@ -238,7 +244,6 @@ class Dropout(nn.Module):
         group = sharing_group(type(self).__name__, group, needed=is_cut)
         self._shards = group.size if is_cut else 1
         self._is_width_cut = input_is_parallel
-        self._contexts = 1 if context_group is None else context_group.size
         context_rank = 0 if context_group is None else context_group.rank
         self.place = Place(layer, site, context_rank * self._shards + (group.rank if is_cut else 0))
 
@@ -250,17 +255,15 @@ class Dropout(nn.Module):
         # Rows and columns are numbered as in the whole activation, so that the mask does not depend on the layout.
         rows = torch.arange(x.shape[0], device=x.device)
         columns = torch.arange(x.shape[-1], device=x.device)
-        shard = key.shard(self.place)
+        shard = key.shard(self.place) % self._shards
         width = x.shape[-1]
-        length = x.shape[0]
         if self._is_width_cut:
-            columns += shard % self._shards * width
+            columns += shard * width
             width *= self._shards
         else:
-            rows += shard % self._shards * length
-            length *= self._shards
-        if self._contexts > 1:
-            rows = places_of(rows, length, shard // self._shards, self._contexts)
+            rows += shard * x.shape[0]
+        if key.places_S is not None:
+            rows = key.places_S[rows]
         keep = key.keep(rows, width, self.p, self.place, columns)
         return scaled(x, keep, self.p)
 

@@ -6,6 +6,7 @@ Shapes per rank, g = group size: S sequence, B batch, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.distributed import collectives, placement
+from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import call_forward_hooks, call_forward_pre_hooks, has_data
 from shardwise.layers.arguments import by_name
@@ -22,6 +24,7 @@ from shardwise.layers.loss import IGNORE_INDEX, VocabularyShard, chunk_losses, l
 from shardwise.layers.matmul import linear
 from shardwise.layers.part_products import multiply_parts
 from shardwise.layers.parts import Section, apply_by_sequence_part, column_products
+from shardwise.layers.replicated import SequenceParts
 
 _POSITIONAL = ("max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 """Arguments of torch's and neuronx-distributed's embeddings after `padding_idx`."""
@@ -45,7 +48,14 @@ class ParallelEmbedding(placement.PlacedModule):
         sequence_parallel_enabled: true if the sequence is cut over the group between layers.
         name: canonical name of the layer, without `.weight`.
         options: see `LayerOptions`.
+
+    Attributes:
+        context_group: the ranks that share each sample in training; None: each rank has whole ones.
+        shares_samples: as in `models/causal.py`.
     """
+
+    context_group: Group | None = None
+    shares_samples: bool = True
 
     def __init__(
         self,
@@ -72,6 +82,9 @@ class ParallelEmbedding(placement.PlacedModule):
         self.weight = maker.parameter((rows, embedding_dim), piece)
 
     def forward(self, ids: Tensor) -> Tensor:
+        return _by_sequence_part(self, self._rows, ids)
+
+    def _rows(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(ids, self.weight, self.padding_idx)
         self._check(ids)
@@ -102,6 +115,16 @@ class ParallelEmbedding(placement.PlacedModule):
         return f"{self.num_embeddings} rows, weight={tuple(self.weight.shape)} of {self.group}"
 
 
+def _by_sequence_part(
+    layer: ParallelEmbedding | ReplicatedEmbedding, rows: Callable[[Tensor], Tensor], ids: Tensor
+) -> Tensor:
+    """Return the rows of ids, part by part where the ranks that share samples have several."""
+    group = layer.context_group
+    if group is None or not (group.has_parts and layer.shares_samples):
+        return rows(ids)
+    return SequenceParts(layer, group).joined(rows, ids)
+
+
 class ReplicatedEmbedding(placement.PlacedModule):
     """A small embedding table, whole on every rank: positions, token types.
 
@@ -115,7 +138,13 @@ class ReplicatedEmbedding(placement.PlacedModule):
         sequence_parallel_enabled: true if the sequence is cut over the group between layers.
         name: canonical name of the layer, without `.weight`.
         options: see `LayerOptions`.
+
+    Attributes:
+        context_group, shares_samples: as in `ParallelEmbedding`.
     """
+
+    context_group: Group | None = None
+    shares_samples: bool = True
 
     def __init__(
         self,
@@ -138,6 +167,9 @@ class ReplicatedEmbedding(placement.PlacedModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids `[S, …]`, equal on every rank → `[S, …, H]`, or this rank's `[S/g, …, H]` with sequence parallelism."""
+        return _by_sequence_part(self, self._rows, ids)
+
+    def _rows(self, ids: Tensor) -> Tensor:
         if self.sequence_parallel_enabled:
             # Ids have no gradient, so this is a slice, and no rank sends anything.
             ids = collectives.split_sequence(ids, self.group)
@@ -282,19 +314,37 @@ class ParallelLMHead(placement.PlacedModule):
         ids_by_rank = collectives.all_gather(ids.unsqueeze(0), self.group)
         return ids_by_rank.gather(0, by_rank.argmax(dim=0, keepdim=True))[0]
 
-    def loss(self, x: Tensor, targets_SB: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    def loss(
+        self,
+        x: Tensor,
+        targets_SB: Tensor,
+        *,
+        ignore_index: int = IGNORE_INDEX,
+        context_group: Group | None = None,
+    ) -> Tensor:
         """Return the sum of the tokens' cross-entropies, computed chunk by chunk: a float32 scalar.
 
         Args:
             x: input of the forward pass.
             targets_SB: `[S, B]`, whole on every rank.
             ignore_index: value of targets that have loss 0 and gradient 0.
+            context_group: the ranks that share each sample; the loss is that of this rank's tokens.
         """
         if self.own_loss is not None:
             return self.own_loss(self(x).float(), targets_SB)
         # Hooks that wait for gathered parameters run when a module is called, and this is no call.
         call_forward_pre_hooks(self)
-        loss = linear_cross_entropy(
+        if context_group is not None and context_group.has_parts:
+            parts = SequenceParts(self, context_group, {"weight": self._used_weight})
+            loss = parts.summed(partial(self._loss, ignore_index=ignore_index), x, targets_SB)
+        else:
+            loss = self._loss(x, targets_SB, ignore_index=ignore_index)
+        # Its backward pass needs no weight: the gradients are computed already.
+        call_forward_hooks(self)
+        return loss
+
+    def _loss(self, x: Tensor, targets_SB: Tensor, *, ignore_index: int) -> Tensor:
+        return linear_cross_entropy(
             x,
             self._used_weight,
             targets_SB,
@@ -305,6 +355,3 @@ class ParallelLMHead(placement.PlacedModule):
             bias=self.bias,
             losses=self.chunk_losses,
         )
-        # Its backward pass needs no weight: the gradients are computed already.
-        call_forward_hooks(self)
-        return loss

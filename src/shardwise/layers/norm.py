@@ -257,6 +257,9 @@ class QueryKeyNorm(placement.PlacedModule):
         self.over = over
         self.query_weight = self._weight(maker, names[0], sizes[0], head_dim)
         self.key_weight = self._weight(maker, names[1], sizes[1], head_dim)
+        # The ranks with the same weights of queries, and of keys. A view of a weight has no record of them.
+        weights = (self.query_weight, self.key_weight)
+        self._copies = [of_or_whole(weight).pieces[0].copies for weight in weights]
 
     def _weight(self, maker: ParameterMaker, name: str, size: int, head_dim: int) -> nn.Parameter:
         """Make the weight of the queries or of the keys."""
@@ -306,15 +309,16 @@ class QueryKeyNorm(placement.PlacedModule):
             inverses.append((total / elements + self.eps).rsqrt())
         # Each rank uses the inverse for its own heads: its gradient is summed before it is multiplied any further.
         query_inverse, key_inverse = collectives.copy_to_group(torch.stack(inverses), self.group)
-        return self._scale(query, self.query_weight, query_inverse), self._scale(key, self.key_weight, key_inverse)
+        query_copies, key_copies = self._copies
+        query = self._scale(query, self.query_weight, query_inverse, query_copies)
+        return query, self._scale(key, self.key_weight, key_inverse, key_copies)
 
     def _sum_of_squares(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         norms = torch.linalg.vector_norm(x.unflatten(-1, (self.group.parts, -1)), dim=-1, dtype=dtype)
         return collectives.tree_sum(norms.square().movedim(-1, 0))
 
-    def _scale(self, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    def _scale(self, x: Tensor, weight: Tensor, inverse: Tensor, copies: Group) -> Tensor:
         """Multiply x by `inverse`, 1 / the root mean square of all heads, and by the weight."""
-        copies = of_or_whole(weight).pieces[0].copies
         section = Section(len(weight), x.shape[-1] // len(weight), copies if self.group.grain is not None else Group())
         return cast(Tensor, _Scale.apply(x, weight, inverse, section, self.group.parts))  # type: ignore[no-untyped-call]
 

@@ -1,22 +1,29 @@
-"""Replicated parameters that meet only a part of the activations on each rank, in a bit-equal training.
+"""Parameters that meet only a part of the activations on each rank, in a bit-equal training.
 
 Their gradients are complete after each micro-batch: the sum over the parts of a rank, then over the ranks. Inside of
 `ReplicatedParameters.forward_pass` the ranks sum those of all layers at once, when the backward pass ends.
+
+Small replicated parameters meet a part of the sequence where tensor parallelism cuts it (`part_views`). All parameters
+do so with context parallelism (`SequenceParts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _Kind = tuple[Group | None, int, torch.dtype]
 """The ranks over which gradients are summed, the parts of each rank, and the parameters' dtype."""
@@ -67,7 +74,8 @@ def part_views(parameter: Tensor, count: int, ranks: Group | None) -> tuple[Tens
     """
     kind = (ranks, count, parameter.dtype)
     current = None if torch.compiler.is_compiling() else _current.get()
-    if current is None or not parameter.requires_grad:
+    # A view of this pass is none of the parameters of the next one.
+    if current is None or not (parameter.requires_grad and parameter.is_leaf):
         return _views_of_all([parameter], kind)[parameter]
     # Without communication a function for all would only let their gradients come last.
     if ranks is not None and ranks.size > 1:
@@ -105,3 +113,71 @@ class _PartViews(torch.autograd.Function):
             summed = collectives.all_reduce_(flat, ctx.ranks).split([total.numel() for total in totals])
             totals = [part.view_as(total) for part, total in zip(summed, totals, strict=True)]
         return None, None, *totals
+
+
+class SequenceParts:
+    """Calls functions of a module for each part of a rank's tokens, with views of the module's parameters.
+
+    With context parallelism of C ranks and a grain of G, each part has the tokens and the shapes of one of G ranks.
+    The gradient of a parameter is the sum of the views' over the parts, then over the C ranks, in the order of
+    `collectives.tree_sum`. The first rank alone has it, and the others have 0, as the optimizer adds those of all.
+
+    Args:
+        module: its parameters must be gathered.
+        group: the ranks of context parallelism.
+        parameters: those of the module, by name; None: all.
+    """
+
+    def __init__(self, module: nn.Module, group: Group, parameters: Mapping[str, Tensor] | None = None) -> None:
+        self.count = group.parts
+        self._caller = _Caller(module)
+        named = dict(module.named_parameters()) if parameters is None else parameters
+        self._views: list[dict[str, Tensor]] = [{} for _ in range(self.count)]
+        for name, parameter in named.items():
+            views = cast(tuple[Tensor, ...], _CompleteOnFirst.apply(parameter, group))  # type: ignore[no-untyped-call]
+            for of_part, view in zip(self._views, views, strict=True):
+                of_part[f"module.{name}"] = view
+
+    def call(self, part: int, function: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:
+        """Return `function(*arguments, **options)`, a method of the module, with the views of a part."""
+        return cast(
+            _R, functional_call(self._caller, self._views[part], (function, *arguments), options, tie_weights=False)
+        )
+
+    def joined(self, function: Callable[..., Tensor], *by_row: Tensor) -> Tensor:
+        """Return `function` of each part of tensors whose rows are tokens, one after the other."""
+        parts = zip(*(x.chunk(self.count) for x in by_row), strict=True)
+        return torch.cat([self.call(number, function, *part) for number, part in enumerate(parts)])
+
+    def summed(self, function: Callable[..., Tensor], *by_row: Tensor) -> Tensor:
+        """Return the sum of `function` of each part, in the order of `collectives.tree_sum`."""
+        parts = zip(*(x.chunk(self.count) for x in by_row), strict=True)
+        return collectives.tree_sum(
+            torch.stack([self.call(number, function, *part) for number, part in enumerate(parts)])
+        )
+
+
+class _Caller(nn.Module):
+    """Lets `functional_call` call any function."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:
+        return function(*arguments, **options)
+
+
+class _CompleteOnFirst(torch.autograd.Function):
+    """Gives a view of a parameter for each part; the sum of their gradients over all ranks goes to the first rank."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, group: Group) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(parameter.view_as(parameter) for _ in range(group.parts))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = collectives.all_reduce_(collectives.tree_sum(torch.stack(grads)), ctx.group)
+        return total if ctx.group.rank == 0 else total.zero_(), None

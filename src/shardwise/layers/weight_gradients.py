@@ -149,9 +149,9 @@ def add_or_return(weight: Tensor, dy_TO: Tensor, x_TI: Tensor) -> Tensor | None:
 
 def gradient_to_add_to(weight: Tensor) -> Tensor | None:
     """Return the float32 gradient of a weight if a backward pass adds to it by itself, or None."""
-    total = weight.grad
-    is_in_place = getattr(weight, "products_add", None) == "in place"
-    return total if is_in_place and total is not None and total.dtype == torch.float32 else None
+    # Views of a weight have no gradient, and torch warns of each question for it.
+    total = weight.grad if getattr(weight, "products_add", None) == "in place" else None
+    return total if total is not None and total.dtype == torch.float32 else None
 
 
 def adds_in_one_kernel(total: Tensor, a: Tensor) -> bool:

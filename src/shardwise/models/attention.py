@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from shardwise.layers.linear import LinearOptions, RowParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
 from shardwise.layers.parts import head_products
 from shardwise.layers.recompute import Recomputed, can_drop, dropping
+from shardwise.layers.replicated import part_views
 from shardwise.models.attention_pieces import attention_by_pieces
 from shardwise.models.blocks import ATTENTION, Context, LayerFactory
 from shardwise.models.masks import Mask, PiecesMask
@@ -60,10 +61,10 @@ class AttentionCore(nn.Module):
         key = context.dropout if self.p else None
         if self.recompute and torch.is_grad_enabled() and not self._is_fused(q, k, v, mask, key):
             # Masks of dropout depend on the context's key alone: no generator's state must be kept for them.
-            arguments = (q, k, v, mask, key, context.places)
+            arguments = (q, k, v, mask, key)
             out: Tensor = checkpoint(self._attend, *arguments, use_reentrant=False, preserve_rng_state=False)
             return out
-        return self._attend(q, k, v, mask, key, context.places)
+        return self._attend(q, k, v, mask, key)
 
     def _is_fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, key: AnyKey | None) -> bool:
         """Return whether one kernel computes it and keeps its inputs, its output and the logarithms of sums alone."""
@@ -87,9 +88,7 @@ class AttentionCore(nn.Module):
         is_in_kernel = isinstance(key, DropoutKey) and key.mode == "fast" and q.device.type != "cpu"
         return self.p > 0 and key is not None and not is_in_kernel
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, key: AnyKey | None, places: Tensor | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, key: AnyKey | None) -> Tensor:
         if isinstance(mask, PiecesMask):
             return attention_by_pieces(q, k, v, mask, self.scale).flatten(2)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
@@ -108,12 +107,10 @@ class AttentionCore(nn.Module):
                     q, k, v, mask, self.p, is_causal=causal, scale=self.scale, enable_gqa=is_grouped
                 )
         else:
-            out = self._step_by_step(q, k, v, mask, key, places)
+            out = self._step_by_step(q, k, v, mask, key)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _step_by_step(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: AnyKey, places: Tensor | None
-    ) -> Tensor:
+    def _step_by_step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: AnyKey) -> Tensor:
         copies = q.shape[1] // k.shape[1]
         if copies > 1:
             k = k.repeat_interleave(copies, dim=1)
@@ -130,13 +127,14 @@ class AttentionCore(nn.Module):
             scores = scores.masked_fill(~mask, float("-inf"))
         # In float32, as the fused kernels do: a sum of many bfloat16 terms would lose digits.
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        return head_products(self._drop(probabilities, key, places), v, self.group)
+        return head_products(self._drop(probabilities, key), v, self.group)
 
-    def _drop(self, probabilities_BnSL: Tensor, key: AnyKey, places: Tensor | None) -> Tensor:
+    def _drop(self, probabilities_BnSL: Tensor, key: AnyKey) -> Tensor:
         if key.mode == "fast":
             return key.dropped(probabilities_BnSL, self.p, self.place)
         # Rows are numbered over the heads of all ranks, so that the mask of a head does not depend on the layout.
         heads, rows, length = probabilities_BnSL.shape[1:]
+        places = key.places_S
         if places is None:
             places = torch.arange(rows, device=probabilities_BnSL.device)
         first_head = key.shard(self.place) % self.group.size * heads
@@ -226,11 +224,15 @@ class Attention(nn.Module):
         q, k, v = (part.view(*part.shape[:-1], -1, self.head_dim) for part in self.qkv(x))
         return q, k, v
 
-    def inner(self, x: Tensor, context: Context) -> Tensor:
-        """Return the input of the output projection: `[S, B, n·d]`."""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, normalised if there is a norm: each `[S, B, heads, d]`."""
         q, k, v = self.heads(x)
         if self.norm is not None:
             q, k = self.norm(q, k)
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """Return the input of the output projection, `[S, B, n·d]`, of q, k and v as `project` gives them."""
         tables = None
         if self.rotates:
             tables = [table.to(q.dtype) for table in context.rotary_tables[self.core.window]]
@@ -240,7 +242,7 @@ class Attention(nn.Module):
             return x if tables is None else rotate(x, *tables)
 
         def of_all_tokens(x: Tensor) -> Tensor:
-            return x if context.places is None else gather_chunks(x, self.core.context_group)
+            return gather_chunks(x, self.core.context_group) if context.is_cut else x
 
         def made(function: Callable[[Tensor], Tensor], x: Tensor, *, drops: bool) -> Tensor:
             if not (drops and context.cache is None and can_drop(x)):
@@ -248,20 +250,18 @@ class Attention(nn.Module):
             sources.append(Recomputed(function, x))
             return sources[-1].result
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out: Tensor = self.core(rotated(q), of_all_tokens(rotated(k)), of_all_tokens(v), context)
             return out
 
         drops_rotated = self.rotates and self.drops_rotated
         # Keys and values of all tokens are gathered again: kept, they would be as many times those of this rank's
         # tokens as ranks share a sample. A core that goes by steps keeps copies of them in any case.
-        drops_gathered = context.places is not None and not (
-            self.recomputes_block or self.core.goes_by_steps(q, context.dropout)
-        )
+        drops_gathered = context.is_cut and not (self.recomputes_block or self.core.goes_by_steps(q, context.dropout))
         if drops_gathered and torch.compiler.is_compiling() and torch.is_grad_enabled():
             # A compiler keeps what collectives return, unless it is told to repeat them.
             attended: Tensor = checkpoint(
-                attend, q, k, v, use_reentrant=False, preserve_rng_state=False, context_fn=_saving_attention
+                repeated, q, k, v, use_reentrant=False, preserve_rng_state=False, context_fn=_saving_attention
             )
             return attended
         q = made(rotated, q, drops=drops_rotated)
@@ -270,9 +270,17 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v, self.core.window)
         with dropping(*sources) if sources else nullcontext():
+            if context.parts:
+                return self._attend_by_part(q, k, v, context.parts)
             out: Tensor = self.core(q, k, v, context)
         return out
 
+    def _attend_by_part(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[Context]) -> Tensor:
+        """Return the result of the core for the queries of each part and all keys."""
+        count = len(parts)
+        by_part = zip(q.chunk(count), part_views(k, count, None), part_views(v, count, None), parts, strict=True)
+        return torch.cat([self.core(*arguments) for arguments in by_part])
+
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        out: Tensor = self.out(self.inner(x, context))
+        out: Tensor = self.out(self.attend(*self.project(x), context))
         return out

@@ -23,6 +23,7 @@ from shardwise.models.blocks import (
     AFTER_MLP,
     EMBEDDING,
     MLP,
+    Block,
     Context,
     Family,
     LayerFactory,
@@ -58,7 +59,7 @@ class Embeddings(nn.Module):
         return out
 
 
-class BertBlock(nn.Module):
+class BertBlock(Block):
     """`norm(x + dropout(attention(x)))`, then `norm(x + dropout(mlp(x)))`."""
 
     def __init__(self, config: BertConfig, layer: int, factory: LayerFactory) -> None:
@@ -72,8 +73,15 @@ class BertBlock(nn.Module):
         self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
         self.mlp_norm = factory.norm(config, f"{name}.output.LayerNorm")
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        x = self.attention_norm(x + self.attention_dropout(self.attention(x, context), context.dropout))
+    @property
+    def inner_attention(self) -> Attention:
+        return self.attention
+
+    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attention.project(x)
+
+    def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
+        x = self.attention_norm(x + self.attention_dropout(self.attention.out(attended), context.dropout))
         out: Tensor = self.mlp_norm(x + self.mlp_dropout(self.mlp(x, context), context.dropout))
         return out
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,11 @@ from shardwise.layers.linear import (
 from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
 from shardwise.layers.parts import activate
 from shardwise.layers.recompute import compose
+from shardwise.layers.replicated import SequenceParts
 from shardwise.models.masks import Mask
+
+if TYPE_CHECKING:
+    from shardwise.models.attention import Attention
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
 _Norm = LayerNorm | RMSNorm
@@ -123,6 +127,7 @@ class LayerFactory:
             name=name,
             **self.options,
         )
+        embedding.context_group = self.context_group
         self.part.embeddings[name] = embedding
         if config.tie_word_embeddings and self.part.ends.size > 1:
             # Each end has a tensor of its own, and computes the part of the gradient that its use of it makes.
@@ -131,9 +136,11 @@ class LayerFactory:
 
     def small_embedding(self, config: FamilyConfig, name: str, rows: int) -> ReplicatedEmbedding:
         """Make the layer positions or token types → a term of x, with the whole table on every rank."""
-        return ReplicatedEmbedding(
+        embedding = ReplicatedEmbedding(
             rows, config.hidden_size, sequence_parallel_enabled=self.sequence_parallel, name=name, **self.options
         )
+        embedding.context_group = self.context_group
+        return embedding
 
     def query_key_value(
         self, config: FamilyConfig, names: Sequence[str], *, bias: bool = True, transposed: bool = False
@@ -217,14 +224,16 @@ class Context:
             `[B, 1, S, L]` is added to the scores. Without a mask they see all, in a causal model those up to the query.
         cache: keys and values of earlier tokens.
         rotary_tables: window of a block → cosines and sines of these tokens' positions; empty with learned positions.
-        places: places of these tokens in the sequence, `[S/C]`, if context parallelism cuts it; else None.
+        is_cut: true if context parallelism cuts the samples, so that this rank has a part of their tokens.
+        parts: the same for each part of the rank's tokens, in a bit-equal training with context parallelism.
     """
 
     dropout: AnyKey | None = None
     masks: Mapping[int | None, Mask | None] = field(default_factory=dict)
     cache: KeyValueCache | None = None
     rotary_tables: Mapping[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    places: Tensor | None = None
+    is_cut: bool = False
+    parts: Sequence[Context] = ()
 
     @property
     def first_position(self) -> int:
@@ -296,6 +305,43 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         return self.feed(x, context, self.down)
+
+
+class Block(nn.Module):
+    """Layers before attention, attention, and layers behind it.
+
+    Each token goes through the layers before and behind by itself, and meets other tokens in attention alone.
+    """
+
+    @property
+    def inner_attention(self) -> Attention:
+        """The block's attention."""
+        raise NotImplementedError
+
+    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, each `[S, B, heads, d]`."""
+        raise NotImplementedError
+
+    def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
+        """Return the block's output, of its input and of the input of attention's output projection `[S, B, n·d]`."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        if context.parts:
+            return self._forward_by_part(x, context)
+        return self.behind_attention(x, self.inner_attention.attend(*self.before_attention(x), context), context)
+
+    def _forward_by_part(self, x: Tensor, context: Context) -> Tensor:
+        attention = self.inner_attention
+        layers = SequenceParts(self, attention.core.context_group)
+        xs = x.chunk(layers.count)
+        projected = [layers.call(number, self.before_attention, part) for number, part in enumerate(xs)]
+        q, k, v = (torch.cat(by_part) for by_part in zip(*projected, strict=True))
+        attended = attention.attend(q, k, v, context)
+        outputs = []
+        for number, arguments in enumerate(zip(xs, attended.chunk(layers.count), context.parts, strict=True)):
+            outputs.append(layers.call(number, self.behind_attention, *arguments))
+        return torch.cat(outputs)
 
 
 def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: Recompute) -> Tensor:

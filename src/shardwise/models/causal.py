@@ -5,15 +5,18 @@ Shapes: see `models/blocks.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import FamilyConfig
-from shardwise.layers.context import runs_of_places
+from shardwise.layers.context import cuts_samples, runs_of_places
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
+from shardwise.layers.replicated import SequenceParts
 from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
 from shardwise.models.masks import AttentionMask, Mask, PiecesMask
@@ -76,48 +79,79 @@ class CausalLM(Family[_Config]):
         if self.outdates(known, known + len(ids_SB)):
             raise ValueError(f"the {known} tokens of the cache must be read again with those that follow")
         length = known + len(ids_SB)
-        places = None
-        if self.context_group.size > 1 and self.shares_samples:
-            runs: tuple[range, ...] = runs_of_places(len(ids_SB), self.context_group)
+        is_cut = self.shares_samples and cuts_samples(self.context_group)
+        has_parts = is_cut and self.context_group.has_parts
+        runs: tuple[range, ...] = (range(known, length),)
+        if is_cut:
+            runs = runs_of_places(len(ids_SB), self.context_group)
             length = self.context_group.size * len(ids_SB)
             places = torch.cat([torch.arange(run.start, run.stop, device=ids_SB.device) for run in runs])
+            if dropout is not None:
+                dropout = replace(dropout, places_S=places)
             if positions_SB is None:
                 positions_SB = places.unsqueeze(1)
         if x is None:
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
-        windows = {self.config.window(number) for number in self.part.block_numbers(self.config)}
+        context = Context(dropout, cache=cache, is_cut=is_cut)
         tables = {}
-        masks = {}
-        for window in windows:
+        for window in self._windows:
             rotary = self.rotary if window is None or self.window_rotary is None else self.window_rotary
             if rotary is not None:
                 tables[window] = _rotary_tables(rotary, x, length, positions_SB, lengths_B, known)
-            if places is None:
-                seen = 0 if cache is None else cache.seen(window)
-                runs = (range(seen, seen + len(ids_SB)),)
-            mask = AttentionMask(runs, starts_SB, window)
-            masks[window] = self._form_of(mask, length if places is not None else runs[-1].stop, x, dropout, cache)
-        context = Context(dropout, masks, cache, tables, places)
+        if has_parts:
+            context = replace(context, rotary_tables=tables, parts=self._parts(context, runs, starts_SB, length, x))
+        else:
+            masks = self._masks(context, runs, starts_SB, length, x)
+            context = replace(context, rotary_tables=tables, masks=masks)
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
             cache.advance(len(ids_SB))  # after all blocks, as each writes at the same length
-        return self.norm(x) if self.part.is_last else x
+        if not self.part.is_last:
+            return x
+        return SequenceParts(self.norm, self.context_group).joined(self.norm, x) if has_parts else self.norm(x)
 
-    def _form_of(
-        self, mask: AttentionMask, keys: int, x: Tensor, dropout: DropoutKey | None, cache: KeyValueCache | None
-    ) -> Mask | None:
-        """Return a mask of queries and `keys` keys in the form that attention takes."""
-        form = mask.form(
-            x,
-            keys=keys,
-            head_dim=self.config.head_dim,
-            is_compiled=self.is_compiled,
-            is_fused=dropout is None or not self.config.attention_dropout_p,
-            is_cached=cache is not None,
-        )
-        if isinstance(form, PiecesMask):
-            define_attention_by_pieces()
-        return form
+    @property
+    def _windows(self) -> set[int | None]:
+        """The windows of the blocks; None for those without."""
+        return {self.config.window(number) for number in self.part.block_numbers(self.config)}
+
+    def _masks(
+        self, context: Context, runs: Sequence[range], starts_SB: Tensor | None, length: int, x: Tensor
+    ) -> dict[int | None, Mask | None]:
+        """Return the masks of queries at runs of places in a sequence of `length` tokens, in the form of attention."""
+        cache = context.cache
+        masks = {}
+        for window in self._windows:
+            forgotten = 0 if cache is None else cache.length - cache.seen(window)
+            places = tuple(range(run.start - forgotten, run.stop - forgotten) for run in runs)
+            mask = AttentionMask(places, starts_SB, window).form(
+                x,
+                keys=length - forgotten,
+                head_dim=self.config.head_dim,
+                is_compiled=self.is_compiled,
+                is_fused=context.dropout is None or not self.config.attention_dropout_p,
+                is_cached=cache is not None,
+            )
+            if isinstance(mask, PiecesMask):
+                define_attention_by_pieces()
+            masks[window] = mask
+        return masks
+
+    def _parts(
+        self, context: Context, runs: Sequence[range], starts_SB: Tensor | None, length: int, x: Tensor
+    ) -> list[Context]:
+        """Return the contexts of the parts of this rank's tokens, which have two runs of places each."""
+        count = self.context_group.parts
+        parts = []
+        for number in range(count):
+            key = context.dropout
+            if isinstance(key, DropoutKey) and key.places_S is not None:
+                key = replace(key, places_S=key.places_S.chunk(count)[number])
+            part = Context(key, is_cut=True)
+            starts = None if starts_SB is None else starts_SB.chunk(count)[number]
+            masks = self._masks(part, runs[2 * number : 2 * number + 2], starts, length, x)
+            parts.append(replace(part, masks=masks))
+        return parts
 
     def forward(
         self,
@@ -134,7 +168,9 @@ class CausalLM(Family[_Config]):
         Other arguments are those of `hidden`, whose output a stage that is not the last returns.
         """
         hidden = self.hidden(ids_SB, dropout, None, x, positions_SB, starts_SB, lengths_B)
-        return self.lm_head.loss(hidden, targets_SB) if self.part.is_last else hidden
+        if not self.part.is_last:
+            return hidden
+        return self.lm_head.loss(hidden, targets_SB, context_group=self.context_group if self.shares_samples else None)
 
     def outdates(self, known: int, length: int) -> bool:
         """Return whether the keys of the first `known` tokens differ in a sequence of `length` tokens.

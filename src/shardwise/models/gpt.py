@@ -17,11 +17,11 @@ from shardwise.config import GPTConfig
 from shardwise.distributed.placement import Init
 from shardwise.layers.recompute import compose
 from shardwise.models.attention import Attention
-from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, LayerFactory
+from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Block, Context, LayerFactory
 from shardwise.models.causal import CausalLM
 
 
-class GPTBlock(nn.Module):
+class GPTBlock(Block):
     """`x + dropout(attention(ln_1(x)))`, then `x + dropout(mlp(ln_2(x)))`."""
 
     def __init__(self, config: GPTConfig, layer: int, factory: LayerFactory) -> None:
@@ -40,11 +40,16 @@ class GPTBlock(nn.Module):
         )
         self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        attention = partial(self.attn, context=context)
+    @property
+    def inner_attention(self) -> Attention:
+        return self.attn
+
+    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return compose(self.attn.project, self.ln_1, x, drops=self.drops_normed)
+
+    def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
         mlp = partial(self.mlp, context=context)
-        attended = compose(attention, self.ln_1, x, drops=self.drops_normed)
-        x = x + self.attn_dropout(attended, context.dropout)
+        x = x + self.attn_dropout(self.attn.out(attended), context.dropout)
         added = compose(mlp, self.ln_2, x, drops=self.drops_normed)
         out: Tensor = x + self.mlp_dropout(added, context.dropout)
         return out

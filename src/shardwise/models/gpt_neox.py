@@ -15,7 +15,7 @@ from shardwise.distributed.placement import mark_heads
 from shardwise.layers.linear import ColumnParallelLinear, row_parallel_sum
 from shardwise.layers.recompute import compose
 from shardwise.models.attention import Attention
-from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, LayerFactory
+from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Block, Context, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 
@@ -29,7 +29,7 @@ class InterleavedAttention(Attention):
         return q, k, v
 
 
-class GPTNeoXBlock(nn.Module):
+class GPTNeoXBlock(Block):
     """`x + attention(ln_1(x)) + mlp(ln_2(x))` with a parallel residual, else one after the other as in GPT-2.
 
     With a parallel residual whose parts have no dropout of their own, one collective sums the outputs of both
@@ -61,23 +61,26 @@ class GPTNeoXBlock(nn.Module):
         self.mlp = MLP(config, layer, factory, (f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"))
         self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    @property
+    def inner_attention(self) -> Attention:
+        return self.attention
+
+    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return compose(self.attention.project, self.input_layernorm, x, drops=self.drops_normed)
+
+    def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
         if self.sums_together:
-            return x + self._attention_and_mlp(x, context)
-        attention = partial(self.attention, context=context)
+            return x + self._attention_and_mlp(x, attended, context)
         mlp = partial(self.mlp, context=context)
-        attended = compose(attention, self.input_layernorm, x, drops=self.drops_normed)
-        attended = self.attention_dropout(attended, context.dropout)
+        attended = self.attention_dropout(self.attention.out(attended), context.dropout)
         mlp_input = x if self.parallel_residual else x + attended
         added = compose(mlp, self.post_attention_layernorm, mlp_input, drops=self.drops_normed)
         added = self.mlp_dropout(added, context.dropout)
         out: Tensor = x + attended + added
         return out
 
-    def _attention_and_mlp(self, x: Tensor, context: Context) -> Tensor:
+    def _attention_and_mlp(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
         """Return the sum of both outputs, with one collective."""
-        attention = partial(self.attention.inner, context=context)
-        attended = compose(attention, self.input_layernorm, x, drops=self.drops_normed)
 
         def summed(activated: Tensor) -> Tensor:
             return row_parallel_sum((self.attention.out, attended), (self.mlp.down, activated))

@@ -22,7 +22,7 @@ from shardwise.layers.norm import RMSNorm
 from shardwise.layers.parts import activate
 from shardwise.layers.recompute import compose
 from shardwise.models.attention import Attention
-from shardwise.models.blocks import ACTIVATIONS, Context, LayerFactory
+from shardwise.models.blocks import ACTIVATIONS, Block, Context, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 
@@ -70,7 +70,7 @@ class GatedMLP(nn.Module):
         return out
 
 
-class LlamaBlock(nn.Module):
+class LlamaBlock(Block):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`; with norms after attention and MLP too, or there alone."""
 
     def __init__(self, config: DecoderConfig, layer: int, factory: LayerFactory) -> None:
@@ -99,18 +99,26 @@ class LlamaBlock(nn.Module):
         if config.norms_output:
             self.post_feedforward_layernorm = factory.norm(config, f"{name}.post_feedforward_layernorm", RMSNorm)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        attention = partial(self.self_attn, context=context)
+    @property
+    def inner_attention(self) -> Attention:
+        return self.self_attn
+
+    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.norm_place == "output":
-            x = x + self.post_attention_layernorm(attention(x))
+            return self.self_attn.project(x)
+        return compose(self.self_attn.project, self.input_layernorm, x, drops=self.drops_normed)
+
+    def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
+        attended = self.self_attn.out(attended)
+        if self.norm_place == "output":
+            x = x + self.post_attention_layernorm(attended)
             added = self.post_feedforward_layernorm(self.mlp(x))
         elif self.norm_place == "both":
-            attended = compose(attention, self.input_layernorm, x, drops=self.drops_normed)
             x = x + self.post_attention_layernorm(attended)
             added = compose(self.mlp, self.pre_feedforward_layernorm, x, drops=self.drops_normed)
             added = self.post_feedforward_layernorm(added)
         else:
-            x = x + compose(attention, self.input_layernorm, x, drops=self.drops_normed)
+            x = x + attended
             added = compose(self.mlp, self.post_attention_layernorm, x, drops=self.drops_normed)
         out: Tensor = x + added
         return out

@@ -148,8 +148,10 @@ def _evaluation(
 
 def _exact_sums(terms_NK: Sequence[Tensor], objectives: int, mesh: Mesh) -> Tensor:
     """Sums of all ranks' losses, [K], rounded once: the ranks' order does not matter."""
-    local = [term.tolist() for term in terms_NK]
-    by_replica = collectives.all_gather_objects(local, mesh.replicas)
+    local = []
+    if terms_NK:
+        local = collectives.all_reduce_(torch.stack(list(terms_NK)), mesh.cp).tolist()
+    by_replica = collectives.all_gather_objects(local, mesh.dp)
     by_stage = collectives.all_gather_objects([row for rows in by_replica for row in rows], mesh.pp)
     rows = [row for rows in by_stage for row in rows]
     return torch.tensor([math.fsum(row[number] for row in rows) for number in range(objectives)], dtype=torch.float64)

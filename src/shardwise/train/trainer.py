@@ -254,7 +254,7 @@ class Trainer:
         if self.mesh.dp.grain is None:
             losses = collectives.all_reduce_(losses_NK, self.mesh.replicas)
         else:
-            losses = collectives.all_gather(losses_NK, self.mesh.replicas)
+            losses = collectives.all_gather(losses_NK, self.mesh.dp)
         losses = collectives.all_reduce_(losses, self.mesh.pp)
         numbers = self._read_numbers(losses, None if rank_flags is None else rank_flags())
         loss = sum(numbers.losses)
@@ -379,7 +379,7 @@ class Trainer:
 
         With `last` the gradients are complete afterwards, and each bucket's reduction starts during the backward pass.
         """
-        shares: list[Tensor] = []
+        sums: list[Tensor] = []
 
         def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
             batch = micro_batches[number]
@@ -391,9 +391,8 @@ class Trainer:
             if not gives_losses(part):
                 return out
             # Divided by the targets of the global batch, not of this micro-batch: gradients need no factor afterwards.
-            losses_K = mean_over_targets(out, counts.wait())
-            shares.append(losses_K.detach())
-            return losses_K
+            sums.append(out.detach())
+            return mean_over_targets(out, counts.wait())
 
         groups = self.config.train.groups_apart(self.mesh.dp.size) if self.config.train.bitwise else 1
         group_length = len(micro_batches) // groups
@@ -412,7 +411,7 @@ class Trainer:
             ready = self.optimizer.gradient_ready if last and not self.optimizer.reduces_each_pass else None
             with self.optimizer.accumulate(), self.clock.phase(PIPELINE):
                 self.pipeline.step(compute, ready, end_group)
-            return self._loss_terms(shares, counts.wait(), len(micro_batches))
+            return self._loss_terms(sums, counts.wait(), len(micro_batches))
         for number in range(len(micro_batches)):
             with self.optimizer.accumulate(last=last and number == len(micro_batches) - 1):
                 with record_function(f"forward, micro-batch {number}"), self.clock.phase(FORWARD):
@@ -421,7 +420,7 @@ class Trainer:
                     loss.backward()
                 if ends_group(number):
                     self.optimizer.end_group()
-        return self._loss_terms(shares, counts.wait(), len(micro_batches))
+        return self._loss_terms(sums, counts.wait(), len(micro_batches))
 
     def _forward_pass(self, part: nn.Module) -> AbstractContextManager[None]:
         # A backward pass in two parts computes the gradient of each parameter by itself.
@@ -429,11 +428,13 @@ class Trainer:
             return nullcontext()
         return self._replicated[part].forward_pass()
 
-    def _loss_terms(self, shares: list[Tensor], counts_K: Tensor, micro_batches: int) -> Tensor:
+    def _loss_terms(self, sums: list[Tensor], counts_K: Tensor, micro_batches: int) -> Tensor:
         missing = torch.zeros_like(counts_K, dtype=torch.float32)
         if self.mesh.dp.grain is None:
+            shares = [mean_over_targets(sums_K, counts_K) for sums_K in sums]
             return torch.stack([missing, *shares]).sum(dim=0, keepdim=True)
-        return torch.stack(shares or [missing] * micro_batches).float()
+        sums_NK = torch.stack(sums or [missing] * micro_batches).float()
+        return mean_over_targets(collectives.all_reduce_(sums_NK, self.mesh.cp), counts_K)
 
     def evaluate(self) -> tuple[float, float]:
         """Mean loss and perplexity over the first `eval_batches` global batches of the evaluation part, on every rank.
