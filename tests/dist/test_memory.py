@@ -279,7 +279,9 @@ class ShardedStep:
 
 def measure_sharded(config: Config) -> ShardedStep:
     torch.set_num_threads(1)
-    mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline, context=config.parallel.context)
+    parallel = config.parallel
+    grains = tuple(config.grains.items())
+    mesh = shared_mesh(parallel.tensor, parallel.pipeline, grains, context=parallel.context)
     data = make_data(config.model.vocab_size, length=64, pairs="nsp" in config.model.objectives)
     with LiveTensors() as live:
         trainer = build_trainer(config, mesh, data)
@@ -316,6 +318,12 @@ SHARDED = [
     ("llama", {"zero": 3} | ONCE, {"parallel": {"pipeline": 2, "schedule": "zbv"}}),
     ("llama", {"zero": 3}, {"parallel": {"context": 2}}),
     ("gpt", {"zero": 2}, {"parallel": {"context": 4}, "train": {"recompute": "selective"}}),
+    (
+        "llama",
+        {"zero": 1},
+        {"parallel": {"context": 2, "context_grain": 8, "grain": 1}, "train": {"bitwise": True, "data_grain": 2}},
+    ),
+    ("llama", {"zero": 1}, {"parallel": {"context": 4, "grain": 1}, "train": {"bitwise": True, "data_grain": 1}}),
 ]
 OFTEN = (2, 14)
 

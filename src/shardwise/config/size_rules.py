@@ -143,6 +143,11 @@ def bitwise_problems(config: Config, layout: Layout) -> list[str]:
         ]
     cuts = parallel.sequence_parts
     problems += _grain_problems("parallel.context_grain", cuts, "parallel.context", layout.context)
+    if cuts > 1 and config.precision.matmul is not None:
+        problems.append(
+            f"precision.matmul ({config.precision.matmul}) must be left out with parallel.context_grain ({cuts}): "
+            "its scales are those of all tokens of a rank"
+        )
     if cuts > 1 and config.compile.enabled:
         problems.append(
             f"compile.enabled (true) must be false with parallel.context_grain ({cuts}): compiled blocks take all "

@@ -131,18 +131,17 @@ class SequenceParts:
     def __init__(self, module: nn.Module, group: Group, parameters: Mapping[str, Tensor] | None = None) -> None:
         self.count = group.parts
         self._caller = _Caller(module)
-        named = dict(module.named_parameters()) if parameters is None else parameters
-        self._views: list[dict[str, Tensor]] = [{} for _ in range(self.count)]
-        for name, parameter in named.items():
-            views = cast(tuple[Tensor, ...], _CompleteOnFirst.apply(parameter, group))  # type: ignore[no-untyped-call]
-            for of_part, view in zip(self._views, views, strict=True):
-                of_part[f"module.{name}"] = view
+        self._parameters = dict(module.named_parameters()) if parameters is None else parameters
+        self._sums = {name: _SumOverParts(group) for name in self._parameters}
 
     def call(self, part: int, function: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:
-        """Return `function(*arguments, **options)`, a method of the module, with the views of a part."""
-        return cast(
-            _R, functional_call(self._caller, self._views[part], (function, *arguments), options, tie_weights=False)
-        )
+        """Return `function(*arguments, **options)`, a method of the module, with views of its parameters."""
+        # Views are made for each call, so that the backward pass adds the gradients of a part when it ends.
+        views = {
+            f"module.{name}": cast(Tensor, _PartView.apply(parameter, self._sums[name], part))  # type: ignore[no-untyped-call]
+            for name, parameter in self._parameters.items()
+        }
+        return cast(_R, functional_call(self._caller, views, (function, *arguments), options, tie_weights=False))
 
     def joined(self, function: Callable[..., Tensor], *by_row: Tensor) -> Tensor:
         """Return `function` of each part of tensors whose rows are tokens, one after the other."""
@@ -168,16 +167,40 @@ class _Caller(nn.Module):
         return function(*arguments, **options)
 
 
-class _CompleteOnFirst(torch.autograd.Function):
-    """Gives a view of a parameter for each part; the sum of their gradients over all ranks goes to the first rank."""
+class _SumOverParts:
+    """The sum of the gradients that one parameter has from each part, added in pairs in whatever order they come."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._sums: dict[tuple[int, int], Tensor] = {}
+
+    def add(self, part: int, gradient: Tensor) -> Tensor | None:
+        """Add the gradient of a part; return the complete one after that of the last part. Then it is collective."""
+        width = 1
+        number = part
+        while (neighbor := self._sums.pop((width, number ^ 1), None)) is not None:
+            gradient = neighbor + gradient
+            width *= 2
+            number //= 2
+        if width < self._group.parts:
+            self._sums[width, number] = gradient
+            return None
+        if self._group.size == 1:
+            return gradient
+        total = collectives.all_reduce_(gradient.clone() if self._group.parts == 1 else gradient, self._group)
+        return total if self._group.rank == 0 else total.zero_()
+
+
+class _PartView(torch.autograd.Function):
+    """Gives a view of a parameter, whose gradient is one of those that are summed over the parts."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, group: Group) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(parameter.view_as(parameter) for _ in range(group.parts))
+    def forward(ctx: Any, parameter: Tensor, sums: _SumOverParts, part: int) -> Tensor:
+        ctx.sums = sums
+        ctx.part = part
+        return parameter.view_as(parameter)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = collectives.all_reduce_(collectives.tree_sum(torch.stack(grads)), ctx.group)
-        return total if ctx.group.rank == 0 else total.zero_(), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        return ctx.sums.add(ctx.part, gradient), None, None

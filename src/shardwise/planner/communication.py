@@ -184,6 +184,11 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
             _over_tensor(workload, "all_reduce", gathered, "gradient of the head's input", head),
             _over_tensor(workload, "all_reduce", gathered, input_gradients, 2 * workload.layers),
         ]
+    if workload.token_parts:
+        elements = workload.head_gradient_elements
+        elements += sum(parameter.elements for bucket in bucket_shapes(workload) for _, parameter in bucket.parameters)
+        size = DTYPE_BYTES[workload.precision.parameter] * elements
+        transfers.append(Transfer("cp", "all_reduce", workload.layout.context, size, 1, "gradients of all parameters"))
     return [*transfers, _message(workload, -1, "gradients of the inputs of stages")]
 
 
@@ -328,9 +333,15 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     if is_ordered:
         norm = _FLOAT64 * LIMBS
         losses *= workload.config.train.micro_batches
+        loss = [
+            Transfer("cp", "all_reduce", layout.context, losses // layout.data, 1, "loss of shared samples"),
+            Transfer("dp", "all_gather", layout.data, losses, 1, "loss"),
+        ]
+    else:
+        loss = [Transfer(axis, "all_reduce", replicas, losses, 1, "loss")]
     transfers = [
         Transfer(axis, "all_reduce", replicas, _FLOAT64 * objectives, 1, "number of counted targets"),
-        Transfer(axis, "all_gather" if is_ordered else "all_reduce", replicas, losses, 1, "loss"),
+        *loss,
         Transfer("pp", "all_reduce", layout.pipeline, losses, 1, "loss of the last stage"),
         Transfer("world", "all_reduce", layout.world, 2 * norm, 1, "squared norms of gradients and parameters"),
     ]

@@ -5,6 +5,7 @@ Legend: see `planner/rank_workload.py`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
@@ -17,6 +18,7 @@ from shardwise.models.parameter_counts import (
     HEAD,
     block_matrix_shapes,
     local_parameter_count,
+    local_parameters,
     parameter_count,
 )
 from shardwise.optim.bucket_layout import matrix_chunk_elements
@@ -218,7 +220,7 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     end = _embedding_gradient(workload, tied=head > 0) + head + gradient if stage.is_first else 0
     extra = StageInFlight.of_reduction(workload, stage) if in_flight is None else in_flight.stages[stage.index]
     levels = stack_at_blocks(workload, stage.layers)
-    at_ends = embedding + head + received + gradient
+    at_ends = embedding + head + received + gradient + _gradients_of_parts(workload, stage)
     during = {layer: level.peak + at_ends for layer, level in zip(stage.layers, levels, strict=True)}
     backward = max(during.values())
     reduction = max(end + extra.last(EMBEDDING.unit), *(size + extra.last(unit) for unit, size in during.items()))
@@ -377,6 +379,23 @@ def _rotary_tables(workload: RankWorkload) -> int:
         rotating = [layer for layer in stage.layers if model.rotates(layer)]
         tables += len({model.window_rope_theta is not None and model.window(layer) is not None for layer in rotating})
     return tables * workload.a * workload.config.train.sequence_length * workload.model.rotary_dim
+
+
+def _gradients_of_parts(workload: RankWorkload, stage: Stage) -> int:
+    """Return the bytes of the gradients that the layers behind attention have from parts of a rank's tokens.
+
+    They are added in pairs: beside those of the part at work there is one sum for each level of the tree.
+    """
+    if not workload.token_parts:
+        return 0
+    stored = local_parameters(workload.model, workload.layout.tensor, local=workload.local, stages=[stage])
+    blocks: Counter[int] = Counter()
+    for parameter in stored:
+        if parameter.place.unit in stage.layers:
+            blocks[parameter.place.unit] += parameter.elements
+    query_key_value = workload.model.hidden_size * (workload.local.query + 2 * workload.local.key_value)
+    held = workload.token_parts.bit_length()
+    return held * DTYPE_BYTES[workload.precision.parameter] * (max(blocks.values()) - query_key_value)
 
 
 def _embedding_gradient(workload: RankWorkload, *, tied: bool) -> int:

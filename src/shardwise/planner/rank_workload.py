@@ -93,6 +93,12 @@ class RankWorkload:
         return self.local.vocabulary * self.model.hidden_size
 
     @property
+    def token_parts(self) -> int:
+        """The parts of this rank's tokens that each have a gradient of all parameters; 0 where no sums have parts."""
+        cuts = self.config.parallel.sequence_parts
+        return cuts // self.layout.context if self.config.train.bitwise and cuts > 1 else 0
+
+    @property
     def has_first(self) -> bool:
         """True if this rank looks up the embedding."""
         return any(stage.is_first for stage in self.stages)

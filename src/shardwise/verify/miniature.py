@@ -80,7 +80,12 @@ def miniature(
         "hooks": {"loss": config.hooks.loss},
     }
     if bitwise:
-        values["parallel"] |= {"tensor_overlap": None, "grain": _grain(cell.tensor for cell in cells)}
+        grain = _grain(cell.tensor for cell in cells)
+        # The scales of fp8 are those of all tokens of a rank, and no part's.
+        context_grain = 1 if config.precision.matmul else _grain(cell.context for cell in cells)
+        values["parallel"] |= {"tensor_overlap": None, "grain": grain, "context_grain": context_grain}
+        if context_grain > 1:
+            values["train"]["sequence_length"] = math.lcm(length, context_grain * max(grain, 2))
         values["train"] |= {"bitwise": True, "data_grain": _grain(cell.data for cell in cells)}
         values["train"]["global_batch"] *= SAMPLES_WITH_BITS
     return config_from(values)
