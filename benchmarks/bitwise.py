@@ -12,11 +12,14 @@ from report import Report, Table
 FREE, FIXED = "any order", "bitwise"
 _GRAIN = "parallel.grain=4"
 _WHOLE = ("parallel.tensor=1", "parallel.sequence=false", "parallel.grain=1", "train.data_grain=2")
+_SHARED = ("parallel.tensor=1", "parallel.sequence=false", "parallel.grain=1", "parallel.context=2")
 LAYOUTS = {
     "TP 2 + SP, grain 4": (_GRAIN,),
     "TP 2, grain 4": (_GRAIN, "parallel.sequence=false"),
     "TP 2 + SP, grain 4, mixed": (_GRAIN, "precision.mode=mixed"),
     "DP 2, grain 1": _WHOLE,
+    "CP 2, context grain 2": (*_SHARED, "parallel.context_grain=2"),
+    "CP 2, context grain 4": (*_SHARED, "parallel.context_grain=4"),
 }
 """Trainings of two ranks."""
 STEPS = 4
@@ -38,7 +41,7 @@ def steps(layout: str, bitwise: bool) -> Any:
     dist.init_process_group("gloo")
     overrides = ["train.micro_batch=4", "train.steps=1000000", f"train.bitwise={str(bitwise).lower()}"]
     config = load_config("llama-small", [*overrides, *LAYOUTS[layout]])
-    mesh = Mesh(tensor=config.parallel.tensor, device="cpu", grains=config.grains)
+    mesh = Mesh(**config.parallel.degrees, device="cpu", grains=config.grains)
     text = random_text(config.model.vocab_size, 64, config.train.sequence_length)
     trainer = build_trainer(config, mesh, text)
     trainer.step()

@@ -204,7 +204,7 @@ def check_peaks(model: str, train: dict[str, Any], precision: dict[str, Any]) ->
 def measure_step(config: Config) -> int:
     """Most that this rank holds in an optimizer step but the first, from the model's construction on."""
     torch.set_num_threads(1)
-    mesh = shared_mesh(config.parallel.tensor, context=config.parallel.context)
+    mesh = shared_mesh(config.parallel.tensor, 1, tuple(config.grains.items()), context=config.parallel.context)
     data = make_data(
         config.model.vocab_size, length=config.train.sequence_length, pairs="nsp" in config.model.objectives
     )
@@ -241,16 +241,27 @@ def test_a_step_holds_what_cost_has(
         assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
 
 
-@pytest.mark.parametrize("recompute", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in RECOMPUTE[1:])])
-def test_ranks_that_share_samples_hold_what_cost_has(recompute: str, ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "context", "grain"),
+    [
+        ("none", 4, None),
+        *(pytest.param(kind, 4, None, marks=pytest.mark.slow) for kind in RECOMPUTE[1:]),
+        pytest.param("none", 2, 4, marks=pytest.mark.slow),
+        pytest.param("none", 1, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_share_samples_hold_what_cost_has(
+    recompute: str, context: int, grain: int | None, ranks: Any
+) -> None:
+    bits = {} if grain is None else {"bitwise": True, "data_grain": 1}
     config = make_config(
         model=SIZES | FAMILIES["llama"] | {"max_position_embeddings": 512},
-        parallel={"context": 4},
-        train={"recompute": recompute, "sequence_length": 512, "micro_batch": 1, "global_batch": 4},
+        parallel={"context": context, "context_grain": grain, "grain": 1},
+        train={"recompute": recompute, "sequence_length": 512, "micro_batch": 1, "global_batch": 4} | bits,
     )
-    memory = expected_memory(config, check_layout(config, 4))
+    memory = expected_memory(config, check_layout(config, context))
     assert memory is not None
-    for rank, peak in enumerate(ranks(4).run(measure_step, config)):
+    for rank, peak in enumerate(ranks(context).run(measure_step, config)):
         off = memory.total / peak - 1
         assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
 

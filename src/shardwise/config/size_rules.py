@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.base.errors import divisors, listing, nearest_multiples, nearest_numbers
@@ -18,26 +18,20 @@ KEYS_OF_BITS = (
 """Keys that a run with `train.bitwise` keeps: the shapes and the order of its sums follow from them."""
 
 
-def keys_of_bits(then: Mapping[str, Any], now: Mapping[str, Any]) -> Sequence[str]:
+def keys_of_bits(then: dict[str, Any], now: dict[str, Any]) -> Sequence[str]:
     """Return the `KEYS_OF_BITS` that must stay, from the values of a run and of its continuation by key.
 
-    None must if one of the two has no `train.bitwise`. A grain may be written that the run has by default.
+    None must if one of the two has no `train.bitwise`. Grains that follow from other keys get their values.
     """
     if not (then.get("train.bitwise") is True and now.get("train.bitwise") is True):
         return ()
-    grains = {"train.data_grain": _data_grain, "parallel.context_grain": _context_grain}
-    equal = {key for key, resolved in grains.items() if resolved(then) == resolved(now)}
-    return [key for key in KEYS_OF_BITS if key not in equal]
-
-
-def _data_grain(values: Mapping[str, Any]) -> int:
-    micro_batches = values["train.global_batch"] // values["train.micro_batch"]
-    return gradient_groups(values["train.data_grain"], micro_batches)
-
-
-def _context_grain(values: Mapping[str, Any]) -> int:
-    # A run of an earlier version has neither key.
-    return values.get("parallel.context_grain") or values.get("parallel.context") or 1
+    for values in (then, now):
+        micro_batches = values["train.global_batch"] // values["train.micro_batch"]
+        values["train.data_grain"] = gradient_groups(values["train.data_grain"], micro_batches)
+        # A run of an earlier version has neither key.
+        cuts = values.get("parallel.context_grain") or values.get("parallel.context", 1)
+        values["parallel.context_grain"] = cuts
+    return KEYS_OF_BITS
 
 
 def tensor_problems(config: Config, sequence: bool) -> list[str]:

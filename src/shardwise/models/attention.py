@@ -256,8 +256,10 @@ class Attention(nn.Module):
 
         drops_rotated = self.rotates and self.drops_rotated
         # Keys and values of all tokens are gathered again: kept, they would be as many times those of this rank's
-        # tokens as ranks share a sample. A core that goes by steps keeps copies of them in any case.
-        drops_gathered = context.is_cut and not (self.recomputes_block or self.core.goes_by_steps(q, context.dropout))
+        # tokens as ranks share a sample. A core that goes by steps keeps copies of them in any case, and several parts
+        # would each gather them.
+        keeps_gathered = self.recomputes_block or self.core.goes_by_steps(q, context.dropout) or len(context.parts) > 1
+        drops_gathered = context.is_cut and not keeps_gathered
         if drops_gathered and torch.compiler.is_compiling() and torch.is_grad_enabled():
             # A compiler keeps what collectives return, unless it is told to repeat them.
             attended: Tensor = checkpoint(

@@ -210,7 +210,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
     norms = 2 if model.norm_place == "both" else 1
     is_rotated = model.rotates(layer) and model.query_key_norm is None
-    rotated_keys = local.key_value if workload.layout.context == 1 else 0  # else keys are kept as before rotation
+    rotated_keys = 0 if workload.cuts_samples else local.key_value  # else keys are kept as before rotation
     return BlockActivations(
         saves_input=saves_input,
         attention=attention + norms * norm_bytes(workload),
@@ -386,7 +386,7 @@ def _core(workload: RankWorkload, layer: int, *, copied: bool) -> tuple[int, int
     key_value = a * workload.tokens * local.key_value
     qkv = query + 2 * key_value
     context = workload.layout.context
-    gathered = 2 * context * key_value if context > 1 else 0
+    gathered = 2 * context * key_value if workload.cuts_samples else 0
     new = query + key_value if copied else 0
     if gathered and workload.gathers_keys_again and model.query_key_norm is None:
         new = query if copied else 0
@@ -459,7 +459,7 @@ def _core_gradients(workload: RankWorkload) -> int:
     work = (
         workload.x_bytes + a * workload.tokens * workload.local.query + (matrix if workload.attends_step_by_step else 0)
     )
-    if workload.layout.context > 1:
+    if workload.cuts_samples:
         # Keys and values of all tokens, gathered again, and their gradients.
         gathered = 2 * workload.layout.context * workload.tokens * workload.local.key_value
         work += gathered * ((a if workload.gathers_keys_again else 0) + _FLOAT32)

@@ -328,7 +328,7 @@ def _shared_tables(workload: RankWorkload, layers: range) -> int:
     turns = 0
     if workload.config.data.reset_position_ids:
         turns = workload.tokens * model.rotary_dim
-    elif workload.layout.context > 1:
+    elif workload.cuts_samples:
         turns = workload.tokens // train.micro_batch * model.rotary_dim
     return workload.a * (masks + turns)
 

@@ -238,7 +238,7 @@ class RankWorkload:
         windows = {self.model.window(layer) for layer in layers}
         if self.config.data.reset_attention_mask:
             return len(windows) * self.config.train.micro_batch * length**2 // context
-        hiding = [window for window in windows if context > 1 or (window is not None and window < length)]
+        hiding = [window for window in windows if self.cuts_samples or (window is not None and window < length)]
         return len(hiding) * length**2 // context
 
     @property
@@ -255,7 +255,12 @@ class RankWorkload:
         """True if the backward pass gathers keys and values of other ranks again, which then are not kept."""
         if self.layout.context == 1:
             return False
-        return self.recompute == "full" or not self.attends_step_by_step
+        return self.recompute == "full" or not (self.attends_step_by_step or self.token_parts > 1)
+
+    @property
+    def cuts_samples(self) -> bool:
+        """True if the rank's tokens are parts of the sequence: attention reads copies of keys in their order."""
+        return self.layout.context > 1 or self.token_parts > 1
 
     @property
     def attends_step_by_step(self) -> bool:

@@ -30,6 +30,8 @@ def resolved(*overrides: str) -> dict[str, Any]:
         (8, ["parallel.tensor=2", "parallel.grain=2"]),
         (1, ["parallel.grain=1", "train.data_grain=1"]),
         (1, ["train.global_batch=12"]),
+        (4, ["parallel.context=2"]),
+        (2, ["parallel.context=2", "parallel.context_grain=4", "train.sequence_length=32"]),
         (1, ["model.attention_dropout=0.1", "train.dropout_mode=invariant"]),
         (2, ["precision.gradient=bfloat16", "precision.reduce=bfloat16"]),
     ],
@@ -45,6 +47,24 @@ def test_what_fits(world: int, overrides: list[str]) -> None:
             1,
             ["parallel.grain=3"],
             "parallel.grain (3) must be a power of two with train.bitwise (true): set parallel.grain=2 or 4",
+        ),
+        (
+            4,
+            ["parallel.context=4", "parallel.context_grain=2"],
+            "parallel.context (4) must divide parallel.context_grain (2) with train.bitwise (true): nearest 2, or "
+            "another parallel.context_grain from the run's first step on",
+        ),
+        (
+            1,
+            ["parallel.context_grain=2", "train.sequence_length=12"],
+            "train.sequence_length (12) must be a multiple of parallel.context_grain × parallel.grain (8): nearest 8 "
+            "or 16",
+        ),
+        (
+            1,
+            ["parallel.context_grain=2", "compile.enabled=true"],
+            "compile.enabled (true) must be false with parallel.context_grain (2): compiled blocks take all tokens of "
+            "a rank at once",
         ),
         (
             4,
@@ -135,7 +155,7 @@ def test_all_misfits_are_told_at_once() -> None:
 @pytest.mark.parametrize(("micro_batches", "groups"), [(1, 1), (4, 4), (6, 2), (7, 1), (8, 8), (48, 8)])
 def test_groups_of_gradients_are_as_many_as_may_be(micro_batches: int, groups: int) -> None:
     config = load_config("llama2-tiny", [f"train.global_batch={2 * micro_batches}", "train.bitwise=true"])
-    assert config.grains == {"tp": 4, "dp": groups}
+    assert config.grains == {"tp": 4, "cp": 1, "dp": groups}
     assert load_config("llama2-tiny").grains == {}
 
 
@@ -156,7 +176,7 @@ ORDER = (
     ("override", "difference"),
     [
         ("parallel.grain=2", "parallel.grain (2) must be 4"),
-        ("train.data_grain=2", "train.data_grain (2) must be null"),
+        ("train.data_grain=2", "train.data_grain (2) must be 4"),
         ("train.micro_batch=1", "train.micro_batch (1) must be 2"),
         ("train.threads=2", "train.threads (2) must be 1"),
         ("parallel.vocab_multiple=16", "parallel.vocab_multiple (16) must be 1"),
@@ -172,7 +192,14 @@ def test_the_data_grain_that_a_run_has_may_be_written() -> None:
     then = resolved("train.bitwise=true")
     written = resolved("train.bitwise=true", "train.data_grain=4")
     assert resume_problems(then, written) == []
-    assert resume_changes(then, written) == ["train.data_grain null → 4"]
+    assert resume_changes(then, written) == []
+
+
+def test_the_context_grain_of_a_run_stays_where_its_context_degree_changes() -> None:
+    then = resolved("train.bitwise=true", "parallel.context=2")
+    (problem,) = resume_problems(then, resolved("train.bitwise=true"))
+    assert "parallel.context_grain (1) must be 2" in problem
+    assert resume_problems(then, resolved("train.bitwise=true", "parallel.context_grain=2")) == []
 
 
 def test_layouts_may_change() -> None:

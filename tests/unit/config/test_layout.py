@@ -72,7 +72,6 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
             ["parallel.context=2", "parallel.tensor=2", "parallel.sequence=true", "train.sequence_length=60"],
             "train.sequence_length (60) must be a multiple of 2 × parallel.context × parallel.tensor (8): nearest 56",
         ),
-        (2, ["parallel.context=2", "train.bitwise=true"], "parallel.context (2) must be 1 with train.bitwise (true): "),
         (
             2,
             ["parallel.context=2", "precision.matmul=fp8", "precision.mode=mixed"],
