@@ -175,9 +175,7 @@ class ParallelConfig(Section):
     context_grain: int | None = Field(
         default=None,
         gt=0,
-        description="with train.bitwise: number of parts in which sums over the tokens of a sample are computed, at "
-        "any layout; a power of two that parallel.context divides; null = parallel.context; no effect without "
-        "train.bitwise",
+        description="with train.bitwise: likewise of parts of the sequence; parallel.context divides it; null = equal",
     )
     replicate: int = Field(
         default=1,

@@ -1,4 +1,4 @@
-"""Self-attention of every family.
+"""Self-attention of every family, and the frame of a block around it.
 
 Shapes: see `models/blocks.py`. Keys that a query does not see, because they are of another document or beyond a window,
 are left out in one of three ways (`AttentionMask.form`):
@@ -30,7 +30,7 @@ from shardwise.layers.linear import LinearOptions, RowParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
 from shardwise.layers.parts import head_products
 from shardwise.layers.recompute import Recomputed, can_drop, dropping
-from shardwise.layers.replicated import part_views
+from shardwise.layers.replicated import SequenceParts, part_views
 from shardwise.models.attention_pieces import attention_by_pieces
 from shardwise.models.blocks import ATTENTION, Context, LayerFactory
 from shardwise.models.masks import Mask, PiecesMask
@@ -286,3 +286,40 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         out: Tensor = self.out(self.attend(*self.project(x), context))
         return out
+
+
+class Block(nn.Module):
+    """Layers before attention, attention, and layers behind it.
+
+    Each token goes through the layers before and behind by itself, and meets other tokens in attention alone.
+    """
+
+    @property
+    def inner_attention(self) -> Attention:
+        """The block's attention."""
+        raise NotImplementedError
+
+    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, each `[S, B, heads, d]`."""
+        raise NotImplementedError
+
+    def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
+        """Return the block's output, of its input and of the input of attention's output projection `[S, B, n·d]`."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        if context.parts:
+            return self._forward_by_part(x, context)
+        return self.behind_attention(x, self.inner_attention.attend(*self.before_attention(x), context), context)
+
+    def _forward_by_part(self, x: Tensor, context: Context) -> Tensor:
+        attention = self.inner_attention
+        layers = SequenceParts(self, attention.core.context_group)
+        xs = x.chunk(layers.count)
+        projected = [layers.call(number, self.before_attention, part) for number, part in enumerate(xs)]
+        q, k, v = (torch.cat(by_part) for by_part in zip(*projected, strict=True))
+        attended = attention.attend(q, k, v, context)
+        outputs = []
+        for number, arguments in enumerate(zip(xs, attended.chunk(layers.count), context.parts, strict=True)):
+            outputs.append(layers.call(number, self.behind_attention, *arguments))
+        return torch.cat(outputs)

@@ -16,14 +16,13 @@ from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
 from shardwise.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from shardwise.layers.loss import IGNORE_INDEX
 from shardwise.layers.norm import LayerNorm
-from shardwise.models.attention import Attention
+from shardwise.models.attention import Attention, Block
 from shardwise.models.blocks import (
     ACTIVATIONS,
     AFTER_ATTENTION,
     AFTER_MLP,
     EMBEDDING,
     MLP,
-    Block,
     Context,
     Family,
     LayerFactory,

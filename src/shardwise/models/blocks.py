@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +35,7 @@ from shardwise.layers.linear import (
 from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
 from shardwise.layers.parts import activate
 from shardwise.layers.recompute import compose
-from shardwise.layers.replicated import SequenceParts
 from shardwise.models.masks import Mask
-
-if TYPE_CHECKING:
-    from shardwise.models.attention import Attention
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
 _Norm = LayerNorm | RMSNorm
@@ -305,43 +301,6 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         return self.feed(x, context, self.down)
-
-
-class Block(nn.Module):
-    """Layers before attention, attention, and layers behind it.
-
-    Each token goes through the layers before and behind by itself, and meets other tokens in attention alone.
-    """
-
-    @property
-    def inner_attention(self) -> Attention:
-        """The block's attention."""
-        raise NotImplementedError
-
-    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, each `[S, B, heads, d]`."""
-        raise NotImplementedError
-
-    def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
-        """Return the block's output, of its input and of the input of attention's output projection `[S, B, n·d]`."""
-        raise NotImplementedError
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        if context.parts:
-            return self._forward_by_part(x, context)
-        return self.behind_attention(x, self.inner_attention.attend(*self.before_attention(x), context), context)
-
-    def _forward_by_part(self, x: Tensor, context: Context) -> Tensor:
-        attention = self.inner_attention
-        layers = SequenceParts(self, attention.core.context_group)
-        xs = x.chunk(layers.count)
-        projected = [layers.call(number, self.before_attention, part) for number, part in enumerate(xs)]
-        q, k, v = (torch.cat(by_part) for by_part in zip(*projected, strict=True))
-        attended = attention.attend(q, k, v, context)
-        outputs = []
-        for number, arguments in enumerate(zip(xs, attended.chunk(layers.count), context.parts, strict=True)):
-            outputs.append(layers.call(number, self.behind_attention, *arguments))
-        return torch.cat(outputs)
 
 
 def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: Recompute) -> Tensor:

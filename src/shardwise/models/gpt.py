@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from shardwise.config import GPTConfig
 from shardwise.distributed.placement import Init
 from shardwise.layers.recompute import compose
-from shardwise.models.attention import Attention
-from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Block, Context, LayerFactory
+from shardwise.models.attention import Attention, Block
+from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, LayerFactory
 from shardwise.models.causal import CausalLM
 
 

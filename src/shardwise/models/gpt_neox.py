@@ -14,8 +14,8 @@ from shardwise.config import GPTNeoXConfig
 from shardwise.distributed.placement import mark_heads
 from shardwise.layers.linear import ColumnParallelLinear, row_parallel_sum
 from shardwise.layers.recompute import compose
-from shardwise.models.attention import Attention
-from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Block, Context, LayerFactory
+from shardwise.models.attention import Attention, Block
+from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 

@@ -21,8 +21,8 @@ from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinea
 from shardwise.layers.norm import RMSNorm
 from shardwise.layers.parts import activate
 from shardwise.layers.recompute import compose
-from shardwise.models.attention import Attention
-from shardwise.models.blocks import ACTIVATIONS, Block, Context, LayerFactory
+from shardwise.models.attention import Attention, Block
+from shardwise.models.blocks import ACTIVATIONS, Context, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 

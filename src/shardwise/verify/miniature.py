@@ -82,11 +82,10 @@ def miniature(
     if bitwise:
         grain = _grain(cell.tensor for cell in cells)
         # The scales of fp8 are those of all tokens of a rank, and no part's.
-        context_grain = 1 if config.precision.matmul else _grain(cell.context for cell in cells)
-        values["parallel"] |= {"tensor_overlap": None, "grain": grain, "context_grain": context_grain}
-        if context_grain > 1:
-            values["train"]["sequence_length"] = math.lcm(length, context_grain * max(grain, 2))
-        values["train"] |= {"bitwise": True, "data_grain": _grain(cell.data for cell in cells)}
+        cuts = 1 if config.precision.matmul else _grain(cell.context for cell in cells)
+        values["parallel"] |= {"tensor_overlap": None, "grain": grain, "context_grain": cuts}
+        length = math.lcm(length, cuts * max(grain, 2)) if cuts > 1 else length
+        values["train"] |= {"sequence_length": length, "bitwise": True, "data_grain": _grain(c.data for c in cells)}
         values["train"]["global_batch"] *= SAMPLES_WITH_BITS
     return config_from(values)
 

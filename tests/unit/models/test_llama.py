@@ -136,7 +136,7 @@ def test_bfloat16_parameters_give_a_float32_loss() -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_attention_step_by_step_is_the_fused_one(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As dropout of the probabilities asks for; here none of them is dropped."""
-    monkeypatch.setattr(AttentionCore, "_drop", lambda _self, probabilities, _key, _places: probabilities)
+    monkeypatch.setattr(AttentionCore, "_drop", lambda _self, probabilities, _key: probabilities)
     model = Llama(config(num_key_value_heads=kv_heads, attention_dropout=0.5, initializer_range=0.5), seed=1)
     ids = torch.arange(16).view(8, 2)
     key = DropoutKey(seed=0, step=1, samples_B=torch.arange(2), first_sample=0)
