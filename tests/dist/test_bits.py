@@ -10,7 +10,7 @@ import torch
 
 from shardwise.config import Schedule
 from tests.dist.bits import Bits, train
-from tests.dist.cells import RANKS, Cell, sweep
+from tests.dist.cells import EIGHT_RANKS, RANKS, Cell, sweep
 
 LLAMA = Cell("llama", variant=True, bitwise=True, layers=2, batch=4)
 DOCUMENTS = Cell("llama", documents=True, mode="mixed", bitwise=True, layers=2)
@@ -99,6 +99,13 @@ def others(count: int) -> list[Cell]:
 @pytest.mark.parametrize("cell", others(40), ids=lambda cell: cell.name)
 def test_any_other_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
     compare(ranks(RANKS).run(train, cell), train(cell.alone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", EIGHT_RANKS, ids=lambda cell: cell.name)
+def test_eight_ranks_that_share_samples_have_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
+    cell = replace(cell, bitwise=True, context_grain=4, uneven=False, batch=16)
+    compare(ranks(cell.world).run(train, cell), train(cell.alone))
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from shardwise.planner.memory import memory_by_rank
 from shardwise.verify.canonical_values import gradient_errors
 from tests.dist.cells import (
     CURVE,
+    EIGHT_RANKS,
     EVAL_BATCHES,
     LONG,
     RANKS,
@@ -60,16 +61,6 @@ SPECIAL = small(
     Cell("gpt", tensor=2, sequence=True, recompute="full", regathers=True, dropout=True),
 )
 """What a few cells show as well as many."""
-EIGHT_RANKS = small(
-    Cell("llama", tensor=2, sequence=True, context=2, data=2, zero=1, recompute="selective", documents=True),
-    Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=1, dropout=True),
-    Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, zero=1, uneven=True),
-    Cell("llama", variant=True, schedule="dualpipev", pipeline=2, context=2, data=2, zero=1, documents=True),
-    Cell("gpt", variant=True, context=4, data=2, zero=1, recompute="full", optimizer="lamb"),
-    Cell("gpt_neox", schedule="interleaved_zero_bubble", pipeline=2, tensor=2, sequence=True, context=2, zero=1),
-    Cell("mistral", tensor=2, context=4, zero=1, recompute="full"),
-)
-"""Ranks that share samples beside all other axes."""
 LIKE_LLAMA = small(
     Cell("mistral", data=4, zero=1, optimizer="lamb"),
     Cell("qwen2", tensor=2, sequence=True, data=2, zero=1),
