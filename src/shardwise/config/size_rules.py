@@ -72,8 +72,6 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
     problems = []
     if config.train.bitwise:
         problems.append(f"{named} train.bitwise (true): sums over the tokens of a sample would depend on the layout")
-    if config.precision.matmul is not None:
-        problems.append(f"{named} precision.matmul ({config.precision.matmul}): each rank would scale its own tokens")
     parts = 2 * context * (config.parallel.tensor if sequence else 1)
     length = config.train.sequence_length
     if length % parts:
@@ -91,8 +89,10 @@ def fp8_problems(config: Config) -> list[str]:
     if config.precision.matmul is None:
         return []
     train = config.train
-    tokens = train.sequence_length * train.micro_batch
-    sizes = {f"train.sequence_length × train.micro_batch ({tokens})": tokens}
+    context = config.parallel.context
+    tokens = train.sequence_length * train.micro_batch // context
+    product = "train.sequence_length × train.micro_batch" + (" / parallel.context" if context > 1 else "")
+    sizes = {f"{product} ({tokens})": tokens}
     model = config.shapes
     if model is not None:
         tensor = config.parallel.tensor

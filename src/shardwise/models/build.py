@@ -75,5 +75,5 @@ def build_model(
     set_overlap(built, config.parallel.tensor_overlap)
     set_regathers(built, config.regathers)
     if config.precision.matmul is not None:
-        multiply_in_fp8(built, config)
+        multiply_in_fp8(built, config, context_group)
     return built

@@ -259,19 +259,25 @@ def _keys_and_values(workload: RankWorkload, kind: Kind, tensor: str) -> Transfe
 
 
 def _scales(workload: RankWorkload) -> list[Transfer]:
-    """The scales of fp8 products in a micro-batch, for two of the four linear layers of a block each.
+    """The scales of fp8 products in a micro-batch, which ranks agree on by the largest number, in float32.
 
-    The ranks agree on the largest number, in float32, of the inputs that they cut, those of attention's output and of
-    the MLP's second layer, and of the gradients of outputs that they cut, those of QKV and of the MLP's first layer.
-    Full recompute repeats the forward pass, and a split backward pass computes its gradients in both halves.
+    Over tensor parallelism they are those of two of the four linear layers of a block each: of the inputs that are cut,
+    those of attention's output and of the MLP's second layer, and of the gradients of outputs that are cut, those of
+    QKV and of the MLP's first layer. Over context parallelism they are those of all four. Full recompute repeats the
+    forward pass, and a split backward pass computes its gradients in both halves.
     """
     if workload.config.precision.matmul is None:
         return []
     forwards = 2 * workload.layers * (2 if workload.recompute == "full" else 1)
     backwards = 2 * workload.layers * (2 if workload.config.splits_backward else 1)
+    inputs = "largest inputs of linear layers"
+    gradients = "largest gradients of outputs"
+    context = workload.layout.context
     return [
-        _over_tensor(workload, "all_reduce", _FLOAT32, "largest inputs of linear layers", forwards),
-        _over_tensor(workload, "all_reduce", _FLOAT32, "largest gradients of outputs", backwards),
+        _over_tensor(workload, "all_reduce", _FLOAT32, inputs, forwards),
+        _over_tensor(workload, "all_reduce", _FLOAT32, gradients, backwards),
+        Transfer("cp", "all_reduce", context, _FLOAT32, 2 * forwards, inputs),
+        Transfer("cp", "all_reduce", context, _FLOAT32, 2 * backwards, gradients),
     ]
 
 

@@ -46,10 +46,15 @@ def miniature(
     optimizer = config.optimizer
     data = config.data
     is_own = config.shapes is None
-    length = math.lcm(_LENGTH, *degrees, *(2 * cell.context * cell.tensor for cell in cells if cell.context > 1))
+    contexts = [cell for cell in cells if cell.context > 1]
+    length = math.lcm(_LENGTH, *degrees, *(2 * cell.context * cell.tensor for cell in contexts))
+    longest = model.max_position_embeddings
+    if config.precision.matmul is not None:
+        lengths = [FP8_MULTIPLE * cell.context for cell in contexts]
+        length = math.lcm(length, *(tokens for tokens in lengths if longest is None or tokens <= longest))
     # A model of the user's own keeps its sizes, so the sequence must not be longer than it can read.
-    if is_own and model.max_position_embeddings is not None:
-        length = min(length, model.max_position_embeddings)
+    if is_own and longest is not None:
+        length = min(length, longest)
     document_keys = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
     documents = {key: True for key in document_keys if getattr(data, key)}
     values: dict[str, Any] = {

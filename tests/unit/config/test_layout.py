@@ -74,11 +74,6 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
         ),
         (2, ["parallel.context=2", "train.bitwise=true"], "parallel.context (2) must be 1 with train.bitwise (true): "),
         (
-            2,
-            ["parallel.context=2", "precision.matmul=fp8", "precision.mode=mixed"],
-            "parallel.context (2) must be 1 with precision.matmul (fp8): each rank would scale its own tokens",
-        ),
-        (
             4,
             ["parallel.context=2", "parallel.replicate=3"],
             "parallel.replicate (3) must divide the data-parallel degree × parallel.context (2 × 2): set it to 2 or 4",
@@ -113,6 +108,11 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
             1,
             ["precision.matmul=fp8", "train.sequence_length=63", "train.micro_batch=1"],
             "train.sequence_length × train.micro_batch (63) must be a multiple of 16 with precision.matmul (fp8)",
+        ),
+        (
+            2,
+            ["precision.matmul=fp8", "parallel.context=2", "train.sequence_length=48", "train.micro_batch=1"],
+            "train.sequence_length × train.micro_batch / parallel.context (24) must be a multiple of 16 with",
         ),
         (
             1,
