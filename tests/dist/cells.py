@@ -87,6 +87,7 @@ class Cell:
     optimizer: str = "adamw"
     recompute: str = "none"
     context: int = 1
+    context_keys: str = "gather"
     dropout: bool = False
     mode: str = "float32"
     matmul: str | None = None
@@ -122,7 +123,7 @@ class Cell:
         tensor = (self.tensor > 1 or not (self.sequence or self.overlap)) and not (
             self.overlap and self.schedule != "none" and SCHEDULES[self.schedule].splits_backward
         )
-        context = self.context == 1 or self.family != "bert"
+        context = (self.context_keys == "gather") if self.context == 1 else self.family != "bert"
         return model and cut and tensor and context and (self.data * self.context > 1 or not self.zero)
 
     @property
@@ -140,7 +141,7 @@ class Cell:
             self.optimizer if self.optimizer != "adamw" else "",
         ]
         said += [self.recompute if self.recompute != "none" else "", self.mode if self.mode != "float32" else ""]
-        said.append(self.matmul or "")
+        said += [self.matmul or "", self.context_keys if self.context_keys != "gather" else ""]
         flags = ("regathers", "dropout", "documents", "uneven", "stages", "bitwise", "data_grain")
         said += [flag for flag in flags if getattr(self, flag)]
         return "-".join(word for word in said if word)
@@ -159,6 +160,7 @@ class Cell:
             "vocab_multiple",
             "data",
             "context",
+            "context_keys",
         )
         layout += ("zero", "recompute", "regathers")
         return replace(self, **{name: getattr(one, name) for name in layout})
@@ -175,6 +177,7 @@ AXES: Mapping[str, Sequence[Any]] = {
     "sequence": (False, True),
     "overlap": (None, "pieces"),
     "context": (1, 2, 4),
+    "context_keys": ("gather", "ring"),
     "data": (1, 2, 4),
     "zero": (0, 1),
     "optimizer": ("adamw", "lamb"),
@@ -183,7 +186,7 @@ AXES: Mapping[str, Sequence[Any]] = {
 }
 _INDEPENDENT = (
     ("family", "variant", "documents", "uneven"),
-    ("schedule", "pipeline", "tensor", "sequence", "overlap", "context", "data", "zero"),
+    ("schedule", "pipeline", "tensor", "sequence", "overlap", "context", "context_keys", "data", "zero"),
 )
 """Choices that limit each other; choices of two different groups, and all others, go together in any way."""
 
@@ -218,9 +221,9 @@ def possible_pairs() -> set[Pair]:
                     found.add((first, second))
                 elif order[first[0]] > order[second[0]]:
                     found.add((second, first))
-    return {
-        pair for pair in found if not {("family", "bert"), *((("context", degree)) for degree in (2, 4))} >= {*pair}
-    }
+    shared = (("context", 2), ("context", 4), ("context_keys", "ring"))
+    impossible = {*((("family", "bert"), choice) for choice in shared), (("context_keys", "ring"), ("dropout", True))}
+    return found - impossible
 
 
 def _drawn(generator: random.Random) -> Cell:
@@ -229,7 +232,10 @@ def _drawn(generator: random.Random) -> Cell:
         values |= generator.choice(options)
     if values["family"] == "bert" and values["context"] > 1:
         # Its tokens attend to later ones.
-        values |= {"data": values["data"] * values["context"], "context": 1}
+        values |= {"data": values["data"] * values["context"], "context": 1, "context_keys": "gather"}
+    if values["context_keys"] == "ring":
+        # No kernel drops probabilities of the keys of a rank.
+        values["dropout"] = False
     return small(Cell(**values))[0]
 
 
@@ -335,6 +341,7 @@ def configuration(cell: Cell) -> Config:
         parallel={
             "tensor": cell.tensor,
             "context": cell.context,
+            "context_keys": cell.context_keys,
             "sequence": cell.sequence,
             "tensor_overlap": cell.overlap,
             "sequence_regather": cell.regathers,

@@ -63,11 +63,22 @@ SPECIAL = small(
 EIGHT_RANKS = small(
     Cell("llama", tensor=2, sequence=True, context=2, data=2, zero=1, recompute="selective", documents=True),
     Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=1, dropout=True),
-    Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, zero=1, uneven=True),
-    Cell("llama", variant=True, schedule="dualpipev", pipeline=2, context=2, data=2, zero=1, documents=True),
+    Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, context_keys="ring", uneven=True),
+    Cell(
+        "llama",
+        variant=True,
+        schedule="dualpipev",
+        pipeline=2,
+        context=2,
+        context_keys="ring",
+        data=2,
+        zero=1,
+        documents=True,
+    ),
     Cell("gpt", variant=True, context=4, data=2, zero=1, recompute="full", optimizer="lamb"),
     Cell("gpt_neox", schedule="interleaved_zero_bubble", pipeline=2, tensor=2, sequence=True, context=2, zero=1),
-    Cell("mistral", tensor=2, context=4, zero=1, recompute="full"),
+    Cell("mistral", tensor=2, context=4, context_keys="ring", zero=1, recompute="full"),
+    Cell("qwen3", context=8, context_keys="ring", zero=1, recompute="selective", documents=True),
 )
 """Ranks that share samples beside all other axes."""
 LIKE_LLAMA = small(

@@ -241,11 +241,16 @@ def test_a_step_holds_what_cost_has(
         assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
 
 
+ATTENTION_ALONE = {"vocab_size": 32, "intermediate_size": 16, "num_key_value_heads": 4}
+"""Most memory is that of keys and values."""
+
+
+@pytest.mark.parametrize("keys", ["gather", "ring"])
 @pytest.mark.parametrize("recompute", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in RECOMPUTE[1:])])
-def test_ranks_that_share_samples_hold_what_cost_has(recompute: str, ranks: Any) -> None:
+def test_ranks_that_share_samples_hold_what_cost_has(recompute: str, keys: str, ranks: Any) -> None:
     config = make_config(
-        model=SIZES | FAMILIES["llama"] | {"max_position_embeddings": 512},
-        parallel={"context": 4},
+        model=SIZES | FAMILIES["llama"] | ATTENTION_ALONE | {"max_position_embeddings": 512},
+        parallel={"context": 4, "context_keys": keys},
         train={"recompute": recompute, "sequence_length": 512, "micro_batch": 1, "global_batch": 4},
     )
     memory = expected_memory(config, check_layout(config, 4))

@@ -99,6 +99,11 @@ class Config(Section):
         return "none" if self.train.recompute == "auto" else self.train.recompute
 
     @property
+    def passes_keys(self) -> bool:
+        """True if ranks that share samples pass their keys and values round."""
+        return self.parallel.context > 1 and self.parallel.context_keys == "ring"
+
+    @property
     def regathers(self) -> bool:
         """True if column-parallel layers gather their inputs again for the backward pass."""
         return bool(self.parallel.sequence_regather)

@@ -107,6 +107,7 @@ Matmul = Literal["fp8"]
 Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 TensorOverlap = Literal["pieces", "symmetric_memory"]
+ContextKeys = Literal["gather", "ring"]
 _SINGLE_STAGE_NAMES = " and ".join(spec.name for spec in SCHEDULES.values() if spec.is_single_stage)
 _MOST_GRADIENT_GROUPS = 8
 """The largest default of `train.data_grain`, a power of two. One rank then keeps 1 + log2(8) gradients of the model."""
@@ -145,7 +146,12 @@ class ParallelConfig(Section):
         default=1,
         gt=0,
         description="context-parallel degree (CP): ranks that share the tokens of each sample; each has a part from "
-        "its head and one from its tail, and gathers keys and values; for causal families",
+        "its head and one from its tail; for causal families",
+    )
+    context_keys: ContextKeys = Field(
+        default="gather",
+        description="how ranks that share samples get the keys and values of each other in a block: gather = all at "
+        "once; ring = rank by rank while attention computes, so that those of two ranks are held; no effect with CP 1",
     )
     vocab_multiple: int = Field(
         default=1,

@@ -72,6 +72,13 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
     problems = []
     if config.train.bitwise:
         problems.append(f"{named} train.bitwise (true): sums over the tokens of a sample would depend on the layout")
+    if config.passes_keys:
+        must = "parallel.context_keys (ring) must be gather with"
+        if config.compile.enabled:
+            problems.append(f"{must} compile.enabled (true), whose graphs of a block have no messages between kernels")
+        dropout = config.shapes.attention_dropout_p
+        if dropout:
+            problems.append(f"{must} dropout of attention ({dropout}), which no kernel computes for the keys of a rank")
     parts = 2 * context * (config.parallel.tensor if sequence else 1)
     length = config.train.sequence_length
     if length % parts:

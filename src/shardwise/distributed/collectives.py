@@ -295,6 +295,22 @@ def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool 
     return Pending(out, work if overlap else None, finish, group)
 
 
+def shift_async(x: Tensor, group: Group, distance: int) -> Pending:
+    """Start sending x to the rank `distance` places on; the result is x of the rank as many places back.
+
+    The ranks' tensors have one shape. As an all-to-all it needs no order of sends and receives.
+    """
+    group.count("send", _bytes(x))
+    arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
+    source, target = ((group.rank + step) % group.size for step in (-distance, distance))
+    received, sent = ([x.numel() * (rank == peer) for rank in range(group.size)] for peer in (source, target))
+    out = arrived.view(-1)
+    work = dist.all_to_all_single(
+        out, x.contiguous().view(-1), received, sent, group=group.process_group, async_op=True
+    )
+    return Pending(arrived, cast(dist.Work, work), group=group)
+
+
 def broadcast_(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
     """Copy the tensor of the rank at index `source` of the group to all, in place."""
     if group.size > 1:

@@ -2,11 +2,13 @@
 
 A sequence of S tokens is cut into 2C chunks for C ranks. Rank r has the chunks r and 2C-1-r, one from the head and one
 from the tail, so that all ranks have equally many pairs of a query and an earlier key. A rank's S/C tokens are those of
-its two chunks, one after the other. Queries stay on their rank; keys and values of all ranks are gathered.
+its two chunks, one after the other. Queries stay on their rank; keys and values of all ranks are gathered, or come rank
+by rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -23,15 +25,28 @@ def places_of(rows: Tensor, length: int, rank: int | Tensor, ranks: int) -> Tens
     return rows + torch.where(rows < half, rank * half, (2 * ranks - 2 - rank) * half)
 
 
-def runs_of_places(length: int, group: Group) -> tuple[range, ...]:
-    """Return the places in the sequence of this rank's two chunks, which have `length` tokens in all."""
+def runs_of_places(length: int, rank: int, ranks: int) -> tuple[range, ...]:
+    """Return the places in the sequence of a rank's two chunks, which have `length` tokens in all."""
     half = length // 2
-    return tuple(range(chunk * half, (chunk + 1) * half) for chunk in (group.rank, 2 * group.size - 1 - group.rank))
+    return tuple(range(chunk * half, (chunk + 1) * half) for chunk in (rank, 2 * ranks - 1 - rank))
 
 
 def chunks_of_rank(x: Tensor, group: Group) -> Tensor:
     """Return this rank's tokens of all, `[S, …]` → `[S/C, …]`."""
-    return torch.cat([x[run.start : run.stop] for run in runs_of_places(len(x) // group.size, group)])
+    return torch.cat([x[run.start : run.stop] for run in runs_of_places(len(x) // group.size, group.rank, group.size)])
+
+
+def passed_round(x: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
+    """Yield this rank and its x, then the rank before it and x of that rank, and so on.
+
+    Each tensor is passed on to the next rank, and the next one arrives, while it is used.
+    """
+    for distance in range(group.size):
+        is_last = distance + 1 == group.size
+        arriving = None if is_last else collectives.shift_async(x, group, 1)
+        yield (group.rank - distance) % group.size, x
+        if arriving is not None:
+            x = arriving.wait()
 
 
 def gather_chunks(x: Tensor, group: Group) -> Tensor:

@@ -5,6 +5,7 @@ Shapes: see `models/blocks.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
-from shardwise.models.masks import AttentionMask, Mask, PiecesMask
+from shardwise.models.masks import AttentionMask, Mask, Masks, PiecesMask
 from shardwise.models.rotary import Rotary
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
@@ -33,6 +34,7 @@ class CausalLM(Family[_Config]):
         window_rotary: those of blocks with a window; None: the same.
         is_compiled: true if the blocks are compiled.
         shares_samples: true if `context_group` shares samples, as in training; false if each rank has whole ones.
+        passes_keys: true if ranks that share samples pass their keys and values round, false if they gather them.
     """
 
     layers: nn.ModuleList
@@ -42,6 +44,7 @@ class CausalLM(Family[_Config]):
     window_rotary: Rotary | None = None
     is_compiled: bool = False
     shares_samples: bool = True
+    passes_keys: bool = False
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         """Token ids `[S, B]` → x; without `positions_SB` the positions are 0 … S-1."""
@@ -78,8 +81,9 @@ class CausalLM(Family[_Config]):
         length = known + len(ids_SB)
         places = None
         if self.context_group.size > 1 and self.shares_samples:
-            runs: tuple[range, ...] = runs_of_places(len(ids_SB), self.context_group)
-            length = self.context_group.size * len(ids_SB)
+            group = self.context_group
+            runs: tuple[range, ...] = runs_of_places(len(ids_SB), group.rank, group.size)
+            length = group.size * len(ids_SB)
             places = torch.cat([torch.arange(run.start, run.stop, device=ids_SB.device) for run in runs])
             if positions_SB is None:
                 positions_SB = places.unsqueeze(1)
@@ -87,7 +91,7 @@ class CausalLM(Family[_Config]):
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
         windows = {self.config.window(number) for number in self.part.block_numbers(self.config)}
         tables = {}
-        masks = {}
+        masks: dict[int | None, Masks | None] = {}
         for window in windows:
             rotary = self.rotary if window is None or self.window_rotary is None else self.window_rotary
             if rotary is not None:
@@ -96,12 +100,23 @@ class CausalLM(Family[_Config]):
                 seen = 0 if cache is None else cache.seen(window)
                 runs = (range(seen, seen + len(ids_SB)),)
             mask = AttentionMask(runs, starts_SB, window)
-            masks[window] = self._form_of(mask, length if places is not None else runs[-1].stop, x, dropout, cache)
+            masks[window] = self._masks_of(mask, length if places is not None else runs[-1].stop, x, dropout, cache)
         context = Context(dropout, masks, cache, tables, places)
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
             cache.advance(len(ids_SB))  # after all blocks, as each writes at the same length
         return self.norm(x) if self.part.is_last else x
+
+    def _masks_of(
+        self, mask: AttentionMask, keys: int, x: Tensor, dropout: DropoutKey | None, cache: KeyValueCache | None
+    ) -> Masks | None:
+        """Return a mask in the form that attention takes; where keys come rank by rank, one for those of each rank."""
+        ranks = self.context_group.size if self.shares_samples and self.passes_keys else 1
+        if ranks == 1:
+            return self._form_of(mask, keys, x, dropout, cache)
+        places_by_rank = [runs_of_places(mask.queries, rank, ranks) for rank in range(ranks)]
+        forms = [self._form_of(replace(mask, key_places=run), keys, x, dropout, cache) for run in places_by_rank]
+        return tuple(form for form in forms if form is not None)
 
     def _form_of(
         self, mask: AttentionMask, keys: int, x: Tensor, dropout: DropoutKey | None, cache: KeyValueCache | None

@@ -161,7 +161,8 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
     if workload.gathers_keys_again:
-        transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again"))
+        times = 2 if workload.config.passes_keys and workload.recompute == "full" else 1
+        transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again", times))
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers and workload.layout.sequence_parallel:
         inputs = "inputs of attention and MLP, gathered again"
@@ -252,10 +253,16 @@ def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
     return _over_tensor(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
 
 
-def _keys_and_values(workload: RankWorkload, kind: Kind, tensor: str) -> Transfer:
-    """Keys, and values, of all tokens of a sample in each block: a·c·T·kv/t bytes each."""
-    size = workload.a * workload.layout.context * workload.tokens * workload.local.key_value
-    return Transfer("cp", kind, workload.layout.context, size, 2 * workload.layers, tensor)
+def _keys_and_values(workload: RankWorkload, kind: Kind, tensor: str, times: int = 1) -> Transfer:
+    """Keys, and values, of all tokens of a sample in each block: a·c·T·kv/t bytes each, in a collective of each.
+
+    Rank by rank, those of the rank, a·T·kv/t bytes each, go to each other rank in one message.
+    """
+    context = workload.layout.context
+    size = workload.a * workload.tokens * workload.local.key_value
+    if workload.config.passes_keys:
+        return Transfer("cp", "send", context, 2 * size, times * (context - 1) * workload.layers, tensor)
+    return Transfer("cp", kind, context, context * size, times * 2 * workload.layers, tensor)
 
 
 def _scales(workload: RankWorkload) -> list[Transfer]:

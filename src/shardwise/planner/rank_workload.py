@@ -245,8 +245,13 @@ class RankWorkload:
         return "none" if is_left_to_compiler and self.config.recompute == "selective" else self.config.recompute
 
     @property
+    def gathers_keys(self) -> bool:
+        """True if ranks that share samples gather their keys and values."""
+        return self.layout.context > 1 and not self.config.passes_keys
+
+    @property
     def gathers_keys_again(self) -> bool:
-        """True if the backward pass gathers keys and values of other ranks again, which then are not kept."""
+        """True if the backward pass gets keys and values of other ranks again, which then are not kept."""
         if self.layout.context == 1:
             return False
         return self.recompute == "full" or not self.attends_step_by_step

@@ -111,6 +111,11 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
         ),
         (
             2,
+            ["parallel.context=2", "parallel.context_keys=ring", "compile.enabled=true"],
+            "parallel.context_keys (ring) must be gather with compile.enabled (true), whose graphs of a block have no",
+        ),
+        (
+            2,
             ["precision.matmul=fp8", "parallel.context=2", "train.sequence_length=48", "train.micro_batch=1"],
             "train.sequence_length × train.micro_batch / parallel.context (24) must be a multiple of 16 with",
         ),
