@@ -63,7 +63,7 @@ SPECIAL = small(
 EIGHT_RANKS = small(
     Cell("llama", tensor=2, sequence=True, context=2, data=2, zero=1, recompute="selective", documents=True),
     Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=1, dropout=True),
-    Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, context_keys="ring", uneven=True),
+    Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, context_keys="ring", zero=1, uneven=True),
     Cell(
         "llama",
         variant=True,

@@ -83,7 +83,7 @@ class Pending:
         self,
         result: Tensor,
         work: dist.Work | None = None,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
         group: Group | None = None,
     ) -> None:
         self._result = result
@@ -298,17 +298,16 @@ def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool 
 def shift_async(x: Tensor, group: Group, distance: int) -> Pending:
     """Start sending x to the rank `distance` places on; the result is x of the rank as many places back.
 
-    The ranks' tensors have one shape. As an all-to-all it needs no order of sends and receives.
+    The ranks' tensors have one shape. x may be read meanwhile.
     """
     group.count("send", _bytes(x))
-    arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
-    source, target = ((group.rank + step) % group.size for step in (-distance, distance))
-    received, sent = ([x.numel() * (rank == peer) for rank in range(group.size)] for peer in (source, target))
-    out = arrived.view(-1)
-    work = dist.all_to_all_single(
-        out, x.contiguous().view(-1), received, sent, group=group.process_group, async_op=True
-    )
-    return Pending(arrived, cast(dist.Work, work), group=group)
+    x = x.contiguous()
+    arrived = torch.empty_like(x)
+    source, target = (group.ranks[(group.rank + step) % group.size] for step in (-distance, distance))
+    send = dist.P2POp(dist.isend, x, target, group.process_group)
+    # A batch, as on accelerators a message may end when it is received: ranks that all send first would wait for ever.
+    *others, work = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, arrived, source, group.process_group)])
+    return Pending(arrived, work, lambda: [other.wait() for other in others], group)
 
 
 def broadcast_(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
