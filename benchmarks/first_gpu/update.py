@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from first_gpu.session import Figures, Session
 from first_gpu.timing import timed
-from shardwise.config.sections import Rounding
+from shardwise.config.precision import Rounding
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.random_bits import INCREMENT_32, scramble_

@@ -88,6 +88,7 @@ class Cell:
     optimizer: str = "adamw"
     recompute: str = "none"
     context: int = 1
+    context_keys: str = "gather"
     dropout: bool = False
     mode: str = "float32"
     matmul: str | None = None
@@ -104,12 +105,11 @@ class Cell:
     def micro_batch(self) -> int:
         """Samples at once: one process takes all, but in bfloat16 one, so that it rounds each as a pipeline does.
 
-        With `bitwise` it does not depend on the layout, nor with fp8, whose scales are those of a micro-batch.
+        With `bitwise` it does not depend on the layout, nor with fp8, whose scales are those of a micro-batch: its 16
+        tokens on each of two ranks that share samples are the fewest that fp8 takes.
         """
-        if self.bitwise:
+        if self.bitwise or self.matmul is not None:
             return 2
-        if self.matmul is not None:
-            return 1
         if self.world == 1:
             return self.batch if self.mode == "float32" else 1
         return 1 if self.pipeline > 1 else 2
@@ -124,7 +124,7 @@ class Cell:
         tensor = (self.tensor > 1 or not (self.sequence or self.overlap)) and not (
             self.overlap and self.schedule != "none" and SCHEDULES[self.schedule].splits_backward
         )
-        context = self.context == 1 or self.family != "bert"
+        context = (self.context_keys == "gather") if self.context == 1 else self.family != "bert"
         return model and cut and tensor and context and (self.data * self.context > 1 or not self.zero)
 
     @property
@@ -142,7 +142,7 @@ class Cell:
             self.optimizer if self.optimizer != "adamw" else "",
         ]
         said += [self.recompute if self.recompute != "none" else "", self.mode if self.mode != "float32" else ""]
-        said.append(self.matmul or "")
+        said += [self.matmul or "", self.context_keys if self.context_keys != "gather" else ""]
         flags = ("regathers", "dropout", "documents", "uneven", "stages", "bitwise", "data_grain", "context_grain")
         said += [flag for flag in flags if getattr(self, flag)]
         return "-".join(word for word in said if word)
@@ -161,6 +161,7 @@ class Cell:
             "vocab_multiple",
             "data",
             "context",
+            "context_keys",
         )
         layout += ("zero", "recompute", "regathers")
         return replace(self, **{name: getattr(one, name) for name in layout})
@@ -177,6 +178,7 @@ AXES: Mapping[str, Sequence[Any]] = {
     "sequence": (False, True),
     "overlap": (None, "pieces"),
     "context": (1, 2, 4),
+    "context_keys": ("gather", "ring"),
     "data": (1, 2, 4),
     "zero": (0, 1),
     "optimizer": ("adamw", "lamb"),
@@ -185,7 +187,7 @@ AXES: Mapping[str, Sequence[Any]] = {
 }
 _INDEPENDENT = (
     ("family", "variant", "documents", "uneven"),
-    ("schedule", "pipeline", "tensor", "sequence", "overlap", "context", "data", "zero"),
+    ("schedule", "pipeline", "tensor", "sequence", "overlap", "context", "context_keys", "data", "zero"),
 )
 """Choices that limit each other; choices of two different groups, and all others, go together in any way."""
 
@@ -220,9 +222,9 @@ def possible_pairs() -> set[Pair]:
                     found.add((first, second))
                 elif order[first[0]] > order[second[0]]:
                     found.add((second, first))
-    return {
-        pair for pair in found if not {("family", "bert"), *((("context", degree)) for degree in (2, 4))} >= {*pair}
-    }
+    shared = (("context", 2), ("context", 4), ("context_keys", "ring"))
+    impossible = {*((("family", "bert"), choice) for choice in shared), (("context_keys", "ring"), ("dropout", True))}
+    return found - impossible
 
 
 def _drawn(generator: random.Random) -> Cell:
@@ -231,7 +233,10 @@ def _drawn(generator: random.Random) -> Cell:
         values |= generator.choice(options)
     if values["family"] == "bert" and values["context"] > 1:
         # Its tokens attend to later ones.
-        values |= {"data": values["data"] * values["context"], "context": 1}
+        values |= {"data": values["data"] * values["context"], "context": 1, "context_keys": "gather"}
+    if values["context_keys"] == "ring":
+        # No kernel drops probabilities of the keys of a rank.
+        values["dropout"] = False
     return small(Cell(**values))[0]
 
 
@@ -292,11 +297,22 @@ def sweep(count: int) -> list[Cell]:
 EIGHT_RANKS = small(
     Cell("llama", tensor=2, sequence=True, context=2, data=2, zero=1, recompute="selective", documents=True),
     Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=1, dropout=True),
-    Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, zero=1, uneven=True),
-    Cell("llama", variant=True, schedule="dualpipev", pipeline=2, context=2, data=2, zero=1, documents=True),
+    Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, context_keys="ring", zero=1, uneven=True),
+    Cell(
+        "llama",
+        variant=True,
+        schedule="dualpipev",
+        pipeline=2,
+        context=2,
+        context_keys="ring",
+        data=2,
+        zero=1,
+        documents=True,
+    ),
     Cell("gpt", variant=True, context=4, data=2, zero=1, recompute="full", optimizer="lamb"),
     Cell("gpt_neox", schedule="interleaved_zero_bubble", pipeline=2, tensor=2, sequence=True, context=2, zero=1),
-    Cell("mistral", tensor=2, context=4, zero=1, recompute="full"),
+    Cell("mistral", tensor=2, context=4, context_keys="ring", zero=1, recompute="full"),
+    Cell("qwen3", context=8, context_keys="ring", zero=1, recompute="selective", documents=True),
 )
 """Ranks that share samples beside all other axes."""
 
@@ -349,6 +365,7 @@ def configuration(cell: Cell) -> Config:
         parallel={
             "tensor": cell.tensor,
             "context": cell.context,
+            "context_keys": cell.context_keys,
             "sequence": cell.sequence,
             "tensor_overlap": cell.overlap,
             "sequence_regather": cell.regathers,

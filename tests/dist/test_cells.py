@@ -77,10 +77,12 @@ FP8 = small(
     Cell("gpt", schedule="zbv", pipeline=2, tensor=2, matmul="fp8"),
     Cell("gpt_neox", schedule="1f1b", pipeline=2, tensor=2, recompute="full", matmul="fp8"),
     Cell("bert", data=4, mode="mixed", matmul="fp8"),
+    Cell("llama", tensor=2, sequence=True, context=2, zero=1, matmul="fp8"),
+    Cell("gpt", schedule="zbv", pipeline=2, context=2, recompute="selective", matmul="fp8"),
 )
 """In float32 but for the products, so that no layout rounds otherwise; in bfloat16 where none cuts a sum."""
 CELLS = [*array(), *CURVES, *SPECIAL, *LIKE_LLAMA, *FP8, *EIGHT_RANKS]
-OFTEN = {*covering(), LIKE_LLAMA[1], LIKE_LLAMA[6], FP8[1]}
+OFTEN = {*covering(), LIKE_LLAMA[1], LIKE_LLAMA[6], FP8[1], FP8[4]}
 SELDOM = {*array(), *LIKE_LLAMA, *FP8, *EIGHT_RANKS, *MIXED[1:5]} - OFTEN
 """What differs from cells that always run by a fact of the model, by a schedule, or by which choices meet."""
 Train = Callable[[Cell], list[Measured]]

@@ -55,6 +55,7 @@ OFTEN = {
 }
 SELDOM = {
     "llama, TP 2 + SP, fp8": Cell(FAMILIES["llama"], SEQUENCE, matmul="fp8"),
+    "llama, CP 2, fp8": Cell(FAMILIES["llama"], {"context": 2}, matmul="fp8"),
     "bert, TP 2 + SP, fast dropout": Cell(BERT_DROPOUT, SEQUENCE),
     "llama, TP 2, selective recompute, documents": Cell(
         FAMILIES["llama"], TENSOR, recompute="selective", documents=True
@@ -82,7 +83,7 @@ def losses(cell: Cell, backend: str | None, steps: int) -> tuple[list[float], Co
     """Of each step and of two evaluations; and how often each graph was captured."""
     torch._dynamo.reset()
     config = cell.config(backend, steps)
-    mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
+    mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline, context=config.parallel.context)
     pairs = "nsp" in config.model.objectives
     trainer = build_trainer(config, mesh, make_data(length=16, pairs=pairs))
     found = [trainer.step().loss, trainer.evaluate()[0]]

@@ -20,7 +20,10 @@ from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import MODEL, make_config, make_data
 
-(ZERO3,) = small(Cell("llama", tensor=2, sequence=True, data=2, zero=3, matmul="fp8"))
+ZERO3, CONTEXT = small(
+    Cell("llama", tensor=2, sequence=True, data=2, zero=3, matmul="fp8"),
+    Cell("llama", tensor=2, context=2, batch=4, zero=1, matmul="fp8"),
+)
 PRECISION = {"mode": "float32", "matmul": "fp8"}
 
 
@@ -48,13 +51,13 @@ def observe(cell: Cell, keeps: bool = True) -> Observed:
         return found
 
     config = configuration(cell)
-    trainer = build_trainer(config, shared_mesh(cell.tensor, cell.pipeline), make_data(config.model.vocab_size))
+    trainer = build_trainer(config, shared_mesh(cell.tensor, context=cell.context), make_data(config.model.vocab_size))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8, "_scales", recording)
         if not keeps:
             patch.setattr(fp8_blocks, "keep_scales", lambda *_: None)
         losses = [trainer.step().loss]
-        count = len(others) // (cell.batch // cell.data)
+        count = len(others) // (cell.batch // cell.data // cell.micro_batch)
         by_micro_batch = [tuple(others[start : start + count]) for start in range(0, len(others), count)]
         losses.append(trainer.step().loss)
     return Observed(losses, of_weights, by_micro_batch)
@@ -70,6 +73,14 @@ def test_scales_and_losses_are_those_of_one_process(ranks: Any) -> None:
     for one in (wanted, *found):
         assert one.of_weights == wanted.of_weights, "scales of weights"
     assert len(wanted.of_weights) == 2 * configuration(ZERO3).known_shapes.num_hidden_layers, "once a step for a block"
+
+
+def test_ranks_that_share_samples_scale_as_one_process(ranks: Any) -> None:
+    wanted = observe(CONTEXT.alone)
+    assert len({*wanted.others[0]}) > 4, "equal scales would say little"
+    for found in ranks(4).run(observe, CONTEXT):
+        assert found.others == wanted.others
+        assert found.of_weights == wanted.of_weights
 
 
 def test_scales_of_weights_are_those_that_each_product_would_compute() -> None:

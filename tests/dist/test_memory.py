@@ -241,22 +241,31 @@ def test_a_step_holds_what_cost_has(
         assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
 
 
+ATTENTION_ALONE = {"vocab_size": 32, "intermediate_size": 16, "num_key_value_heads": 4}
+"""Most memory is that of keys and values."""
+
+
 @pytest.mark.parametrize(
-    ("recompute", "context", "grain"),
+    ("recompute", "context", "keys", "grain"),
     [
-        ("none", 4, None),
-        *(pytest.param(kind, 4, None, marks=pytest.mark.slow) for kind in RECOMPUTE[1:]),
-        pytest.param("none", 2, 4, marks=pytest.mark.slow),
-        pytest.param("none", 1, 4, marks=pytest.mark.slow),
+        ("none", 4, "gather", None),
+        ("none", 4, "ring", None),
+        *(
+            pytest.param(kind, 4, keys, None, marks=pytest.mark.slow)
+            for kind in RECOMPUTE[1:]
+            for keys in ("gather", "ring")
+        ),
+        pytest.param("none", 2, "gather", 4, marks=pytest.mark.slow),
+        pytest.param("none", 1, "gather", 4, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_share_samples_hold_what_cost_has(
-    recompute: str, context: int, grain: int | None, ranks: Any
+    recompute: str, context: int, keys: str, grain: int | None, ranks: Any
 ) -> None:
     bits = {} if grain is None else {"bitwise": True, "data_grain": 1}
     config = make_config(
-        model=SIZES | FAMILIES["llama"] | {"max_position_embeddings": 512},
-        parallel={"context": context, "context_grain": grain, "grain": 1},
+        model=SIZES | FAMILIES["llama"] | ATTENTION_ALONE | {"max_position_embeddings": 512},
+        parallel={"context": context, "context_keys": keys, "context_grain": grain, "grain": 1},
         train={"recompute": recompute, "sequence_length": 512, "micro_batch": 1, "global_batch": 4} | bits,
     )
     memory = expected_memory(config, check_layout(config, context))

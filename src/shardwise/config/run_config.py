@@ -18,6 +18,7 @@ from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, shapes_of
 from shardwise.config.optimizer import Frequency, OptimizerConfig
+from shardwise.config.precision import PrecisionConfig
 from shardwise.config.schedules import SCHEDULES
 from shardwise.config.sections import (
     BATCH_RULE,
@@ -26,7 +27,6 @@ from shardwise.config.sections import (
     HooksConfig,
     LogConfig,
     ParallelConfig,
-    PrecisionConfig,
     Recompute,
     TrainConfig,
 )
@@ -98,6 +98,11 @@ class Config(Section):
     def recompute(self) -> Recompute:
         """What the backward pass computes again: none while `auto` is not replaced (`planner/memory_choice.py`)."""
         return "none" if self.train.recompute == "auto" else self.train.recompute
+
+    @property
+    def passes_keys(self) -> bool:
+        """True if ranks that share samples pass their keys and values round."""
+        return self.parallel.context > 1 and self.parallel.context_keys == "ring"
 
     @property
     def regathers(self) -> bool:

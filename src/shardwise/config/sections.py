@@ -1,4 +1,4 @@
-"""The sections of a configuration other than `model`, `data` and `launch`.
+"""The sections of a configuration other than `model`, `data`, `precision` and `launch`.
 
 A class of a section holds its keys with their types, bounds, defaults and descriptions. The JSON schema and the pages
 of keys are made of them: to add a key, write it here and read it where it has its effect.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -100,13 +99,10 @@ class CompileConfig(Section):
     )
 
 
-DtypeName = Literal["float32", "bfloat16"]
-DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
-Rounding = Literal["nearest", "stochastic"]
-Matmul = Literal["fp8"]
 Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 TensorOverlap = Literal["pieces", "symmetric_memory"]
+ContextKeys = Literal["gather", "ring"]
 _SINGLE_STAGE_NAMES = " and ".join(spec.name for spec in SCHEDULES.values() if spec.is_single_stage)
 _MOST_GRADIENT_GROUPS = 8
 """The largest default of `train.data_grain`, a power of two. One rank then keeps 1 + log2(8) gradients of the model."""
@@ -145,7 +141,12 @@ class ParallelConfig(Section):
         default=1,
         gt=0,
         description="context-parallel degree (CP): ranks that share the tokens of each sample; each has a part from "
-        "its head and one from its tail, and gathers keys and values; for causal families",
+        "its head and one from its tail; for causal families",
+    )
+    context_keys: ContextKeys = Field(
+        default="gather",
+        description="how ranks that share samples get the keys and values of each other in a block: gather = all at "
+        "once; ring = rank by rank while attention computes, so that those of two ranks are held; no effect with CP 1",
     )
     vocab_multiple: int = Field(
         default=1,
@@ -331,108 +332,6 @@ def share_of(rule: str | None) -> Fraction | None:
     """Sequences for each rank by a rule `N per M ranks`; None for another text."""
     match = re.fullmatch(BATCH_RULE, rule or "")
     return None if match is None else Fraction(int(match[1]), int(match[2]))
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Resolved dtypes.
-
-    Attributes:
-        parameter: dtype of parameters, activations and matmuls.
-        gradient: dtype in which gradients are summed over micro-batches.
-        reduce: dtype in which gradients are summed over ranks.
-        optimizer: dtype of masters.
-        moments: dtype of moments; if it is not that of masters, they are rounded stochastically.
-        rounding: rule by which the update rounds masters.
-    """
-
-    parameter: DtypeName
-    gradient: DtypeName
-    reduce: DtypeName
-    optimizer: DtypeName
-    moments: DtypeName
-    rounding: Rounding
-
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of a master; 0 if it has the dtype of the parameters, which then serve."""
-        return DTYPE_BYTES[self.optimizer] if self.parameter != self.optimizer else 0
-
-    def rounded(self, states: int) -> int:
-        """Return the values of an element that an update rounds stochastically, of its master and so many states."""
-        if self.rounding == "stochastic":
-            return 1 + states
-        return states if self.moments != self.optimizer else 0
-
-
-class PrecisionConfig(Section):
-    """The dtypes, by what they hold."""
-
-    mode: Literal["float32", "mixed", "bfloat16"] | None = Field(
-        default=None,
-        description="mixed = bfloat16 with float32 masters; null = mixed on accelerators and with precision.matmul, "
-        "float32 on CPU",
-    )
-    gradient: DtypeName | None = Field(default=None, description="dtype of gradient sums; null = the mode's own")
-    reduce: DtypeName | None = Field(default=None, description="dtype of gradient reduction; null = the mode's own")
-    optimizer: DtypeName | None = Field(default=None, description="dtype of masters and moments; null = the mode's own")
-    moments: DtypeName | None = Field(
-        default=None,
-        description="dtype of moments; bfloat16, with adamw, saves 4 bytes of each parameter in mode float32 or mixed; "
-        "null = as precision.optimizer",
-    )
-    rounding: Rounding | None = Field(
-        default=None,
-        description="how the update rounds bfloat16 masters and moments: stochastic = up or down at random so that "
-        "the mean is kept, by the same random bits in every layout; null = stochastic with mode bfloat16, else nearest",
-    )
-
-    matmul: Matmul | None = Field(
-        default=None,
-        description="fp8 = matrix products of blocks multiply 8-bit numbers, by one scale for each tensor; null = in "
-        "the mode's dtype",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fp8_is_mixed_by_default(cls, values: Any) -> Any:
-        is_left_out = isinstance(values, dict) and values.get("matmul") is not None and values.get("mode") is None
-        return {**values, "mode": "mixed"} if is_left_out else values
-
-    @model_validator(mode="after")
-    def _check(self) -> PrecisionConfig:
-        if self.rounding == "stochastic" and self.resolved(accelerator=False).optimizer != "bfloat16":
-            reject(
-                [
-                    "precision.rounding (stochastic) rounds to bfloat16, and masters and moments are float32: set "
-                    "precision.mode=bfloat16, or precision.rounding=nearest"
-                ]
-            )
-        if self.moments == "float32" and self.resolved(accelerator=False).optimizer == "bfloat16":
-            reject(
-                [
-                    "precision.moments (float32) must be bfloat16 where masters are bfloat16: leave it out, or set "
-                    "precision.mode=mixed"
-                ]
-            )
-        return self
-
-    def resolved(self, accelerator: bool) -> Precision:
-        """The dtype of each role; the default mode depends on whether there is an accelerator."""
-        mode = self.mode or ("mixed" if accelerator else "float32")
-        parameter: DtypeName = "float32" if mode == "float32" else "bfloat16"
-        state: DtypeName = "bfloat16" if mode == "bfloat16" else "float32"
-        optimizer = self.optimizer or state
-        # bfloat16 has 8 bits: a master would lose nearly every update that is rounded to nearest.
-        default: Rounding = "stochastic" if mode == optimizer == "bfloat16" else "nearest"
-        return Precision(
-            parameter,
-            self.gradient or state,
-            self.reduce or state,
-            optimizer,
-            self.moments or optimizer,
-            self.rounding or default,
-        )
 
 
 class CheckpointConfig(Section):

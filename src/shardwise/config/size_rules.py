@@ -71,8 +71,15 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
             f"{named} model.family {family}, whose tokens attend to later ones: set parallel.tensor={context} instead"
         ]
     problems = []
-    if config.precision.matmul is not None:
-        problems.append(f"{named} precision.matmul ({config.precision.matmul}): each rank would scale its own tokens")
+    if config.passes_keys:
+        must = "parallel.context_keys (ring) must be gather with"
+        if config.train.bitwise:
+            problems.append(f"{must} train.bitwise (true): the order of its sums follows the ranks")
+        if config.compile.enabled:
+            problems.append(f"{must} compile.enabled (true), whose graphs of a block have no messages between kernels")
+        dropout = config.shapes.attention_dropout_p
+        if dropout:
+            problems.append(f"{must} dropout of attention ({dropout}), which no kernel computes for the keys of a rank")
     length = config.train.sequence_length
     parts = 2 * context * (config.parallel.tensor if sequence else 1)
     factors = "2 × parallel.context × parallel.tensor" if sequence else "2 × parallel.context"
@@ -96,8 +103,10 @@ def fp8_problems(config: Config) -> list[str]:
     if config.precision.matmul is None:
         return []
     train = config.train
-    tokens = train.sequence_length * train.micro_batch
-    sizes = {f"train.sequence_length × train.micro_batch ({tokens})": tokens}
+    context = config.parallel.context
+    tokens = train.sequence_length * train.micro_batch // context
+    product = "train.sequence_length × train.micro_batch" + (" / parallel.context" if context > 1 else "")
+    sizes = {f"{product} ({tokens})": tokens}
     model = config.shapes
     if model is not None:
         tensor = config.parallel.tensor

@@ -83,7 +83,7 @@ class Pending:
         self,
         result: Tensor,
         work: dist.Work | None = None,
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
         group: Group | None = None,
     ) -> None:
         self._result = result
@@ -293,6 +293,21 @@ def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool 
             torch.sum(by_rank, dim=0, out=out)
 
     return Pending(out, work if overlap else None, finish, group)
+
+
+def shift_async(x: Tensor, group: Group, distance: int) -> Pending:
+    """Start sending x to the rank `distance` places on; the result is x of the rank as many places back.
+
+    The ranks' tensors have one shape. x may be read meanwhile.
+    """
+    group.count("send", _bytes(x))
+    x = x.contiguous()
+    arrived = torch.empty_like(x)
+    source, target = (group.ranks[(group.rank + step) % group.size] for step in (-distance, distance))
+    send = dist.P2POp(dist.isend, x, target, group.process_group)
+    # A batch, as on accelerators a message may end when it is received: ranks that all send first would wait for ever.
+    *others, work = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, arrived, source, group.process_group)])
+    return Pending(arrived, work, lambda: [other.wait() for other in others], group)
 
 
 def broadcast_(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:

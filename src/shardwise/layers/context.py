@@ -2,7 +2,8 @@
 
 A sequence of S tokens is cut into 2C chunks for C ranks. Rank r has the chunks r and 2C-1-r, one from the head and one
 from the tail, so that all ranks have equally many pairs of a query and an earlier key. A rank's S/C tokens are those of
-its two chunks, one after the other. Queries stay on their rank; keys and values of all ranks are gathered.
+its two chunks, one after the other. Queries stay on their rank; keys and values of all ranks are gathered, or come rank
+by rank.
 
 A group with a grain of G cuts the sequence for G ranks, whatever their number: each of C ranks has the tokens of G/C
 neighbouring ones, its parts.
@@ -10,6 +11,7 @@ neighbouring ones, its parts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -25,18 +27,32 @@ def cuts_samples(group: Group) -> bool:
     return group.size * group.parts > 1
 
 
-def runs_of_places(length: int, group: Group) -> tuple[range, ...]:
-    """Return the places in the sequence of this rank's chunks, which have `length` tokens in all, two for each part."""
-    size = length // (2 * group.parts)
-    cuts = group.size * group.parts
-    parts = range(group.rank * group.parts, (group.rank + 1) * group.parts)
-    chunks = (chunk for part in parts for chunk in (part, 2 * cuts - 1 - part))
+def runs_of_places(length: int, rank: int, ranks: int, parts: int = 1) -> tuple[range, ...]:
+    """Return the places in the sequence of a rank's chunks, which have `length` tokens in all, two for each part."""
+    size = length // (2 * parts)
+    cuts = ranks * parts
+    numbers = range(rank * parts, (rank + 1) * parts)
+    chunks = (chunk for part in numbers for chunk in (part, 2 * cuts - 1 - part))
     return tuple(range(chunk * size, (chunk + 1) * size) for chunk in chunks)
 
 
 def chunks_of_rank(x: Tensor, group: Group) -> Tensor:
     """Return this rank's tokens of all, `[S, …]` → `[S/C, …]`."""
-    return torch.cat([x[run.start : run.stop] for run in runs_of_places(len(x) // group.size, group)])
+    runs = runs_of_places(len(x) // group.size, group.rank, group.size, group.parts)
+    return torch.cat([x[run.start : run.stop] for run in runs])
+
+
+def passed_round(x: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
+    """Yield this rank and its x, then the rank before it and x of that rank, and so on.
+
+    Each tensor is passed on to the next rank, and the next one arrives, while it is used.
+    """
+    for distance in range(group.size):
+        is_last = distance + 1 == group.size
+        arriving = None if is_last else collectives.shift_async(x, group, 1)
+        yield (group.rank - distance) % group.size, x
+        if arriving is not None:
+            x = arriving.wait()
 
 
 def gather_chunks(x: Tensor, group: Group) -> Tensor:

@@ -2,8 +2,8 @@
 
 Inputs and weights are rounded to e4m3, and gradients of outputs to e5m2 (arXiv:2209.05433). Each tensor has a scale of
 its own: the least power of two by which its largest number fits the format (as in arXiv:2412.19437). The ranks that
-hold parts of a tensor agree on that number, so that no cut of a layer changes a scale. Powers of two make the rounded
-numbers exact in bfloat16 too, where `train.bitwise` multiplies them (`parts.py`).
+hold parts of a tensor agree on that number, so that no cut of a layer or of samples changes a scale. Powers of two make
+the rounded numbers exact in bfloat16 too, where `train.bitwise` multiplies them (`parts.py`).
 
 Shapes per rank: T tokens, I input features, O output features.
 """
@@ -11,7 +11,7 @@ Shapes per rank: T tokens, I input features, O output features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -40,37 +40,41 @@ class Scaling:
     Attributes:
         group: ranks that share the layer.
         cuts_outputs: true if the layer is cut along its outputs, false if along its inputs.
+        context_group: ranks that share the tokens of each sample, and so have parts of inputs and of gradients.
     """
 
     group: Group
     cuts_outputs: bool
+    context_group: Group = field(default_factory=Group)
 
     def of_input(self, x: Tensor) -> Tensor:
-        """Return the scale of x `[…, I]`. A collective where the inputs are cut."""
-        return _scales([x], None if self.cuts_outputs else self.group, OPERAND)[0]
+        """Return the scale of x `[…, I]`. A collective where the inputs or the samples are cut."""
+        groups = [self.context_group] if self.cuts_outputs else [self.group, self.context_group]
+        return _scales([x], groups, OPERAND)[0]
 
     def of_weight(self, weight: Tensor) -> Tensor:
         """Return the scale of a weight `[O, I]`. A collective, unless `keep_scales` has kept it."""
         scale: Tensor | None = getattr(weight, "fp8_scale", None)
-        return _scales([weight.detach()], self.group, OPERAND)[0] if scale is None else scale
+        return _scales([weight.detach()], [self.group], OPERAND)[0] if scale is None else scale
 
     def of_gradient(self, dy: Tensor) -> Tensor:
-        """Return the scale of the gradient of the outputs. A collective where the outputs are cut."""
-        return _scales([dy], self.group if self.cuts_outputs else None, GRADIENT)[0]
+        """Return the scale of the gradient of the outputs. A collective where the outputs or the samples are cut."""
+        groups = [self.group, self.context_group] if self.cuts_outputs else [self.context_group]
+        return _scales([dy], groups, GRADIENT)[0]
 
 
 def keep_scales(weights: Sequence[Tensor], group: Group) -> None:
     """Compute the scales of weights that the ranks of a group share, with one collective, and keep them."""
-    for weight, scale in zip(weights, _scales([weight.detach() for weight in weights], group, OPERAND), strict=True):
+    for weight, scale in zip(weights, _scales([weight.detach() for weight in weights], [group], OPERAND), strict=True):
         # In memory of its own: kernels of compiled graphs want their inputs aligned.
         cast(Any, weight).fp8_scale = scale.clone()
 
 
-def _scales(tensors: Sequence[Tensor], group: Group | None, dtype: torch.dtype) -> list[Tensor]:
-    """Return the scale `[]` of each tensor, of which the ranks of a group have parts."""
+def _scales(tensors: Sequence[Tensor], groups: Sequence[Group], dtype: torch.dtype) -> list[Tensor]:
+    """Return the scale `[]` of each tensor, of which the ranks of each group have parts."""
     bounds = [x.aminmax() for x in tensors]
     largest = torch.stack([torch.maximum(-lowest, highest) for lowest, highest in bounds]).float()
-    if group is not None:
+    for group in groups:
         largest = collectives.all_reduce_(largest, group, op="max")
     ratios = (largest / torch.finfo(dtype).max).clamp_min(torch.finfo(torch.float32).tiny)
     # A ratio that is no power of two has a mantissa, which carries into the exponent.

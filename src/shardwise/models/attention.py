@@ -10,11 +10,10 @@ are left out in one of three ways (`AttentionMask.form`):
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +30,11 @@ from shardwise.layers.norm import QueryKeyNorm
 from shardwise.layers.parts import head_products
 from shardwise.layers.recompute import Recomputed, can_drop, dropping
 from shardwise.layers.replicated import SequenceParts, part_views
+from shardwise.models.attention_kernels import flex_attention
 from shardwise.models.attention_pieces import attention_by_pieces
 from shardwise.models.blocks import ATTENTION, Context, LayerFactory
-from shardwise.models.masks import Mask, PiecesMask
+from shardwise.models.masks import Masks, PiecesMask
+from shardwise.models.ring_attention import ring_attention
 from shardwise.models.rotary import rotate
 
 
@@ -66,7 +67,7 @@ class AttentionCore(nn.Module):
             return out
         return self._attend(q, k, v, mask, key)
 
-    def _is_fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, key: AnyKey | None) -> bool:
+    def _is_fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Masks | None, key: AnyKey | None) -> bool:
         """Return whether one kernel computes it and keeps its inputs, its output and the logarithms of sums alone."""
         if self.goes_by_steps(q, key):
             return False
@@ -88,7 +89,9 @@ class AttentionCore(nn.Module):
         is_in_kernel = isinstance(key, DropoutKey) and key.mode == "fast" and q.device.type != "cpu"
         return self.p > 0 and key is not None and not is_in_kernel
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, key: AnyKey | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Masks | None, key: AnyKey | None) -> Tensor:
+        if isinstance(mask, tuple):
+            return ring_attention(q, k, v, mask, self.scale, self.context_group).flatten(2)
         if isinstance(mask, PiecesMask):
             return attention_by_pieces(q, k, v, mask, self.scale).flatten(2)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
@@ -96,7 +99,7 @@ class AttentionCore(nn.Module):
         # torch aligns its causal mask with the first key; a query after cached keys sees all of them.
         causal = self.causal and mask is None and q.shape[2] == k.shape[2]
         if not (mask is None or isinstance(mask, Tensor)):
-            out = _flex_attention()(q, k, v, block_mask=mask, scale=self.scale, enable_gqa=is_grouped)
+            out: Tensor = flex_attention()(q, k, v, block_mask=mask, scale=self.scale, enable_gqa=is_grouped)
         elif key is None:
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=is_grouped
@@ -142,20 +145,6 @@ class AttentionCore(nn.Module):
         keep_RBL = key.keep((heads_n1 * length + places).flatten(), length, self.p, self.place)
         keep_BnSL = keep_RBL.unflatten(0, (heads, rows)).permute(2, 0, 1, 3)
         return scaled(probabilities_BnSL, keep_BnSL, self.p)
-
-
-def _flex_attention() -> Callable[..., Tensor]:
-    """Return FlexAttention, which outside of a compiled graph is a graph of its own."""
-    from torch.nn.attention.flex_attention import flex_attention  # slow to import, and seldom needed
-
-    return cast(Callable[..., Tensor], flex_attention) if torch.compiler.is_compiling() else _compiled_flex_attention()
-
-
-@functools.cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
 
 
 def _saving_attention() -> Any:
@@ -241,8 +230,10 @@ class Attention(nn.Module):
         def rotated(x: Tensor) -> Tensor:
             return x if tables is None else rotate(x, *tables)
 
+        gathers = context.is_cut and not isinstance(context.masks.get(self.core.window), tuple)
+
         def of_all_tokens(x: Tensor) -> Tensor:
-            return gather_chunks(x, self.core.context_group) if context.is_cut else x
+            return gather_chunks(x, self.core.context_group) if gathers else x
 
         def made(function: Callable[[Tensor], Tensor], x: Tensor, *, drops: bool) -> Tensor:
             if not (drops and context.cache is None and can_drop(x)):
@@ -259,7 +250,7 @@ class Attention(nn.Module):
         # tokens as ranks share a sample. A core that goes by steps keeps copies of them in any case, and several parts
         # would each gather them.
         keeps_gathered = self.recomputes_block or self.core.goes_by_steps(q, context.dropout) or len(context.parts) > 1
-        drops_gathered = context.is_cut and not keeps_gathered
+        drops_gathered = gathers and not keeps_gathered
         if drops_gathered and torch.compiler.is_compiling() and torch.is_grad_enabled():
             # A compiler keeps what collectives return, unless it is told to repeat them.
             attended: Tensor = checkpoint(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, cast
 
@@ -41,6 +41,30 @@ def attention_by_pieces(q: Tensor, k: Tensor, v: Tensor, mask: PiecesMask, scale
     return cast(Tensor, torch.ops.shardwise.attention_by_pieces(q, k, v, *arguments)[0])
 
 
+def attend_by_pieces(q: Tensor, k: Tensor, v: Tensor, mask: PiecesMask, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return what `attention_by_pieces` does and the log-sum-exps `[Q, B, n]`; 0 and -inf where no key is seen."""
+    results = (q.new_zeros(q.shape), q.new_full(q.shape[:3], float("-inf"), dtype=_sum_dtype(q)))
+    for segment in _segments(mask.starts_SB, mask.ends, mask.window):
+        _attend(segment, mask, scale, (q, k, v), results)
+    return results
+
+
+def add_gradients_by_pieces(
+    dy: Tensor,
+    inputs: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
+    mask: PiecesMask,
+    scale: float | None,
+    gradients: tuple[Tensor, ...],
+) -> None:
+    """Add the gradients of q, k and v, which are `inputs`, or their terms if `results` are over more keys than k has.
+
+    `gradients`: in the dtype of the log-sum-exps, which are the second of the results.
+    """
+    for segment in _segments(mask.starts_SB, mask.ends, mask.window):
+        _add_gradients(segment, mask, scale, dy, inputs, results, gradients)
+
+
 @functools.cache
 def define_attention_by_pieces() -> None:
     """Define the operator of `attention_by_pieces`, and that of its gradients."""
@@ -55,10 +79,7 @@ def define_attention_by_pieces() -> None:
         window: int | None,
         scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        results: tuple[Tensor, Tensor] = shapes(q)
-        for segment in _segments(starts_SB, ends, window):
-            _attend(segment, window, scale, (q, k, v), results)
-        return results
+        return attend_by_pieces(q, k, v, PiecesMask(ends, starts_SB, window), scale)
 
     @attention.register_fake
     def shapes(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
@@ -94,8 +115,8 @@ def _define_gradients() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (x.new_zeros(x.shape, dtype=_sum_dtype(q)) for x in (q, k, v))
-        for segment in _segments(starts_SB, ends, window):
-            _add_gradients(segment, window, scale, dy, (q, k, v), (out, log_sums_QBn), (dq, dk, dv))
+        mask = PiecesMask(ends, starts_SB, window)
+        add_gradients_by_pieces(dy, (q, k, v), (out, log_sums_QBn), mask, scale, (dq, dk, dv))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @gradients.register_fake
@@ -110,7 +131,7 @@ class _Piece:
     """Keys that the queries of a segment see.
 
     Attributes:
-        keys: their places.
+        keys: their places, which are their rows in tensors of all keys.
         is_causal: true if they are the segment's own: each query sees those up to it.
         mask: the mask of the queries and these keys; None: each query sees all keys, or those up to it.
     """
@@ -126,6 +147,20 @@ class _Piece:
             return
         for first in range(0, len(self.keys), MANY):
             yield _Piece(self.keys[first : first + MANY])
+
+    def among(self, key_places: tuple[range, ...]) -> Iterator[_Piece]:
+        """Yield the keys of the piece that have some places, by their rows in tensors of the keys at these places."""
+        first_row = 0
+        for run in key_places:
+            places = range(max(self.keys.start, run.start), min(self.keys.stop, run.stop))
+            if places:
+                row = first_row + places.start - run.start
+                mask = self.mask
+                if mask is not None:
+                    offset = places.start - self.keys.start
+                    mask = replace(mask, key_places=(range(offset, offset + len(places)),))
+                yield _Piece(range(row, row + len(places)), self.is_causal, mask)
+            first_row += len(run)
 
     def of_keys(self, x: Tensor, samples: slice) -> Tensor:
         """Return the keys' `[b, m, s, d]` of `[L, B, m, d]`."""
@@ -166,18 +201,22 @@ class _Segment:
             row = self.rows.start + first
             yield _Segment(self.samples, slice(row, row + len(places)), places, self.start)
 
-    def pieces(self, window: int | None) -> list[_Piece]:
+    def pieces(self, mask: PiecesMask) -> list[_Piece]:
         """Return the keys that the queries see."""
         first = self.places.start
+        window = mask.window
         if self.is_limited(window):
             assert window is not None
             keys = range(max(self.start, first - window + 1), self.places.stop)
             queries = range(first - keys.start, len(keys))
-            return [_Piece(keys, mask=AttentionMask((queries,), window=window))]
-        pieces = [_Piece(self.places, is_causal=True)]
-        if self.start < first:
-            pieces.append(_Piece(range(self.start, first)))
-        return pieces
+            pieces = [_Piece(keys, mask=AttentionMask((queries,), window=window))]
+        else:
+            pieces = [_Piece(self.places, is_causal=True)]
+            if self.start < first:
+                pieces.append(_Piece(range(self.start, first)))
+        if mask.key_places is None:
+            return pieces
+        return [part for piece in pieces for part in piece.among(mask.key_places)]
 
 
 def _segments(starts_SB: Tensor | None, ends: Tensor, window: int | None) -> Iterator[_Segment]:
@@ -209,7 +248,7 @@ def _documents(starts_SB: Tensor | None, row: int, run: range) -> Iterator[_Segm
 
 def _attend(
     segment: _Segment,
-    window: int | None,
+    mask: PiecesMask,
     scale: float | None,
     inputs: tuple[Tensor, ...],
     results: tuple[Tensor, Tensor],
@@ -218,9 +257,16 @@ def _attend(
     q, k, v = inputs
     query = segment.of_queries(q)
     by_piece = []
-    for piece in segment.pieces(window):
+    for piece in segment.pieces(mask):
         keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
-        by_piece.append(cpu_attention(query, keys, values, piece.dense(q), scale, causal=piece.is_causal))
+        dense = piece.dense(q)
+        out, log_sums = cpu_attention(query, keys, values, dense, scale, causal=piece.is_causal)
+        if dense is not None and mask.key_places is not None:
+            # Of a query that sees none of the keys, torch's kernel returns 0.
+            log_sums = log_sums.masked_fill(dense.isneginf().all(-1), float("-inf"))
+        by_piece.append((out, log_sums))
+    if not by_piece:
+        return
     out, log_sums = _merged(by_piece)
     segment.of_queries(results[0]).copy_(out)
     segment.of_queries(results[1].unsqueeze(-1)).copy_(log_sums.unsqueeze(-1))
@@ -228,11 +274,11 @@ def _attend(
 
 def _add_gradients(
     segment: _Segment,
-    window: int | None,
+    mask: PiecesMask,
     scale: float | None,
     dy: Tensor,
     inputs: tuple[Tensor, ...],
-    results: tuple[Tensor, Tensor],
+    results: tuple[Tensor, ...],
     gradients: tuple[Tensor, ...],
 ) -> None:
     """Add a segment's terms to the gradients of q, k and v."""
@@ -240,7 +286,7 @@ def _add_gradients(
     query = segment.of_queries(q)
     out = segment.of_queries(results[0])
     log_sums = segment.of_queries(results[1].unsqueeze(-1)).squeeze(-1)
-    for piece in chain.from_iterable(piece.cut() for piece in segment.pieces(window)):
+    for piece in chain.from_iterable(piece.cut() for piece in segment.pieces(mask)):
         keys, values = (piece.of_keys(x, segment.samples) for x in (k, v))
         dq, dk, dv = cpu_attention_gradients(
             segment.of_queries(dy), query, keys, values, out, log_sums, piece.dense(q), scale, causal=piece.is_causal
@@ -255,7 +301,8 @@ def _merged(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(results) == 1:
         return results[0]
     log_sums = torch.stack([sums for _, sums in results]).logsumexp(0)
-    terms = (out * torch.exp(sums - log_sums).unsqueeze(-1) for out, sums in results)
+    finite = log_sums.clamp_min(torch.finfo(log_sums.dtype).min)
+    terms = (out * torch.exp(sums - finite).unsqueeze(-1) for out, sums in results)
     return functools.reduce(Tensor.add_, terms), log_sums
 
 

@@ -12,6 +12,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.layers.linear import set_overlap, set_regathers
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Part
+from shardwise.models.causal import CausalLM
 from shardwise.models.fp8_blocks import multiply_in_fp8
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
@@ -72,8 +73,10 @@ def build_model(
             dtype=dtype,
             deferred=deferred,
         )
+    if isinstance(built, CausalLM):
+        built.passes_keys = config.passes_keys
     set_overlap(built, config.parallel.tensor_overlap)
     set_regathers(built, config.regathers)
     if config.precision.matmul is not None:
-        multiply_in_fp8(built, config)
+        multiply_in_fp8(built, config, context_group)
     return built

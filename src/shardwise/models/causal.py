@@ -19,7 +19,7 @@ from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.replicated import SequenceParts
 from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
-from shardwise.models.masks import AttentionMask, Mask, PiecesMask
+from shardwise.models.masks import AttentionMask, Mask, Masks, PiecesMask
 from shardwise.models.rotary import Rotary
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
@@ -36,6 +36,7 @@ class CausalLM(Family[_Config]):
         window_rotary: those of blocks with a window; None: the same.
         is_compiled: true if the blocks are compiled.
         shares_samples: true if `context_group` shares samples, as in training; false if each rank has whole ones.
+        passes_keys: true if ranks that share samples pass their keys and values round, false if they gather them.
     """
 
     layers: nn.ModuleList
@@ -45,6 +46,7 @@ class CausalLM(Family[_Config]):
     window_rotary: Rotary | None = None
     is_compiled: bool = False
     shares_samples: bool = True
+    passes_keys: bool = False
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         """Token ids `[S, B]` → x; without `positions_SB` the positions are 0 … S-1."""
@@ -83,8 +85,9 @@ class CausalLM(Family[_Config]):
         has_parts = is_cut and self.context_group.has_parts
         runs: tuple[range, ...] = (range(known, length),)
         if is_cut:
-            runs = runs_of_places(len(ids_SB), self.context_group)
-            length = self.context_group.size * len(ids_SB)
+            group = self.context_group
+            runs = runs_of_places(len(ids_SB), group.rank, group.size, group.parts)
+            length = group.size * len(ids_SB)
             places = torch.cat([torch.arange(run.start, run.stop, device=ids_SB.device) for run in runs])
             if dropout is not None:
                 dropout = replace(dropout, places_S=places)
@@ -117,25 +120,39 @@ class CausalLM(Family[_Config]):
 
     def _masks(
         self, context: Context, runs: Sequence[range], starts_SB: Tensor | None, length: int, x: Tensor
-    ) -> dict[int | None, Mask | None]:
-        """Return the masks of queries at runs of places in a sequence of `length` tokens, in the form of attention."""
+    ) -> dict[int | None, Masks | None]:
+        """Return the masks of queries at runs of places in a sequence of `length` tokens, in the form of attention.
+
+        Where keys come rank by rank, there is one mask for those of each rank.
+        """
         cache = context.cache
-        masks = {}
+        ranks = self.context_group.size if context.is_cut and self.passes_keys else 1
+        masks: dict[int | None, Masks | None] = {}
         for window in self._windows:
             forgotten = 0 if cache is None else cache.length - cache.seen(window)
             places = tuple(range(run.start - forgotten, run.stop - forgotten) for run in runs)
-            mask = AttentionMask(places, starts_SB, window).form(
-                x,
-                keys=length - forgotten,
-                head_dim=self.config.head_dim,
-                is_compiled=self.is_compiled,
-                is_fused=context.dropout is None or not self.config.attention_dropout_p,
-                is_cached=cache is not None,
-            )
-            if isinstance(mask, PiecesMask):
-                define_attention_by_pieces()
-            masks[window] = mask
+            mask = AttentionMask(places, starts_SB, window)
+            if ranks == 1:
+                masks[window] = self._form_of(mask, length - forgotten, x, context)
+                continue
+            by_rank = [runs_of_places(mask.queries, rank, ranks) for rank in range(ranks)]
+            forms = [self._form_of(replace(mask, key_places=run), length, x, context) for run in by_rank]
+            masks[window] = tuple(form for form in forms if form is not None)
         return masks
+
+    def _form_of(self, mask: AttentionMask, keys: int, x: Tensor, context: Context) -> Mask | None:
+        """Return a mask of queries and `keys` keys in the form that attention takes."""
+        form = mask.form(
+            x,
+            keys=keys,
+            head_dim=self.config.head_dim,
+            is_compiled=self.is_compiled,
+            is_fused=context.dropout is None or not self.config.attention_dropout_p,
+            is_cached=context.cache is not None,
+        )
+        if isinstance(form, PiecesMask):
+            define_attention_by_pieces()
+        return form
 
     def _parts(
         self, context: Context, runs: Sequence[range], starts_SB: Tensor | None, length: int, x: Tensor

@@ -20,8 +20,11 @@ from shardwise.layers.linear import linear_layers
 from shardwise.layers.units import units
 
 
-def multiply_in_fp8(model: nn.Module, config: Config) -> None:
+def multiply_in_fp8(model: nn.Module, config: Config, context_group: Group | None = None) -> None:
     """Let all column- and row-parallel layers in the blocks of a model multiply in fp8.
+
+    Args:
+        context_group: the ranks that share each sample; None: each rank has samples of its own.
 
     Raises:
         ConfigError: the rank's part of a layer has a width that fp8 products do not take, or a model of the user's own
@@ -41,7 +44,8 @@ def multiply_in_fp8(model: nn.Module, config: Config) -> None:
                 f"widths of each rank's linear layers ({inputs} and {outputs}) must be multiples of {FP8_MULTIPLE} "
                 "with precision.matmul (fp8): change them, or leave precision.matmul out"
             )
-        layer.scaling = Scaling(layer.group, cuts_outputs=not of_or_whole(layer.weight).cuts_columns)
+        cuts_outputs = not of_or_whole(layer.weight).cuts_columns
+        layer.scaling = Scaling(layer.group, cuts_outputs, context_group or Group())
 
 
 class WeightScales:

@@ -210,7 +210,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
     norms = 2 if model.norm_place == "both" else 1
     is_rotated = model.rotates(layer) and model.query_key_norm is None
-    rotated_keys = 0 if workload.cuts_samples else local.key_value  # else keys are kept as before rotation
+    rotated_keys = 0 if workload.gathers_keys else local.key_value  # gathered ones are kept as before rotation
     return BlockActivations(
         saves_input=saves_input,
         attention=attention + norms * norm_bytes(workload),
@@ -376,8 +376,8 @@ def _core(workload: RankWorkload, layer: int, *, copied: bool) -> tuple[int, int
     k and v are copied if several queries share them, or if their batches and heads are not contiguous. If they are not
     copied, or if norms of q and k save their input, the whole output of QKV stays.
 
-    With context parallelism a core step by step has keys and values of all c·T tokens. A fused one saves none of them
-    where they are gathered again: a rank's k is kept as it was before rotation.
+    With keys gathered over context parallelism, a core step by step has keys and values of all c·T tokens. A fused one
+    saves none of them where they are gathered again: a rank's k is kept as it was before rotation.
     """
     model = workload.model
     local = workload.local
@@ -386,7 +386,7 @@ def _core(workload: RankWorkload, layer: int, *, copied: bool) -> tuple[int, int
     key_value = a * workload.tokens * local.key_value
     qkv = query + 2 * key_value
     context = workload.layout.context
-    gathered = 2 * context * key_value if workload.cuts_samples else 0
+    gathered = 2 * context * key_value if workload.gathers_keys else 0
     new = query + key_value if copied else 0
     if gathered and workload.gathers_keys_again and model.query_key_norm is None:
         new = query if copied else 0
@@ -459,10 +459,16 @@ def _core_gradients(workload: RankWorkload) -> int:
     work = (
         workload.x_bytes + a * workload.tokens * workload.local.query + (matrix if workload.attends_step_by_step else 0)
     )
-    if workload.cuts_samples:
+    keys_and_values = 2 * workload.tokens * workload.local.key_value
+    if workload.gathers_keys:
         # Keys and values of all tokens, gathered again, and their gradients.
-        gathered = 2 * workload.layout.context * workload.tokens * workload.local.key_value
+        gathered = workload.layout.context * keys_and_values
         work += gathered * ((a if workload.gathers_keys_again else 0) + _FLOAT32)
+    if workload.config.passes_keys:
+        # Those that are used and those that arrive. Of gradients, the rank's own, terms of those that are used, what is
+        # sent and what arrives.
+        messages = min(2 * workload.layout.context - 3, 4)
+        work += keys_and_values * (messages * a + 2 * _FLOAT32)
     return work - workload.mask_elements - (norm_bytes(workload) if workload.model.norm_place != "input" else 0)
 
 

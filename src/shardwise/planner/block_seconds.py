@@ -103,6 +103,7 @@ class BlockShape:
         matmul: format of the products of weights, if it is not `dtype`.
         context_group: the c ranks that share each sample.
         gathers_keys_again: True if keys and values of other ranks are gathered again in the backward pass.
+        passes_keys: True if keys and values of other ranks come one rank after the other while attention computes.
     """
 
     model: FamilyConfig
@@ -119,6 +120,7 @@ class BlockShape:
     matmul: Matmul | None = None
     context_group: RankGroup = _ALONE
     gathers_keys_again: bool = True
+    passes_keys: bool = False
 
     @property
     def tokens(self) -> int:
@@ -274,11 +276,11 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
 
     passes = _memory_passes(s, device, c, program)
     collectives = _tensor_collectives(s, device, c)
-    gather = _key_value_seconds(s, device, c)
+    keys_forward, keys_backward = _key_value_seconds(s, core, device, c)
     kernels = program.kernels + core.kernels
     rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
-        PartSeconds(outputs, core.forward, passes.forward, 0.0, collectives, context=gather),
+        PartSeconds(outputs, core.forward, passes.forward, 0.0, collectives, context=keys_forward),
         kernels + rounding,
         c.host,
         program,
@@ -291,8 +293,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
             0.0,
             collectives,
             accumulation,
-            # Gathered again, and their gradients scattered.
-            (2 if s.gathers_keys_again and s.recompute != "full" else 1) * gather,
+            keys_backward,
         ),
         _BACKWARD_KERNELS * kernels + rounding,
         c.host,
@@ -492,12 +493,22 @@ def _tensor_collectives(s: BlockShape, device: Device, c: Constants) -> float:
     return 2 * device_seconds.collective(device, c, s.tensor_group, size, reduces_all=True)
 
 
-def _key_value_seconds(s: BlockShape, device: Device, c: Constants) -> float:
-    """Return the seconds of gathering keys and values of all tokens of a block, or of scattering their gradients."""
-    if s.context_group.ranks == 1:
-        return 0.0
+def _key_value_seconds(s: BlockShape, core: _CoreSeconds, device: Device, c: Constants) -> tuple[float, float]:
+    """Return the seconds in which keys and values of all tokens of a block are gathered, forward and backward.
+
+    Backward they are gathered again, and their gradients scattered. Passed from rank to rank, they take as long, but
+    travel while attention to those of another rank is computed, and so do gradients.
+    """
+    ranks = s.context_group.ranks
+    if ranks == 1:
+        return 0.0, 0.0
     size = float(s.a * s.batch * s.length * s.local.key_value)
-    return 2 * device_seconds.collective(device, c, s.context_group, size)
+    seconds = 2 * device_seconds.collective(device, c, s.context_group, size)
+    if s.passes_keys:
+        hidden = (ranks - 1) / ranks
+        return max(0.0, seconds - hidden * core.forward), max(0.0, 2 * seconds - hidden * core.backward)
+    # What full recompute gathers again is counted with its forward pass.
+    return seconds, (2 if s.gathers_keys_again and s.recompute != "full" else 1) * seconds
 
 
 def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:

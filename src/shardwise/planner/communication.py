@@ -161,7 +161,8 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
     if workload.gathers_keys_again:
-        transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again"))
+        times = 2 if workload.config.passes_keys and workload.recompute == "full" else 1
+        transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again", times))
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers and workload.layout.sequence_parallel:
         inputs = "inputs of attention and MLP, gathered again"
@@ -257,26 +258,38 @@ def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
     return _over_tensor(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
 
 
-def _keys_and_values(workload: RankWorkload, kind: Kind, tensor: str) -> Transfer:
-    """Keys, and values, of all tokens of a sample in each block: a·c·T·kv/t bytes each."""
-    size = workload.a * workload.layout.context * workload.tokens * workload.local.key_value
-    return Transfer("cp", kind, workload.layout.context, size, 2 * workload.layers, tensor)
+def _keys_and_values(workload: RankWorkload, kind: Kind, tensor: str, times: int = 1) -> Transfer:
+    """Keys, and values, of all tokens of a sample in each block: a·c·T·kv/t bytes each, in a collective of each.
+
+    Rank by rank, those of the rank, a·T·kv/t bytes each, go to each other rank in one message.
+    """
+    context = workload.layout.context
+    size = workload.a * workload.tokens * workload.local.key_value
+    if workload.config.passes_keys:
+        return Transfer("cp", "send", context, 2 * size, times * (context - 1) * workload.layers, tensor)
+    return Transfer("cp", kind, context, context * size, times * 2 * workload.layers, tensor)
 
 
 def _scales(workload: RankWorkload) -> list[Transfer]:
-    """The scales of fp8 products in a micro-batch, for two of the four linear layers of a block each.
+    """The scales of fp8 products in a micro-batch, which ranks agree on by the largest number, in float32.
 
-    The ranks agree on the largest number, in float32, of the inputs that they cut, those of attention's output and of
-    the MLP's second layer, and of the gradients of outputs that they cut, those of QKV and of the MLP's first layer.
-    Full recompute repeats the forward pass, and a split backward pass computes its gradients in both halves.
+    Over tensor parallelism they are those of two of the four linear layers of a block each: of the inputs that are cut,
+    those of attention's output and of the MLP's second layer, and of the gradients of outputs that are cut, those of
+    QKV and of the MLP's first layer. Over context parallelism they are those of all four. Full recompute repeats the
+    forward pass, and a split backward pass computes its gradients in both halves.
     """
     if workload.config.precision.matmul is None:
         return []
     forwards = 2 * workload.layers * (2 if workload.recompute == "full" else 1)
     backwards = 2 * workload.layers * (2 if workload.config.splits_backward else 1)
+    inputs = "largest inputs of linear layers"
+    gradients = "largest gradients of outputs"
+    context = workload.layout.context
     return [
-        _over_tensor(workload, "all_reduce", _FLOAT32, "largest inputs of linear layers", forwards),
-        _over_tensor(workload, "all_reduce", _FLOAT32, "largest gradients of outputs", backwards),
+        _over_tensor(workload, "all_reduce", _FLOAT32, inputs, forwards),
+        _over_tensor(workload, "all_reduce", _FLOAT32, gradients, backwards),
+        Transfer("cp", "all_reduce", context, _FLOAT32, 2 * forwards, inputs),
+        Transfer("cp", "all_reduce", context, _FLOAT32, 2 * backwards, gradients),
     ]
 
 

@@ -251,15 +251,20 @@ class RankWorkload:
         return "none" if is_left_to_compiler and self.config.recompute == "selective" else self.config.recompute
 
     @property
+    def gathers_keys(self) -> bool:
+        """True if attention reads copies of keys and values, gathered from the ranks or parts that share samples."""
+        return self.cuts_samples and not self.config.passes_keys
+
+    @property
     def gathers_keys_again(self) -> bool:
-        """True if the backward pass gathers keys and values of other ranks again, which then are not kept."""
+        """True if the backward pass gets keys and values of other ranks again, which then are not kept."""
         if self.layout.context == 1:
             return False
         return self.recompute == "full" or not (self.attends_step_by_step or self.token_parts > 1)
 
     @property
     def cuts_samples(self) -> bool:
-        """True if the rank's tokens are parts of the sequence: attention reads copies of keys in their order."""
+        """True if the rank's tokens are parts of the sequence, and not all of it in order."""
         return self.layout.context > 1 or self.token_parts > 1
 
     @property

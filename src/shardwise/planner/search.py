@@ -443,7 +443,7 @@ class Choice:
 
 def compiled(config: Config, device: device_specs.Device) -> Config:
     """Return the configuration with compiled blocks on CUDA, unless its recipe chooses, or its layout must not."""
-    is_able = not (config.splits_backward or config.parallel.tensor_overlap or config.regathers)
+    is_able = not (config.splits_backward or config.parallel.tensor_overlap or config.regathers or config.passes_keys)
     if "enabled" in config.compile.model_fields_set or not (device.is_cuda and is_able):
         return config
     return config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": True})})

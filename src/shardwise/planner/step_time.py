@@ -254,6 +254,7 @@ def stage_works(
         matmul=config.precision.matmul,
         context_group=group(layout.context, layout.tensor, cluster.per_node),
         gathers_keys_again=program.fused_attention,
+        passes_keys=config.passes_keys,
     )
     block = block_seconds.block(shape, cluster.device, constants, program)
     embedding = block_seconds.embedding(shape, cluster.device, constants, program)

@@ -16,7 +16,7 @@ from shardwise.verify.layouts import Cell, common_batch
 
 _HEAD_WIDTH = 8
 _FEWEST_HEADS = 4
-_PARALLEL_KEYS = ("vocab_multiple", "tensor_overlap", "sequence_regather", "replicate")
+_PARALLEL_KEYS = ("vocab_multiple", "tensor_overlap", "sequence_regather", "replicate", "context_keys")
 _LENGTH = 16
 _WINDOW = 5
 _VOCABULARY = 128
@@ -46,10 +46,7 @@ def miniature(
     optimizer = config.optimizer
     data = config.data
     is_own = config.shapes is None
-    length = math.lcm(_LENGTH, *degrees, *(2 * cell.context * cell.tensor for cell in cells if cell.context > 1))
-    # A model of the user's own keeps its sizes, so the sequence must not be longer than it can read.
-    if is_own and model.max_position_embeddings is not None:
-        length = min(length, model.max_position_embeddings)
+    length = _sequence_length(config, cells, degrees)
     document_keys = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
     documents = {key: True for key in document_keys if getattr(data, key)}
     values: dict[str, Any] = {
@@ -99,6 +96,17 @@ def _rates(optimizer: OptimizerConfig) -> dict[str, Any]:
         "min_lr": optimizer.min_lr * factor,
         "muon": muon.model_dump() | {"adamw_lr": muon.adamw_lr and muon.adamw_lr * factor},
     }
+
+
+def _sequence_length(config: Config, cells: Sequence[Cell], degrees: Sequence[int]) -> int:
+    contexts = [cell for cell in cells if cell.context > 1]
+    length = math.lcm(_LENGTH, *degrees, *(2 * cell.context * cell.tensor for cell in contexts))
+    longest = config.model.max_position_embeddings
+    if config.precision.matmul is not None:
+        lengths = [FP8_MULTIPLE * cell.context for cell in contexts]
+        length = math.lcm(length, *(tokens for tokens in lengths if longest is None or tokens <= longest))
+    # A model of the user's own keeps its sizes, so the sequence must not be longer than it can read.
+    return min(length, longest) if config.shapes is None and longest is not None else length
 
 
 def _grain(degrees: Iterable[int]) -> int:

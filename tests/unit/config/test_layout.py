@@ -73,11 +73,6 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
             "train.sequence_length (60) must be a multiple of 2 × parallel.context × parallel.tensor (8): nearest 56",
         ),
         (
-            2,
-            ["parallel.context=2", "precision.matmul=fp8", "precision.mode=mixed"],
-            "parallel.context (2) must be 1 with precision.matmul (fp8): each rank would scale its own tokens",
-        ),
-        (
             4,
             ["parallel.context=2", "parallel.replicate=3"],
             "parallel.replicate (3) must divide the data-parallel degree × parallel.context (2 × 2): set it to 2 or 4",
@@ -112,6 +107,16 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
             1,
             ["precision.matmul=fp8", "train.sequence_length=63", "train.micro_batch=1"],
             "train.sequence_length × train.micro_batch (63) must be a multiple of 16 with precision.matmul (fp8)",
+        ),
+        (
+            2,
+            ["parallel.context=2", "parallel.context_keys=ring", "compile.enabled=true"],
+            "parallel.context_keys (ring) must be gather with compile.enabled (true), whose graphs of a block have no",
+        ),
+        (
+            2,
+            ["precision.matmul=fp8", "parallel.context=2", "train.sequence_length=48", "train.micro_batch=1"],
+            "train.sequence_length × train.micro_batch / parallel.context (24) must be a multiple of 16 with",
         ),
         (
             1,

@@ -16,7 +16,7 @@ def test_each_token_is_on_one_rank_and_pairs_are_even(ranks: int) -> None:
     for rank in range(ranks):
         group = pretend_group(rank, ranks)
         own = chunks_of_rank(tokens, group)
-        assert own.tolist() == [place for run in runs_of_places(len(own), group) for place in run]
+        assert own.tolist() == [place for run in runs_of_places(len(own), rank, ranks) for place in run]
         pairs.add(int((own + 1).sum()))
         seen += own.tolist()
     assert sorted(seen) == tokens.tolist()

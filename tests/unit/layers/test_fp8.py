@@ -29,7 +29,7 @@ SCALING = Scaling(Group(), cuts_outputs=True)
 
 
 def scale_of(x: Tensor, dtype: torch.dtype) -> float:
-    (scale,) = fp8._scales([x], None, dtype)
+    (scale,) = fp8._scales([x], [], dtype)
     return float(scale)
 
 

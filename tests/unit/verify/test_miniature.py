@@ -175,7 +175,7 @@ def test_products_in_fp8_fit_all_layouts_of_the_recipe(name: str) -> None:
     assert config.precision.resolved(accelerator=False) == recipe.precision.resolved(accelerator=False)
     plain, _ = existing(*small(load_config(name)))
     found, _ = existing(config, cells)
-    assert found == [cell for cell in plain if cell.context == 1], "scales of ranks that share a sample would differ"
+    assert found == [cell for cell in plain if 16 * cell.context <= recipe.model.max_position_embeddings]
     assert {at(config, cell).train.micro_batch for cell in cells} == {1}, "scales are those of a micro-batch"
 
 

@@ -1,0 +1,119 @@
+"""Attention over keys and values that come rank by rank (ring attention, arXiv:2310.01889).
+
+A rank attends to its own keys first, then to those of the rank before it, and so on, and passes each on to the next
+rank. The keys and values of two ranks are in memory at once: those that are used, and those that arrive. Outputs are
+added with the weights that their log-sum-exps give them. In the backward pass keys and values come again. Their
+gradients go back to their rank, which adds them in float32, in the order of the distance.
+
+Shapes: Q queries and keys of a rank, B batch, n query heads, m key and value heads, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise.distributed import collectives
+from shardwise.distributed.collectives import Pending
+from shardwise.distributed.mesh import Group
+from shardwise.layers.context import passed_round
+from shardwise.models.attention_kernels import attention_and_log_sums
+from shardwise.models.attention_pieces import add_gradients_by_pieces, attend_by_pieces
+from shardwise.models.masks import Mask, PiecesMask
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], scale: float | None, group: Group) -> Tensor:
+    """Return `softmax(scale · q kᵀ) v` over the keys of all ranks: q `[Q, B, n, d]`, k and v `[Q, B, m, d]`.
+
+    `masks`: of this rank's queries and each rank's keys; scale None is 1 / √d.
+    """
+    return cast(Tensor, _RingAttention.apply(q, k, v, masks, scale, group))  # type: ignore[no-untyped-call]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], scale: float | None, group: Group
+    ) -> Tensor:
+        total = None
+        for rank, (keys, values) in passed_round(torch.stack((k, v)), group):
+            results = _attend(q, keys, values, masks[rank], scale)
+            del keys, values
+            total = results if total is None else _merged(total, results)
+        assert total is not None
+        out = total[0].to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, total[1])
+        ctx.masks = masks
+        ctx.scale = scale
+        ctx.group = group
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *results = ctx.saved_tensors
+        group = ctx.group
+        dq = torch.zeros_like(q, dtype=results[1].dtype)
+        total = torch.zeros((2, *k.shape), dtype=dq.dtype, device=k.device)
+        returning: Pending | None = None
+        for rank, (keys, values) in passed_round(torch.stack((k, v)), group):
+            terms = total if rank == group.rank else torch.zeros_like(total)
+            inputs = (q, keys, values)
+            _add_gradients(grads[0], inputs, tuple(results), ctx.masks[rank], ctx.scale, (dq, *terms))
+            del keys, values, inputs
+            if returning is not None:
+                total += returning.wait()
+            if rank != group.rank:
+                returning = collectives.shift_async(terms.to(k.dtype), group, rank - group.rank)
+            del terms
+        if returning is not None:
+            total += returning.wait()
+        dk, dv = total.to(k.dtype)
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+def _merged(total: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exps over the keys of both; each query sees a key of the first."""
+    log_sums = torch.logaddexp(total[1], results[1])
+    weights = [torch.exp(sums - log_sums).unsqueeze(-1) for sums in (total[1], results[1])]
+    return total[0] * weights[0] + results[0] * weights[1], log_sums
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return the output `[Q, B, n, d]` and the log-sum-exps `[Q, B, n]` over some keys."""
+    if isinstance(mask, PiecesMask):
+        return attend_by_pieces(q, k, v, mask, scale)
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
+    out, log_sums = attention_and_log_sums(q, k, v, mask, scale)
+    return out.permute(2, 0, 1, 3), log_sums.permute(2, 0, 1)
+
+
+def _add_gradients(
+    dy: Tensor,
+    inputs: tuple[Tensor, ...],
+    total: tuple[Tensor, ...],
+    mask: Mask,
+    scale: float | None,
+    gradients: tuple[Tensor, ...],
+) -> None:
+    """Add the terms of some keys to the gradients of q, k and v, which are `inputs`.
+
+    `total`: output and log-sum-exps over all keys.
+    """
+    if isinstance(mask, PiecesMask):
+        add_gradients_by_pieces(dy, inputs, total, mask, scale, gradients)
+        return
+    q, k, v = leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    with torch.enable_grad():
+        results = _attend(q, k, v, mask, scale)
+    # These keys add exp(log_sums - total) · out to the total output.
+    out, log_sums = (tensor.detach() for tensor in results)
+    d_out = torch.exp(log_sums - total[1]).unsqueeze(-1) * dy
+    d_log_sums = (d_out * (out - total[0])).sum(-1)
+    terms = torch.autograd.grad(results, leaves, (d_out.to(out.dtype), d_log_sums))
+    for gradient, term in zip(gradients, terms, strict=True):
+        gradient += term
