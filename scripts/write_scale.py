@@ -12,7 +12,8 @@ from shardwise.base import units
 from shardwise.config import load_config
 from shardwise.planner.device_specs import cluster
 from shardwise.planner.memory import checkpoint_bytes
-from shardwise.planner.search import Plan, search
+from shardwise.planner.plan import Plan
+from shardwise.planner.search import search
 
 ROOT = Path(__file__).parents[1]
 PAGE, START_UP = ROOT / "docs" / "scale.md", ROOT / "benchmarks" / "results" / "startup.md"

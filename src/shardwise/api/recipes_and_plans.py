@@ -10,7 +10,8 @@ from shardwise.api.arguments import config_problems
 from shardwise.base.errors import ConfigError, count_problems, keys_renamed, listing, nearest_name
 from shardwise.config import Config, load_with
 from shardwise.planner.device_specs import cluster
-from shardwise.planner.search import FIXABLE, Search, search
+from shardwise.planner.layout_choices import FIXABLE
+from shardwise.planner.search import Search, search
 
 
 def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: Collection[str] = ()) -> Search:

@@ -43,7 +43,8 @@ from shardwise.config.recipe_files import carried_comments, is_without_data, own
 from shardwise.models import parameter_counts
 from shardwise.planner.device_specs import Cluster, cluster, shipped_text
 from shardwise.planner.memory import offloaded_bytes
-from shardwise.planner.search import Plan, Search, distinct, search
+from shardwise.planner.plan import Plan, distinct
+from shardwise.planner.search import Search, search
 from shardwise.planner.step_time import timeline_of
 
 _SECONDS_OF = {"hour": 3600, "day": DAY, "week": 7 * DAY}

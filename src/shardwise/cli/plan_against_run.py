@@ -15,7 +15,8 @@ from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, config_from
-from shardwise.planner import device_seconds, device_specs, search
+from shardwise.planner import device_seconds, device_specs
+from shardwise.planner.plan import Plan, predicted
 from shardwise.runs.run import RunView, open_run
 
 
@@ -127,7 +128,7 @@ class Comparison:
         peak: bytes of the first rank at its peak; on a CPU the measured ones are the process's.
     """
 
-    plan: search.Plan
+    plan: Plan
     steps: int
     parts: Mapping[str, tuple[float, float | None]]
     total: tuple[float, float]
@@ -149,7 +150,7 @@ def compare_run(run: RunView, config: Config, cluster: device_specs.Cluster) -> 
         )
     # A batch that is given by a rule depends on the number of ranks.
     config = config.with_batch_for(ranks)
-    plan = search.predicted(config, check_layout(config, ranks), cluster)
+    plan = predicted(config, check_layout(config, ranks), cluster)
     if plan is None:
         raise ConfigError(f"model.family ({config.model.family}) must be one whose shapes are known to be predicted")
     seconds = run.series.numbers["step_seconds"]

@@ -24,7 +24,8 @@ from shardwise.cli.plan_rows import (
     time_unit,
 )
 from shardwise.planner.device_specs import PRICE_RANGE
-from shardwise.planner.search import Plan, Search
+from shardwise.planner.plan import Plan
+from shardwise.planner.search import Search
 
 
 def named_devices(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.base import units
 from shardwise.base.errors import listing
 from shardwise.base.terminal import wrapped
-from shardwise.planner.search import Plan
+from shardwise.planner.plan import Plan
 
 DAY = 86_400
 _LEAST_DAYS = 10

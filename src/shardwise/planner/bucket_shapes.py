@@ -68,7 +68,8 @@ class BucketShape:
         return max(min(stop, low + share) - max(start, low), 0)
 
 
-def bucket_shapes(workload: RankWorkload) -> list[BucketShape]:
+@lru_cache(maxsize=64)
+def bucket_shapes(workload: RankWorkload) -> tuple[BucketShape, ...]:
     """Return the rank's buckets as `optimizer.bucket_mib` sets their size, in the order in which they are begun.
 
     Matrices, which weight decay applies to, and vectors are in separate buckets; with Muon also matrices of blocks and
@@ -80,7 +81,7 @@ def bucket_shapes(workload: RankWorkload) -> list[BucketShape]:
     stored = (workload.model, layout.tensor, layout.sequence_parallel, workload.local, workload.stages)
     kinds = ("is_block_matrix", "matrix") if optimizer.spec.orthogonalizes else ("matrix",)
     slices = workload.shard_ranks
-    return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.replicas, slices, workload.accelerator, kinds))
+    return _shapes(stored, gradient, optimizer.bucket_mib, layout.replicas, slices, workload.accelerator, kinds)
 
 
 @lru_cache(maxsize=4096)
@@ -92,7 +93,7 @@ def _shapes(
     slices: int,
     accelerator: bool,
     kinds: tuple[str, ...],
-) -> list[BucketShape]:
+) -> tuple[BucketShape, ...]:
     model, tensor, sequence, local, stages = model_part
     stored = list(local_parameters(model, tensor, sequence, local=local, stages=stages))
     shapes = []
@@ -113,4 +114,4 @@ def _shapes(
             members = [group[index] for index in indices]
             offsets, length = offsets_and_length([member.elements for member in members], slices)
             shapes.append(BucketShape(tuple(zip(offsets, members, strict=True)), length, slices))
-    return shapes
+    return tuple(shapes)

@@ -12,9 +12,7 @@ import pytest
 from shardwise.cli.entry import main
 from shardwise.config import check_layout, load_config
 from shardwise.planner import device_specs
-from shardwise.planner.device_specs import cluster
 from shardwise.planner.memory import expected_memory
-from shardwise.planner.search import search
 
 _REPLACED = "train it with (replace YOUR_… by the paths of your data)"
 GPT = ["gpt3-23b", "--device", "h100:8", "--nodes", "4", "train.global_batch=256"]
@@ -87,36 +85,6 @@ def test_a_written_recipe_has_the_comments_that_its_training_needs(
     assert main(["plan", str(first), *fixed, *others, "--write", str(second)]) == 0
     assert capsys.readouterr().err.endswith(f"train it with: shardwise train {second}\n")
     assert second.read_text(encoding="utf-8").count("#") == 1
-
-
-def test_pruning_loses_no_layout() -> None:
-    """The best of all by brute force: every layout simulated, without bounds."""
-    from shardwise.planner.search import choices, compiled
-    from shardwise.planner.step_time import least_time, step_time
-
-    config = load_config("gpt3-23b", ["train.global_batch=32"])
-    on = cluster("h100:8", 2)
-    found = search(config, on, best=1000, fixed=("train.micro_batch",))
-    times = {}
-    valid = 0
-    fixed = ("train.micro_batch",)
-    for lists, layout in choices(config, on.world, on.per_node, fixed):
-        valid += len(lists)
-        for choice in (choice for shardings in lists for choice in shardings):
-            chosen = compiled(choice.applied(config), on.device)
-            time = step_time(chosen, layout, on)
-            assert time is not None
-            assert time.total >= least_time(chosen, layout, on) * (1 - 1e-9)
-            times[choice] = time.total
-    assert valid == found.valid
-    listed = [plan.time.total for plan in found.plans]
-    assert listed == sorted(listed)
-    assert len(found.plans) + sum(found.too_large.values()) == found.valid
-    for plan in found.plans:
-        least = times[replace(plan.choice, regathers=False)]
-        # Gathers that no matmul hides take time.
-        assert least <= plan.time.total
-        assert least == plan.time.total or plan.choice.regathers
 
 
 def test_given_keys_are_kept_and_two_are_compared(capsys: pytest.CaptureFixture[str]) -> None:

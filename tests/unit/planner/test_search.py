@@ -1,6 +1,9 @@
 """What the search says of a layout is what the dry run says of it, and what does not fit is dropped."""
 
+import math
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,8 +11,12 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.config import UserModelConfig, load_config
 from shardwise.planner.device_specs import cluster
+from shardwise.planner.layout_choices import choices, compiled
 from shardwise.planner.memory import expected_memory
-from shardwise.planner.search import RESERVED, search
+from shardwise.planner.memory_choice import RESERVED, first_that_fits
+from shardwise.planner.search import search
+from shardwise.planner.search_memory import LeastMemory, short_step_memory
+from shardwise.planner.step_time import least_time, step_time
 
 CONFIG = load_config("gpt3-23b", ["train.global_batch=512"])
 FIXED = ("train.micro_batch", "train.recompute", "optimizer.zero", "parallel.sequence")
@@ -42,3 +49,39 @@ def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
     own = load_config("llama2-tiny").model_copy(update={"model": UserModelConfig(family="mine:Model", vocab_size=300)})
     with pytest.raises(ConfigError, match=r"model\.family \(mine:Model\) must be one whose shapes are known: a model"):
         search(own, cluster("cpu:1", 1))
+
+
+def test_pruning_loses_no_layout() -> None:
+    """The best of all by brute force: the memory and the time of every layout, without bounds."""
+    config = load_config("gpt3-23b", ["train.global_batch=16", "train.micro_batch=4", "model.num_hidden_layers=24"])
+    on = cluster("h100:8", 1)
+    limit = on.device.memory * (1 - RESERVED)
+    fixed = ("train.micro_batch", "parallel.sequence")
+    least_memory = LeastMemory(config, on)
+    refused = Counter[str]()
+    expected: list[tuple[float, int, str]] = []
+    number = 0
+    for lists, layout in choices(config, on.world, on.per_node, fixed, refused):
+        for shardings in lists:
+            number += 1
+            for choice in shardings:
+                chosen = compiled(choice.applied(config), on.device)
+                estimated = partial(short_step_memory, layout=layout, cluster=on, limit=math.inf)
+                chosen, memory = first_that_fits(chosen, layout, estimated, limit)
+                assert least_memory(choice, layout) <= memory.total * (1 + 1e-9), choice
+                time = step_time(chosen, layout, on)
+                assert time is not None
+                assert time.total >= least_time(chosen, layout, on) * (1 - 1e-9)
+                if memory.total <= limit:
+                    regathers = chosen.regathers
+                    expected.append((time.total, number, replace(choice, regathers=regathers).text(on.world)))
+                    break
+    expected.sort()
+    result = search(config, on, best=1000, fixed=fixed)
+    assert result.valid == number
+    assert result.refused == refused
+    assert [(plan.time.total, plan.text()) for plan in result.plans] == [(time, text) for time, _, text in expected]
+    assert len(result.plans) + sum(result.too_large.values()) == result.valid
+    few = search(config, on, best=5, fixed=fixed)
+    assert [plan.text() for plan in few.plans] == [text for _, _, text in expected[:5]]
+    assert few.slower == few.valid - sum(few.too_large.values()) - 5 > 0

@@ -235,7 +235,7 @@ def test_llama_2_7b_on_an_h200_by_rates_that_others_reach() -> None:
 
     Matrix products at 700 TFLOP/s, attention at 550 forward and 420 backward, memory at 3.9 TB/s.
     """
-    from shardwise.planner.search import predicted
+    from shardwise.planner.plan import predicted
 
     device = load_device("h200")
     attention = (1 + 2.5 / 0.85) / (1 / 550e12 + 2.5 / 420e12)  # a rate that gives both passes their time together
@@ -282,7 +282,7 @@ def test_steps_of_one_h200_take_what_was_measured() -> None:
 
 
 def test_schedules_that_cannot_be_compiled_take_the_time_of_eager_blocks() -> None:
-    from shardwise.planner.search import compiled
+    from shardwise.planner.layout_choices import compiled
 
     on = cluster("h200:8")
     memory_bound = {}
