@@ -20,7 +20,7 @@ from typing import Any
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.files import read_plain
 from shardwise.base.hardware import torch_type
-from shardwise.config import DtypeName, parse_yaml
+from shardwise.config import DtypeName, Matmul, parse_yaml
 
 _FOLDER = Path(__file__).parent / "devices"
 _ALIASES = {"a100": "a100-80gb"}
@@ -35,6 +35,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "devices_per_node": (1, 100_000),
     "node_link.gb_per_second": (1e-3, 100_000),
     "node_link.latency_us": (0, 1e6),
+}
+_NETWORK: dict[str, tuple[float, float]] = {
     "network.gb_per_second": (1e-3, 100_000),
     "network.latency_us": (0, 1e6),
 }
@@ -54,17 +56,24 @@ CONSTANTS: dict[str, tuple[float, float]] = {
 }
 """The constants that a file may give in place of the fitted `device_seconds.Constants`, with their ranges."""
 _FP8 = "fp8_tflops"
+_FP8_SHARE = "fp8_matmul_share"
+_MXFP8_SHARE = "mxfp8_matmul_share"
+_FP8_BACKWARD = "fp8_backward_share"
 _PRICE = "dollars_per_hour"
 PRICE_RANGE = (0.0, 10_000.0)
 """Dollars for a device and an hour that a file may give: prices differ by contract, so no shipped file has one."""
 _CONSTANT = "constants."
 _OPTIONAL = {
     _FP8: _RANGES["bfloat16_tflops"],
+    _FP8_SHARE: _RANGES["matmul_share"],
+    _MXFP8_SHARE: _RANGES["matmul_share"],
+    _FP8_BACKWARD: _RANGES["matmul_share"],
     _PRICE: PRICE_RANGE,
     **{_CONSTANT + key: limits for key, limits in CONSTANTS.items()},
 }
 _WHOLE = ("processors", "devices_per_node")
-_TEXTS = ("name", "node_link.topology", "network.topology")
+_TEXTS = ("name", "node_link.topology")
+_NETWORK_TOPOLOGY = "network.topology"
 _CUDA = torch_type("nvidia")
 _TYPES = ("cpu", _CUDA, "accelerator")
 _OTHER_KEYS = ("type", "accuracy")
@@ -98,10 +107,13 @@ class Device:
         float32: FLOP/s of matrix products in float32.
         fp8: FLOP/s of matrix products in fp8, without sparsity; None if the device has none.
         matmul_share: part of the peak that the largest matrix products reach.
+        fp8_matmul_share: likewise of the peak in fp8.
+        mxfp8_matmul_share: likewise of the peak in fp8, where each 32 numbers have a scale.
+        fp8_backward_share: part of the rate in fp8 that products of the backward pass reach, which add with all bits.
         processors: number of units that each take a tile of a matrix product.
         per_node: number of devices of a machine, which `node` links; `network` links the machines.
         node: link to a device of the same machine.
-        network: link to a device of another machine.
+        network: link to a device of another machine; None if its rate is unknown.
         sources: source of each figure.
         is_accelerator: True if it computes while the host goes on; a rank on a CPU does one after the other.
         is_cuda: True if it is a CUDA device, one kernel of which multiplies bfloat16 matrices and adds the product to a
@@ -122,13 +134,16 @@ class Device:
     processors: int
     per_node: int
     node: Link
-    network: Link
+    network: Link | None
     sources: tuple[tuple[str, str], ...] = ()
     is_accelerator: bool = True
     is_cuda: bool = False
     constants: tuple[tuple[str, float], ...] = ()
     dollars_per_hour: float | None = None
     accuracy: str = ""
+    fp8_matmul_share: float | None = None
+    mxfp8_matmul_share: float | None = None
+    fp8_backward_share: float = 1.0
 
     def peak(self, dtype: DtypeName) -> float:
         """FLOP/s of matrix products without sparsity."""
@@ -143,6 +158,32 @@ class Device:
         if self.fp8 is None:
             raise no_fp8(self.name)
         return self.fp8
+
+    def require_network(self) -> Link:
+        """Return the link to a device of another machine.
+
+        Raises:
+            ConfigError: its rate is unknown.
+        """
+        if self.network is None:
+            raise ConfigError(
+                f"network.gb_per_second of {self.name} (unknown) must be given for several nodes: write a device file "
+                f"with base: {self.key} and network: {{gb_per_second: …, latency_us: …, topology: rail}}"
+            )
+        return self.network
+
+    def matmul_peak(self, dtype: DtypeName, matmul: Matmul | None, *, block_scales: bool = False) -> float:
+        """Return the FLOP/s of which products of weights reach `matmul_share`.
+
+        Raises:
+            ConfigError: the products are in fp8, and the device has none.
+        """
+        if matmul is None:
+            return self.peak(dtype)
+        share = self.mxfp8_matmul_share if block_scales else self.fp8_matmul_share
+        if share is None:
+            return self.require_fp8()
+        return self.require_fp8() * share / self.matmul_share
 
 
 def no_fp8(device_name: str) -> ConfigError:
@@ -185,6 +226,8 @@ def cluster(text: str, nodes: int = 1) -> Cluster:
     per_node = int(match[2]) if match[2] else device.per_node
     if per_node < 1 or nodes < 1:
         raise ConfigError(f"--device {text} and --nodes ({nodes}) must name at least one device")
+    if nodes > 1:
+        device.require_network()
     return Cluster(device, nodes, per_node)
 
 
@@ -251,15 +294,18 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     """
     values = parse_yaml(text, where)
     flat = _with_base(_flat(values if isinstance(values, dict) else {}), device_key, where)
-    known = {*_RANGES, *_TEXTS, *_OPTIONAL, *_OTHER_KEYS}
+    network_keys = (*_NETWORK, _NETWORK_TOPOLOGY)
+    has_network = any(key in flat for key in network_keys)
+    needed = (*_RANGES, *_TEXTS, *(network_keys if has_network else ()))
+    known = {*_RANGES, *_TEXTS, *network_keys, *_OPTIONAL, *_OTHER_KEYS}
     problems = [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
-    problems += [f"{where}: {key} is missing" for key in (*_RANGES, *_TEXTS) if key not in flat]
+    problems += [f"{where}: {key} is missing" for key in needed if key not in flat]
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
     sources: list[tuple[str, str]] = []
     numbers: dict[str, Any] = {}
     given = {key: limits for key, limits in _OPTIONAL.items() if key in flat}
-    for key, (least, most) in (_RANGES | given).items():
+    for key, (least, most) in (_RANGES | (_NETWORK if has_network else {}) | given).items():
         entry = flat.get(key)
         if isinstance(entry, dict):
             value = entry.get("value")
@@ -295,13 +341,16 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         processors=numbers["processors"],
         per_node=numbers["devices_per_node"],
         node=link("node_link"),
-        network=link("network"),
+        network=link("network") if has_network else None,
         sources=tuple(sources),
         is_accelerator=kind != "cpu",
         is_cuda=kind == _CUDA,
         constants=tuple((key.removeprefix(_CONSTANT), float(numbers[key])) for key in constants),
         dollars_per_hour=numbers.get(_PRICE),
         accuracy=str(flat.get("accuracy", "")),
+        fp8_matmul_share=numbers.get(_FP8_SHARE),
+        mxfp8_matmul_share=numbers.get(_MXFP8_SHARE),
+        fp8_backward_share=numbers.get(_FP8_BACKWARD, 1.0),
     )
 
 
@@ -362,9 +411,18 @@ def described(device: Device, constants: Mapping[str, float], source: str) -> st
     }
     if device.fp8 is not None:
         values[_FP8] = own(_FP8, device.fp8 / 1e12)
+    for key, share in (
+        (_FP8_SHARE, device.fp8_matmul_share),
+        (_MXFP8_SHARE, device.mxfp8_matmul_share),
+        (_FP8_BACKWARD, device.fp8_backward_share if device.fp8_backward_share < 1 else None),
+    ):
+        if share is not None:
+            values[key] = own(key, share)
     if device.dollars_per_hour is not None:
         values[_PRICE] = own(_PRICE, device.dollars_per_hour)
     for name, link in (("node_link", device.node), ("network", device.network)):
+        if link is None:
+            continue
         values[name] = {
             "gb_per_second": own(f"{name}.gb_per_second", link.bandwidth / 1e9),
             "latency_us": own(f"{name}.latency_us", link.latency * 1e6),

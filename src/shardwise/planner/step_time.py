@@ -221,6 +221,7 @@ def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
         kernels=kernels,
         separate_kernels=cluster.device.is_cuda and not config.compile.enabled,
         runs_ahead=on_accelerator,
+        tensor_overlap=config.parallel.tensor_overlap,
         adds_products=cluster.device.is_cuda
         and precision.parameter == "bfloat16"
         and precision.gradient == "float32"
