@@ -14,6 +14,7 @@ from typing import Any
 from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
+from shardwise.cli.plan_nodes import node_counts
 from shardwise.config import Config, check_layout, config_from
 from shardwise.planner import device_seconds, device_specs
 from shardwise.planner.plan import Plan, predicted
@@ -22,16 +23,30 @@ from shardwise.runs.run import RunView, open_run
 
 def compare_with_run(arguments: argparse.Namespace) -> int:
     """Print predicted and measured, and write the corrected device where `--write` names a file."""
-    other_options = ("overrides", "price", "budget", "why", "plot", "layout")
+    other_options = (
+        "overrides",
+        "price",
+        "budget",
+        "objective",
+        "failures",
+        "restart",
+        "why",
+        "html",
+        "plot",
+        "layout",
+    )
     if any(getattr(arguments, option) for option in other_options):
         raise ConfigError(
-            "a run's folder must go without key=value, --price, --budget, --why, --plot and --layout: the run is as it "
-            "was"
+            "a run's folder must go without key=value, --price, --budget, --objective, --failures, --restart, --why, "
+            "--html, --plot and --layout: the run is as it was"
         )
     run = open_run(Path(arguments.recipe), all_steps=True)
     if not run.config:
         raise ConfigError(f"RUN ({run.path}) must hold the configuration of the run, config.yaml")
-    machines = device_specs.cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
+    nodes = node_counts(arguments.nodes)
+    if len(nodes) > 1:
+        raise ConfigError(f"--nodes ({arguments.nodes}) must be one number: that of the run's machines")
+    machines = device_specs.cluster(arguments.device, nodes[0])
     comparison = compare_run(run, config_from(run.config), machines)
     if arguments.json:
         output.json(_comparison_facts(comparison))

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.files import read_plain
 from shardwise.base.hardware import torch_type
@@ -59,16 +60,24 @@ _FP8 = "fp8_tflops"
 _FP8_SHARE = "fp8_matmul_share"
 _MXFP8_SHARE = "mxfp8_matmul_share"
 _FP8_BACKWARD = "fp8_backward_share"
-_PRICE = "dollars_per_hour"
-PRICE_RANGE = (0.0, 10_000.0)
-"""Dollars for a device and an hour that a file may give: prices differ by contract, so no shipped file has one."""
+_PRICE = "price_per_hour"
+_MOST_PRICE = 1e6
+MOST_FAILURES = 1e4
+"""Largest number of failures of a device in a year."""
+_WATTS = "watts"
+_FAILURES = "failures_per_year"
+_RESTART = "restart_seconds"
+_STORAGE = "storage_gb_per_second"
 _CONSTANT = "constants."
 _OPTIONAL = {
     _FP8: _RANGES["bfloat16_tflops"],
     _FP8_SHARE: _RANGES["matmul_share"],
     _MXFP8_SHARE: _RANGES["matmul_share"],
     _FP8_BACKWARD: _RANGES["matmul_share"],
-    _PRICE: PRICE_RANGE,
+    _WATTS: (0, 100_000),
+    _FAILURES: (0, MOST_FAILURES),
+    _RESTART: (0, 100_000),
+    _STORAGE: (1e-6, 100_000),
     **{_CONSTANT + key: limits for key, limits in CONSTANTS.items()},
 }
 _WHOLE = ("processors", "devices_per_node")
@@ -76,7 +85,62 @@ _TEXTS = ("name", "node_link.topology")
 _NETWORK_TOPOLOGY = "network.topology"
 _CUDA = torch_type("nvidia")
 _TYPES = ("cpu", _CUDA, "accelerator")
-_OTHER_KEYS = ("type", "accuracy")
+_OTHER_KEYS = ("type", "accuracy", _PRICE)
+
+
+@dataclass(frozen=True)
+class Price:
+    """The price of one device for an hour."""
+
+    amount: float
+    currency: str
+
+    @staticmethod
+    def of(text: str, named: str) -> Price:
+        """Return the price that a text such as `2.50 USD` gives; `named` names the text in errors.
+
+        Raises:
+            ConfigError: it is no price, or has no currency.
+        """
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{3})?", text.strip())
+        if match is None or float(match[1]) > _MOST_PRICE:
+            raise ConfigError(
+                f"{named} ({text}) must be a price of a device for an hour, from 0 to {_MOST_PRICE:,.0f}, with its "
+                "currency, such as 2.50 USD"
+            )
+        if match[2] is None:
+            raise ConfigError(f"{named} ({text}) must name its currency, as in '{text.strip()} USD'")
+        return Price(float(match[1]), match[2].upper())
+
+    def __str__(self) -> str:
+        return f"{self.amount:.2f} {self.currency}"
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """The failures of a cluster of such devices, and what a failure and a checkpoint cost.
+
+    The defaults are assumptions. Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100
+    (arXiv:2407.21783, section 3.3.4), which is 0.17 for each device and year; OPT-175B had about 105 restarts in two
+    months on 992 A100 (arXiv:2205.01068, section 2.5), which is 0.6. MegaScale finds a fault within 10 minutes, and has
+    caught up within 15 (arXiv:2402.15627, section 6.3).
+
+    Attributes:
+        failures_per_year: failures of one device, with its part of the machine and the network, that end the run.
+        restart: seconds until the run trains again after a failure, without reading its checkpoint.
+        storage: bytes a second that one node writes to, or reads from, the store of checkpoints.
+    """
+
+    failures_per_year: float = 0.17
+    restart: float = 900.0
+    storage: float = 2e9
+
+    def text(self) -> str:
+        """Return the assumptions as a sentence's parts."""
+        return (
+            f"{self.failures_per_year:g} failures for each device and year, {units.duration(self.restart)} for a "
+            f"restart, and {self.storage / 1e9:g} GB/s from each node to the store of checkpoints"
+        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +183,9 @@ class Device:
         is_cuda: True if it is a CUDA device, one kernel of which multiplies bfloat16 matrices and adds the product to a
             float32 one.
         constants: constants of `planner.device_seconds.Constants` that were measured on this device.
-        dollars_per_hour: price of one device for an hour; None if it is unknown.
+        price: price of one device for an hour; None if it is unknown.
+        watts: power of one device under load, without its host; None if it is unknown.
+        reliability: failures, and what they and checkpoints cost.
         accuracy: how far predictions were from measured steps on this device; empty if none was measured.
     """
 
@@ -139,7 +205,9 @@ class Device:
     is_accelerator: bool = True
     is_cuda: bool = False
     constants: tuple[tuple[str, float], ...] = ()
-    dollars_per_hour: float | None = None
+    price: Price | None = None
+    watts: float | None = None
+    reliability: Reliability = Reliability()
     accuracy: str = ""
     fp8_matmul_share: float | None = None
     mxfp8_matmul_share: float | None = None
@@ -318,8 +386,20 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
             number = "whole number" if is_whole else "number"
             problems.append(f"{where}: {key} ({value}) must be a {number} from {least:g} to {most:,g}")
         numbers[key] = value
+    price = None
+    if _PRICE in flat:
+        try:
+            price = Price.of(_price_text(flat[_PRICE]), f"{where}: {_PRICE}")
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
+    usual = Reliability()
+    reliability = Reliability(
+        failures_per_year=numbers.get(_FAILURES, usual.failures_per_year),
+        restart=numbers.get(_RESTART, usual.restart),
+        storage=numbers[_STORAGE] * 1e9 if _STORAGE in numbers else usual.storage,
+    )
 
     def link(key: str) -> Link:
         return Link(
@@ -346,12 +426,19 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         is_accelerator=kind != "cpu",
         is_cuda=kind == _CUDA,
         constants=tuple((key.removeprefix(_CONSTANT), float(numbers[key])) for key in constants),
-        dollars_per_hour=numbers.get(_PRICE),
+        price=price,
+        watts=numbers.get(_WATTS),
+        reliability=reliability,
         accuracy=str(flat.get("accuracy", "")),
         fp8_matmul_share=numbers.get(_FP8_SHARE),
         mxfp8_matmul_share=numbers.get(_MXFP8_SHARE),
         fp8_backward_share=numbers.get(_FP8_BACKWARD, 1.0),
     )
+
+
+def _price_text(entry: Any) -> str:
+    """The text of a price, which may have a source."""
+    return str(entry.get("value")) if isinstance(entry, dict) else str(entry)
 
 
 def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, Any]:
@@ -418,8 +505,18 @@ def described(device: Device, constants: Mapping[str, float], source: str) -> st
     ):
         if share is not None:
             values[key] = own(key, share)
-    if device.dollars_per_hour is not None:
-        values[_PRICE] = own(_PRICE, device.dollars_per_hour)
+    if device.price is not None:
+        values[_PRICE] = str(device.price)
+    if device.watts is not None:
+        values[_WATTS] = own(_WATTS, device.watts)
+    usual = Reliability()
+    for key, value, default in (
+        (_FAILURES, device.reliability.failures_per_year, usual.failures_per_year),
+        (_RESTART, device.reliability.restart, usual.restart),
+        (_STORAGE, device.reliability.storage / 1e9, usual.storage / 1e9),
+    ):
+        if value != default:
+            values[key] = own(key, value)
     for name, link in (("node_link", device.node), ("network", device.network)):
         if link is None:
             continue

@@ -244,13 +244,17 @@ def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) 
 
 
 def _contexts(config: Config, ranks: int, fixed: Collection[str]) -> list[int]:
-    """Return the degrees of context parallelism: the recipe's, and powers of two that leave long chunks."""
+    """Return the degrees of context parallelism that divide the ranks: the recipe's, and all that leave long chunks.
+
+    Each rank has two chunks of each sample, of at least `_LEAST_CHUNK` tokens.
+    """
     recipes = config.parallel.context
     if "parallel.context" in fixed:
         return [recipes]
-    most = max(1, config.train.sequence_length // (2 * _LEAST_CHUNK))
-    powers = [2**n for n in range(most.bit_length()) if ranks % 2**n == 0]
-    return sorted({recipes, *powers}) if ranks % recipes == 0 else powers
+    length = config.train.sequence_length
+    most = max(1, length // (2 * _LEAST_CHUNK))
+    degrees = {n for n in range(1, most + 1) if n == 1 or length % (2 * n) == 0}
+    return [n for n in sorted({recipes, *degrees}) if ranks % n == 0]
 
 
 def _schedules(config: Config, pipeline: int, fixed: Collection[str]) -> Iterator[tuple[Schedule, int | None]]:

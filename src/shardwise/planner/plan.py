@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardwise.config import Config, Layout
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
-from shardwise.planner.device_specs import Cluster
+from shardwise.planner.device_specs import Cluster, Device
+from shardwise.planner.goodput import Calendar, calendar
 from shardwise.planner.layout_choices import Choice
 from shardwise.planner.memory import MemoryEstimate, expected_memory
 from shardwise.planner.memory_choice import RESERVED, fitted
@@ -73,20 +75,34 @@ class Plan:
         """Seconds of all steps, without evaluations, checkpoints and restarts."""
         return self.time.total * self.config.train.steps
 
+    @cached_property
+    def calendar(self) -> Calendar:
+        """The time of the training with evaluations, checkpoints and failures."""
+        return calendar(self.config, self.cluster, self.time.total)
+
     @property
     def device_hours(self) -> float:
-        return self.seconds * self.cluster.world / 3600
+        """Hours of all devices on the calendar."""
+        return self.calendar.seconds * self.cluster.world / 3600
 
     @property
-    def dollars(self) -> float | None:
-        """Price of all steps; None if that of the device is unknown."""
-        price = self.cluster.device.dollars_per_hour
-        return None if price is None else price * self.device_hours
+    def cost(self) -> float | None:
+        """Price of the training in the currency of the device's price; None if it has none."""
+        price = self.cluster.device.price
+        return None if price is None else price.amount * self.device_hours
 
-    def at_price(self, dollars_per_hour: float) -> Plan:
-        """Return this plan with another price of a device for an hour."""
-        device = replace(self.cluster.device, dollars_per_hour=dollars_per_hour)
-        return replace(self, cluster=replace(self.cluster, device=device))
+    @property
+    def kilowatt_hours(self) -> float | None:
+        """Energy of the devices, without hosts, network and cooling; None if their power is unknown."""
+        watts = self.cluster.device.watts
+        return None if watts is None else watts * self.device_hours / 1000
+
+    def on(self, device: Device) -> Plan:
+        """Return the same layout on other devices, whose memory is not asked again."""
+        cluster = replace(self.cluster, device=device)
+        time = step_time(self.config, self.layout, cluster)
+        assert time is not None, "the shapes of the model are known"
+        return replace(self, cluster=cluster, time=time)
 
 
 def distinct(plans: Sequence[Plan]) -> list[int]:
@@ -99,7 +115,10 @@ def distinct(plans: Sequence[Plan]) -> list[int]:
     indices = []
     for index, plan in enumerate(plans):
         choice = plan.choice
-        key = (choice.tensor, choice.context, choice.pipeline, choice.zero, choice.replicate)
+        key = (
+            *(plan.cluster.nodes, choice.tensor, choice.context, choice.pipeline),
+            *(choice.zero, choice.replicate),
+        )
         former = listed.get(key)
         is_detail = former is not None and plan.time.total <= _SAME_TIME * former.time.total
         if not is_detail or (former is not None and former.is_tight and not plan.is_tight):

@@ -167,7 +167,12 @@ def predicted_rows(plan: Plan | None) -> _Rows:
     return [
         ("step", f"{units.step_duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
         ("  parts", time.shares()),
-        ("  all steps", f"{units.duration(plan.seconds)}, {plan.device_hours:,.0f} device-hours"),
+        ("  all steps", units.duration(plan.seconds)),
+        (
+            "  calendar",
+            f"{units.duration(plan.calendar.seconds)} with evaluations, checkpoints and failures (goodput "
+            f"{plan.calendar.goodput:.1%}), {plan.device_hours:,.0f} device-hours",
+        ),
         ("  memory", memory_text(plan)),
     ]
 
