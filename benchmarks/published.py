@@ -16,8 +16,8 @@ from shardwise.config import Config, Layout, check_layout, config_from
 from shardwise.planner.block_seconds import ProgramTraits
 from shardwise.planner.device_seconds import Constants, fitted
 from shardwise.planner.device_specs import Cluster, Device, Link, load_device
+from shardwise.planner.overlap import TensorOverlap
 from shardwise.planner.step_time import StepTime, step_time
-from shardwise.planner.tensor_overlap import TensorOverlap
 
 PATH = Path(__file__).parent / "data" / "published_runs.csv"
 FITTED_SOURCE = "VIA-Research/vTrain data/ground_truth_single.csv"
@@ -39,9 +39,9 @@ MEGATRON = ProgramTraits(
 # CUDA_LAUNCH_BLOCKING=1, without which their runs hung (chronicles-prequel.md, "dealing with JZ hanging").
 BIGSCIENCE = replace(MEGATRON, runs_ahead=False)
 BIGSCIENCE_FLOAT32 = replace(BIGSCIENCE, casts_gradients=True, reduces_all=True)
-# NeMo and Megatron-Bridge on H100 and later (their recipes and `ub_tp_comm_overlap_cfg`): Transformer Engine's blocks, user
-# buffers for tensor parallelism, keys and values in a ring, messages between stages behind work, gradients reduced and
-# weights gathered behind passes. Its LayerNorms, activations and dropouts are one kernel each.
+# NeMo and Megatron-Bridge on H100 and later (their recipes and `ub_tp_comm_overlap_cfg`): Transformer Engine's blocks,
+# user buffers for tensor parallelism, keys and values in a ring, messages between stages behind work, gradients reduced
+# and weights gathered behind passes. Norms, activations and dropouts are one kernel each.
 MEGATRON_CORE = ProgramTraits(
     loss_ahead=False,
     adds_products=True,
@@ -52,14 +52,14 @@ MEGATRON_CORE = ProgramTraits(
     context_ring=True,
     rounding_bytes=4,
 )
-# Bytes by which Transformer Engine rounds an element of bfloat16 in both orders, and writes two of one byte: delayed scales
-# are those of earlier steps, current ones need another read, and blocks of 32 (MXFP8) one read for each order.
+# Bytes by which Transformer Engine rounds an element of bfloat16 in both orders, and writes two of one byte: delayed
+# scales are those of earlier steps, current ones need another read, and blocks of 32 (MXFP8) one read for each order.
 _ROUNDING = {"fp8 current scaling": 6, "mxfp8": 6}
 # Compiled blocks with FSDP2, of torchtitan and NeMo Automodel.
 FULLY_SHARDED = ProgramTraits(loss_ahead=False, updates_in_one_pass=True)
-# Parts of the peak that attention in Triton reaches forward, which llm-foundry's scripts set (`--attn_impl triton`): 30 to
-# 50% on an A100 (arXiv:2307.08691, introduction). It has no instructions of an H100, as FlashAttention-2, whose part is 0.6
-# on an A100 and 0.34 on an H100 (arXiv:2307.08691, arXiv:2407.08608).
+# Parts of the peak that attention in Triton reaches forward, which llm-foundry's scripts set (`--attn_impl triton`): 30
+# to 50% on an A100 (arXiv:2307.08691, introduction). Like FlashAttention-2, whose part is 0.6 on an A100 and 0.34 on an
+# H100 (arXiv:2307.08691, arXiv:2407.08608), it uses no instruction that only an H100 has.
 _TRITON_ATTENTION = {"A100": 0.4, "H100": 0.23}
 # From 28 February 2022 on BigScience's runs added gradients in float32, and counted embedding and head as a block each
 # when they divided the model into stages (chronicles-prequel.md, "Rebalancing layers").
@@ -146,9 +146,7 @@ def _row(number: int, source: str, values: dict[str, str]) -> Row:
         layout = check_layout(config, int(values["n_gpu"]))
         if "fp8" in values["precision"]:
             # This program does not multiply in fp8 with context parallelism; others do.
-            config = config.model_copy(
-                update={"precision": config.precision.model_copy(update={"matmul": "fp8"})}
-            )
+            config = config.model_copy(update={"precision": config.precision.model_copy(update={"matmul": "fp8"})})
     except ConfigError as error:
         return replace(base, reason="refused: " + error.problems[0].partition(":")[0])
     if str(layout.data) != values["dp"]:
@@ -189,8 +187,8 @@ def _scripts(source: str, values: dict[str, str]) -> dict[str, str]:
     """What tables leave out and scripts or recipes of the same release set.
 
     AWS: sequence parallelism, and recompute. `gpt_23b.sh`, `gpt_46b.sh`, `gpt_175b.sh` and `test_llama.sh` of
-    aws-neuron/neuronx-nemo-megatron for the runs with stochastic rounding; the tutorials "Training Llama with TP, PP and
-    ZeRO-1" of neuronx-distributed for others.
+    aws-neuron/neuronx-nemo-megatron for the runs with stochastic rounding; the tutorials "Training Llama with TP, PP
+    and ZeRO-1" of neuronx-distributed for others.
 
     NVIDIA: sequence parallelism with tensor parallelism, no recompute, a distributed optimizer, and gradients in
     bfloat16 (`grad_sync_dtype: bf16`, `grad_reduce_in_fp32: false`). `nemo_megatron/gpt3_175b_hydra.yaml`,
@@ -234,8 +232,16 @@ def _stages(row: dict[str, str]) -> list[int] | None:
 
 
 def _gpu(name: str) -> str | None:
-    known = (("A100-40", "a100-40gb"), ("A100", "a100-80gb"), ("H100-80GB", "h100"), ("H200", "h200"), ("Trn1", "trn1"),
-        ("B200", "b200"), ("GB200", "gb200"), ("GB300", "gb300"))
+    known = (
+        ("A100-40", "a100-40gb"),
+        ("A100", "a100-80gb"),
+        ("H100-80GB", "h100"),
+        ("H200", "h200"),
+        ("Trn1", "trn1"),
+        ("B200", "b200"),
+        ("GB200", "gb200"),
+        ("GB300", "gb300"),
+    )
     return next((device for start, device in known if name.startswith(start)), None)
 
 

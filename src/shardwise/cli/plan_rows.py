@@ -23,13 +23,15 @@ _LEAST_WHOLE_DOLLARS = 100
 """Dollars from which on cents are not shown."""
 _ACCURACY_COLUMNS = 80
 _ACCURACY_PAGE = "docs/planner.md#how-far-off-it-is"
-_PUBLISHED_ERROR = 0.19
+_PUBLISHED_ERROR = 0.17
 """Size of the error, relative to the measured step, that nine in ten published runs do not exceed: see the page."""
 LEAST_RATIO = 1 / (1 + _PUBLISHED_ERROR)
 MOST_RATIO = 1 / (1 - _PUBLISHED_ERROR)
 """Ratio of the measured to the predicted time at the two ends of this error."""
 RANGE = f"{LEAST_RATIO - 1:+.0%} to {MOST_RATIO - 1:+.0%}"
-_PUBLISHED_ACCURACY = f"nine in ten published steps on A100 and Trainium1 were predicted within {_PUBLISHED_ERROR:.0%}"
+_PUBLISHED_ACCURACY = (
+    f"nine in ten published steps on A100 to GB300 and Trainium1 were predicted within {_PUBLISHED_ERROR:.0%}"
+)
 _FITTED_ACCURACY = "constants are those of the file; `shardwise plan RUN` compares a run with them"
 
 
@@ -100,7 +102,7 @@ def accuracy_text(plan: Plan) -> str:
     if plan.cluster.world == 1:
         return device.accuracy
     # The sentence of a file is on one device.
-    return f"{device.accuracy} (several: unmeasured); {_PUBLISHED_ACCURACY}"
+    return f"{device.accuracy}; {_PUBLISHED_ACCURACY}"
 
 
 def accuracy(plans: Iterable[Plan], consequence: str = "") -> list[str]:

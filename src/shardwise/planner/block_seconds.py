@@ -13,7 +13,7 @@ from shardwise.models.parameter_counts import LocalWidths, attended_tokens
 from shardwise.planner import device_seconds
 from shardwise.planner.device_seconds import Constants, RankGroup
 from shardwise.planner.device_specs import Device
-from shardwise.planner.tensor_overlap import Product, TensorCollectives, TensorOverlap, ring_seconds
+from shardwise.planner.overlap import Product, TensorCollectives, TensorOverlap, ring_seconds
 
 _SHARPNESS = 4
 """Exponent of the smooth maximum of the host's and the device's time; an assumption. The larger, the sharper."""
@@ -66,7 +66,7 @@ class ProgramTraits:
             other are one.
         kernels: number of kernels that a block starts in its forward pass.
         tensor_overlap: how tensor parallelism communicates behind matrix products; None if in turn with them.
-        context_ring: True if keys and values go round from rank to rank while attention multiplies those that are there.
+        context_ring: True if keys and values go round the ranks while attention multiplies those that are there.
         rounding_bytes: bytes that are read and written to round an element of an operand of fp8 products, along both
             dimensions; None: those of this package's kernels.
         block_scales: True if each 32 numbers of an operand of fp8 products have a scale (MXFP8).
@@ -531,9 +531,7 @@ def _tensor_collectives(s: BlockShape, device: Device, c: Constants, program: Pr
     # User buffers gather operands as they are multiplied.
     is_rounded = s.matmul is not None and program.tensor_overlap == "user_buffers"
     gathered = size / s.a if is_rounded else size
-    return TensorCollectives(
-        device, c, s.tensor_group, gathered, size, s.sequence_parallel, program.tensor_overlap
-    )
+    return TensorCollectives(device, c, s.tensor_group, gathered, size, s.sequence_parallel, program.tensor_overlap)
 
 
 def _key_value_seconds(s: BlockShape, device: Device, c: Constants) -> float:

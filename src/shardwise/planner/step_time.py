@@ -51,7 +51,7 @@ class StepTime:
         launch: waits of the device for the host.
         head: output head and loss, and the embedding.
         recompute: all that is computed a second time.
-        tensor: collectives of tensor and sequence parallelism.
+        tensor: collectives of tensor and sequence parallelism, as far as no product hides them.
         context: collectives of context parallelism.
         messages: waits of the rank while it sends to other stages.
         bubble: waits of the rank for other stages.
@@ -221,7 +221,7 @@ def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
         kernels=kernels,
         separate_kernels=cluster.device.is_cuda and not config.compile.enabled,
         runs_ahead=on_accelerator,
-        tensor_overlap=config.parallel.tensor_overlap,
+        tensor_overlap=config.parallel.tensor_overlap if on_accelerator else None,
         adds_products=cluster.device.is_cuda
         and precision.parameter == "bfloat16"
         and precision.gradient == "float32"

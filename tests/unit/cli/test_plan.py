@@ -171,7 +171,7 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     assert problem.startswith("a100-40gb:1: no layout fits ")
     assert accuracy[1] == "(tight): less than 10% of the device's memory is free."
     assert accuracy[2].startswith("ZeRO-2 and ZeRO-3: no published run tests their times")
-    assert accuracy[3].startswith("Accuracy: steps on one H200 were predicted within 3% (several: unmeasured);")
+    assert accuracy[3].startswith("Accuracy: steps on one H200 were predicted within 3%;")
     time, least, most = (float(number) for number in re.findall(r"([\d.]+)  +([\d.]+) to ([\d.]+)  ", h100)[0])
     assert (least * 1.19, most * 0.81) == pytest.approx((time, time), rel=0.02)
     assert accuracy[-1].startswith("Predictions for these devices probably err in the same direction")
@@ -234,9 +234,9 @@ def test_other_prices_are_refused(price: str, message: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("device", "shown"),
     [
-        ("h100:8", "Accuracy: steps on one H200 were predicted within 3% (several: unmeasured);"),
-        ("a100:8", "Accuracy: nine in ten published steps on A100 and Trainium1 were predicted within 19%"),
-        ("b200:8", "Accuracy: nine in ten published steps on A100 and Trainium1 were predicted within 19%"),
+        ("h100:8", "Accuracy: steps on one H200 were predicted within 3%;"),
+        ("a100:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 17%"),
+        ("b200:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 17%"),
         ("{file}:8", "constants are those of the file"),
     ],
 )

@@ -1,9 +1,9 @@
-"""Seconds of tensor parallelism's collectives that the matrix products beside them do not hide.
+"""Seconds of collectives that the computations beside them do not hide.
 
-A product and a collective that are cut into p pieces, of a and b seconds each, take `a + b + (p - 1)·max(a, b)`: the
-first piece of a gather arrives before the first product, and the last piece of a sum leaves after the last one. In a
-ring, each rank multiplies its own part first, so that p - 1 pieces travel behind products. A collective beside one whole
-product is hidden as far as the product is longer.
+A matrix product and a collective that are cut into p pieces, of a and b seconds each, take `a + b + (p - 1)·max(a, b)`:
+the first piece of a gather arrives before the first product, and the last piece of a sum leaves after the last one. In
+a ring, each rank multiplies its own part first, so that p - 1 pieces travel behind products. A collective beside one
+whole product is hidden as far as the product is longer.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TensorCollectives:
         if self.overlap == "pieces":
             return self._start + self._in_pieces(product, self.summed)
         piece = product(1) / _PIECES
-        sent = (self._collective(self.summed / _PIECES)) - self._start
+        sent = self._collective(self.summed / _PIECES) - self._start
         return sent + (_PIECES - 1) * max(0.0, sent - piece) + self._taken(_PIECES * sent, product(1))
 
     def sum_behind(self, product: Product) -> float:
@@ -104,7 +104,7 @@ class TensorCollectives:
         ranks = self.group.ranks
         inside = self.group.inside >= ranks
         sent = device_seconds.message(self.device, self.constants, size / ranks, inside=inside)
-        # Pieces of the product run side by side where the user's buffers are.
+        # With user buffers, pieces of the product run side by side, and fill the processors together.
         piece = product(1) / ranks if self.overlap == "user_buffers" else product(ranks)
         return ranks * piece - product(1) + (ranks - 1) * max(0.0, sent - piece)
 
