@@ -22,14 +22,13 @@ from shardwise.cli import output
 from shardwise.cli.plan_against_run import compare_with_run
 from shardwise.cli.plan_devices import compare_devices, named_devices, prices
 from shardwise.cli.plan_list import answer_facts, show
-from shardwise.cli.plan_nodes import Answer, Machines, answer, seconds_of
+from shardwise.cli.plan_nodes import Answer, Machines, answer, node_counts, seconds_of
 from shardwise.cli.plan_rows import range_text
 from shardwise.config import dump_yaml, load_config, recipe_name
 from shardwise.config.recipe_files import carried_comments, is_without_data, own_data
 from shardwise.planner.device_specs import MOST_FAILURES, Price, shipped_text
 from shardwise.planner.plan import Plan, distinct
 from shardwise.planner.proposals import OBJECTIVES
-from shardwise.planner.step_time import timeline_of
 
 _MOST_ROWS = 10
 """Rows of the list without `--all`."""
@@ -109,7 +108,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device is None:
         raise ConfigError("--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it")
     if Path(arguments.recipe).is_dir():
-        return compare_with_run(arguments)
+        nodes = node_counts(arguments.nodes)
+        if len(nodes) > 1:
+            raise ConfigError(f"--nodes ({arguments.nodes}) must be one number: that of the run's machines")
+        return compare_with_run(arguments, Machines(arguments.device).on(nodes[0]))
     recipe: str = arguments.recipe
     config = load_config(recipe, arguments.overrides)
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
@@ -270,7 +272,7 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
         scatter.annotate(str(number), position, xytext=(4, 4), textcoords="offset points")
     scatter.set(xlabel="memory of the neediest rank (GB)", ylabel="step (s)", title="the best layouts, by their number")
     best = plans[0]
-    ranks = timeline_of(best.config, best.layout, best.cluster).ranks
+    ranks = best.timeline().ranks
     for rank, actions in enumerate(ranks):
         # Of a long pipeline the first actions are drawn, which have all that repeats.
         for timed in actions[: max(1, _MOST_BARS // len(ranks))]:

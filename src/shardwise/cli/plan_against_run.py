@@ -14,15 +14,17 @@ from typing import Any
 from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
-from shardwise.cli.plan_nodes import node_counts
 from shardwise.config import Config, check_layout, config_from
 from shardwise.planner import device_seconds, device_specs
-from shardwise.planner.plan import Plan, predicted
+from shardwise.planner import plan as plans
 from shardwise.runs.run import RunView, open_run
 
 
-def compare_with_run(arguments: argparse.Namespace) -> int:
-    """Print predicted and measured, and write the corrected device where `--write` names a file."""
+def compare_with_run(arguments: argparse.Namespace, machines: device_specs.Cluster) -> int:
+    """Print predicted and measured, and write the corrected device where `--write` names a file.
+
+    machines: cluster on which the run was.
+    """
     other_options = (
         "overrides",
         "price",
@@ -43,10 +45,6 @@ def compare_with_run(arguments: argparse.Namespace) -> int:
     run = open_run(Path(arguments.recipe), all_steps=True)
     if not run.config:
         raise ConfigError(f"RUN ({run.path}) must hold the configuration of the run, config.yaml")
-    nodes = node_counts(arguments.nodes)
-    if len(nodes) > 1:
-        raise ConfigError(f"--nodes ({arguments.nodes}) must be one number: that of the run's machines")
-    machines = device_specs.cluster(arguments.device, nodes[0])
     comparison = compare_run(run, config_from(run.config), machines)
     if arguments.json:
         output.json(_comparison_facts(comparison))
@@ -143,7 +141,7 @@ class Comparison:
         peak: bytes of the first rank at its peak; on a CPU the measured ones are the process's.
     """
 
-    plan: Plan
+    plan: plans.Plan
     steps: int
     parts: Mapping[str, tuple[float, float | None]]
     total: tuple[float, float]
@@ -165,7 +163,7 @@ def compare_run(run: RunView, config: Config, cluster: device_specs.Cluster) -> 
         )
     # A batch that is given by a rule depends on the number of ranks.
     config = config.with_batch_for(ranks)
-    plan = predicted(config, check_layout(config, ranks), cluster)
+    plan = plans.predicted(config, check_layout(config, ranks), cluster)
     if plan is None:
         raise ConfigError(f"model.family ({config.model.family}) must be one whose shapes are known to be predicted")
     seconds = run.series.numbers["step_seconds"]

@@ -24,10 +24,8 @@ from shardwise.cli.plan_rows import (
     training_time,
 )
 from shardwise.pipeline.timeline import Timeline
-from shardwise.planner.memory_choice import RESERVED
 from shardwise.planner.plan import Plan
 from shardwise.planner.proposals import Proposal, proposals, sensitivities
-from shardwise.planner.step_time import timeline_of
 from shardwise.runs import report
 
 _COLOURS = {"forward": 1, "backward": 4, "input": 0, "weight": 5}
@@ -114,7 +112,7 @@ def _sensitivity(proposed: Sequence[Proposal], unit: str) -> list[tuple[str, lis
 
 
 def _timeline(plan: Plan) -> dict[str, Any]:
-    steps = timeline_of(plan.config, plan.layout, plan.cluster)
+    steps = plan.timeline()
     shown = max(1, _MOST_ACTIONS // len(steps.ranks))
     kinds = dict.fromkeys(timed.action.kind for actions in steps.ranks for timed in actions)
     text = f"Passes of the {units.counted(len(steps.ranks), 'pipeline rank')}"
@@ -164,7 +162,7 @@ def _drawing(steps: Timeline, shown: int) -> str:
 def _memory(proposal: Proposal) -> dict[str, Any]:
     plan = proposal.plan
     device = plan.cluster.device.memory
-    sizes = {**dict(plan.memory.rows()), "reserve": RESERVED * device}
+    sizes = {**dict(plan.memory.rows()), "reserve": plan.reserve}
     return {
         "title": proposal.title.capitalize(),
         "total": units.size(plan.memory.total),

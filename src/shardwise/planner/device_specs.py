@@ -370,36 +370,11 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     problems += [f"{where}: {key} is missing" for key in needed if key not in flat]
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
-    sources: list[tuple[str, str]] = []
-    numbers: dict[str, Any] = {}
     given = {key: limits for key, limits in _OPTIONAL.items() if key in flat}
-    for key, (least, most) in (_RANGES | (_NETWORK if has_network else {}) | given).items():
-        entry = flat.get(key)
-        if isinstance(entry, dict):
-            value = entry.get("value")
-            if "source" in entry:
-                sources.append((key, str(entry["source"])))
-        else:
-            value = entry
-        is_whole = key in _WHOLE
-        if key in flat and not _possible(value, least, most, whole=is_whole):
-            number = "whole number" if is_whole else "number"
-            problems.append(f"{where}: {key} ({value}) must be a {number} from {least:g} to {most:,g}")
-        numbers[key] = value
-    price = None
-    if _PRICE in flat:
-        try:
-            price = Price.of(_price_text(flat[_PRICE]), f"{where}: {_PRICE}")
-        except ConfigError as error:
-            problems += error.problems
+    numbers, sources = _numbers(flat, _RANGES | (_NETWORK if has_network else {}) | given, where, problems)
+    price = _price(flat, where, problems)
     if problems:
         raise ConfigError(problems)
-    usual = Reliability()
-    reliability = Reliability(
-        failures_per_year=numbers.get(_FAILURES, usual.failures_per_year),
-        restart=numbers.get(_RESTART, usual.restart),
-        storage=numbers[_STORAGE] * 1e9 if _STORAGE in numbers else usual.storage,
-    )
 
     def link(key: str) -> Link:
         return Link(
@@ -422,13 +397,13 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         per_node=numbers["devices_per_node"],
         node=link("node_link"),
         network=link("network") if has_network else None,
-        sources=tuple(sources),
+        sources=sources,
         is_accelerator=kind != "cpu",
         is_cuda=kind == _CUDA,
         constants=tuple((key.removeprefix(_CONSTANT), float(numbers[key])) for key in constants),
         price=price,
         watts=numbers.get(_WATTS),
-        reliability=reliability,
+        reliability=_reliability(numbers),
         accuracy=str(flat.get("accuracy", "")),
         fp8_matmul_share=numbers.get(_FP8_SHARE),
         mxfp8_matmul_share=numbers.get(_MXFP8_SHARE),
@@ -436,9 +411,56 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     )
 
 
-def _price_text(entry: Any) -> str:
-    """The text of a price, which may have a source."""
-    return str(entry.get("value")) if isinstance(entry, dict) else str(entry)
+def _numbers(
+    flat: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]], where: str, problems: list[str]
+) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
+    """Return the numbers of a file and their sources.
+
+    Args:
+        flat: values of the file.
+        ranges: the least and the most of each number.
+        where: name of the file in problems.
+        problems: what is wrong, to which numbers out of range are added.
+    """
+    sources: list[tuple[str, str]] = []
+    numbers: dict[str, Any] = {}
+    for key, (least, most) in ranges.items():
+        entry = flat.get(key)
+        if isinstance(entry, dict):
+            value = entry.get("value")
+            if "source" in entry:
+                sources.append((key, str(entry["source"])))
+        else:
+            value = entry
+        is_whole = key in _WHOLE
+        if key in flat and not _possible(value, least, most, whole=is_whole):
+            number = "whole number" if is_whole else "number"
+            problems.append(f"{where}: {key} ({value}) must be a {number} from {least:g} to {most:,g}")
+        numbers[key] = value
+    return numbers, tuple(sources)
+
+
+def _price(flat: Mapping[str, Any], where: str, problems: list[str]) -> Price | None:
+    """Return the price of a file; None if it has none, or one that is wrong, which is added to the problems."""
+    if _PRICE not in flat:
+        return None
+    entry = flat[_PRICE]
+    text = entry.get("value") if isinstance(entry, dict) else entry
+    try:
+        return Price.of(str(text), f"{where}: {_PRICE}")
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def _reliability(numbers: Mapping[str, Any]) -> Reliability:
+    """Return what interrupts a training, by default as usual."""
+    usual = Reliability()
+    return Reliability(
+        failures_per_year=numbers.get(_FAILURES, usual.failures_per_year),
+        restart=numbers.get(_RESTART, usual.restart),
+        storage=numbers[_STORAGE] * 1e9 if _STORAGE in numbers else usual.storage,
+    )
 
 
 def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, Any]:

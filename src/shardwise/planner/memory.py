@@ -5,7 +5,6 @@ Legend: see `planner/rank_workload.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
@@ -125,8 +124,11 @@ def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) ->
     return [memory_of(workload) for workload in RankWorkload.of_ranks(config, layout, accelerator)] or None
 
 
-def memory_of(workload: RankWorkload, limit: float = math.inf) -> MemoryEstimate:
-    """Return peak bytes of the workload's pipeline rank, without those in flight if the rest is more than `limit`."""
+def memory_of(workload: RankWorkload, limit: float | None = None) -> MemoryEstimate:
+    """Return peak bytes of the workload's pipeline rank.
+
+    limit: if it needs more than so many bytes without what is in flight, this is not computed.
+    """
     step = _step_peak(workload)
     numbers, rounding = _rounding(workload)
     update = max(rounding, _matrices(workload), _travelling(workload))
@@ -140,7 +142,7 @@ def memory_of(workload: RankWorkload, limit: float = math.inf) -> MemoryEstimate
         buffers=_rotary_tables(workload) + numbers + peak - step.forward,
         pipeline=step.sent + (workload.x_bytes if workload.layout.pipeline > 1 else 0),
     )
-    if not workload.frees_gradients or memory.total > limit:
+    if not workload.frees_gradients or (limit is not None and memory.total > limit):
         return memory
     return replace(memory, in_flight=max(_step_peak(workload, InFlight.of(workload)).whole, update) - peak)
 

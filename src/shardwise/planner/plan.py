@@ -8,12 +8,13 @@ from functools import cached_property
 
 from shardwise.config import Config, Layout
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
+from shardwise.pipeline.timeline import Timeline
 from shardwise.planner.device_specs import Cluster, Device
 from shardwise.planner.goodput import Calendar, calendar
 from shardwise.planner.layout_choices import Choice
 from shardwise.planner.memory import MemoryEstimate, expected_memory
 from shardwise.planner.memory_choice import RESERVED, fitted
-from shardwise.planner.step_time import StepTime, step_time
+from shardwise.planner.step_time import StepTime, step_time, timeline_of
 
 _TIGHT = 0.1
 _SAME_TIME = 1.04
@@ -61,9 +62,14 @@ class Plan:
         return model_flops_utilization(flops, self.tokens_per_second, self.cluster.world, peak)
 
     @property
+    def reserve(self) -> float:
+        """Bytes of the device for its context, the collectives' buffers and the allocator's gaps."""
+        return self.cluster.device.memory * RESERVED
+
+    @property
     def headroom(self) -> float:
         """Bytes of the device that neither the run nor its context need."""
-        return self.cluster.device.memory * (1 - RESERVED) - self.memory.total
+        return self.cluster.device.memory - self.reserve - self.memory.total
 
     @property
     def is_tight(self) -> bool:
@@ -96,6 +102,10 @@ class Plan:
         """Energy of the devices, without hosts, network and cooling; None if their power is unknown."""
         watts = self.cluster.device.watts
         return None if watts is None else watts * self.device_hours / 1000
+
+    def timeline(self) -> Timeline:
+        """Return the passes of a step on each pipeline rank."""
+        return timeline_of(self.config, self.layout, self.cluster)
 
     def on(self, device: Device) -> Plan:
         """Return the same layout on other devices, whose memory is not asked again."""

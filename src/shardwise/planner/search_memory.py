@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 
-from shardwise.config import DTYPE_BYTES, Config, Layout, ParallelConfig, Schedule
+from shardwise.config import DTYPE_BYTES, Config, Layout, Schedule
 from shardwise.config.layout import Stage
 from shardwise.config.schedules import SCHEDULES
 from shardwise.models.parameter_counts import local_parameter_count
-from shardwise.pipeline.action_order import action_order
-from shardwise.pipeline.in_flight import PassBytes, step_peak
+from shardwise.pipeline.in_flight import blocks_in_flight
 from shardwise.pipeline.partition import stage_plan
 from shardwise.planner.activations import kept_and_work
 from shardwise.planner.device_specs import Cluster
@@ -42,7 +40,7 @@ class LeastMemory:
         micro_batches = _shorter_step(
             layout, self._config.train.global_batch // (choice.micro_batch * layout.data), choice.schedule
         )
-        blocks = _blocks_in_flight(choice.schedule, layout.pipeline, stages, micro_batches)
+        blocks = blocks_in_flight(choice.schedule, layout.pipeline, stages, micro_batches)
         return self.state(choice, layout, sum(stages)) + blocks * self._kept_by_a_block(choice, layout)
 
     def state(self, choice: Choice, layout: Layout, blocks: int | None = None) -> float:
@@ -97,19 +95,6 @@ class LeastMemory:
                 sizes += [kept_and_work(workload, layer)[0] for layer in set(workload.first_alike.values())]
             self._kept[key] = min(sizes)
         return self._kept[key]
-
-
-@cache
-def _blocks_in_flight(schedule: Schedule, pipeline: int, stages: tuple[int, ...], micro_batches: int) -> int:
-    """Return the most blocks of the first pipeline rank that keep a micro-batch at a time; `stages`: blocks of each."""
-    parallel = ParallelConfig(pipeline=pipeline, schedule=schedule, virtual_stages=len(stages))
-    order = action_order(parallel, micro_batches, 0, "full")
-    numbers = sorted({action.stage for action in order})
-    passes = {
-        number: PassBytes(kept=blocks, loss=0, loss_kept=0, backward=0, last=0, waiting=0, reduction=0)
-        for number, blocks in zip(numbers, stages, strict=True)
-    }
-    return step_peak(order, passes, micro_batches).activations
 
 
 def _shorter_step(layout: Layout, micro_batches: int, schedule: Schedule) -> int:
