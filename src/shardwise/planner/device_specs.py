@@ -302,22 +302,12 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     problems += [f"{where}: {key} is missing" for key in needed if key not in flat]
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
-    sources: list[tuple[str, str]] = []
-    numbers: dict[str, Any] = {}
     given = {key: limits for key, limits in _OPTIONAL.items() if key in flat}
-    for key, (least, most) in (_RANGES | (_NETWORK if has_network else {}) | given).items():
-        entry = flat.get(key)
-        if isinstance(entry, dict):
-            value = entry.get("value")
-            if "source" in entry:
-                sources.append((key, str(entry["source"])))
-        else:
-            value = entry
-        is_whole = key in _WHOLE
-        if key in flat and not _possible(value, least, most, whole=is_whole):
-            number = "whole number" if is_whole else "number"
-            problems.append(f"{where}: {key} ({value}) must be a {number} from {least:g} to {most:,g}")
-        numbers[key] = value
+    ranges = _RANGES | (_NETWORK if has_network else {}) | given
+    numbers = {key: _number(flat.get(key)) for key in ranges}
+    problems += _range_problems({key: numbers[key] for key in ranges if key in flat}, ranges, where)
+    sourced = {key: flat[key] for key in ranges if isinstance(flat.get(key), dict)}
+    sources = [(key, str(entry["source"])) for key, entry in sourced.items() if "source" in entry]
     if problems:
         raise ConfigError(problems)
 
@@ -352,6 +342,23 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         mxfp8_matmul_share=numbers.get(_MXFP8_SHARE),
         fp8_backward_share=numbers.get(_FP8_BACKWARD, 1.0),
     )
+
+
+def _number(entry: Any) -> Any:
+    """The number of a figure, which may have a source beside it."""
+    return entry.get("value") if isinstance(entry, dict) else entry
+
+
+def _range_problems(numbers: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]], where: str) -> list[str]:
+    """Every number that no device can have."""
+    problems = []
+    for key, value in numbers.items():
+        least, most = ranges[key]
+        is_whole = key in _WHOLE
+        if not _possible(value, least, most, whole=is_whole):
+            number = "whole number" if is_whole else "number"
+            problems.append(f"{where}: {key} ({value}) must be a {number} from {least:g} to {most:,g}")
+    return problems
 
 
 def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     devices = f"h100:8,{cheap}:8, a100-40gb:1"
     assert main([*small, "--device", devices]) == 0
     head, h100, h200, problem, *accuracy = capsys.readouterr().out.splitlines()
-    assert re.search(r" free +hours +-16% to \+23% +device-hours +dollars +-16% to \+23%$", head)
+    assert re.search(r" free +hours +-15% to \+20% +device-hours +dollars +-15% to \+20%$", head)
     assert h100.startswith("8 × NVIDIA H100 SXM")
     hours, dollars, least_dollars, _, most_dollars = h200.replace(",", "").split()[-5:]
     assert int(dollars) == pytest.approx(2 * int(hours), abs=2)
@@ -173,7 +173,7 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     assert accuracy[2].startswith("ZeRO-2 and ZeRO-3: no published run tests their times")
     assert accuracy[3].startswith("Accuracy: steps on one H200 were predicted within 3%;")
     time, least, most = (float(number) for number in re.findall(r"([\d.]+)  +([\d.]+) to ([\d.]+)  ", h100)[0])
-    assert (least * 1.19, most * 0.81) == pytest.approx((time, time), rel=0.02)
+    assert (least * 1.17, most * 0.83) == pytest.approx((time, time), rel=0.02)
     assert accuracy[-1].startswith("Predictions for these devices probably err in the same direction")
     assert main([*small, "--device", devices, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -194,7 +194,7 @@ def test_a_price_for_each_device_or_one_for_all(capsys: pytest.CaptureFixture[st
         assert [plan["dollars"] / plan["device_hours"] for plan in plans] == pytest.approx(each)
     assert main([*small, "--price", "2.50,5.00"]) == 0
     head, h100, b200 = capsys.readouterr().out.splitlines()[:3]
-    assert re.search(r" device-hours +dollars +-16% to \+23%$", head)
+    assert re.search(r" device-hours +dollars +-15% to \+20%$", head)
     for row, price_of_hour in ((h100, 2.5), (b200, 5)):
         hours, dollars = (float(cell.replace(",", "")) for cell in row.split()[-5:-3])
         assert dollars == pytest.approx(price_of_hour * hours, abs=price_of_hour)
@@ -211,7 +211,7 @@ def test_a_price_of_one_device_adds_a_column(capsys: pytest.CaptureFixture[str])
     (dollars,) = re.findall(r"^ *1  .* ([\d,.]+)$", out, re.MULTILINE)
     low, high = re.findall(r"([\d,]+) to ([\d,]+) dollars", out.replace("\n", " "))[0]
     price, least, most = (float(number.replace(",", "")) for number in (dollars, low, high))
-    assert (least * 1.19, most * 0.81) == pytest.approx((price, price), rel=1e-3)
+    assert (least * 1.17, most * 0.83) == pytest.approx((price, price), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -324,11 +324,11 @@ def test_budget_finds_the_fewest_nodes(capsys: pytest.CaptureFixture[str]) -> No
     shown = capsys.readouterr()
     plan = json.loads(shown.out)["plans"][0]
     assert plan["days"] <= 30
-    assert " it in 30 days, even if steps take 23% longer than predicted\n" in shown.err
+    assert " it in 30 days, even if steps take 20% longer than predicted\n" in shown.err
     close = f"{1.1 * plan['days']:.2f} days"
     assert main(["plan", "llama2-7b", *days, "parallel.pipeline=1", "--budget", close]) == 0
     late = (
-        f"1 node of 8 trains it in {close}, as predicted; if steps take 23% longer than predicted, 2 nodes are needed\n"
+        f"1 node of 8 trains it in {close}, as predicted; if steps take 20% longer than predicted, 2 nodes are needed\n"
     )
     assert late in capsys.readouterr().err
     # The numbers that are tried first are 4 and 6.
