@@ -23,16 +23,16 @@ from shardwise.cli.plan_against_run import compare_with_run
 from shardwise.cli.plan_devices import compare_devices, named_devices, prices
 from shardwise.cli.plan_rows import (
     DAY,
+    FREED_PARTS,
     MOST_RATIO,
     RANGE,
     TIGHT,
-    UNTESTED,
     accuracy,
     accuracy_text,
     costs_legend,
     dollars,
+    frees_parts,
     has_range,
-    is_untested,
     plan_facts,
     range_text,
     row,
@@ -229,8 +229,8 @@ def _show(name: str, result: Search, listed: Sequence[Plan]) -> None:
         )
     if any(plan.is_tight for plan in listed):
         output.line(TIGHT)
-    if any(is_untested(plan) for plan in listed):
-        output.prose(UNTESTED)
+    if any(frees_parts(plan) for plan in listed):
+        output.prose(FREED_PARTS)
     output.prose(f"A step of layout 1: {best.time.shares()}")
     if any(plan.config.compile.enabled for plan in listed):
         output.prose(_COMPILED)

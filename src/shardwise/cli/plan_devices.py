@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.cli.plan_rows import (
+    FREED_PARTS,
     RANGE,
     TIGHT,
-    UNTESTED,
     accuracy,
     accuracy_text,
     dollars,
+    frees_parts,
     has_range,
-    is_untested,
     plan_facts,
     price_range,
     row,
@@ -98,8 +98,8 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
     output.line()
     if any(plan.is_tight for plan in plans.values()):
         output.line(TIGHT)
-    if any(is_untested(plan) for plan in plans.values()):
-        output.prose(UNTESTED)
+    if any(frees_parts(plan) for plan in plans.values()):
+        output.prose(FREED_PARTS)
     for line in accuracy(plans.values()):
         output.line(line)
     if sum(map(has_range, plans.values())) > 1:

