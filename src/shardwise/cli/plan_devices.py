@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
 from shardwise.cli.plan_rows import (
+    FREED_PARTS,
     RANGE,
     TIGHT,
-    UNTESTED,
     accuracy,
     accuracy_text,
     blocks,
     figure_names,
     figures,
+    frees_parts,
     has_range,
-    is_untested,
     plan_facts,
     range_text,
     time_unit,
@@ -97,8 +97,8 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
     output.line()
     if any(plan.is_tight for plan in plans.values()):
         output.line(TIGHT)
-    if any(is_untested(plan) for plan in plans.values()):
-        output.prose(UNTESTED)
+    if any(frees_parts(plan) for plan in plans.values()):
+        output.prose(FREED_PARTS)
     for line in accuracy(plans.values()):
         output.line(line)
     if sum(map(has_range, plans.values())) > 1:

@@ -11,9 +11,9 @@ from shardwise.cli import output
 from shardwise.cli.plan_nodes import Answer
 from shardwise.cli.plan_rows import (
     COLUMNS,
+    FREED_PARTS,
     RANGE,
     TIGHT,
-    UNTESTED,
     accuracy,
     accuracy_text,
     blocks,
@@ -21,8 +21,8 @@ from shardwise.cli.plan_rows import (
     cost_text,
     figure_names,
     figures,
+    frees_parts,
     in_unit,
-    is_untested,
     network_text,
     plan_facts,
     range_text,
@@ -139,8 +139,8 @@ def notes(listed: Sequence[Plan], unit: str) -> list[str]:
         )
     if any(plan.is_tight for plan in listed):
         sentences.append(TIGHT)
-    if any(is_untested(plan) for plan in listed):
-        sentences.append(UNTESTED)
+    if any(frees_parts(plan) for plan in listed):
+        sentences.append(FREED_PARTS)
     if any(plan.config.compile.enabled for plan in listed):
         sentences.append(_COMPILED)
     sentences += _LEGEND

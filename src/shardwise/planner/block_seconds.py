@@ -5,6 +5,7 @@ Legend: see `planner/rank_workload.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -291,32 +292,17 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     core = _attention_core(s, device, c, program)
 
     passes = _memory_passes(s, device, c, program)
-    collectives = _tensor_collectives(s, device, c, program)
-    # Attention and MLP each gather their input before their first product, and sum their output after their second one.
-    tensor_forward = 0.0
-    tensor_backward = 0.0
-    for first, second in ((0, 1), (2, 3)):
-        tensor_forward += collectives.gather_before(outputs[first]) + collectives.sum_after(outputs[second])
-        tensor_backward += collectives.gather_before(input_gradients[second])
-        tensor_backward += collectives.sum_behind(weight_gradients[first])
-    gather = _key_value_seconds(s, device, c)
-    # Gathered again, and their gradients scattered.
-    backward_gathers = 2 if s.gathers_keys_again and s.recompute != "full" else 1
-    context_forward = gather
-    context_backward = backward_gathers * gather
-    if program.context_ring:
-        context_forward = ring_seconds(core.forward, gather, s.context_group.ranks)
-        context_backward = ring_seconds(core.backward, 2 * gather, s.context_group.ranks)
+    tensor = _tensor_seconds(s, device, c, program, outputs, input_gradients, weight_gradients)
+    context = _context_seconds(s, device, c, program, core)
     kernels = program.kernels + core.kernels
     rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
         PartSeconds(
-            sum(product(1) for product in outputs),
-            core.forward,
-            passes.forward,
-            0.0,
-            tensor_forward,
-            context=context_forward,
+            matmul=sum(product(1) for product in outputs),
+            attention=core.forward,
+            memory_bound=passes.forward,
+            tensor=tensor.forward,
+            context=context.forward,
         ),
         kernels + rounding,
         c.host,
@@ -324,23 +310,17 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     )
     backward = _with_launch(
         PartSeconds(
-            sum(product(1) for product in input_gradients) + weight_seconds,
-            core.backward,
-            passes.backward,
-            0.0,
-            tensor_backward,
-            accumulation,
-            context_backward,
+            matmul=sum(product(1) for product in input_gradients) + weight_seconds,
+            attention=core.backward,
+            memory_bound=passes.backward,
+            tensor=tensor.backward,
+            accumulation=accumulation,
+            context=context.backward,
         ),
         _BACKWARD_KERNELS * kernels + rounding,
         c.host,
         program,
     )
-    if (s.regathers or program.tensor_overlap == "user_buffers") and s.sequence_parallel and s.tensor > 1:
-        # The inputs of attention and MLP arrive while the gradients of these inputs are computed.
-        again = device_seconds.collective(device, c, s.tensor_group, collectives.gathered)
-        for first in (0, 2):
-            backward = backward.plus(PartSeconds(tensor=max(0.0, again - input_gradients[first](1))))
     recompute = _recomputed(s, device, program, forward, passes.cheap)
     return PassSeconds(forward, backward.plus(recompute), weight_seconds + accumulation, recompute)
 
@@ -526,20 +506,63 @@ def _product(device: Device, c: Constants, peak: float, m: int, n: int, k: int) 
     return lambda pieces: device_seconds.matmul(device, c, peak, -(-m // pieces), n, k)
 
 
-def _tensor_collectives(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> TensorCollectives:
+@dataclass(frozen=True)
+class _ExposedSeconds:
+    """Seconds of a block's collectives that nothing hides."""
+
+    forward: float
+    backward: float
+
+
+def _tensor_seconds(
+    s: BlockShape,
+    device: Device,
+    c: Constants,
+    program: ProgramTraits,
+    outputs: Sequence[Product],
+    input_gradients: Sequence[Product],
+    weight_gradients: Sequence[Product],
+) -> _ExposedSeconds:
+    """Return the seconds of tensor parallelism's collectives, beside the products of the block's four layers.
+
+    Attention and MLP each gather their input before their first product, and sum their output after their second one.
+    """
     size = float(s.gathered_bytes)
+    has_buffers = program.tensor_overlap == "user_buffers"
     # User buffers gather operands as they are multiplied.
-    is_rounded = s.matmul is not None and program.tensor_overlap == "user_buffers"
-    gathered = size / s.a if is_rounded else size
-    return TensorCollectives(device, c, s.tensor_group, gathered, size, s.sequence_parallel, program.tensor_overlap)
+    gathered = size / s.a if has_buffers and s.matmul is not None else size
+    collectives = TensorCollectives(
+        device, c, s.tensor_group, gathered, size, s.sequence_parallel, program.tensor_overlap
+    )
+    forward = 0.0
+    backward = 0.0
+    for first, second in ((0, 1), (2, 3)):
+        forward += collectives.gather_before(outputs[first]) + collectives.sum_after(outputs[second])
+        backward += collectives.gather_before(input_gradients[second])
+        backward += collectives.sum_behind(weight_gradients[first])
+        if s.regathers or has_buffers:
+            # The layer's input arrives while its gradient is computed.
+            backward += collectives.gather_behind(input_gradients[first])
+    return _ExposedSeconds(forward, backward)
 
 
-def _key_value_seconds(s: BlockShape, device: Device, c: Constants) -> float:
-    """Return the seconds of gathering keys and values of all tokens of a block, or of scattering their gradients."""
-    if s.context_group.ranks == 1:
-        return 0.0
+def _context_seconds(
+    s: BlockShape, device: Device, c: Constants, program: ProgramTraits, core: _CoreSeconds
+) -> _ExposedSeconds:
+    """Return the seconds of gathering keys and values of all tokens, and of scattering their gradients."""
+    ranks = s.context_group.ranks
+    if ranks == 1:
+        return _ExposedSeconds(0.0, 0.0)
     size = float(s.a * s.batch * s.length * s.local.key_value)
-    return 2 * device_seconds.collective(device, c, s.context_group, size)
+    gather = 2 * device_seconds.collective(device, c, s.context_group, size)
+    if program.context_ring:
+        # Keys and values go round again in the backward pass, with their gradients.
+        return _ExposedSeconds(
+            ring_seconds(core.forward, gather, ranks),
+            ring_seconds(core.backward, 2 * gather, ranks),
+        )
+    gathers_again = s.gathers_keys_again and s.recompute != "full"
+    return _ExposedSeconds(gather, gather * (2 if gathers_again else 1))
 
 
 def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:

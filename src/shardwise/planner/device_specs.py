@@ -371,7 +371,11 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
     given = {key: limits for key, limits in _OPTIONAL.items() if key in flat}
-    numbers, sources = _numbers(flat, _RANGES | (_NETWORK if has_network else {}) | given, where, problems)
+    ranges = _RANGES | (_NETWORK if has_network else {}) | given
+    numbers = {key: _number(flat.get(key)) for key in ranges}
+    problems += _range_problems({key: numbers[key] for key in ranges if key in flat}, ranges, where)
+    sourced = {key: flat[key] for key in ranges if isinstance(flat.get(key), dict)}
+    sources = [(key, str(entry["source"])) for key, entry in sourced.items() if "source" in entry]
     price = _price(flat, where, problems)
     if problems:
         raise ConfigError(problems)
@@ -397,7 +401,7 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         per_node=numbers["devices_per_node"],
         node=link("node_link"),
         network=link("network") if has_network else None,
-        sources=sources,
+        sources=tuple(sources),
         is_accelerator=kind != "cpu",
         is_cuda=kind == _CUDA,
         constants=tuple((key.removeprefix(_CONSTANT), float(numbers[key])) for key in constants),
@@ -411,33 +415,21 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     )
 
 
-def _numbers(
-    flat: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]], where: str, problems: list[str]
-) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
-    """Return the numbers of a file and their sources.
+def _number(entry: Any) -> Any:
+    """The number of a figure, which may have a source beside it."""
+    return entry.get("value") if isinstance(entry, dict) else entry
 
-    Args:
-        flat: values of the file.
-        ranges: the least and the most of each number.
-        where: name of the file in problems.
-        problems: what is wrong, to which numbers out of range are added.
-    """
-    sources: list[tuple[str, str]] = []
-    numbers: dict[str, Any] = {}
-    for key, (least, most) in ranges.items():
-        entry = flat.get(key)
-        if isinstance(entry, dict):
-            value = entry.get("value")
-            if "source" in entry:
-                sources.append((key, str(entry["source"])))
-        else:
-            value = entry
+
+def _range_problems(numbers: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]], where: str) -> list[str]:
+    """Every number that no device can have."""
+    problems = []
+    for key, value in numbers.items():
+        least, most = ranges[key]
         is_whole = key in _WHOLE
-        if key in flat and not _possible(value, least, most, whole=is_whole):
+        if not _possible(value, least, most, whole=is_whole):
             number = "whole number" if is_whole else "number"
             problems.append(f"{where}: {key} ({value}) must be a {number} from {least:g} to {most:,g}")
-        numbers[key] = value
-    return numbers, tuple(sources)
+    return problems
 
 
 def _price(flat: Mapping[str, Any], where: str, problems: list[str]) -> Price | None:
@@ -474,7 +466,7 @@ def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, A
     changes = {key: value for key, value in flat.items() if key != "base"}
     name = str(flat["base"])
     try:
-        base = _flat(parse_yaml(shipped_text(name), name))
+        base = _with_base(_flat(parse_yaml(shipped_text(name), name)), name, name)
     except ConfigError as error:
         raise ConfigError([f"{where}: base: {problem}" for problem in error.problems]) from None
     # Another device's steps were measured.

@@ -84,6 +84,12 @@ class TensorCollectives:
         taken = self._taken(sent, product(1)) if self.overlap == "user_buffers" else 0.0
         return max(0.0, sent - product(1)) + taken
 
+    def gather_behind(self, product: Product) -> float:
+        """Return the seconds that a gather adds to a product that does not need it."""
+        if self.group.ranks == 1 or not self.sequence_parallel:
+            return 0.0
+        return max(0.0, self._collective(self.gathered) - product(1))
+
     @property
     def _start(self) -> float:
         return self.constants.start if self.device.is_accelerator else self.constants.wait

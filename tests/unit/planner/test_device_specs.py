@@ -105,6 +105,14 @@ def test_nodes_of_a_cloud_are_devices_with_its_network(name: str, base: str, gig
     assert (node.bfloat16, node.memory, node.node) == (device.bfloat16, device.memory, device.node)
 
 
+def test_a_base_may_have_a_base(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text("base: p5\ndevices_per_node: 4\n")
+    ours = load_device(str(path))
+    assert (ours.name, ours.per_node) == ("Amazon EC2 P5 (NVIDIA H100 SXM) (ours)", 4)
+    assert ours.network == load_device("p5").network
+
+
 def test_a_base_gives_the_figures_that_a_file_leaves_out(tmp_path: Path) -> None:
     path = tmp_path / "ours.yaml"
     path.write_text("base: h100\nnetwork: {gb_per_second: 25}\nprice_per_hour: {value: 3 USD, source: our contract}\n")
