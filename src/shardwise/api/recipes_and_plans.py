@@ -28,8 +28,9 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
 
     Returns:
         `plans`, fastest first: each has the `config` with its layout, `time.total` in seconds a step, `memory.total` in
-        bytes on the rank that needs most, `tokens_per_second`, `mfu`, `seconds` of all steps. It is empty if no layout
-        fits; `valid` counts the layouts that the rules allow, `too_large` those that were dropped, by reason.
+        bytes on the rank that needs most, `tokens_per_second`, `mfu`, `seconds` of all steps, and `calendar.seconds`
+        with evaluations, checkpoints and failures. It is empty if no layout fits; `valid` counts the layouts that the
+        rules allow, `too_large` those that were dropped, by reason, and `refused` those that a rule forbids, by key.
 
     Raises:
         ConfigError: an argument is wrong, there is no such device, or the model is one of your own, whose shapes are

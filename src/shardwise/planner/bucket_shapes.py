@@ -84,9 +84,19 @@ def bucket_shapes(workload: RankWorkload) -> tuple[BucketShape, ...]:
     return _shapes(stored, gradient, optimizer.bucket_mib, layout.replicas, slices, workload.accelerator, kinds)
 
 
+_ModelPart = tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]]
+"""The model, the tensor-parallel degree, sequence parallelism, the widths and the stages of a rank."""
+
+
+@lru_cache(maxsize=64)
+def _stored(model_part: _ModelPart) -> tuple[LocalParameter, ...]:
+    model, tensor, sequence, local, stages = model_part
+    return tuple(local_parameters(model, tensor, sequence, local=local, stages=stages))
+
+
 @lru_cache(maxsize=4096)
 def _shapes(
-    model_part: tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]],
+    model_part: _ModelPart,
     gradient: int,
     bucket_mib: float | None,
     data: int,
@@ -94,11 +104,9 @@ def _shapes(
     accelerator: bool,
     kinds: tuple[str, ...],
 ) -> tuple[BucketShape, ...]:
-    model, tensor, sequence, local, stages = model_part
-    stored = list(local_parameters(model, tensor, sequence, local=local, stages=stages))
     shapes = []
     by_group: dict[tuple[bool, ...], list[LocalParameter]] = {}
-    for parameter in stored:
+    for parameter in _stored(model_part):
         by_group.setdefault(tuple(getattr(parameter, kind) for kind in kinds), []).append(parameter)
     # The order of `build.parameter_groups`: matrices first.
     for _, group in sorted(by_group.items(), reverse=True):

@@ -436,10 +436,8 @@ def _price(flat: Mapping[str, Any], where: str, problems: list[str]) -> Price | 
     """Return the price of a file; None if it has none, or one that is wrong, which is added to the problems."""
     if _PRICE not in flat:
         return None
-    entry = flat[_PRICE]
-    text = entry.get("value") if isinstance(entry, dict) else entry
     try:
-        return Price.of(str(text), f"{where}: {_PRICE}")
+        return Price.of(str(_number(flat[_PRICE])), f"{where}: {_PRICE}")
     except ConfigError as error:
         problems += error.problems
         return None

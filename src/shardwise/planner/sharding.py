@@ -317,7 +317,7 @@ class StageInFlight:
     @staticmethod
     def of_reduction(workload: RankWorkload, stage: Stage) -> StageInFlight:
         """Copies while gradients are reduced, which there are at each stage of ZeRO."""
-        if workload.frees_gradients or workload.layout.replicas == 1:
+        if workload.frees_gradients or not reduction_copies(workload):
             return StageInFlight(({}, {}), {}, {HEAD.unit: 0})
         return _reduction(_Case.of(workload), stage)
 
