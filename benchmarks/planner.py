@@ -7,12 +7,14 @@ Constants come from `scripts/fit_planner.py`. Rows that were fitted are told apa
 
 from __future__ import annotations
 
+import csv
 import re
 import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -32,7 +34,18 @@ _NAMES = (
     ("ground_truth_single", "vTrain, one node (A100, Megatron-DeepSpeed)"),
     ("bigscience", "BigScience 176B (A100, Megatron-DeepSpeed)"),
     ("aws-neuron", "AWS Neuron (Trainium1, NeMo and NxD)"),
+    ("README_175b", "NVIDIA, GPT-3 175B (H100, NeMo 25.02)"),
+    ("nemotron/", "NVIDIA, Nemotron-4 15B (H100, NeMo 25.02 to 25.05)"),
+    ("143b90d", "NVIDIA, Llama 3 8B and 70B (H100, NeMo 25.01)"),
+    ("741c886", "NVIDIA, Llama 3.1 8B to 405B (H100, NeMo 25.04)"),
+    ("1f6d9f4", "NVIDIA, Llama 3.1 405B (H100 and GB200, NeMo 25.05)"),
+    ("performance_summary", "NVIDIA, Llama 2 and 3 (H100, NeMo 24.07)"),
+    ("067f987d, 25.09", "Megatron-Bridge 25.09, Llama 3 and 3.1 (H100, B200, GB200)"),
+    ("067f987d", "Megatron-Bridge 25.11 to 26.06, Llama 3 and 3.1 (H100, B200, GB200, GB300)"),
+    ("Automodel", "NeMo Automodel, Llama 3 70B (H100, FSDP)"),
+    ("llm-foundry", "MosaicML llm-foundry, MPT (A100 and H100, FSDP)"),
 )
+SPLIT = Path(__file__).parent / "data" / "split.csv"
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,17 @@ def source_name(row: Row) -> str:
     if "one node" in name:
         return f"{name}: {'fitted' if row.is_fitted else 'the other four fifths'}"
     return name
+
+
+@cache
+def _split() -> list[tuple[str, str]]:
+    with SPLIT.open(encoding="utf-8", newline="") as file:
+        return [(row["source"], row["role"]) for row in csv.DictReader(file)]
+
+
+def role(row: Row) -> str:
+    """What the row's source may be used for: `fit`, `seen` or `test`, as the longest name in the split says."""
+    return max((len(source), role) for source, role in _split() if row.source.startswith(source))[1]
 
 
 def percentile(values: Iterable[float], share: float) -> float:
@@ -123,20 +147,21 @@ def report() -> str:
     everything, by_source = compared(), defaultdict(list)
     for one in everything:
         by_source[source_name(one.row)].append(one)
-    fitted_on = (published.FITTED_SOURCE, "2205.05198")
-    never = [one for one in everything if not any(part in one.row.source for part in fitted_on)]
+    never = [one for one in everything if role(one.row) != "fit"]
     constants = [(one.name.replace("_", " "), f"{getattr(fitted(), one.name):g}") for one in fields(fitted())]
     head = ("source", "rows", "mean", "median", "P90", "worst", "bias")
     lines = [
         "# Predicted and published step times",
         "",
         "Written by `benchmarks/planner.py`; [docs/planner.md](../../docs/planner.md) says how to read it. An error is",
-        "(predicted − measured) / measured; mean, median and P90 are of its size, bias is its signed mean.",
+        "(predicted − measured) / measured; mean, median and P90 are of its size, bias is its signed mean. In brackets",
+        "stands what [the split](../data/split.csv) says of the source.",
         "",
         "## By source",
         "",
-        *table(head, [(name, *accuracy(rows)) for name, rows in by_source.items()]),
+        *table(head, [(f"{name} [{role(rows[0].row)}]", *accuracy(rows)) for name, rows in by_source.items()]),
         *_by_date(everything),
+        *_summaries(never),
         f"| **all sources that were never fitted** | {' | '.join(accuracy(never))} |",
         "",
         *_worst(by_source),
@@ -175,6 +200,23 @@ def report() -> str:
         *_every(everything),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _summaries(never: Sequence[Compared]) -> list[str]:
+    """The errors of groups of sources, without the one that has most rows."""
+    others = [one for one in never if "llm-foundry" not in one.row.source]
+    groups = {
+        "H100, without llm-foundry": [one for one in others if _is_on(one, "h100")],
+        "B200, GB200 and GB300": [one for one in others if _is_on(one, "b200", "gb200", "gb300")],
+        "only tested, without llm-foundry": [one for one in others if role(one.row) == "test"],
+        "never fitted, without llm-foundry": others,
+    }
+    return [f"| {name} | {' | '.join(accuracy(rows))} |" for name, rows in groups.items()]
+
+
+def _is_on(one: Compared, *keys: str) -> bool:
+    assert one.row.cluster is not None
+    return one.row.cluster.device.key in keys
 
 
 def _by_date(everything: Sequence[Compared]) -> list[str]:

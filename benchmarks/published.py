@@ -16,6 +16,7 @@ from shardwise.config import Config, Layout, check_layout, config_from
 from shardwise.planner.block_seconds import ProgramTraits
 from shardwise.planner.device_seconds import Constants, fitted
 from shardwise.planner.device_specs import Cluster, Device, Link, load_device
+from shardwise.planner.overlap import TensorOverlap
 from shardwise.planner.step_time import StepTime, step_time
 
 PATH = Path(__file__).parent / "data" / "published_runs.csv"
@@ -38,6 +39,27 @@ MEGATRON = ProgramTraits(
 # CUDA_LAUNCH_BLOCKING=1, without which their runs hung (chronicles-prequel.md, "dealing with JZ hanging").
 BIGSCIENCE = replace(MEGATRON, runs_ahead=False)
 BIGSCIENCE_FLOAT32 = replace(BIGSCIENCE, casts_gradients=True, reduces_all=True)
+# NeMo and Megatron-Bridge on H100 and later (their recipes and `ub_tp_comm_overlap_cfg`): Transformer Engine's blocks,
+# user buffers for tensor parallelism, keys and values in a ring, messages between stages behind work, gradients reduced
+# and weights gathered behind passes. Norms, activations and dropouts are one kernel each.
+MEGATRON_CORE = ProgramTraits(
+    loss_ahead=False,
+    adds_products=True,
+    updates_in_one_pass=True,
+    recomputes_core=True,
+    kernels=14,
+    tensor_overlap="user_buffers",
+    rounding_bytes=4,
+)
+# Bytes by which Transformer Engine rounds an element of bfloat16 in both orders, and writes two of one byte: delayed
+# scales are those of earlier steps, current ones need another read, and blocks of 32 (MXFP8) one read for each order.
+_ROUNDING = {"fp8 current scaling": 6, "mxfp8": 6}
+# Compiled blocks with FSDP2, of torchtitan and NeMo Automodel.
+FULLY_SHARDED = ProgramTraits(loss_ahead=False, updates_in_one_pass=True)
+# Parts of the peak that attention in Triton reaches forward, which llm-foundry's scripts set (`--attn_impl triton`): 30
+# to 50% on an A100 (arXiv:2307.08691, introduction). Like FlashAttention-2, whose part is 0.6 on an A100 and 0.34 on an
+# H100 (arXiv:2307.08691, arXiv:2407.08608), it uses no instruction that only an H100 has.
+_TRITON_ATTENTION = {"A100": 0.4, "H100": 0.23}
 # From 28 February 2022 on BigScience's runs added gradients in float32, and counted embedding and head as a block each
 # when they divided the model into stages (chronicles-prequel.md, "Rebalancing layers").
 _REBALANCED = "Rebalancing layers"
@@ -137,17 +159,17 @@ def _row(number: int, source: str, values: dict[str, str]) -> Row:
 
 def _why_not(values: dict[str, str]) -> str:
     needed = ("layers", "hidden", "heads", "vocab", "seq", "global_batch", "micro_batch", "tp", "pp", "dp", "n_gpu")
-    if values["cp"] not in ("", "1"):
-        return f"context parallelism {values['cp']}"
-    if values["zero"] not in ("", "0", "1"):
-        return f"ZeRO {values['zero']} or FSDP"
-    if "fp8" in values["precision"].lower():
-        return "fp8"
+    if "nvfp4" in values["precision"]:
+        return "a number format of four bits"
+    if "a part of the layers" in values["notes"]:
+        return "the recipe recomputes or offloads a part of the layers"
     missing = [one for one in needed if not values[one]]
     if missing:
         return f"not published: {', '.join(missing)}"
     if _gpu(values["gpu"]) is None:
         return f"a device that is not described: {values['gpu']}"
+    if values["precision"].endswith("rowwise"):
+        return "scales for each row"
     if "SUSPECT" in values["notes"] or "does not fill the cores" in values["notes"]:
         return "published figures disagree with each other"
     if values["model"].startswith("bert") or values["precision"] == "fp32":
@@ -158,11 +180,22 @@ def _why_not(values: dict[str, str]) -> str:
 
 
 def _scripts(source: str, values: dict[str, str]) -> dict[str, str]:
-    """What AWS's tables leave out and its scripts set, of the same releases: sequence parallelism, and recompute.
+    """What tables leave out and scripts or recipes of the same release set.
 
-    `gpt_23b.sh`, `gpt_46b.sh`, `gpt_175b.sh` and `test_llama.sh` of aws-neuron/neuronx-nemo-megatron for the runs with
-    stochastic rounding; the tutorials "Training Llama with TP, PP and ZeRO-1" of neuronx-distributed for others.
+    AWS: sequence parallelism, and recompute. `gpt_23b.sh`, `gpt_46b.sh`, `gpt_175b.sh` and `test_llama.sh` of
+    aws-neuron/neuronx-nemo-megatron for the runs with stochastic rounding; the tutorials "Training Llama with TP, PP
+    and ZeRO-1" of neuronx-distributed for others.
+
+    NVIDIA: sequence parallelism with tensor parallelism, no recompute, a distributed optimizer, and gradients in
+    bfloat16 (`grad_sync_dtype: bf16`, `grad_reduce_in_fp32: false`). `nemo_megatron/gpt3_175b_hydra.yaml`,
+    `nemotron/nemotron4-15b-synth.yaml`, `llama3.1/*.yaml` of NVIDIA/dgxc-benchmarking (8f5cbb3, 143b90d);
+    `scripts/performance/configs` of NVIDIA-NeMo/Megatron-Bridge.
     """
+    if _is_nemo(source):
+        sequence = str(int(int(values["tp"] or 1) > 1))
+        return {"sp": sequence, "recompute": values["recompute"] or "none", "zero": values["zero"] or "1"}
+    if "torchtitan" in source:
+        return {"sp": str(int(int(values["tp"]) > 1)), "recompute": values["recompute"].replace("selective op", "none")}
     if "aws-neuron" not in source:
         return {}
     if values["model"].startswith("gpt"):
@@ -172,11 +205,20 @@ def _scripts(source: str, values: dict[str, str]) -> dict[str, str]:
     return {"sp": "1", "recompute": recompute}
 
 
+def _is_nemo(source: str) -> bool:
+    return source.startswith(("NVIDIA/dgxc-benchmarking", "NVIDIA/NeMo", "NVIDIA-NeMo/Megatron-Bridge"))
+
+
 def _stages(row: dict[str, str]) -> list[int] | None:
     """Blocks of each stage as Megatron and DeepSpeed divide them: equally, in DeepSpeed with a smaller last stage."""
     layers, stages = int(row["layers"]), int(row["pp"])
-    if stages == 1 or int(row.get("vpp") or 1) > 1:
+    virtual = int(row.get("vpp") or 1)
+    if stages == 1 or (layers % (stages * virtual) == 0 and virtual > 1):
         return None
+    if virtual > 1:
+        # Embedding and head count as a block each.
+        each = (layers + 2) // (stages * virtual)
+        return [each - 1, *[each] * (stages * virtual - 2), each - 1]
     if _REBALANCED in row.get("notes", ""):
         each = -(-(layers + 2) // stages)
         sizes = [each - 1, *[each] * (stages - 2)]
@@ -186,7 +228,16 @@ def _stages(row: dict[str, str]) -> list[int] | None:
 
 
 def _gpu(name: str) -> str | None:
-    known = (("A100-40", "a100-40gb"), ("A100", "a100-80gb"), ("H100", "h100"), ("H200", "h200"), ("Trn1", "trn1"))
+    known = (
+        ("A100-40", "a100-40gb"),
+        ("A100", "a100-80gb"),
+        ("H100-80GB", "h100"),
+        ("H200", "h200"),
+        ("Trn1", "trn1"),
+        ("B200", "b200"),
+        ("GB200", "gb200"),
+        ("GB300", "gb300"),
+    )
     return next((device for start, device in known if name.startswith(start)), None)
 
 
@@ -207,6 +258,18 @@ def _seconds(values: dict[str, str]) -> float:
 
 def _program(source: str, values: dict[str, str]) -> ProgramTraits:
     """How the program of a source computes. Megatron-DeepSpeed's pipeline splits messages too (PartitionedTensor)."""
+    if _is_nemo(source):
+        return replace(
+            MEGATRON_CORE,
+            graphs="CUDA graphs" in values["notes"],
+            rounding_bytes=_ROUNDING.get(values["precision"], MEGATRON_CORE.rounding_bytes),
+            block_scales=values["precision"] == "mxfp8",
+        )
+    if "torchtitan" in source or "Automodel" in source:
+        overlap: TensorOverlap | None = "symmetric_memory" if "async TP" in values["notes"] else None
+        return replace(FULLY_SHARDED, tensor_overlap=overlap)
+    if "llm-foundry" in source:
+        return replace(FULLY_SHARDED, separate_kernels=True, fused_share=_TRITON_ATTENTION[values["gpu"][:4]])
     if "bigscience" in source:
         return BIGSCIENCE_FLOAT32 if _REBALANCED in values["notes"] else BIGSCIENCE
     return MEGATRON
@@ -240,6 +303,13 @@ def _values(row: dict[str, str]) -> dict[str, object]:
     if row.get("model", "").startswith("llama"):
         sizes = {"intermediate_size": int(row["ffn"]), "num_key_value_heads": kv_heads, "rope_theta": 10000.0}
         model = {"family": "llama", **common, **sizes}
+    elif row.get("model", "").startswith("nemotron"):
+        # Two matrices of 3 parts multiply as much, and their activation moves as much, as three of 2 parts.
+        sizes = {"intermediate_size": int(row["ffn"]) * 2 // 3, "num_key_value_heads": kv_heads, "rope_theta": 10000.0}
+        model = {"family": "llama", **common, **sizes}
+    elif row.get("model", "").startswith("mpt"):
+        no_dropout = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+        model = {"family": "gpt", **common, "intermediate_size": int(row["ffn"]), **no_dropout}
     else:
         model = {"family": "gpt", **common, "intermediate_size": int(row.get("ffn") or 4 * hidden)}
     micro_batches = int(row["global_batch"]) // (int(row["micro_batch"]) * int(row["dp"]))
@@ -251,7 +321,8 @@ def _values(row: dict[str, str]) -> dict[str, object]:
     # Megatron keeps and reduces gradients in float32 with bfloat16 only, not with float16.
     half = {"gradient": "bfloat16", "reduce": "bfloat16"}
     early = row.get("model", "").startswith("bloom") and _REBALANCED not in row["notes"]
-    adds_halves = early or row.get("precision", "fp16") == "fp16"
+    is_pure = "PURE" in row.get("notes", "")  # of Composer: gradients and their sums in bfloat16
+    adds_halves = early or is_pure or row.get("precision", "fp16") == "fp16" or _is_nemo(row.get("source", ""))
     return {
         "model": model,
         "parallel": {
@@ -260,6 +331,8 @@ def _values(row: dict[str, str]) -> dict[str, object]:
             "sequence": row.get("sp") == "1",
             "vocab_multiple": 128,
             "stages": _stages(row),
+            "context": int(row.get("cp") or 1),
+            "context_keys": "gather" if row.get("zero") == "3" else "ring",  # of torch, and of Megatron
             **interleaved,
         },
         "train": {
@@ -270,5 +343,9 @@ def _values(row: dict[str, str]) -> dict[str, object]:
             "recompute": row.get("recompute") or "none",
         },
         "optimizer": {"lr": 1e-4, "zero": int(row.get("zero") or 0)},
-        "precision": {"mode": "mixed", **(half if adds_halves else {})},
+        "precision": {
+            "mode": "mixed",
+            "matmul": "fp8" if "fp8" in row.get("precision", "") else None,
+            **(half if adds_halves else {}),
+        },
     }

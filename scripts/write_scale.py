@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.base import units
 from shardwise.config import load_config
-from shardwise.planner.device_specs import cluster
-from shardwise.planner.memory import checkpoint_bytes
-from shardwise.planner.search import Plan, search
+from shardwise.config.sections import CheckpointConfig
+from shardwise.planner.device_specs import Reliability, cluster
+from shardwise.planner.goodput import Calendar, calendar
+from shardwise.planner.plan import Plan
+from shardwise.planner.search import search
 
 ROOT = Path(__file__).parents[1]
 PAGE, START_UP = ROOT / "docs" / "scale.md", ROOT / "benchmarks" / "results" / "startup.md"
@@ -35,20 +37,14 @@ NODES = (32, 64, 128, 256, 512, 1024, 2048)
 YEARS = (1.0, 5.0)  # between failures of one device
 RESTART = 300.0  # seconds, as the page says
 WRITTEN = 2e9  # bytes a second and node
-_YEAR = 365 * 86_400
 
 
-def checkpoint_seconds(plan: Plan) -> float:
-    """Of one checkpoint to storage that takes 2 GB a second from each node."""
-    return (checkpoint_bytes(plan.config, accelerator=True) or 0) / (WRITTEN * plan.cluster.nodes)
-
-
-def goodput(plan: Plan, years: float) -> float:
-    """The part of the time that trains, where checkpoints are as often as is best (Young, 1974) and do not overlap."""
-    between = years * _YEAR / plan.cluster.world
-    written = checkpoint_seconds(plan)
-    every = math.sqrt(2 * written * between)
-    return max(0.0, 1 - written / every - (every / 2 + RESTART) / between)
+def on_calendar(plan: Plan, years: float) -> Calendar:
+    """The time of a training whose devices each fail once in so many years, with checkpoints as often as is best."""
+    reliability = Reliability(failures_per_year=1 / years, restart=RESTART, storage=WRITTEN)
+    machines = replace(plan.cluster, device=replace(plan.cluster.device, reliability=reliability))
+    config = plan.config.model_copy(update={"checkpoint": CheckpointConfig()})
+    return calendar(config, machines, plan.time.total)
 
 
 def fastest(recipe: str, overrides: Sequence[str], nodes: int) -> Plan | None:
@@ -104,8 +100,8 @@ def row(plan: Plan) -> str:
         f"{units.size(plan.memory.total)} ({units.size(messages)})",
         f"{time.bubble / time.total:.1%}",
         f"{time.communication / time.total:.1%}",
-        units.duration(checkpoint_seconds(plan)),
-        *(f"{goodput(plan, years):.1%}" for years in YEARS),
+        units.duration(on_calendar(plan, YEARS[0]).write),
+        *(f"{on_calendar(plan, years).goodput:.1%}" for years in YEARS),
     )
     return "| " + " | ".join(values) + " |"
 
@@ -128,10 +124,10 @@ def main() -> None:
         "- **Memory** is that of the rank that needs most. In brackets is the part of it that holds messages",
         "  between stages.",
         "- **Bubble** and **communication** are shares of the step.",
-        "- **Checkpoint** is the time to write one at 2 GB/s from each node, while training waits.",
-        "- **Goodput** is the share of the time that trains, if each device fails once in one year, or in five",
-        "  years, on average. A failure costs a restart of 300 seconds and the steps since the last checkpoint.",
-        "  Checkpoints are written at the interval that is best for this rate of failures.",
+        "- **Checkpoint** is the time to store one at 2 GB/s from each node, while training goes on.",
+        "- **Goodput** is the share of the time that makes steps which count, if each device fails once in one",
+        "  year, or in five years, on average ([how it is computed](planner.md#days-on-the-calendar)). A restart",
+        "  takes 300 seconds. Checkpoints are written at the interval that is best for this rate of failures.",
         "",
         "What limits first, by these figures? Up to 1,024 devices it is memory: about a tenth to a third of it are",
         "messages that a rank keeps for all micro-batches of a step. From 4,096 devices on it is the batch: fewer",

@@ -10,7 +10,8 @@ from shardwise.api.arguments import config_problems
 from shardwise.base.errors import ConfigError, count_problems, keys_renamed, listing, nearest_name
 from shardwise.config import Config, load_with
 from shardwise.planner.device_specs import cluster
-from shardwise.planner.search import FIXABLE, Search, search
+from shardwise.planner.layout_choices import FIXABLE
+from shardwise.planner.search import Search, search
 
 
 def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
@@ -27,8 +28,9 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
 
     Returns:
         `plans`, fastest first: each has the `config` with its layout, `time.total` in seconds a step, `memory.total` in
-        bytes on the rank that needs most, `tokens_per_second`, `mfu`, `seconds` of all steps. It is empty if no layout
-        fits; `valid` counts the layouts that the rules allow, `too_large` those that were dropped, by reason.
+        bytes on the rank that needs most, `tokens_per_second`, `mfu`, `seconds` of all steps, and `calendar.seconds`
+        with evaluations, checkpoints and failures. It is empty if no layout fits; `valid` counts the layouts that the
+        rules allow, `too_large` those that were dropped, by reason, and `refused` those that a rule forbids, by key.
 
     Raises:
         ConfigError: an argument is wrong, there is no such device, or the model is one of your own, whose shapes are

@@ -15,22 +15,36 @@ from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, config_from
-from shardwise.planner import device_seconds, device_specs, search
+from shardwise.planner import device_seconds, device_specs
+from shardwise.planner import plan as plans
 from shardwise.runs.run import RunView, open_run
 
 
-def compare_with_run(arguments: argparse.Namespace) -> int:
-    """Print predicted and measured, and write the corrected device where `--write` names a file."""
-    other_options = ("overrides", "price", "budget", "why", "plot", "layout")
+def compare_with_run(arguments: argparse.Namespace, machines: device_specs.Cluster) -> int:
+    """Print predicted and measured, and write the corrected device where `--write` names a file.
+
+    machines: cluster on which the run was.
+    """
+    other_options = (
+        "overrides",
+        "price",
+        "budget",
+        "objective",
+        "failures",
+        "restart",
+        "why",
+        "html",
+        "plot",
+        "layout",
+    )
     if any(getattr(arguments, option) for option in other_options):
         raise ConfigError(
-            "a run's folder must go without key=value, --price, --budget, --why, --plot and --layout: the run is as it "
-            "was"
+            "a run's folder must go without key=value, --price, --budget, --objective, --failures, --restart, --why, "
+            "--html, --plot and --layout: the run is as it was"
         )
     run = open_run(Path(arguments.recipe), all_steps=True)
     if not run.config:
         raise ConfigError(f"RUN ({run.path}) must hold the configuration of the run, config.yaml")
-    machines = device_specs.cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
     comparison = compare_run(run, config_from(run.config), machines)
     if arguments.json:
         output.json(_comparison_facts(comparison))
@@ -127,7 +141,7 @@ class Comparison:
         peak: bytes of the first rank at its peak; on a CPU the measured ones are the process's.
     """
 
-    plan: search.Plan
+    plan: plans.Plan
     steps: int
     parts: Mapping[str, tuple[float, float | None]]
     total: tuple[float, float]
@@ -149,7 +163,7 @@ def compare_run(run: RunView, config: Config, cluster: device_specs.Cluster) -> 
         )
     # A batch that is given by a rule depends on the number of ranks.
     config = config.with_batch_for(ranks)
-    plan = search.predicted(config, check_layout(config, ranks), cluster)
+    plan = plans.predicted(config, check_layout(config, ranks), cluster)
     if plan is None:
         raise ConfigError(f"model.family ({config.model.family}) must be one whose shapes are known to be predicted")
     seconds = run.series.numbers["step_seconds"]

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
 from shardwise.cli.plan_rows import (
+    FREED_PARTS,
     RANGE,
     TIGHT,
-    UNTESTED,
     accuracy,
     accuracy_text,
-    dollars,
+    blocks,
+    figure_names,
+    figures,
+    frees_parts,
     has_range,
-    is_untested,
     plan_facts,
-    price_range,
-    row,
-    time_range,
+    range_text,
     time_unit,
 )
-from shardwise.planner.device_specs import PRICE_RANGE
-from shardwise.planner.search import Plan, Search
+from shardwise.planner.device_specs import Price
+from shardwise.planner.plan import Plan
+from shardwise.planner.proposals import objective_of
+from shardwise.planner.search import Search
 
 
 def named_devices(text: str) -> list[str]:
@@ -41,26 +42,18 @@ def named_devices(text: str) -> list[str]:
     return devices
 
 
-def prices(text: str | None, devices: Sequence[str]) -> dict[str, float | None]:
-    """The dollars for an hour of each device that `--price` gives, by the device; None where its file says it.
+def prices(text: str | None, devices: Sequence[str]) -> dict[str, Price | None]:
+    """The price for an hour of each device that `--price` gives, by the device; None where its file says it.
 
     Raises:
-        ConfigError: these are other numbers than one, or one for each device.
+        ConfigError: these are other numbers than one, or one for each device, or have no currency.
     """
     if text is None:
         return dict.fromkeys(devices)
-    least, most = PRICE_RANGE
-    given = []
-    for part in text.split(","):
-        try:
-            given.append(float(part))
-        except ValueError:
-            given.append(math.nan)
-    if not all(least <= price <= most for price in given):
-        raise ConfigError(f"--price ({text}) must be dollars for a device and an hour, from {least:g} to {most:,g}")
+    given = [Price.of(part, "--price") for part in text.split(",")]
     if len(given) not in (1, len(devices)):
         raise ConfigError(
-            f"--price ({text}) must be one number, or one for each of the {len(devices)} devices of --device "
+            f"--price ({text}) must be one price, or one for each of the {len(devices)} devices of --device "
             f"({','.join(devices)})"
         )
     return dict(zip(devices, given * (len(devices) if len(given) == 1 else 1), strict=True))
@@ -73,7 +66,7 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
         devices: names of `--device`.
         searched: function that returns the layouts on a device.
     """
-    options = {"--why": arguments.why, "--write": arguments.write, "--plot": arguments.plot}
+    options = {"--why": arguments.why, "--write": arguments.write, "--plot": arguments.plot, "--html": arguments.html}
     given = [option for option, value in options.items() if value is not None]
     if given or arguments.all:
         raise ConfigError(
@@ -88,6 +81,12 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
             problems[device] = str(error)
     if not plans:
         raise ConfigError([f"{device}: {problem}" for device, problem in problems.items()])
+    currencies = sorted({price.currency for plan in plans.values() if (price := plan.cluster.device.price)})
+    if len(currencies) > 1:
+        raise ConfigError(f"--price ({listing(currencies)}) must have one currency for all devices")
+    if arguments.objective is not None:
+        objective = arguments.objective
+        plans = dict(sorted(plans.items(), key=lambda pair: objective_of(pair[1], objective)))
     if arguments.json:
         facts = {name: plan_facts(plan) | {"accuracy": accuracy_text(plan)} for name, plan in plans.items()}
         output.json({"devices": facts, "problems": problems})
@@ -98,8 +97,8 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
     output.line()
     if any(plan.is_tight for plan in plans.values()):
         output.line(TIGHT)
-    if any(is_untested(plan) for plan in plans.values()):
-        output.prose(UNTESTED)
+    if any(frees_parts(plan) for plan in plans.values()):
+        output.prose(FREED_PARTS)
     for line in accuracy(plans.values()):
         output.line(line)
     if sum(map(has_range, plans.values())) > 1:
@@ -110,26 +109,15 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
 
 
 def _show(plans: dict[str, Plan]) -> None:
-    fastest = min(plans.values(), key=lambda plan: plan.seconds)
+    fastest = min(plans.values(), key=lambda plan: plan.calendar.seconds)
     unit = time_unit(fastest)
-    has_prices = any(plan.dollars is not None for plan in plans.values())
-    head = ["devices", "layout", "step", "tokens/s", "MFU", "memory", "free", unit, "device-hours"]
-    has_ranges = any(map(has_range, plans.values()))
-    if has_ranges:
-        head.insert(-1, RANGE)
-    if has_prices:
-        head += ["dollars", RANGE] if has_ranges else ["dollars"]
+    with_price = max(plans.values(), key=lambda plan: plan.cost is not None)
+    head = figure_names(with_price, unit)
     rows = []
     for plan in plans.values():
-        *cells, hours = row(plan, unit)
-        # Without bubble and communication.
-        shown = [str(plan.cluster), *cells[:6], *cells[8:]]
-        if has_ranges:
-            shown.append(time_range(plan, unit))
-        shown.append(hours)
-        if has_prices:
-            shown.append(dollars(plan))
-        if has_prices and has_ranges:
-            shown.append(price_range(plan))
-        rows.append(shown)
-    output.table(rows, head, right=tuple(range(2, len(head))))
+        cells = figures(plan, unit)
+        ranges = range_text(plan)
+        further = f"{plan.text()}{f'; {ranges}, {RANGE}' if ranges else ''}"
+        rows.append((str(plan.cluster), [*cells, *[""] * (len(head) - len(cells))], further))
+    for line in blocks(head, rows, "devices"):
+        output.line(line)

@@ -2,65 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from shardwise.base import units
 from shardwise.base.errors import listing
 from shardwise.base.terminal import wrapped
-from shardwise.planner.search import Plan
+from shardwise.planner.goodput import best_interval
+from shardwise.planner.plan import Plan
 
 DAY = 86_400
 _LEAST_DAYS = 10
 """Days from which on the time of a training is shown in days."""
-TIGHT = "(tight): less than 10% of the device's memory is free."
-UNTESTED = (
-    "ZeRO-2 and ZeRO-3: no published run tests their times, which assume that communication is hidden behind the "
-    "passes."
-)
-_LEAST_WHOLE_DOLLARS = 100
-"""Dollars from which on cents are not shown."""
-_ACCURACY_COLUMNS = 80
+TIGHT = '"!": less than 10% of the device\'s memory is free.'
+FREED_PARTS = "ZeRO-2 and ZeRO-3: published runs with them took about 15% longer than predicted."
+_LEAST_WHOLE_COST = 100
+"""Price from which on hundredths are not shown."""
+COLUMNS = 80
+"""Columns that a plan is printed in."""
 _ACCURACY_PAGE = "docs/planner.md#how-far-off-it-is"
-_PUBLISHED_ERROR = 0.19
+_PUBLISHED_ERROR = 0.17
 """Size of the error, relative to the measured step, that nine in ten published runs do not exceed: see the page."""
 LEAST_RATIO = 1 / (1 + _PUBLISHED_ERROR)
 MOST_RATIO = 1 / (1 - _PUBLISHED_ERROR)
 """Ratio of the measured to the predicted time at the two ends of this error."""
 RANGE = f"{LEAST_RATIO - 1:+.0%} to {MOST_RATIO - 1:+.0%}"
-_PUBLISHED_ACCURACY = f"nine in ten published steps on A100 and Trainium1 were predicted within {_PUBLISHED_ERROR:.0%}"
+_PUBLISHED_ACCURACY = (
+    f"nine in ten published steps on A100 to GB300 and Trainium1 were predicted within {_PUBLISHED_ERROR:.0%}"
+)
 _FITTED_ACCURACY = "constants are those of the file; `shardwise plan RUN` compares a run with them"
 
 
 def time_unit(best: Plan) -> str:
     """Return the unit of the training's time: days would hide how short trainings differ."""
-    return "days" if best.seconds >= _LEAST_DAYS * DAY else "hours"
+    return "days" if best.calendar.seconds >= _LEAST_DAYS * DAY else "hours"
+
+
+def in_unit(seconds: float, unit: str) -> float:
+    """Return seconds in days or hours."""
+    return seconds / (DAY if unit == "days" else 3600)
 
 
 def training_time(plan: Plan, unit: str) -> str:
-    return f"{plan.seconds / (DAY if unit == 'days' else 3600):,.1f}"
+    return f"{in_unit(plan.calendar.seconds, unit):,.1f}"
 
 
 def free_memory(plan: Plan) -> str:
-    return f"{'(tight) ' if plan.is_tight else ''}{units.size(plan.headroom)}"
+    return f"{'!' if plan.is_tight else ''}{units.size(plan.headroom)}"
 
 
-def dollars(plan: Plan) -> str:
+def cost(plan: Plan) -> str:
     """The price of the training as a cell; empty if that of the device is unknown."""
-    if plan.dollars is None:
+    if plan.cost is None:
         return ""
-    return f"{plan.dollars:,.0f}" if plan.dollars >= _LEAST_WHOLE_DOLLARS else f"{plan.dollars:,.2f}"
+    return f"{plan.cost:,.0f}" if plan.cost >= _LEAST_WHOLE_COST else f"{plan.cost:,.2f}"
 
 
-def costs_legend(best: Plan, unit: str) -> str:
-    columns = [unit, "device-hours", *([] if best.dollars is None else ["dollars"])]
-    names = ", ".join(f'"{column}"' for column in columns)
-    return f"{names} = all steps, without evaluations, checkpoints and restarts"
+def currency(plan: Plan) -> str:
+    price = plan.cluster.device.price
+    return "" if price is None else price.currency
 
 
-def is_untested(plan: Plan) -> bool:
-    """Whether no published run has the sharding of a plan."""
+def cost_text(plan: Plan) -> str:
+    """The price of the training with its currency; empty if that of the device is unknown."""
+    return f"{cost(plan)} {currency(plan)}".strip()
+
+
+def network_text(plan: Plan) -> str:
+    """The links that a prediction assumes, of one device in one direction."""
+    device = plan.cluster.device
+    inside = f"{device.node.bandwidth / 1e9:g} GB/s inside a node ({device.node.topology})"
+    if device.network is None or plan.cluster.nodes == 1:
+        return inside
+    between = f"{device.network.bandwidth / 1e9:g} GB/s between nodes ({device.network.topology})"
+    return f"{between} and {inside}"
+
+
+def calendar_text(plan: Plan) -> str:
+    """What the time on the calendar assumes of checkpoints and failures."""
+    calendar = plan.calendar
+    source = "as the recipe says" if calendar.is_given else "the interval that costs least"
+    text = f"checkpoints every {units.duration(calendar.interval)} ({source})"
+    if not math.isfinite(calendar.between_failures):
+        return f"{text}, no failures: goodput {calendar.goodput:.1%}"
+    if calendar.is_given:
+        least = best_interval(calendar.stall, calendar.write, calendar.between_failures)
+        text = f"{text[:-1]}; every {units.duration(least)} costs least)"
+    return (
+        f"{text}, a failure every {units.duration(calendar.between_failures)}: goodput {calendar.goodput:.1%}. "
+        f"Assumed are {plan.cluster.device.reliability.text()}"
+    )
+
+
+def frees_parts(plan: Plan) -> bool:
+    """Whether a rank frees the gradients or the weights of others."""
     return plan.choice.zero >= 2 and plan.layout.replicas > 1
 
 
@@ -69,27 +106,21 @@ def has_range(plan: Plan) -> bool:
     return _PUBLISHED_ACCURACY in accuracy_text(plan)
 
 
-def time_range(plan: Plan, unit: str) -> str:
-    """Return the times of a training if its prediction errs as those of published runs; empty if these do not count."""
-    if not has_range(plan):
-        return ""
-    time = plan.seconds / (DAY if unit == "days" else 3600)
-    return f"{time * LEAST_RATIO:,.1f} to {time * MOST_RATIO:,.1f}"
-
-
 def price_range(plan: Plan) -> str:
     """Return the prices for these times; empty if the price of the device is unknown."""
-    if plan.dollars is None or not has_range(plan):
+    if plan.cost is None or not has_range(plan):
         return ""
-    return f"{plan.dollars * LEAST_RATIO:,.0f} to {plan.dollars * MOST_RATIO:,.0f}"
+    return f"{plan.cost * LEAST_RATIO:,.0f} to {plan.cost * MOST_RATIO:,.0f} {currency(plan)}"
 
 
 def range_text(plan: Plan) -> str:
     """Return times and prices of a training with the error of published runs; empty if these do not count."""
+    if not has_range(plan):
+        return ""
     unit = time_unit(plan)
-    times = time_range(plan, unit)
+    time = in_unit(plan.calendar.seconds, unit)
     prices = price_range(plan)
-    return f"{times} {unit}{f' and {prices} dollars' if prices else ''}" if times else ""
+    return f"{time * LEAST_RATIO:,.1f} to {time * MOST_RATIO:,.1f} {unit}{f' and {prices}' if prices else ''}"
 
 
 def accuracy_text(plan: Plan) -> str:
@@ -100,7 +131,7 @@ def accuracy_text(plan: Plan) -> str:
     if plan.cluster.world == 1:
         return device.accuracy
     # The sentence of a file is on one device.
-    return f"{device.accuracy} (several: unmeasured); {_PUBLISHED_ACCURACY}"
+    return f"{device.accuracy}; {_PUBLISHED_ACCURACY}"
 
 
 def accuracy(plans: Iterable[Plan], consequence: str = "") -> list[str]:
@@ -116,30 +147,57 @@ def accuracy(plans: Iterable[Plan], consequence: str = "") -> list[str]:
     if len(names) > 1:
         sentences = [f"Accuracy for {listing(devices)}: {text}" for text, devices in names.items()]
     sentences[-1] += f"{consequence} ({_ACCURACY_PAGE})"
-    return [line for sentence in sentences for line in wrapped(sentence, _ACCURACY_COLUMNS)]
+    return [line for sentence in sentences for line in wrapped(sentence, COLUMNS)]
 
 
-def row(plan: Plan, unit: str) -> tuple[str, ...]:
-    time = plan.time
+def figures(plan: Plan, unit: str) -> tuple[str, ...]:
+    """The cells of a plan, under the head of `figure_names`."""
     mfu = plan.mfu
-    return (
-        plan.text(),
-        units.step_duration(time.total),
-        f"{plan.tokens_per_second:,.0f}",
+    cells = (
+        units.step_duration(plan.time.total),
         "" if mfu is None else f"{mfu:.1%}",
-        units.size(plan.memory.total),
         free_memory(plan),
-        f"{time.bubble / time.total:.1%}",
-        f"{time.communication / time.total:.1%}",
         training_time(plan, unit),
-        f"{plan.device_hours:,.0f}",
     )
+    return cells if plan.cost is None else (*cells, cost(plan))
+
+
+def figure_names(plan: Plan, unit: str) -> tuple[str, ...]:
+    names = ("step", "MFU", "free", unit)
+    return names if plan.cost is None else (*names, currency(plan))
+
+
+def blocks(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str], str]], title: str) -> list[str]:
+    """Lines of 80 columns: a title with figures to its right, and below it what else there is to say.
+
+    Args:
+        head: names of the figures.
+        rows: title, figures and further text of each block.
+        title: name of the titles.
+    """
+    widths = [max(map(len, column)) for column in zip(head, *(cells for _, cells, _ in rows), strict=True)]
+    room = COLUMNS - sum(widths) - 2 * len(widths)
+
+    def line(text: str, cells: Sequence[str]) -> str:
+        return f"{text:<{room}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+    lines = [line(title, head)]
+    for text, cells, further in rows:
+        indent = " " * (len(text) - len(text.lstrip("0123456789 ")))
+        if len(text) > room:
+            lines += [text, line("", cells)]
+        else:
+            lines.append(line(text, cells))
+        lines += [f"{indent}{part}" for part in wrapped(further, COLUMNS - len(indent))]
+    return lines
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
+    calendar = plan.calendar
     return {
         "layout": asdict(plan.choice),
         "data": plan.layout.data,
+        "nodes": plan.cluster.nodes,
         "devices": plan.cluster.world,
         "step_seconds": plan.time.total,
         "parts_seconds": dict(plan.time.rows()),
@@ -147,7 +205,11 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "mfu": plan.mfu,
         "memory_bytes": plan.memory.total,
         "headroom_bytes": plan.headroom,
-        "days": plan.seconds / DAY,
+        "days": calendar.seconds / DAY,
+        "goodput": calendar.goodput,
+        "checkpoint_minutes": calendar.interval / 60,
         "device_hours": plan.device_hours,
-        "dollars": plan.dollars,
+        "cost": plan.cost,
+        "currency": currency(plan) or None,
+        "kilowatt_hours": plan.kilowatt_hours,
     }

@@ -249,11 +249,14 @@ def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
     rows = submission.rows(job, layout, checked.counts.notes, accelerator)
     warnings = list(checked.warnings)
     if machines is not None:
+        from shardwise.cli.plan_rows import RANGE, range_text
         from shardwise.train.summary import memory_text, predicted_rows, prediction
 
         config = with_batch(job.config, layout.world, None)
         plan = prediction(config, layout, replace(machines, per_node=job.ranks_per_node))
         rows += [("device", str(machines)), *predicted_rows(plan)]
+        if plan is not None and (ranges := range_text(plan)):
+            rows.append(("  range", f"{ranges} on the calendar, {RANGE}: so far are published steps off"))
         limit = job.config.launch.time
         if plan is not None and limit is not None:
             rows.append(("  starts", _starts(job, layout, limit, plan.seconds)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_multiples, see
 from shardwise.base.mesh_axes import (
@@ -62,17 +63,17 @@ class Layout:
         """The degree of each axis by its name."""
         return {axis.degree: getattr(self, axis.degree) for axis in AXES}
 
-    @property
+    @cached_property
     def ranks_of_one_model(self) -> int:
         """Ranks that compute one micro-batch: tensor × context × pipeline."""
         return math.prod(getattr(self, axis.degree) for axis in CHOSEN_AXES)
 
-    @property
+    @cached_property
     def data(self) -> int:
         """The data-parallel degree: world / (tensor × context × pipeline)."""
         return self.world // self.ranks_of_one_model
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Ranks that have the same part of the model, and add up its gradients: data × context."""
         return self.data * self.context

@@ -126,10 +126,22 @@ def _element_count(
     model: FamilyConfig, tensor: int, vocab_multiple: int, stages: tuple[Stage, ...] | None, block_matrices: bool
 ) -> int:
     local = LocalWidths.of(model, tensor, vocab_multiple)
-    parameters = local_parameters(model, tensor, local=local, stages=stages)
-    return sum(parameter.elements for parameter in parameters if parameter.is_block_matrix or not block_matrices)
+    stages = stages or _whole_model(model)
+    # All blocks have the same parameters: those of the first one of each stage are counted for all of them.
+    shortened = [replace(stage, layers=stage.layers[:1]) for stage in stages]
+    blocks = {stage.index: len(stage.layers) for stage in stages}
+    return sum(
+        parameter.elements * (blocks[parameter.place.stage] if parameter.in_block else 1)
+        for parameter in local_parameters(model, tensor, local=local, stages=shortened)
+        if parameter.is_block_matrix or not block_matrices
+    )
 
 
+def _whole_model(model: FamilyConfig) -> tuple[Stage, ...]:
+    return (Stage(0, 0, range(model.num_hidden_layers), 1),)
+
+
+@lru_cache(maxsize=64)
 def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
     """Return the number of parameters in matrix products with `per`; None: in all matrix products.
 
@@ -180,7 +192,7 @@ def local_parameters(
     of each head, and of key/value heads that several ranks hold.
     """
     local = local or LocalWidths.of(model, tensor)
-    stages = stages or (Stage(0, 0, range(model.num_hidden_layers), 1),)
+    stages = stages or _whole_model(model)
     has_first = any(stage.is_first for stage in stages)
     has_last = any(stage.is_last for stage in stages)
     at_both_ends = model.tie_word_embeddings and has_first != has_last

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
 from shardwise.planner.rank_workload import RankWorkload
@@ -123,22 +124,20 @@ def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[Block
     """Return, for each block, the bytes that the blocks up to it keep, and the most in its backward pass."""
     blocks = []
     kept = 0
-    kinds: dict[tuple[bool, int | None], tuple[int, int]] = {}  # blocks differ only in rotation and window
     for layer in layers:
-        kind = (workload.model.rotates(layer), workload.model.window(layer))
-        if kind not in kinds:
-            kinds[kind] = _kept_and_work(workload, block_activations(workload, layer))
-        block_kept, work = kinds[kind]
+        block_kept, work = kept_and_work(workload, workload.first_alike[layer])
         kept += block_kept
         blocks.append(BlockStack(kept, kept + work))
     return blocks
 
 
-def _kept_and_work(workload: RankWorkload, block: BlockActivations) -> tuple[int, int]:
+@lru_cache(maxsize=256)
+def kept_and_work(workload: RankWorkload, layer: int) -> tuple[int, int]:
     """Return the bytes that one block keeps, and the most that its backward pass holds in addition.
 
     A backward pass begins with the MLP. What the MLP saved is free when the core's backward pass begins.
     """
+    block = block_activations(workload, layer)
     x = workload.x_bytes
     query = workload.a * workload.tokens * workload.local.query
     mlp = _mlp_gradients(workload)

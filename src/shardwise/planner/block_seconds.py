@@ -5,6 +5,7 @@ Legend: see `planner/rank_workload.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ from shardwise.models.parameter_counts import LocalWidths, attended_tokens
 from shardwise.planner import device_seconds
 from shardwise.planner.device_seconds import Constants, RankGroup
 from shardwise.planner.device_specs import Device
+from shardwise.planner.overlap import Product, TensorCollectives, TensorOverlap, ring_seconds
 
 _SHARPNESS = 4
 """Exponent of the smooth maximum of the host's and the device's time; an assumption. The larger, the sharper."""
@@ -64,6 +66,12 @@ class ProgramTraits:
         separate_kernels: True if each element-wise function of a block is a kernel; otherwise functions one after the
             other are one.
         kernels: number of kernels that a block starts in its forward pass.
+        tensor_overlap: how tensor parallelism communicates behind matrix products; None if in turn with them.
+        rounding_bytes: bytes that are read and written to round an element of an operand of fp8 products, along both
+            dimensions; None: those of this package's kernels.
+        block_scales: True if each 32 numbers of an operand of fp8 products have a scale (MXFP8).
+        fused_share: part of the peak that fused attention reaches in its forward pass; None: that of the device's best.
+        graphs: True if a CUDA graph starts the kernels, so that the device does not wait for the host.
     """
 
     fused_attention: bool = True
@@ -79,6 +87,11 @@ class ProgramTraits:
     recomputes_core: bool = False
     separate_kernels: bool = False
     kernels: int = 24
+    tensor_overlap: TensorOverlap | None = None
+    rounding_bytes: int | None = None
+    block_scales: bool = False
+    fused_share: float | None = None
+    graphs: bool = False
 
 
 _ALONE = RankGroup(1, 1)
@@ -248,6 +261,8 @@ def _with_launch(parts: PartSeconds, kernels: float, host: float, program: Progr
     If one of the two is much slower, it alone counts; if they are alike, each waits for the other at times. A host that
     does not run ahead waits for each kernel, and the device for the host.
     """
+    if program.graphs:
+        return parts
     device = parts.total
     host_time = kernels * host
     launch = _smooth_maximum(device, host_time) - device if program.runs_ahead else host_time
@@ -265,48 +280,49 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     Its backward pass has two matrix products for each of the forward pass: the gradient of the input and that of the
     weight. The latter are `weight`, with the time to add them to earlier gradients.
     """
-    peak = device.peak(s.dtype) if s.matmul is None else device.require_fp8()
+    peak = device.matmul_peak(s.dtype, s.matmul, block_scales=program.block_scales)
+    backward_peak = peak if s.matmul is None else peak * device.fp8_backward_share
     weights = s.weights
-    outputs = sum(device_seconds.matmul(device, c, peak, s.tokens, n, k) for n, k in weights)
-    input_gradients = sum(device_seconds.matmul(device, c, peak, s.tokens, k, n) for n, k in weights)
-    weight_gradients = sum(device_seconds.matmul(device, c, peak, n, k, s.tokens) for n, k in weights)
+    outputs = [_product(device, c, peak, s.tokens, n, k) for n, k in weights]
+    input_gradients = [_product(device, c, backward_peak, s.tokens, k, n) for n, k in weights]
+    weight_gradients = [_product(device, c, backward_peak, n, k, s.tokens) for n, k in weights]
+    weight_seconds = sum(product(1) for product in weight_gradients)
     accumulated = s.accumulation_bytes(sum(n * k for n, k in weights), device, program, program.adds_products)
     accumulation = device_seconds.passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
 
     passes = _memory_passes(s, device, c, program)
-    collectives = _tensor_collectives(s, device, c)
-    keys_forward, keys_backward = _key_value_seconds(s, core, device, c)
+    tensor = _tensor_seconds(s, device, c, program, outputs, input_gradients, weight_gradients)
+    context = _context_seconds(s, device, c, core)
     kernels = program.kernels + core.kernels
     rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
-        PartSeconds(outputs, core.forward, passes.forward, 0.0, collectives, context=keys_forward),
+        PartSeconds(
+            matmul=sum(product(1) for product in outputs),
+            attention=core.forward,
+            memory_bound=passes.forward,
+            tensor=tensor.forward,
+            context=context.forward,
+        ),
         kernels + rounding,
         c.host,
         program,
     )
     backward = _with_launch(
         PartSeconds(
-            input_gradients + weight_gradients,
-            core.backward,
-            passes.backward,
-            0.0,
-            collectives,
-            accumulation,
-            keys_backward,
+            matmul=sum(product(1) for product in input_gradients) + weight_seconds,
+            attention=core.backward,
+            memory_bound=passes.backward,
+            tensor=tensor.backward,
+            accumulation=accumulation,
+            context=context.backward,
         ),
         _BACKWARD_KERNELS * kernels + rounding,
         c.host,
         program,
     )
-    if s.regathers and s.sequence_parallel and s.tensor > 1:
-        # The inputs of attention and MLP arrive while the gradients of these inputs are computed.
-        gather = device_seconds.collective(device, c, s.tensor_group, float(s.gathered_bytes))
-        for n, k in (weights[0], weights[2]):
-            exposed = max(0.0, gather - device_seconds.matmul(device, c, peak, s.tokens, k, n))
-            backward = backward.plus(PartSeconds(tensor=exposed))
     recompute = _recomputed(s, device, program, forward, passes.cheap)
-    return PassSeconds(forward, backward.plus(recompute), weight_gradients + accumulation, recompute)
+    return PassSeconds(forward, backward.plus(recompute), weight_seconds + accumulation, recompute)
 
 
 @dataclass(frozen=True)
@@ -328,7 +344,7 @@ def _memory_passes(s: BlockShape, device: Device, c: Constants, program: Program
     passes = _separate_passes(s, device, c) if program.separate_kernels else _fused_passes(s, device, c)
     if s.matmul is None:
         return passes
-    forward, backward = _rounding_bytes(s, separate=program.separate_kernels)
+    forward, backward = _rounding_bytes(s, program)
     return replace(
         passes,
         forward=passes.forward + device_seconds.passes(device, c, forward),
@@ -400,17 +416,21 @@ def _separate_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPass
     )
 
 
-def _rounding_bytes(s: BlockShape, *, separate: bool) -> tuple[int, int]:
+def _rounding_bytes(s: BlockShape, program: ProgramTraits) -> tuple[int, int]:
     """Return the bytes by which fp8 products round their operands, forward and backward.
 
     A tensor is read for its largest number, then read and written in one byte; with separate kernels it is written and
     read once more between. Weights have their scales, which are computed once a step. Backward, weights, inputs and
     gradients are copied so that kernels read them along the dimension of the sum.
+
+    A program with `rounding_bytes` rounds its weights when they are updated.
     """
     elements = sum(n * k for n, k in s.weights)
     inputs = s.tokens * sum(k for _, k in s.weights)
     gradients = s.tokens * sum(n for n, _ in s.weights)
-    written = s.a + 1 + (2 * s.a if separate else 0)
+    if program.rounding_bytes is not None:
+        return program.rounding_bytes * inputs, program.rounding_bytes * gradients
+    written = s.a + 1 + (2 * s.a if program.separate_kernels else 0)
     copies = 2 * (elements + inputs + gradients)
     rounded_weights = written * elements
     return rounded_weights + (s.a + written) * inputs, rounded_weights + (s.a + written) * gradients + copies
@@ -464,7 +484,8 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
     if program.fused_attention:
         # Two products of 2·head_dim operations for each token and each that it attends to, the mean of all blocks.
         operations = 4.0 * heads * s.queries * attended_tokens(s.model, s.length) * head_dim
-        seconds = operations / (peak * c.fused_attention)
+        share = c.fused_attention if program.fused_share is None else program.fused_share
+        seconds = operations / (peak * share)
         return _CoreSeconds(seconds, _FUSED_BACKWARD_PRODUCTS * seconds / _FUSED_BACKWARD_RATE, 0)
     scores = device_seconds.matmul(device, c, peak, s.queries, s.length, head_dim, heads)
     values = device_seconds.matmul(device, c, peak, s.queries, head_dim, s.length, heads)
@@ -480,35 +501,69 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
     )
 
 
-def _tensor_collectives(s: BlockShape, device: Device, c: Constants) -> float:
-    """Return the seconds of tensor parallelism's collectives of a block in one direction.
+def _product(device: Device, c: Constants, peak: float, m: int, n: int, k: int) -> Product:
+    """Return the seconds of a piece of the product [m, k] × [k, n]."""
+    return lambda pieces: device_seconds.matmul(device, c, peak, -(-m // pieces), n, k)
 
-    Attention and MLP each all-reduce their output, or each gather their input and scatter their output.
+
+@dataclass(frozen=True)
+class _ExposedSeconds:
+    """Seconds of a block's collectives that nothing hides."""
+
+    forward: float
+    backward: float
+
+
+def _tensor_seconds(
+    s: BlockShape,
+    device: Device,
+    c: Constants,
+    program: ProgramTraits,
+    outputs: Sequence[Product],
+    input_gradients: Sequence[Product],
+    weight_gradients: Sequence[Product],
+) -> _ExposedSeconds:
+    """Return the seconds of tensor parallelism's collectives, beside the products of the block's four layers.
+
+    Attention and MLP each gather their input before their first product, and sum their output after their second one.
     """
-    if s.tensor == 1:
-        return 0.0
     size = float(s.gathered_bytes)
-    if s.sequence_parallel:
-        return 4 * device_seconds.collective(device, c, s.tensor_group, size)
-    return 2 * device_seconds.collective(device, c, s.tensor_group, size, reduces_all=True)
+    has_buffers = program.tensor_overlap == "user_buffers"
+    # User buffers gather operands as they are multiplied.
+    gathered = size / s.a if has_buffers and s.matmul is not None else size
+    collectives = TensorCollectives(
+        device, c, s.tensor_group, gathered, size, s.sequence_parallel, program.tensor_overlap
+    )
+    forward = 0.0
+    backward = 0.0
+    for first, second in ((0, 1), (2, 3)):
+        forward += collectives.gather_before(outputs[first]) + collectives.sum_after(outputs[second])
+        backward += collectives.gather_before(input_gradients[second])
+        backward += collectives.sum_behind(weight_gradients[first])
+        if s.regathers or has_buffers:
+            # The layer's input arrives while its gradient is computed.
+            backward += collectives.gather_behind(input_gradients[first])
+    return _ExposedSeconds(forward, backward)
 
 
-def _key_value_seconds(s: BlockShape, core: _CoreSeconds, device: Device, c: Constants) -> tuple[float, float]:
-    """Return the seconds in which keys and values of all tokens of a block are gathered, forward and backward.
+def _context_seconds(s: BlockShape, device: Device, c: Constants, core: _CoreSeconds) -> _ExposedSeconds:
+    """Return the seconds of getting keys and values of all tokens, and of sending their gradients.
 
-    Backward they are gathered again, and their gradients scattered. Passed from rank to rank, they take as long, but
-    travel while attention to those of another rank is computed, and so do gradients.
+    Passed from rank to rank, they travel while attention to those of another rank is computed.
     """
     ranks = s.context_group.ranks
     if ranks == 1:
-        return 0.0, 0.0
+        return _ExposedSeconds(0.0, 0.0)
     size = float(s.a * s.batch * s.length * s.local.key_value)
-    seconds = 2 * device_seconds.collective(device, c, s.context_group, size)
+    gather = 2 * device_seconds.collective(device, c, s.context_group, size)
     if s.passes_keys:
-        hidden = (ranks - 1) / ranks
-        return max(0.0, seconds - hidden * core.forward), max(0.0, 2 * seconds - hidden * core.backward)
-    # What full recompute gathers again is counted with its forward pass.
-    return seconds, (2 if s.gathers_keys_again and s.recompute != "full" else 1) * seconds
+        # Keys and values go round again in the backward pass, with their gradients.
+        return _ExposedSeconds(
+            ring_seconds(core.forward, gather, ranks),
+            ring_seconds(core.backward, 2 * gather, ranks),
+        )
+    gathers_again = s.gathers_keys_again and s.recompute != "full"
+    return _ExposedSeconds(gather, gather * (2 if gathers_again else 1))
 
 
 def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:

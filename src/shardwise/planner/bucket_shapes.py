@@ -68,7 +68,8 @@ class BucketShape:
         return max(min(stop, low + share) - max(start, low), 0)
 
 
-def bucket_shapes(workload: RankWorkload) -> list[BucketShape]:
+@lru_cache(maxsize=64)
+def bucket_shapes(workload: RankWorkload) -> tuple[BucketShape, ...]:
     """Return the rank's buckets as `optimizer.bucket_mib` sets their size, in the order in which they are begun.
 
     Matrices, which weight decay applies to, and vectors are in separate buckets; with Muon also matrices of blocks and
@@ -80,24 +81,32 @@ def bucket_shapes(workload: RankWorkload) -> list[BucketShape]:
     stored = (workload.model, layout.tensor, layout.sequence_parallel, workload.local, workload.stages)
     kinds = ("is_block_matrix", "matrix") if optimizer.spec.orthogonalizes else ("matrix",)
     slices = workload.shard_ranks
-    return list(_shapes(stored, gradient, optimizer.bucket_mib, layout.replicas, slices, workload.accelerator, kinds))
+    return _shapes(stored, gradient, optimizer.bucket_mib, layout.replicas, slices, workload.accelerator, kinds)
+
+
+_ModelPart = tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]]
+"""The model, the tensor-parallel degree, sequence parallelism, the widths and the stages of a rank."""
+
+
+@lru_cache(maxsize=64)
+def _stored(model_part: _ModelPart) -> tuple[LocalParameter, ...]:
+    model, tensor, sequence, local, stages = model_part
+    return tuple(local_parameters(model, tensor, sequence, local=local, stages=stages))
 
 
 @lru_cache(maxsize=4096)
 def _shapes(
-    model_part: tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]],
+    model_part: _ModelPart,
     gradient: int,
     bucket_mib: float | None,
     data: int,
     slices: int,
     accelerator: bool,
     kinds: tuple[str, ...],
-) -> list[BucketShape]:
-    model, tensor, sequence, local, stages = model_part
-    stored = list(local_parameters(model, tensor, sequence, local=local, stages=stages))
+) -> tuple[BucketShape, ...]:
     shapes = []
     by_group: dict[tuple[bool, ...], list[LocalParameter]] = {}
-    for parameter in stored:
+    for parameter in _stored(model_part):
         by_group.setdefault(tuple(getattr(parameter, kind) for kind in kinds), []).append(parameter)
     # The order of `build.parameter_groups`: matrices first.
     for _, group in sorted(by_group.items(), reverse=True):
@@ -113,4 +122,4 @@ def _shapes(
             members = [group[index] for index in indices]
             offsets, length = offsets_and_length([member.elements for member in members], slices)
             shapes.append(BucketShape(tuple(zip(offsets, members, strict=True)), length, slices))
-    return shapes
+    return tuple(shapes)

@@ -19,6 +19,7 @@ above 1, and "pp/ends" for the two ranks that hold a tied embedding, if "pp" has
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -384,7 +385,7 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     return [*transfers, Transfer(axis, "all_reduce", 2, size, 1, "gradient of the tied embedding")]
 
 
-def _over_data(workload: RankWorkload, gradients: int, buckets: list[BucketShape]) -> list[Transfer]:
+def _over_data(workload: RankWorkload, gradients: int, buckets: Sequence[BucketShape]) -> list[Transfer]:
     """Return the reductions of so many bytes of gradients, and the gathers of new values of buckets that stay whole.
 
     Ranks that ZeRO cuts over are `n`; those that own the same part, as copies of each other, sum theirs afterwards.

@@ -134,10 +134,11 @@ def _ring(device: Device, c: Constants, ranks: RankGroup) -> tuple[float, float]
     node = device.node.bandwidth * c.node
     if ranks.inside >= ranks.ranks:
         return node, device.node.latency
-    network = device.network.bandwidth * c.network * ranks.inside
+    link = device.require_network()
+    network = link.bandwidth * c.network * ranks.inside
     if ranks.inside > 1:
-        return min(node, network), device.network.latency
-    return network, device.network.latency
+        return min(node, network), link.latency
+    return network, link.latency
 
 
 def collective(device: Device, c: Constants, ranks: RankGroup, size: float, *, reduces_all: bool = False) -> float:
@@ -164,4 +165,5 @@ def message(device: Device, c: Constants, size: float, *, inside: bool) -> float
     """Return the seconds of a message of `size` bytes to another rank, inside a node or between nodes."""
     if inside:
         return size / (device.node.bandwidth * c.node) + device.node.latency
-    return size / (device.network.bandwidth * c.network) + device.network.latency
+    network = device.require_network()
+    return size / (network.bandwidth * c.network) + network.latency

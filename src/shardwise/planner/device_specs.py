@@ -17,10 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.files import read_plain
 from shardwise.base.hardware import torch_type
-from shardwise.config import DtypeName, parse_yaml
+from shardwise.config import DtypeName, Matmul, parse_yaml
 
 _FOLDER = Path(__file__).parent / "devices"
 _ALIASES = {"a100": "a100-80gb"}
@@ -35,6 +36,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "devices_per_node": (1, 100_000),
     "node_link.gb_per_second": (1e-3, 100_000),
     "node_link.latency_us": (0, 1e6),
+}
+_NETWORK: dict[str, tuple[float, float]] = {
     "network.gb_per_second": (1e-3, 100_000),
     "network.latency_us": (0, 1e6),
 }
@@ -54,20 +57,90 @@ CONSTANTS: dict[str, tuple[float, float]] = {
 }
 """The constants that a file may give in place of the fitted `device_seconds.Constants`, with their ranges."""
 _FP8 = "fp8_tflops"
-_PRICE = "dollars_per_hour"
-PRICE_RANGE = (0.0, 10_000.0)
-"""Dollars for a device and an hour that a file may give: prices differ by contract, so no shipped file has one."""
+_FP8_SHARE = "fp8_matmul_share"
+_MXFP8_SHARE = "mxfp8_matmul_share"
+_FP8_BACKWARD = "fp8_backward_share"
+_PRICE = "price_per_hour"
+_MOST_PRICE = 1e6
+MOST_FAILURES = 1e4
+"""Largest number of failures of a device in a year."""
+_WATTS = "watts"
+_FAILURES = "failures_per_year"
+_RESTART = "restart_seconds"
+_STORAGE = "storage_gb_per_second"
 _CONSTANT = "constants."
 _OPTIONAL = {
     _FP8: _RANGES["bfloat16_tflops"],
-    _PRICE: PRICE_RANGE,
+    _FP8_SHARE: _RANGES["matmul_share"],
+    _MXFP8_SHARE: _RANGES["matmul_share"],
+    _FP8_BACKWARD: _RANGES["matmul_share"],
+    _WATTS: (0, 100_000),
+    _FAILURES: (0, MOST_FAILURES),
+    _RESTART: (0, 100_000),
+    _STORAGE: (1e-6, 100_000),
     **{_CONSTANT + key: limits for key, limits in CONSTANTS.items()},
 }
 _WHOLE = ("processors", "devices_per_node")
-_TEXTS = ("name", "node_link.topology", "network.topology")
+_TEXTS = ("name", "node_link.topology")
+_NETWORK_TOPOLOGY = "network.topology"
 _CUDA = torch_type("nvidia")
 _TYPES = ("cpu", _CUDA, "accelerator")
-_OTHER_KEYS = ("type", "accuracy")
+_OTHER_KEYS = ("type", "accuracy", _PRICE)
+
+
+@dataclass(frozen=True)
+class Price:
+    """The price of one device for an hour."""
+
+    amount: float
+    currency: str
+
+    @staticmethod
+    def of(text: str, named: str) -> Price:
+        """Return the price that a text such as `2.50 USD` gives; `named` names the text in errors.
+
+        Raises:
+            ConfigError: it is no price, or has no currency.
+        """
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{3})?", text.strip())
+        if match is None or float(match[1]) > _MOST_PRICE:
+            raise ConfigError(
+                f"{named} ({text}) must be a price of a device for an hour, from 0 to {_MOST_PRICE:,.0f}, with its "
+                "currency, such as 2.50 USD"
+            )
+        if match[2] is None:
+            raise ConfigError(f"{named} ({text}) must name its currency, as in '{text.strip()} USD'")
+        return Price(float(match[1]), match[2].upper())
+
+    def __str__(self) -> str:
+        return f"{self.amount:.2f} {self.currency}"
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """The failures of a cluster of such devices, and what a failure and a checkpoint cost.
+
+    The defaults are assumptions. Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100
+    (arXiv:2407.21783, section 3.3.4), which is 0.17 for each device and year; OPT-175B had about 105 restarts in two
+    months on 992 A100 (arXiv:2205.01068, section 2.5), which is 0.6. MegaScale finds a fault within 10 minutes, and has
+    caught up within 15 (arXiv:2402.15627, section 6.3).
+
+    Attributes:
+        failures_per_year: failures of one device, with its part of the machine and the network, that end the run.
+        restart: seconds until the run trains again after a failure, without reading its checkpoint.
+        storage: bytes a second that one node writes to, or reads from, the store of checkpoints.
+    """
+
+    failures_per_year: float = 0.17
+    restart: float = 900.0
+    storage: float = 2e9
+
+    def text(self) -> str:
+        """Return the assumptions as a sentence's parts."""
+        return (
+            f"{self.failures_per_year:g} failures for each device and year, {units.duration(self.restart)} for a "
+            f"restart, and {self.storage / 1e9:g} GB/s from each node to the store of checkpoints"
+        )
 
 
 @dataclass(frozen=True)
@@ -98,16 +171,21 @@ class Device:
         float32: FLOP/s of matrix products in float32.
         fp8: FLOP/s of matrix products in fp8, without sparsity; None if the device has none.
         matmul_share: part of the peak that the largest matrix products reach.
+        fp8_matmul_share: likewise of the peak in fp8.
+        mxfp8_matmul_share: likewise of the peak in fp8, where each 32 numbers have a scale.
+        fp8_backward_share: part of the rate in fp8 that products of the backward pass reach, which add with all bits.
         processors: number of units that each take a tile of a matrix product.
         per_node: number of devices of a machine, which `node` links; `network` links the machines.
         node: link to a device of the same machine.
-        network: link to a device of another machine.
+        network: link to a device of another machine; None if its rate is unknown.
         sources: source of each figure.
         is_accelerator: True if it computes while the host goes on; a rank on a CPU does one after the other.
         is_cuda: True if it is a CUDA device, one kernel of which multiplies bfloat16 matrices and adds the product to a
             float32 one.
         constants: constants of `planner.device_seconds.Constants` that were measured on this device.
-        dollars_per_hour: price of one device for an hour; None if it is unknown.
+        price: price of one device for an hour; None if it is unknown.
+        watts: power of one device under load, without its host; None if it is unknown.
+        reliability: failures, and what they and checkpoints cost.
         accuracy: how far predictions were from measured steps on this device; empty if none was measured.
     """
 
@@ -122,13 +200,18 @@ class Device:
     processors: int
     per_node: int
     node: Link
-    network: Link
+    network: Link | None
     sources: tuple[tuple[str, str], ...] = ()
     is_accelerator: bool = True
     is_cuda: bool = False
     constants: tuple[tuple[str, float], ...] = ()
-    dollars_per_hour: float | None = None
+    price: Price | None = None
+    watts: float | None = None
+    reliability: Reliability = Reliability()
     accuracy: str = ""
+    fp8_matmul_share: float | None = None
+    mxfp8_matmul_share: float | None = None
+    fp8_backward_share: float = 1.0
 
     def peak(self, dtype: DtypeName) -> float:
         """FLOP/s of matrix products without sparsity."""
@@ -143,6 +226,32 @@ class Device:
         if self.fp8 is None:
             raise no_fp8(self.name)
         return self.fp8
+
+    def require_network(self) -> Link:
+        """Return the link to a device of another machine.
+
+        Raises:
+            ConfigError: its rate is unknown.
+        """
+        if self.network is None:
+            raise ConfigError(
+                f"network.gb_per_second of {self.name} (unknown) must be given for several nodes: write a device file "
+                f"with base: {self.key} and network: {{gb_per_second: …, latency_us: …, topology: rail}}"
+            )
+        return self.network
+
+    def matmul_peak(self, dtype: DtypeName, matmul: Matmul | None, *, block_scales: bool = False) -> float:
+        """Return the FLOP/s of which products of weights reach `matmul_share`.
+
+        Raises:
+            ConfigError: the products are in fp8, and the device has none.
+        """
+        if matmul is None:
+            return self.peak(dtype)
+        share = self.mxfp8_matmul_share if block_scales else self.fp8_matmul_share
+        if share is None:
+            return self.require_fp8()
+        return self.require_fp8() * share / self.matmul_share
 
 
 def no_fp8(device_name: str) -> ConfigError:
@@ -185,6 +294,8 @@ def cluster(text: str, nodes: int = 1) -> Cluster:
     per_node = int(match[2]) if match[2] else device.per_node
     if per_node < 1 or nodes < 1:
         raise ConfigError(f"--device {text} and --nodes ({nodes}) must name at least one device")
+    if nodes > 1:
+        device.require_network()
     return Cluster(device, nodes, per_node)
 
 
@@ -251,27 +362,21 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     """
     values = parse_yaml(text, where)
     flat = _with_base(_flat(values if isinstance(values, dict) else {}), device_key, where)
-    known = {*_RANGES, *_TEXTS, *_OPTIONAL, *_OTHER_KEYS}
+    network_keys = (*_NETWORK, _NETWORK_TOPOLOGY)
+    has_network = any(key in flat for key in network_keys)
+    needed = (*_RANGES, *_TEXTS, *(network_keys if has_network else ()))
+    known = {*_RANGES, *_TEXTS, *network_keys, *_OPTIONAL, *_OTHER_KEYS}
     problems = [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
-    problems += [f"{where}: {key} is missing" for key in (*_RANGES, *_TEXTS) if key not in flat]
+    problems += [f"{where}: {key} is missing" for key in needed if key not in flat]
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
-    sources: list[tuple[str, str]] = []
-    numbers: dict[str, Any] = {}
     given = {key: limits for key, limits in _OPTIONAL.items() if key in flat}
-    for key, (least, most) in (_RANGES | given).items():
-        entry = flat.get(key)
-        if isinstance(entry, dict):
-            value = entry.get("value")
-            if "source" in entry:
-                sources.append((key, str(entry["source"])))
-        else:
-            value = entry
-        is_whole = key in _WHOLE
-        if key in flat and not _possible(value, least, most, whole=is_whole):
-            number = "whole number" if is_whole else "number"
-            problems.append(f"{where}: {key} ({value}) must be a {number} from {least:g} to {most:,g}")
-        numbers[key] = value
+    ranges = _RANGES | (_NETWORK if has_network else {}) | given
+    numbers = {key: _number(flat.get(key)) for key in ranges}
+    problems += _range_problems({key: numbers[key] for key in ranges if key in flat}, ranges, where)
+    sourced = {key: flat[key] for key in ranges if isinstance(flat.get(key), dict)}
+    sources = [(key, str(entry["source"])) for key, entry in sourced.items() if "source" in entry]
+    price = _price(flat, where, problems)
     if problems:
         raise ConfigError(problems)
 
@@ -295,13 +400,56 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         processors=numbers["processors"],
         per_node=numbers["devices_per_node"],
         node=link("node_link"),
-        network=link("network"),
+        network=link("network") if has_network else None,
         sources=tuple(sources),
         is_accelerator=kind != "cpu",
         is_cuda=kind == _CUDA,
         constants=tuple((key.removeprefix(_CONSTANT), float(numbers[key])) for key in constants),
-        dollars_per_hour=numbers.get(_PRICE),
+        price=price,
+        watts=numbers.get(_WATTS),
+        reliability=_reliability(numbers),
         accuracy=str(flat.get("accuracy", "")),
+        fp8_matmul_share=numbers.get(_FP8_SHARE),
+        mxfp8_matmul_share=numbers.get(_MXFP8_SHARE),
+        fp8_backward_share=numbers.get(_FP8_BACKWARD, 1.0),
+    )
+
+
+def _number(entry: Any) -> Any:
+    """The number of a figure, which may have a source beside it."""
+    return entry.get("value") if isinstance(entry, dict) else entry
+
+
+def _range_problems(numbers: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]], where: str) -> list[str]:
+    """Every number that no device can have."""
+    problems = []
+    for key, value in numbers.items():
+        least, most = ranges[key]
+        is_whole = key in _WHOLE
+        if not _possible(value, least, most, whole=is_whole):
+            number = "whole number" if is_whole else "number"
+            problems.append(f"{where}: {key} ({value}) must be a {number} from {least:g} to {most:,g}")
+    return problems
+
+
+def _price(flat: Mapping[str, Any], where: str, problems: list[str]) -> Price | None:
+    """Return the price of a file; None if it has none, or one that is wrong, which is added to the problems."""
+    if _PRICE not in flat:
+        return None
+    try:
+        return Price.of(str(_number(flat[_PRICE])), f"{where}: {_PRICE}")
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def _reliability(numbers: Mapping[str, Any]) -> Reliability:
+    """Return what interrupts a training, by default as usual."""
+    usual = Reliability()
+    return Reliability(
+        failures_per_year=numbers.get(_FAILURES, usual.failures_per_year),
+        restart=numbers.get(_RESTART, usual.restart),
+        storage=numbers[_STORAGE] * 1e9 if _STORAGE in numbers else usual.storage,
     )
 
 
@@ -316,7 +464,7 @@ def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, A
     changes = {key: value for key, value in flat.items() if key != "base"}
     name = str(flat["base"])
     try:
-        base = _flat(parse_yaml(shipped_text(name), name))
+        base = _with_base(_flat(parse_yaml(shipped_text(name), name)), name, name)
     except ConfigError as error:
         raise ConfigError([f"{where}: base: {problem}" for problem in error.problems]) from None
     # Another device's steps were measured.
@@ -362,9 +510,28 @@ def described(device: Device, constants: Mapping[str, float], source: str) -> st
     }
     if device.fp8 is not None:
         values[_FP8] = own(_FP8, device.fp8 / 1e12)
-    if device.dollars_per_hour is not None:
-        values[_PRICE] = own(_PRICE, device.dollars_per_hour)
+    for key, share in (
+        (_FP8_SHARE, device.fp8_matmul_share),
+        (_MXFP8_SHARE, device.mxfp8_matmul_share),
+        (_FP8_BACKWARD, device.fp8_backward_share if device.fp8_backward_share < 1 else None),
+    ):
+        if share is not None:
+            values[key] = own(key, share)
+    if device.price is not None:
+        values[_PRICE] = str(device.price)
+    if device.watts is not None:
+        values[_WATTS] = own(_WATTS, device.watts)
+    usual = Reliability()
+    for key, value, default in (
+        (_FAILURES, device.reliability.failures_per_year, usual.failures_per_year),
+        (_RESTART, device.reliability.restart, usual.restart),
+        (_STORAGE, device.reliability.storage / 1e9, usual.storage / 1e9),
+    ):
+        if value != default:
+            values[key] = own(key, value)
     for name, link in (("node_link", device.node), ("network", device.network)):
+        if link is None:
+            continue
         values[name] = {
             "gb_per_second": own(f"{name}.gb_per_second", link.bandwidth / 1e9),
             "latency_us": own(f"{name}.latency_us", link.latency * 1e6),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage, rank_of
@@ -27,7 +27,6 @@ from shardwise.pipeline.in_flight import PassBytes, StepPeak, step_peak
 from shardwise.planner.activations import (
     DropoutMasks,
     block_activations,
-    block_stack,
     invariant_masks,
     norm_bytes,
     split_peak,
@@ -77,7 +76,8 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        return sum(size for _, size in self.rows())
+        kept = self.state + self.activations + self.loss
+        return kept + self.buffers + self.pipeline + self.in_flight
 
     @property
     def state(self) -> int:
@@ -86,7 +86,8 @@ class MemoryEstimate:
 
     def rows(self) -> list[tuple[str, int]]:
         """(kind, bytes) of each kind, in the order in which they are shown; the last two only if there are any."""
-        return [(kind.replace("_", " "), size) for kind, size in asdict(self).items() if size or kind not in _OPTIONAL]
+        sizes = ((kind.name, getattr(self, kind.name)) for kind in fields(self))
+        return [(kind.replace("_", " "), size) for kind, size in sizes if size or kind not in _OPTIONAL]
 
 
 def expected_memory(
@@ -125,16 +126,16 @@ def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) ->
     return [memory_of(workload) for workload in RankWorkload.of_ranks(config, layout, accelerator)] or None
 
 
-def memory_of(workload: RankWorkload) -> MemoryEstimate:
-    """Return peak bytes of the workload's pipeline rank."""
+def memory_of(workload: RankWorkload, limit: float | None = None) -> MemoryEstimate:
+    """Return peak bytes of the workload's pipeline rank.
+
+    limit: if it needs more than so many bytes without what is in flight, this is not computed.
+    """
     step = _step_peak(workload)
     numbers, rounding = _rounding(workload)
     update = max(rounding, _matrices(workload), _travelling(workload))
     peak = max(step.whole, update)
-    in_flight = 0
-    if workload.frees_gradients:
-        in_flight = max(_step_peak(workload, InFlight.of(workload)).whole, update) - peak
-    return MemoryEstimate(
+    memory = MemoryEstimate(
         parameters=_parameter_bytes(workload),
         gradients=_gradient_bytes(workload),
         optimizer=_optimizer_bytes(workload),
@@ -142,8 +143,10 @@ def memory_of(workload: RankWorkload) -> MemoryEstimate:
         loss=step.forward - step.activations,
         buffers=_rotary_tables(workload) + numbers + peak - step.forward,
         pipeline=step.sent + (workload.x_bytes if workload.layout.pipeline > 1 else 0),
-        in_flight=in_flight,
     )
+    if not workload.frees_gradients or (limit is not None and memory.total > limit):
+        return memory
+    return replace(memory, in_flight=max(_step_peak(workload, InFlight.of(workload)).whole, update) - peak)
 
 
 def _parameter_bytes(workload: RankWorkload) -> int:
@@ -200,8 +203,9 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     parallel = workload.config.parallel
     x = workload.x_bytes
     embedding, last = _kept_at_ends(workload, stage)
-    kept = block_stack(workload, stage.layers).kept + embedding + last + _shared_tables(workload, stage.layers)
-    keeps_input = block_activations(workload, stage.layers[0]).saves_input or workload.recompute == "full"
+    levels = stack_at_blocks(workload, stage.layers)
+    kept = levels[-1].kept + embedding + last + _shared_tables(workload, stage.layers)
+    keeps_input = workload.recompute == "full" or block_activations(workload, stage.layers[0]).saves_input
     received = 0 if keeps_input or stage.is_first else x
     gradient = 0 if stage.is_last else x
     onwards = 0
@@ -219,7 +223,6 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     forward = 0
     end = _embedding_gradient(workload, tied=head > 0) + head + gradient if stage.is_first else 0
     extra = StageInFlight.of_reduction(workload, stage) if in_flight is None else in_flight.stages[stage.index]
-    levels = stack_at_blocks(workload, stage.layers)
     at_ends = embedding + head + received + gradient + _gradients_of_parts(workload, stage)
     during = {layer: level.peak + at_ends for layer, level in zip(stage.layers, levels, strict=True)}
     backward = max(during.values())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, Precision, Recompute
 from shardwise.config.layout import Stage
@@ -25,9 +26,9 @@ from shardwise.pipeline.partition import stage_plan
 _FP8 = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankWorkload:
-    """The inputs of the formulas, for one pipeline rank.
+    """The inputs of the formulas, for one pipeline rank. It is equal to itself alone, as a key of caches.
 
     Attributes:
         config: the whole configuration.
@@ -85,6 +86,16 @@ class RankWorkload:
         """Blocks on this rank: L / p if every rank has equally many."""
         return sum(len(stage.layers) for stage in self.stages)
 
+    @cached_property
+    def first_alike(self) -> dict[int, int]:
+        """For each block of this rank, the first one that is like it: blocks differ only in rotation and window."""
+        first: dict[tuple[bool, int | None], int] = {}
+        return {
+            layer: first.setdefault((self.model.rotates(layer), self.model.window(layer)), layer)
+            for stage in self.stages
+            for layer in stage.layers
+        }
+
     @property
     def head_gradient_elements(self) -> int:
         """Elements of the gradient that a tied head has apart from the embedding's, with `train.bitwise`."""
@@ -108,12 +119,12 @@ class RankWorkload:
         """True if this rank computes the loss."""
         return any(stage.is_last for stage in self.stages)
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         """m, the micro-batches of a step on each rank."""
         return self.layout.accumulation(self.config.train)
 
-    @property
+    @cached_property
     def shard_ranks(self) -> int:
         """n, the ranks over which ZeRO cuts: d·c over the copies; 1 without ZeRO."""
         return self.config.shard_ranks(self.layout.replicas)
@@ -139,7 +150,7 @@ class RankWorkload:
         each_pass = self.config.optimizer.zero >= 2 and self.config.reduce == "micro_batch"
         return self.micro_batches if each_pass else 1
 
-    @property
+    @cached_property
     def a(self) -> int:
         """Bytes of an element of an activation."""
         return DTYPE_BYTES[self.precision.parameter]
@@ -149,32 +160,32 @@ class RankWorkload:
         cast = DTYPE_BYTES[self.precision.gradient]
         return elements * (self.a + (cast if cast != self.a and not self.accelerator else 0))
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """T, the tokens of a micro-batch that a rank has."""
         return self.config.train.sequence_length * self.config.train.micro_batch // self.layout.context
 
-    @property
+    @cached_property
     def tokens_between(self) -> int:
         """T/s: tokens that one rank has between the cut layers."""
         return self.tokens // self.sequence_parts
 
-    @property
+    @cached_property
     def sequence_parts(self) -> int:
         """s, the ranks over which sequence parallelism cuts a rank's tokens."""
         return self.layout.tensor if self.layout.sequence_parallel else 1
 
-    @property
+    @cached_property
     def x_elements(self) -> int:
         """T/s·H: elements of the residual stream x between the cut layers."""
         return self.tokens_between * self.model.hidden_size
 
-    @property
+    @cached_property
     def x_bytes(self) -> int:
         """a·T/s·H."""
         return self.a * self.x_elements
 
-    @property
+    @cached_property
     def gathered_bytes(self) -> int:
         """a·T·H: x after it is gathered over sequence parallelism."""
         return self.a * self.tokens * self.model.hidden_size
@@ -196,7 +207,7 @@ class RankWorkload:
         kept = self.x_bytes if self.config.regathers else self.gathered_bytes
         return kept // self.a * self.input_width
 
-    @property
+    @cached_property
     def probabilities(self) -> int:
         """B·h/t·S²/c: elements of one block's attention probabilities on one rank."""
         heads = self.local.query // self.model.head_dim
@@ -241,7 +252,7 @@ class RankWorkload:
         hiding = [window for window in windows if self.cuts_samples or (window is not None and window < length)]
         return len(hiding) * length**2 // context
 
-    @property
+    @cached_property
     def recompute(self) -> Recompute:
         """What the backward pass computes again.
 
@@ -255,7 +266,7 @@ class RankWorkload:
         """True if attention reads copies of keys and values, gathered from the ranks or parts that share samples."""
         return self.cuts_samples and not self.config.passes_keys
 
-    @property
+    @cached_property
     def gathers_keys_again(self) -> bool:
         """True if the backward pass gets keys and values of other ranks again, which then are not kept."""
         if self.layout.context == 1:
@@ -267,7 +278,7 @@ class RankWorkload:
         """True if the rank's tokens are parts of the sequence, and not all of it in order."""
         return self.layout.context > 1 or self.token_parts > 1
 
-    @property
+    @cached_property
     def attends_step_by_step(self) -> bool:
         """True if attention computes and keeps its probabilities, because no fused kernel does their dropout."""
         invariant = self.config.train.dropout_mode == "invariant"

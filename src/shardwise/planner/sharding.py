@@ -196,15 +196,17 @@ class _Reductions:
         copies: bytes of copies of an element under reduction.
         filling: numbers of buckets that have some of their gradients.
         under_way: numbers of buckets that are being reduced.
+        size: bytes of gradients and copies now.
         started: number of reductions that have begun in this round.
         missing: parameters without a gradient, by the number of the bucket.
     """
 
-    shapes: list[BucketShape]
+    shapes: Sequence[BucketShape]
     gradient: int
     copies: int
     filling: set[int] = field(default_factory=set)
     under_way: deque[int] = field(default_factory=deque)
+    size: int = 0
     started: int = 0
     missing: Counter[int] = field(default_factory=Counter)
 
@@ -212,19 +214,20 @@ class _Reductions:
         self.started = 0
         self.missing = Counter({number: len(shape.parameters) for number, shape in enumerate(self.shapes)})
 
-    @property
-    def size(self) -> int:
-        """Bytes of gradients and copies now."""
-        under_way = sum(self.shapes[number].elements for number in self.under_way)
-        filling = sum(self.shapes[number].elements for number in self.filling)
-        return under_way * (self.gradient + self.copies) + filling * self.gradient
-
     def begin(self, number: int) -> None:
         """Take the first gradient in a bucket."""
         if number in self.under_way:
-            while self.under_way.popleft() != number:
+            while self._end_oldest() != number:
                 pass
-        self.filling.add(number)
+        if number not in self.filling:
+            self.filling.add(number)
+            self.size += self.shapes[number].elements * self.gradient
+
+    def _end_oldest(self) -> int:
+        """End the reduction that began first; return the number of its bucket."""
+        number = self.under_way.popleft()
+        self.size -= self.shapes[number].elements * (self.gradient + self.copies)
+        return number
 
     def add(self, number: int, copy: int) -> int:
         """Take a parameter's gradient in a bucket; return the most bytes that are held meanwhile.
@@ -236,9 +239,11 @@ class _Reductions:
         most = self.size + copy
         while self.started < len(self.shapes) and not self.missing[self.started]:
             while len(self.under_way) >= _MOST_REDUCTIONS:
-                self.under_way.popleft()
+                self._end_oldest()
+            # Its gradients stay, and copies are made.
             self.filling.discard(self.started)
             self.under_way.append(self.started)
+            self.size += self.shapes[self.started].elements * self.copies
             self.started += 1
             most = max(most, self.size)
         return most
@@ -312,7 +317,7 @@ class StageInFlight:
     @staticmethod
     def of_reduction(workload: RankWorkload, stage: Stage) -> StageInFlight:
         """Copies while gradients are reduced, which there are at each stage of ZeRO."""
-        if workload.frees_gradients or workload.layout.replicas == 1:
+        if workload.frees_gradients or not reduction_copies(workload):
             return StageInFlight(({}, {}), {}, {HEAD.unit: 0})
         return _reduction(_Case.of(workload), stage)
 

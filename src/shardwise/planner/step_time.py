@@ -35,7 +35,7 @@ _LEAST_SHARE = 0.001
 """Share of a step from which on a part is shown."""
 _HOST_BANDWIDTH = 100e9
 """Bytes a second of a machine's memory, which its ranks share as they update offloaded state: assumed, not measured."""
-_HOST_LINK_BANDWIDTH = 25e9
+HOST_LINK_BANDWIDTH = 25e9
 """Bytes a second between a device and its host, of PCIe 4.0 with 16 lanes: assumed, not measured."""
 
 
@@ -51,7 +51,7 @@ class StepTime:
         launch: waits of the device for the host.
         head: output head and loss, and the embedding.
         recompute: all that is computed a second time.
-        tensor: collectives of tensor and sequence parallelism.
+        tensor: collectives of tensor and sequence parallelism, as far as no product hides them.
         context: collectives of context parallelism.
         messages: waits of the rank while it sends to other stages.
         bubble: waits of the rank for other stages.
@@ -221,6 +221,7 @@ def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
         kernels=kernels,
         separate_kernels=cluster.device.is_cuda and not config.compile.enabled,
         runs_ahead=on_accelerator,
+        tensor_overlap=config.parallel.tensor_overlap if on_accelerator else None,
         adds_products=cluster.device.is_cuda
         and precision.parameter == "bfloat16"
         and precision.gradient == "float32"
@@ -422,7 +423,7 @@ class _StepInputs:
         if self.config.optimizer.offload and device.is_accelerator:
             by_device = 2 * elements * DTYPE_BYTES[precision.gradient]
             by_host = (touched - by_device) * min(self.layout.world, self.cluster.per_node) / _HOST_BANDWIDTH
-            update += max(by_host, 2 * owned * width / _HOST_LINK_BANDWIDTH)
+            update += max(by_host, 2 * owned * width / HOST_LINK_BANDWIDTH)
             touched = by_device
         update += touched / (device.memory_bandwidth * self.constants.update)
         if spec.orthogonalizes:

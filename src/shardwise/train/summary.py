@@ -36,7 +36,7 @@ from shardwise.train.memory_remedies import remedies_of_machine
 if TYPE_CHECKING:
     # Costly to import, for a cluster alone.
     from shardwise.planner.device_specs import Cluster
-    from shardwise.planner.search import Plan
+    from shardwise.planner.plan import Plan
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -153,7 +153,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
 
 def prediction(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
     """The prediction for a layout on a cluster, whether or not it fits; None for a model of the user's own."""
-    from shardwise.planner.search import predicted  # costly to import, for a cluster alone
+    from shardwise.planner.plan import predicted  # costly to import, for a cluster alone
 
     return predicted(config, layout, cluster)
 
@@ -167,7 +167,12 @@ def predicted_rows(plan: Plan | None) -> _Rows:
     return [
         ("step", f"{units.step_duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
         ("  parts", time.shares()),
-        ("  all steps", f"{units.duration(plan.seconds)}, {plan.device_hours:,.0f} device-hours"),
+        ("  all steps", units.duration(plan.seconds)),
+        (
+            "  calendar",
+            f"{units.duration(plan.calendar.seconds)} with evaluations, checkpoints and failures (goodput "
+            f"{plan.calendar.goodput:.1%}), {plan.device_hours:,.0f} device-hours",
+        ),
         ("  memory", memory_text(plan)),
     ]
 

@@ -17,7 +17,7 @@ import shardwise
 from shardwise.api import recipes_and_plans, runs
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.launch import local
-from shardwise.planner.search import FIXABLE
+from shardwise.planner.layout_choices import FIXABLE
 from tests.dist import own_models
 from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command

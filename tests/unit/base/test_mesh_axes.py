@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.base.mesh_axes import layout_text
 from shardwise.config import Layout
-from shardwise.planner.search import Choice
+from shardwise.planner.layout_choices import Choice
 from shardwise.verify.layouts import Cell
 
 
