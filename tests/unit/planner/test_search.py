@@ -110,7 +110,7 @@ def test_context_degrees_are_those_that_divide_with_chunks_of_1024_tokens(
     assert all(layout.context * layout.data == on.world for layout in layouts)
 
 
-def test_a_recipe_in_fp8_is_searched_without_what_fp8_forbids() -> None:
+def test_a_recipe_in_fp8_is_searched_where_devices_multiply_in_fp8() -> None:
     keys = ["train.global_batch=16", "train.micro_batch=1", "model.num_hidden_layers=8", "train.sequence_length=4096"]
     fixed = ("train.micro_batch", "parallel.pipeline", "parallel.sequence", "train.recompute")
     on = cluster("h100:8", 1)
@@ -118,8 +118,6 @@ def test_a_recipe_in_fp8_is_searched_without_what_fp8_forbids() -> None:
         search(load_config("llama2-7b", [*keys, *more]), on, best=3, fixed=fixed)
         for more in ([], ["precision.matmul=fp8"])
     )
-    assert plain.refused["parallel.context"] == 0
-    assert fp8.refused["parallel.context"] > 0
     assert all(plan.config.precision.matmul == "fp8" for plan in fp8.plans)
     assert fp8.plans[0].time.total < plain.plans[0].time.total
     with pytest.raises(ConfigError, match=r"precision\.matmul \(fp8\) must be left out on NVIDIA A100"):
