@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from report import RESULTS, Report, Table
@@ -18,6 +19,16 @@ FAMILIES = {"llama": "llama2-7b", "gpt": "gpt3-23b", "gpt_neox": "gpt-neox-20b",
 OTHERS = {name: f"model.family={name} model.num_key_value_heads=8" for name in ("mistral", "qwen2", "olmo2", "smollm3")}
 OTHERS["qwen3"] = "model.family=qwen3 model.num_key_value_heads=8 model.head_dim=128"
 """Llama's recipe becomes another family's, which differs from it by facts."""
+CONTEXT = ("parallel.context=2,4,8", "parallel.sequence=false,true", "optimizer.zero=1")
+"""The layouts of ranks that share samples, with the recipe's schedule and recompute."""
+SHARING = {
+    "llama, CP": ("llama2-7b", "gather"),
+    "llama, CP by a ring": ("llama2-7b", "ring"),
+    "gpt, CP": ("gpt3-23b", "gather"),
+    "gpt_neox, CP": ("gpt-neox-20b", "gather"),
+    "gpt_neox, CP by a ring": ("gpt-neox-20b", "ring"),
+}
+"""The recipe, and how ranks that share samples get keys and values; gpt's dropout of attention excludes a ring."""
 KINDS = {"weights": "weights", "losses": "loss", "gradients": "gradient", "resumed": "resumed"}
 
 
@@ -48,7 +59,16 @@ def run(rounds: int, steps: int | None = None) -> Report:
             print(f"{family}, pipeline degree {pipeline}: {len(found[family, pipeline]['layouts'])}", flush=True)
     for family, overrides in OTHERS.items():
         found[family, 0] = verify("llama2-7b", overrides, [], steps or STEPS)
+    found |= _sharing_samples(steps or STEPS)
     return report(found)
+
+
+def _sharing_samples(steps: int) -> dict[tuple[str, int], dict[str, Any]]:
+    found = {}
+    for name, (recipe, keys) in SHARING.items():
+        found[name, 0] = verify(recipe, f"parallel.context_keys={keys}", ["--layouts", *CONTEXT], steps)
+        print(f"{name}: {len(found[name, 0]['layouts'])}", flush=True)
+    return found
 
 
 def report(found: Mapping[tuple[str, int], dict[str, Any]]) -> Report:
@@ -66,17 +86,15 @@ def report(found: Mapping[tuple[str, int], dict[str, Any]]) -> Report:
             [[*row, *(numbers.get(family, "") for family in families)] for row, numbers in rows.items()],
             "Each layout: loss, gradient, resumed",
         ),
+        _sharing_table(found),
     ]
-    broken = sum(one["that differ"] for one in figures.values())
     missing = sum(len(families) - len(numbers) for numbers in rows.values())
     return Report(
         "parity",
         "Every layout of eight ranks against one process",
         tables,
         figures,
-        targets=[
-            f"every measured layout keeps the contract of 1e-5: {f'MISSED by {broken}' if broken else 'reached'}",
-        ],
+        targets=_contract(figures),
         notes=[
             "`shardwise verify` measured it in float32 on eight CPU ranks (gloo); "
             "[docs/verify.md](../../docs/verify.md) says what the columns compare. SP is sequence parallelism, Z1 is "
@@ -90,11 +108,45 @@ def report(found: Mapping[tuple[str, int], dict[str, Any]]) -> Report:
                     "The other families have Llama's recipe with key/value heads that four query heads share: all "
                     "combinations of degrees, with the recipe's schedule and recompute."
                 ]
-                if len(figures) > len(families)
+                if {*figures} & {*OTHERS}
                 else []
             ),
             *([f"{missing} empty fields of the table were not measured."] if missing else []),
         ],
+    )
+
+
+def _contract(figures: Mapping[str, dict[str, Any]]) -> list[str]:
+    broken = sum(one["that differ"] for one in figures.values())
+    return [f"every measured layout keeps the contract of 1e-5: {f'MISSED by {broken}' if broken else 'reached'}"]
+
+
+def add_sharing(steps: int) -> None:
+    """Measure the layouts of ranks that share samples, and add them to the results, which keep all other figures."""
+    stored = json.loads((RESULTS / "parity.json").read_text())
+    surroundings = stored.pop("environment")
+    found = _sharing_samples(steps)
+    figures = stored.pop("figures") | {name: _summary(name, found) for name in SHARING}
+    _, layouts, *_ = (Table(**table) for table in stored.pop("tables"))
+    tables = [_family_table(figures), layouts, _sharing_table(found)]
+    stored["notes"].append(
+        "Layouts of ranks that share samples (CP) were measured alone, with the recipe's schedule and recompute, "
+        f"on {datetime.now(UTC).date()}."
+    )
+    stored["targets"] = _contract(figures)
+    Report(**stored, tables=tables, figures=figures).save(RESULTS, surroundings)
+
+
+def _sharing_table(found: Mapping[tuple[str, int], dict[str, Any]]) -> Table:
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in SHARING:
+        for layout in found[name, 0]["layouts"][:-1]:
+            tensor, pipeline, data, schedule, _ = _row(layout)
+            rows.setdefault((tensor, str(layout["context"]), pipeline, data, schedule), []).append(_numbers(layout))
+    return Table(
+        ("TP", "CP", "PP", "DP", "schedule", *SHARING),
+        [[*row, *numbers] for row, numbers in rows.items()],
+        "Each layout of ranks that share samples: loss, gradient, resumed",
     )
 
 
@@ -116,9 +168,10 @@ def _with_bits(figures: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any
 
 
 def _family_table(figures: Mapping[str, dict[str, Any]]) -> Table:
+    columns = ("family", "layouts", "that differ", *KINDS.values(), "steps", "with bitwise", "bits differ")
     return Table(
-        ("family", "layouts", "that differ", *KINDS.values(), "steps", "with bitwise", "bits differ"),
-        [_padded([family, *map(_text, part.values())], 9) for family, part in figures.items()],
+        columns,
+        [_padded([family, *map(_text, part.values())], len(columns)) for family, part in figures.items()],
         "The largest differences of each family; layouts with `train.bitwise`, and those of which a bit differs",
     )
 
