@@ -103,6 +103,25 @@ def device_count(device: str) -> float:
 _pools: dict[int, RankPool] = {}
 
 
+LONG = 200
+"""Elements, or lines, from which on pytest compares two values for minutes where the variable CI is set."""
+
+
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """Explain that long lists or texts are not equal by the first place at which they differ."""
+    rows = [value.splitlines() if isinstance(value, str) else value for value in (left, right)]
+    first, second = rows
+    if op != "==" or not (isinstance(first, list | tuple) and isinstance(second, list | tuple)):
+        return None
+    if max(len(first), len(second)) < LONG:
+        return None
+    place = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+    shown = [f"{value[place]!r}" if place < len(value) else "nothing" for value in (first, second)]
+    return [f"{len(first)} and {len(second)} elements, which differ first at {place}:", *shown]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the ranks after the last test of the folders that share them.

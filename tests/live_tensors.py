@@ -23,6 +23,7 @@ class LiveTensors(TorchDispatchMode):
     def __init__(self, ignored: Iterable[Tensor] = (), *, resized: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._all_resized = resized
+        self._has_collectives = False
         self.peak = self._now = 0
         self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
@@ -32,11 +33,14 @@ class LiveTensors(TorchDispatchMode):
             self._add(tensor, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._has_collectives |= func.namespace == "c10d"
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
                 self._add(tensor, tensor.untyped_storage().nbytes())
-        self.peak = max(self.peak, self.now)
+        if self.now > self.peak:
+            # A peak that falls at once was no peak: a thread of collectives had tensors that nobody needs.
+            self.peak = max(self.peak, self.settled(2, self.peak) if self._has_collectives else self.now)
         return result
 
     def _add(self, tensor: Tensor, size: int) -> None:
@@ -68,10 +72,12 @@ class LiveTensors(TorchDispatchMode):
             self._now -= self._freed.popleft()
         return self._now + sum(tensor.untyped_storage().nbytes() for tensor in self._resized)
 
-    def settled(self) -> int:
-        """What is held once the thread that ran the last collective has let its tensors go."""
+    def settled(self, times: int = 20, enough: int = 0) -> int:
+        """What is held once the threads of collectives have let their tensors go, or what falls to `enough`."""
         least = self.now
-        for _ in range(20):
+        for _ in range(times):
+            if least <= enough:
+                break
             time.sleep(0.001)
             least = min(least, self.now)
         return least

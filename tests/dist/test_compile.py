@@ -52,20 +52,19 @@ def compare(
 
 
 def functions() -> dict[str, float]:
-    group, errors = mesh(2).tp, {}
-    x, weight = (random(i, 4, 6 * i).view(-1, 6).requires_grad_() for i in (2, 3))
-    for name in WHOLE_TO_PARTS:
-        function = getattr(collectives, name)
+    group = mesh(2).tp
+    names = list(WHOLE_TO_PARTS)
+    inputs = [random(i, 8, 6).requires_grad_() for i in range(len(names))]
+    weight = random(len(names), 6, 6).requires_grad_()
 
-        def call(x: Tensor, weight: Tensor, function: Any = function) -> Tensor:
-            y: Tensor = function(x @ weight[:6], group) * 2
-            return y
+    def call(*inputs: Tensor) -> Tensor:
+        outputs = (getattr(collectives, name)(x @ weight, group) * 2 for name, x in zip(names, inputs, strict=True))
+        return torch.cat([y.flatten() for y in outputs])
 
-        errors |= compare(name, call, {"x": x, "weight": weight}, x, weight, backend="aot_eager")
-    return errors
+    leaves = dict(zip(names, inputs, strict=True)) | {"weight": weight}
+    return compare("functions", call, leaves, *inputs, backend="aot_eager")
 
 
-@pytest.mark.slow
 def test_functions_of_comm(ranks: Any) -> None:
     check(run(ranks, 2, functions), 1e-6)
 

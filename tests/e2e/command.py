@@ -100,15 +100,22 @@ def _devices(arguments: list[str]) -> dict[str, str]:
     return {"STRICT_DEVICES": str(math.prod(cut))}
 
 
-def start(*arguments: str | Path, at: Path, program: tuple[str, ...] = ALONE, **variables: str) -> Process:
-    """The command, under way in the folder `at`."""
+def start(
+    *arguments: str | Path,
+    at: Path,
+    program: tuple[str, ...] = ALONE,
+    stdin: Path = Path(os.devnull),
+    **variables: str,
+) -> Process:
+    """The command, under way in the folder `at`; it reads the file `stdin`."""
     command = [*program, *map(str, arguments)]
     environment_ = environment(**_devices(command) | variables)
     if warm.can_run(program):
-        return warm.Job(command, at=at, variables=environment_)
-    return subprocess.Popen(
-        command, cwd=at, env=environment_, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        return warm.Job(command, at=at, variables=environment_, stdin=stdin)
+    with stdin.open() as file:
+        return subprocess.Popen(
+            command, cwd=at, env=environment_, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
 
 def outcome(process: Process, timeout: float = 240.0) -> Outcome:

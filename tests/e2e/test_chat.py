@@ -6,21 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import processes
-from tests.e2e.command import ALONE, Outcome, environment, within
+from tests.e2e.command import ALONE, Outcome, environment, shardwise, within
 from tests.e2e.conftest import Trained
 
 
 def chat(trained: Trained, *arguments: str, lines: str) -> Outcome:
-    done = subprocess.run(
-        [*ALONE, *arguments],
-        input=lines,
-        cwd=trained.at,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    return Outcome(done.returncode, done.stdout, done.stderr)
+    typed = trained.at / "lines.txt"
+    typed.write_text(lines)
+    return shardwise(*arguments, at=trained.at, stdin=typed)
 
 
 def test_a_text_is_continued_as_generate_continues_it(trained: Trained) -> None:

@@ -6,13 +6,18 @@ import re
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from shardwise.config import Config
+from shardwise.verify.layouts import Cell
+from shardwise.verify.tolerance import Differences
+from shardwise.verify.verification import CellOutcome, Verification
 from tests.arch.source import ROOT
 from tests.e2e import processes
-from tests.e2e.command import outcome, shardwise, start
+from tests.e2e.command import outcome, shardwise, start, within
 
 PAGE = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
 FAULTS = """
@@ -39,16 +44,33 @@ if "RANK" in os.environ:
 """What a rank imports first: gradients of DP 2 are 1 % too large, and TP 2 fails."""
 
 
+def on_the_page() -> tuple[list[str], str]:
+    """The arguments of the page's first command, and its output with # for each number that differs by machine."""
+    block, shown = re.findall(r"^```(?:sh|text)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[:2]
+    return shlex.split(block.splitlines()[0], comments=True)[1:], plain(shown)
+
+
+def plain(text: str) -> str:
+    return " ".join(re.sub(r"\d\.\de-\d\d|\b0\b|\d\.\d{6}", "#", text).split())
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a training: all layouts differ by the same numbers."""
+
+    def verify(_config: Config, cells: Sequence[Cell], _folder: Path) -> Verification:
+        outcomes = [CellOutcome(cell, Differences(0.0, 1e-7, 2e-7, 1e-7, "w", "g"), ()) for cell in (*cells, Cell())]
+        return Verification((4.8, 4.7), outcomes)
+
+    monkeypatch.setattr("shardwise.verify.verification.verify", verify)
+    arguments, shown = on_the_page()
+    assert plain(within(*arguments, at=tmp_path).succeeded().out) == shown
+
+
 @pytest.mark.slow
 def test_the_page_runs(tmp_path: Path) -> None:
-    block, shown = re.findall(r"^```(?:sh|text)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[:2]
-    command = shlex.split(block.splitlines()[0], comments=True)
-    done = shardwise(*command[1:], at=tmp_path, TMPDIR=str(tmp_path)).succeeded()
-
-    def plain(text: str) -> str:
-        return " ".join(re.sub(r"\d\.\de-\d\d|\b0\b|\d\.\d{6}", "#", text).split())
-
-    assert plain(done.out) == plain(shown), "the page shows another output than the command has"
+    arguments, shown = on_the_page()
+    done = shardwise(*arguments, at=tmp_path, TMPDIR=str(tmp_path)).succeeded()
+    assert plain(done.out) == shown, "the page shows another output than the command has"
     assert done.err == ""
     assert not list(tmp_path.iterdir()), "a verification leaves nothing behind"
 

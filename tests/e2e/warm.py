@@ -67,7 +67,7 @@ class Job:
     Has of `subprocess.Popen` what the tests use.
     """
 
-    def __init__(self, program: Sequence[str], *, at: Path, variables: Mapping[str, str]) -> None:
+    def __init__(self, program: Sequence[str], *, at: Path, variables: Mapping[str, str], stdin: Path) -> None:
         self.returncode: int | None = None
         server = _server()
         folder = tempfile.mkdtemp(dir=Path(server).parent)
@@ -75,7 +75,7 @@ class Job:
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(server)
         self._stream = self._connection.makefile("rw")
-        asked = [[*program], str(at), {**variables}, [*map(str, self._printed)]]
+        asked = [[*program], str(at), {**variables}, str(stdin), [*map(str, self._printed)]]
         print(json.dumps(asked), file=self._stream, flush=True)
         self.pid = int(self._stream.readline())
 
@@ -165,11 +165,11 @@ def _answer(connection: socket.socket) -> NoReturn:
     """In a process of its own: fork the command, wait for it, and tell how it ended."""
     try:
         with connection.makefile("rw") as stream:
-            program, at, variables, names = json.loads(stream.readline())
+            program, at, variables, stdin, names = json.loads(stream.readline())
             child = os.fork()
             if child == 0:
                 files = [os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND) for name in names]
-                _become(program, [os.open(os.devnull, os.O_RDONLY), *files], variables, at)
+                _become(program, [os.open(stdin, os.O_RDONLY), *files], variables, at)
             print(child, file=stream, flush=True)
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=stream, flush=True)
     finally:

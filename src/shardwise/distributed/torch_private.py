@@ -82,14 +82,13 @@ def cpu_attention(
     S = L: each query sees the keys up to it.
     """
     if q.shape[1] != k.shape[1] and mask is None and not causal:
-        # The queries of all heads that share a key follow one another: no key is copied.
+        # The queries of all heads that share a key follow one another: the kernel is faster with more queries.
         heads = (k.shape[1], -1)
         out, log_sums = cpu_attention(q.unflatten(1, heads).flatten(2, 3), k, v, scale=scale)
         lengths = (-1, q.shape[2])
         return out.unflatten(2, lengths).flatten(1, 2), log_sums.unflatten(2, lengths).flatten(1, 2)
-    keys, values = (_of_each_query_head(t, q) for t in (k, v))
     out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, keys, values, 0.0, causal, attn_mask=mask, scale=scale
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
     return out, log_sums
 
@@ -113,17 +112,10 @@ def cpu_attention_gradients(
         dy_rows, q_rows, out_rows, sums_rows = rows
         dq, dk, dv = cpu_attention_gradients(dy_rows, q_rows, k, v, out_rows, sums_rows, scale=scale)
         return dq.unflatten(2, (-1, q.shape[2])).flatten(1, 2), dk, dv
-    keys, values = (_of_each_query_head(t, q) for t in (k, v))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dy, q, keys, values, out, log_sums, 0.0, causal, attn_mask=mask, scale=scale
+        dy, q, k, v, out, log_sums, 0.0, causal, attn_mask=mask, scale=scale
     )
-    if keys is not k:
-        dk, dv = (t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))
     return dq, dk, dv
-
-
-def _of_each_query_head(x: Tensor, q: Tensor) -> Tensor:
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def fused_all_gather_matmul(x: Tensor, weights: list[Tensor], group: ProcessGroup) -> tuple[Tensor, list[Tensor]]:

@@ -86,7 +86,8 @@ def _merged(total: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor]) -> tup
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> tuple[Tensor, Tensor]:
     """Return the output `[Q, B, n, d]` and the log-sum-exps `[Q, B, n]` over some keys."""
     if isinstance(mask, PiecesMask):
-        return attend_by_pieces(q, k, v, mask, scale)
+        out, log_sums = attend_by_pieces(q, k, v, mask, scale)
+        return out, log_sums.transpose(0, 1)
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
     out, log_sums = attention_and_log_sums(q, k, v, mask, scale)
     return out.permute(2, 0, 1, 3), log_sums.permute(2, 0, 1)
@@ -105,7 +106,8 @@ def _add_gradients(
     `total`: output and log-sum-exps over all keys.
     """
     if isinstance(mask, PiecesMask):
-        add_gradients_by_pieces(dy, inputs, total, mask, scale, gradients)
+        out, log_sums_QBn = total
+        add_gradients_by_pieces(dy, inputs, (out, log_sums_QBn.transpose(0, 1)), mask, scale, gradients)
         return
     q, k, v = leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with torch.enable_grad():

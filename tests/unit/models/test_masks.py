@@ -91,7 +91,8 @@ def test_attention_and_its_gradients_are_those_of_the_definition(
     runs: str, has_documents: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     define_attention_by_pieces()
-    monkeypatch.setattr(attention_pieces, "SHORT", 48)
+    for name, size in {"SHORT": 48, "SQUARE": 16, "FEW": 100, "MANY": 150}.items():
+        monkeypatch.setattr(attention_pieces, name, size)
     numbers = torch.Generator().manual_seed(0)
     places = [place for run in RUNS[runs] for place in run]
     cuts = torch.randint(1, LENGTH, (2, 6), generator=numbers).sort().values.tolist()
