@@ -19,9 +19,10 @@ from shardwise.pipeline.makespan import makespan
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
 from shardwise.planner import block_seconds, device_seconds
-from shardwise.planner.block_seconds import BlockShape, PartSeconds, PassSeconds, ProgramTraits
+from shardwise.planner.block_seconds import BlockShape, PartSeconds, PassSeconds
 from shardwise.planner.device_seconds import Constants, RankGroup, constants_of, group
 from shardwise.planner.device_specs import Cluster
+from shardwise.planner.program_traits import ProgramTraits
 from shardwise.planner.update_bytes import update_bytes
 
 # Kernels that a block starts in its forward pass, as torch's dispatcher counts them: of a plain block, and additional

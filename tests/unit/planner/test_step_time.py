@@ -16,10 +16,10 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
 from shardwise.pipeline.makespan import makespan
 from shardwise.pipeline.timeline import StageTimes, simulate, timeline
-from shardwise.planner.block_seconds import ProgramTraits
 from shardwise.planner.device_seconds import RankGroup, collective, fitted, group, matmul
 from shardwise.planner.device_specs import cluster, load_device
 from shardwise.planner.memory import expected_memory
+from shardwise.planner.program_traits import ProgramTraits
 from shardwise.planner.step_time import shardwise_traits, step_time
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,57 @@
+"""The ways in which the program that trains spends time differently from other programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.planner.overlap import TensorOverlap
+
+
+@dataclass(frozen=True)
+class ProgramTraits:
+    """The ways in which the program that trains differs from others; the defaults are this package's.
+
+    Attributes:
+        fused_attention: True if one kernel computes attention; otherwise its probabilities are written and read.
+        loss_ahead: True if the head's gradients are computed in the forward pass.
+        overlaps: True if gradients are reduced behind the backward pass, bucket by bucket.
+        waits_for_messages: True if a rank waits for its messages to other stages.
+        splits_messages: True if the ranks of a tensor-parallel group each send a part of a message, and gather it.
+        runs_ahead: True if the host starts kernels before the device is done with earlier ones.
+        casts_gradients: True if a weight's new gradient is copied to the gradients' dtype before it is added to them.
+        adds_products: True if the products of blocks add to gradients of float32 by themselves.
+        updates_in_one_pass: True if each value of the optimizer's step is read and written once, also to scale the
+            gradients and to round the weights, and the norm reads the gradients of all ranks.
+        reduces_all: True if gradients are all-reduced even if the optimizer's state is sharded.
+        recomputes_core: True if selective recompute repeats attention, fused or not, and nothing else.
+        separate_kernels: True if each element-wise function of a block is a kernel; otherwise functions one after the
+            other are one.
+        kernels: number of kernels that a block starts in its forward pass.
+        tensor_overlap: how tensor parallelism communicates behind matrix products; None if in turn with them.
+        context_ring: True if keys and values go round the ranks while attention multiplies those that are there.
+        rounding_bytes: bytes that are read and written to round an element of an operand of fp8 products, along both
+            dimensions; None: those of this package's kernels.
+        block_scales: True if each 32 numbers of an operand of fp8 products have a scale (MXFP8).
+        fused_share: part of the peak that fused attention reaches in its forward pass; None: that of the device's best.
+        graphs: True if a CUDA graph starts the kernels, so that the device does not wait for the host.
+    """
+
+    fused_attention: bool = True
+    loss_ahead: bool = True
+    overlaps: bool = True
+    waits_for_messages: bool = False
+    splits_messages: bool = False
+    runs_ahead: bool = True
+    casts_gradients: bool = False
+    adds_products: bool = False
+    updates_in_one_pass: bool = False
+    reduces_all: bool = False
+    recomputes_core: bool = False
+    separate_kernels: bool = False
+    kernels: int = 24
+    tensor_overlap: TensorOverlap | None = None
+    context_ring: bool = False
+    rounding_bytes: int | None = None
+    block_scales: bool = False
+    fused_share: float | None = None
+    graphs: bool = False
