@@ -38,7 +38,7 @@ from shardwise.cli.plan_rows import (
     row,
     time_unit,
 )
-from shardwise.config import Config, dump_yaml, load_config, recipe_name
+from shardwise.config import Config, dump_yaml, largest_stage, load_config, recipe_name, tokens_of_run
 from shardwise.config.recipe_files import carried_comments, is_without_data, own_data
 from shardwise.models import parameter_counts
 from shardwise.planner.device_specs import Cluster, cluster, shipped_text
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
     if Path(arguments.recipe).is_dir():
         return compare_with_run(arguments)
     recipe: str = arguments.recipe
-    config = load_config(recipe, arguments.overrides)
+    config = largest_stage(load_config(recipe, arguments.overrides))
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
     devices = named_devices(arguments.device)
     price_of = prices(arguments.price, devices)
@@ -206,7 +206,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _show(name: str, result: Search, listed: Sequence[Plan]) -> None:
     best = listed[0]
     train = best.config.train
-    tokens = train.steps * train.global_batch * train.sequence_length
+    tokens = tokens_of_run(best.config)
     parameters = units.count(parameter_counts.parameter_count(best.config.model) or 0)
     output.prose(f"{name}, {parameters} parameters, on {best.cluster}: {tokens:,} tokens in {train.steps:,} steps")
     dropped = "".join(f"; {number:,} dropped: {reason}" for reason, number in result.too_large.items())

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, nearest_numbers, see
 from shardwise.config.communication_rules import overlap_problems, regather_problems
-from shardwise.config.data import MASKED_FRACTION, PYTHON_NAME, MixedSource
+from shardwise.config.data import PYTHON_NAME, MixedSource
 from shardwise.config.layout import Layout
 from shardwise.config.load import config_from
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER
@@ -29,9 +29,11 @@ from shardwise.config.size_rules import (
     context_problems,
     fp8_problems,
     keys_of_bits,
+    masking_problems,
     sharding_problems,
     tensor_problems,
 )
+from shardwise.config.size_stages import stage_problems, stages_of
 
 
 def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
@@ -63,7 +65,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     problems += regather_problems(config)
     problems += _compile_problems(config)
     problems += _schedule_problems(config)
-    problems += _masking_problems(config)
+    problems += masking_problems(config)
     problems += _resume_key_problems(config)
     problems += _evaluation_problems(config)
     problems += _trace_problems(config, is_new)
@@ -74,6 +76,15 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
         problems += _profile_problems(config, layout)
         problems += bitwise_problems(config, layout)
         problems += sharding_problems(config, layout)
+    stage_faults = stage_problems(config)
+    if not stage_faults and config.run is config:
+        for stage in stages_of(config)[1:]:
+            try:
+                check_layout(stage, world, is_new=is_new)
+            except ConfigError as error:
+                place = f"from step {stage.steps_before + 1:,} on (data.stages): "
+                stage_faults += [place + problem for problem in error.problems if problem not in problems]
+    problems += stage_faults
     if layout is None or problems:
         raise ConfigError(problems)
     return layout
@@ -243,23 +254,6 @@ def _resume_key_problems(config: Config) -> list[str]:
             "name an earlier checkpoint, or raise train.steps"
         ]
     return []
-
-
-def _masking_problems(config: Config) -> list[str]:
-    """Refuse the masking keys with families that mask no tokens, and more masked tokens than a sequence has."""
-    data = config.data
-    length = config.train.sequence_length
-    if "mlm" in config.model.objectives:
-        if data.max_predictions is None or data.max_predictions <= length:
-            return []
-        return [f"data.max_predictions ({data.max_predictions}) must be at most train.sequence_length ({length})"]
-    unused = f"must be left out: model.family {config.model.family} predicts the next token and masks none"
-    problems = []
-    if data.max_predictions is not None:
-        problems.append(f"data.max_predictions ({data.max_predictions}) {unused}")
-    if data.masked_fraction != MASKED_FRACTION:
-        problems.append(f"data.masked_fraction ({data.masked_fraction}) {unused}")
-    return problems
 
 
 def _hook_problems(config: Config) -> list[str]:
