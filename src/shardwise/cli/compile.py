@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from itertools import chain
 from pathlib import Path
 
 from shardwise.base import units
@@ -22,7 +23,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.files import cache_root, reason_of
 from shardwise.base.hardware import accelerators, cpu_count, torch_type
 from shardwise.cli import output
-from shardwise.config import Config, Layout, check_layout, load_config
+from shardwise.config import Config, Layout, check_layout, load_config, stages_of
 from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of, write_errors_explained
 
 
@@ -144,8 +145,13 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
         require_build_for(device)
         only_capture = True
         output.line(f"there is no {device} device here: graphs are captured, and not compiled; one device is enough")
-    plan = CompilationPlan.make(config, layout, device, threads, only_capture=only_capture)
-    graphs = list(plan.facts)
+    plans = [
+        CompilationPlan.make(stage, layout, device, threads, only_capture=only_capture) for stage in stages_of(config)
+    ]
+    graphs: list[Facts] = []
+    for plan in plans:
+        graphs += [facts for facts in plan.facts if facts not in graphs]
+    kept = list(graphs)
     if arguments.retry_failed:
         graphs = [facts for facts in graphs if cache.log_of(facts).exists()]
     # An entry that a crash left incomplete is compiled again.
@@ -159,7 +165,12 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
         done += 1
         output.line(f"[{done}/{len(graphs)}] {_name(facts)}: in the cache")
     problems = []
-    for outcome in compile_graphs(plan, [facts for facts in graphs if facts not in known], cache, workers):
+    missing = [facts for facts in graphs if facts not in known]
+    outcomes = []
+    for plan in plans:
+        outcomes.append(compile_graphs(plan, [facts for facts in missing if facts in plan.facts], cache, workers))
+        missing = [facts for facts in missing if facts not in plan.facts]
+    for outcome in chain.from_iterable(outcomes):
         done += 1
         seconds = units.duration(outcome.seconds)
         if outcome.problem is not None:
@@ -175,7 +186,7 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
             said = f"compiled in {seconds}, {units.size(outcome.entry.bytes)}"
         output.line(f"[{done}/{len(graphs)}] {_name(outcome.facts)}: {said}")
     # The graphs of this training stay whatever the limit is: it is about to read them.
-    removed = cache.prune(config.compile.cache_gib * 2**30, kept=plan.facts)
+    removed = cache.prune(config.compile.cache_gib * 2**30, kept=kept)
     if removed:
         output.line(
             f"removed {units.counted(len(removed), 'graph')} that were used longest ago: compile.cache_gib "

@@ -357,7 +357,8 @@ def _sections(folder: ModelFolder, values: Mapping[str, Any]) -> dict[str, dict[
     sections = {"model": dict(folder.model)}
     for name, section in run_sections.items():
         sections[name] = {**section, **values.get(name, {})}
-    sections["train"]["steps"] = 1
+    # The stages of a mixture begin within the run's steps.
+    sections["train"]["steps"] = run.get("train", {}).get("steps", 1)
     return sections
 
 

@@ -387,8 +387,10 @@ class DataConfig(SourceConfig):
             if before is not None and stage.at <= before.at:
                 problems.append(f"{key}.at ({stage.at}) must be more than that of the stage before ({before.at})")
             if not stage.weights and not stage.sizes:
-                changes = "the sources that are read from then on" if self.mixture else "a size, as sequence_length"
-                problems.append(f"{key} must change something: name {changes}")
+                named = "weights must name the sources that are read from then on"
+                if not self.mixture:
+                    named = "sequence_length, or another key of the stage, must be set"
+                problems.append(f"{key}.{named}")
             if stage.weights and not self.mixture:
                 problems.append(f"{key}.weights must be left out without data.mixture")
                 continue

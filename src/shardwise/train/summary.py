@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
-from shardwise.config import Config, Layout, Precision, dump_yaml, stages_of
+from shardwise.config import Config, Layout, Precision, dump_yaml, stages_of, tokens_of_run
 from shardwise.config.layout import Stage
 from shardwise.models import parameter_counts
 from shardwise.optim.learning_rate import rate_at, schedule_points
@@ -139,7 +139,8 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         ("device", device),
         ("batch", _batch(config, layout)),
         ("steps", f"{train.steps:,}{stop}"),
-        ("tokens", f"{step_tokens:,} per step, {step_tokens * train.steps:,} in all"),
+        *_stages(config),
+        ("tokens", f"{step_tokens:,} per step, {tokens_of_run(config):,} in all"),
         ("parameters", shown_parameters),
         (
             "precision",
@@ -149,6 +150,18 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         ),
         ("optimizer", _optimizer(config)),
     ]
+
+
+def _stages(config: Config) -> _Rows:
+    """The sequences of each stretch of steps, of a run whose stages change them; no rows for another one."""
+    stages = stages_of(config)
+    if len(stages) == 1:
+        return []
+    shown = [
+        f"{stage.train.global_batch:,} × {stage.train.sequence_length:,} tokens up to step {stage.last_step:,}"
+        for stage in stages
+    ]
+    return [("stages", f"{', '.join(shown)}; the other rows are of the largest")]
 
 
 def prediction(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:

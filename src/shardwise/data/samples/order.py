@@ -63,7 +63,7 @@ class SampleOrder:
         blocks, places = np.divmod(np.arange(consumed, consumed + count), self.together)
         first = consumed // self.together
         last = (consumed + count - 1) // self.together
-        return self._block_indices(first, last + 1 - first)[blocks - first] * self.together + places
+        return np.asarray(self._block_indices(first, last + 1 - first)[blocks - first] * self.together + places)
 
     def _block_indices(self, consumed: int, count: int) -> IntArray:
         """Blocks number `consumed` to `consumed + count` of the endless order."""
