@@ -75,18 +75,28 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
         problems += _profile_problems(config, layout)
         problems += bitwise_problems(config, layout)
         problems += sharding_problems(config, layout)
-    stage_faults = stage_problems(config)
-    if not stage_faults and config.run is config:
-        for stage in stages_of(config)[1:]:
-            try:
-                check_layout(stage, world, is_new=is_new)
-            except ConfigError as error:
-                place = f"from step {stage.steps_before + 1:,} on (data.stages): "
-                stage_faults += [place + problem for problem in error.problems if problem not in problems]
-    problems += stage_faults
+    problems += _problems_of_stages(config, world, problems, is_new=is_new)
     if layout is None or problems:
         raise ConfigError(problems)
     return layout
+
+
+def _problems_of_stages(config: Config, world: int, known: Collection[str], *, is_new: bool) -> list[str]:
+    """Return the problems of stages that change the sizes of a step, without those that are known."""
+    if config.run is not config:
+        return []
+    try:
+        stages = stages_of(config)
+    except ConfigError as error:
+        return error.problems
+    problems = stage_problems(stages)
+    for stage in stages[1:]:
+        try:
+            check_layout(stage, world, is_new=is_new)
+        except ConfigError as error:
+            place = f"from step {stage.steps_before + 1:,} on (data.stages): "
+            problems += [place + problem for problem in error.problems if problem not in known]
+    return problems
 
 
 def _trace_problems(config: Config, is_new: bool) -> list[str]:

@@ -94,17 +94,9 @@ def position_after(config: Config, step: int, position: int) -> int:
     return position * stage_of_step(config, step).train.sequence_length // config.train.sequence_length
 
 
-def stage_problems(config: Config) -> list[str]:
+def stage_problems(stages: list[Config]) -> list[str]:
     """The problems of stages that change the sizes of a step, without those that each has by itself."""
-    run = config.run
-    if run is not config:
-        return []
-    try:
-        stages = stages_of(run)
-    except ConfigError as error:
-        return error.problems
-    if len(stages) == 1:
-        return []
+    run = stages[0].run
     problems = []
     step_tokens = {stage.train.global_batch * stage.train.sequence_length for stage in stages}
     if run.counts_tokens and len(step_tokens) > 1:
@@ -123,14 +115,16 @@ def stage_problems(config: Config) -> list[str]:
     return problems
 
 
-def changed_lengths(stored: Config, config: Config, step: int) -> list[str]:
+def changed_lengths(stored: Mapping[str, Any], config: Config, step: int) -> list[str]:
     """The reasons why a run with other stages cannot go on after `step` steps: its order of the data would be another.
 
     Args:
-        stored: configuration of the run so far.
+        stored: values of the configuration of the run so far.
     """
-    then = stages_of(stored)
     now = stages_of(config)
+    if len(now) == 1 and not _has_sizes(stored):
+        return []
+    then = stages_of(config_from(stored))
     block = then[0].block_length
     if now[0].block_length != block:
         return [
@@ -152,10 +146,14 @@ def changed_lengths(stored: Config, config: Config, step: int) -> list[str]:
 
 def values_of_step(stored: Mapping[str, Any], step: int) -> Mapping[str, Any]:
     """The stored values of a run, with the sizes of a step in place of those of the first one."""
-    stages = stored.get("data", {}).get("stages", ())
-    if all(stage.keys() <= {"at", "weights"} for stage in stages):
+    if not _has_sizes(stored):
         return stored
     return stage_of_step(config_from(stored), step).model_dump(mode="json")
+
+
+def _has_sizes(stored: Mapping[str, Any]) -> bool:
+    """True if a stage in the stored values of a run changes sizes."""
+    return any(stage.keys() - {"at", "weights"} for stage in stored.get("data", {}).get("stages", ()))
 
 
 def _changes(run: Config) -> list[tuple[int, dict[str, Any]]]:
