@@ -17,6 +17,7 @@ import os
 import time
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
@@ -25,6 +26,9 @@ from shardwise.base.hardware import accelerators, cpu_count, torch_type
 from shardwise.cli import output
 from shardwise.config import Config, Layout, check_layout, load_config, stages_of
 from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of, write_errors_explained
+
+if TYPE_CHECKING:
+    from shardwise.train.compile.ahead_of_time import GraphOutcome  # imports torch
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -148,10 +152,10 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     plans = [
         CompilationPlan.make(stage, layout, device, threads, only_capture=only_capture) for stage in stages_of(config)
     ]
-    graphs: list[Facts] = []
+    kept: list[Facts] = []
     for plan in plans:
-        graphs += [facts for facts in plan.facts if facts not in graphs]
-    kept = list(graphs)
+        kept += [facts for facts in plan.facts if facts not in kept]
+    graphs = kept
     if arguments.retry_failed:
         graphs = [facts for facts in graphs if cache.log_of(facts).exists()]
     # An entry that a crash left incomplete is compiled again.
@@ -172,19 +176,13 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
         missing = [facts for facts in missing if facts not in plan.facts]
     for outcome in chain.from_iterable(outcomes):
         done += 1
-        seconds = units.duration(outcome.seconds)
         if outcome.problem is not None:
             failed += 1
             problems += [
                 f"{_name(outcome.facts)}: {outcome.problem}",
                 *([f"log: {outcome.log}"] if outcome.log else []),
             ]
-            said = f"failed after {seconds}"
-        elif outcome.entry is None:
-            said = f"captured in {seconds}"
-        else:
-            said = f"compiled in {seconds}, {units.size(outcome.entry.bytes)}"
-        output.line(f"[{done}/{len(graphs)}] {_name(outcome.facts)}: {said}")
+        output.line(f"[{done}/{len(graphs)}] {_name(outcome.facts)}: {_result(outcome)}")
     # The graphs of this training stay whatever the limit is: it is about to read them.
     removed = cache.prune(config.compile.cache_gib * 2**30, kept=kept)
     if removed:
@@ -200,6 +198,16 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     for problem in problems:
         output.line(problem)
     return 1 if failed else 0
+
+
+def _result(outcome: GraphOutcome) -> str:
+    """The end of a graph's compilation, as the user reads it."""
+    seconds = units.duration(outcome.seconds)
+    if outcome.problem is not None:
+        return f"failed after {seconds}"
+    if outcome.entry is None:
+        return f"captured in {seconds}"
+    return f"compiled in {seconds}, {units.size(outcome.entry.bytes)}"
 
 
 def _threads(config: Config, layout: Layout, device: str) -> int:

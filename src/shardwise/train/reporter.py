@@ -170,9 +170,13 @@ class Reporter:
             self._progress.append(kind(console, steps_before, self._end, self._started, every_update=every_update))
         if self.config.log.tensorboard:
             self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
-        steps = self.config.log.profile_steps
-        if steps is not None and not traced_steps(self.config, steps_before, self._end):
-            taken = f"the steps {steps_before + 1:,} to {self._end:,}" if self._end > steps_before else "no step"
+        self._tell_no_trace()
+
+    def _tell_no_trace(self) -> None:
+        """Tell the user of a trace of which this run takes no step."""
+        before = self._steps_before
+        if self.config.log.profile_steps is not None and not traced_steps(self.config, before, self._end):
+            taken = f"the steps {before + 1:,} to {self._end:,}" if self._end > before else "no step"
             self.message(
                 f"no trace: log.profile ({self.config.log.profile}) has no step of this run, which takes {taken}"
             )

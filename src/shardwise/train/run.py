@@ -41,7 +41,7 @@ from shardwise.train.resume import (
     restore_first,
     set_later_aside,
 )
-from shardwise.train.saving import make_stop_check
+from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.start import OpenedRun, open_run
 from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
@@ -73,8 +73,14 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     # Each stage with sizes of its own begins as a run that is resumed.
     turn = _Turn(stages_of(config)[0], run_path)
     while not turn.is_last:
-        turn = _run_stage(turn, layout, mesh, recipe)
+        with _opened_stage(turn, layout, mesh, recipe) as stage:
+            if isinstance(stage, _Turn):
+                turn = stage
+                continue
+            stopped_by = stage.trainer.run(stage.checkpoints, stage.graphs)
+            turn = _end_stage(stage, stopped_by)
         if not turn.is_last:
+            del stage
             _forget_model()
     leave()
     assert turn.path is not None
@@ -100,8 +106,21 @@ class _Turn:
     is_last: bool = False
 
 
-def _run_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> _Turn:
-    """Train the steps of a stage, or find that the run goes on in another one. Collective."""
+@dataclass(frozen=True)
+class _OpenedStage:
+    """A stage that is ready for its first step."""
+
+    opened: OpenedRun
+    trainer: Trainer
+    reporter: Reporter
+    checkpoints: Checkpoints
+    graphs: RunGraphs | None
+    copies: MemoryCopies | None
+
+
+@contextmanager
+def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Iterator[_OpenedStage | _Turn]:
+    """Restore the state that a stage begins with, or find that the run goes on in another one. Collective."""
     progress = Progress(phase="preparation of the data")
     config, choice = fitted_to_devices(turn.config, layout, mesh)
     with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
@@ -110,7 +129,8 @@ def _run_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> _Turn:
         path = opened.folder.directory.path
         newest = max((candidate.step for candidate in opened.folder.checkpoints.candidates), default=0)
         if turn.step is None and not config.has_next_step(newest):
-            return _Turn(stage_after(config, newest), path, newest)
+            yield _Turn(stage_after(config, newest), path, newest)
+            return
         # Inside of the reporter too, so that it records the same sentence that the user reads.
         with build_reporter(opened) as reporter, _explained(config, layout, mesh, progress), ExitStack() as stack:
             progress.phase = "construction of the model"
@@ -123,7 +143,8 @@ def _run_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> _Turn:
             resumed = _restore(opened, trainer, reporter, copies)
             if not config.has_next_step(progress.step):
                 # Later checkpoints were damaged, and this one is of an earlier stage.
-                return _Turn(stage_after(config, progress.step), path, progress.step)
+                yield _Turn(stage_after(config, progress.step), path, progress.step)
+                return
             _begin(opened, trainer, reporter, copies, resumed, turn.began)
             _tell_memory(reporter, shortage, choice)
             graphs = None
@@ -137,21 +158,29 @@ def _run_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> _Turn:
                 checkpoints.follow()  # also tells the user
                 # Only now: a signal during the start ends the run at once, as there is nothing to save.
                 stop_requests.install()
-                stopped_by = trainer.run(checkpoints, graphs)
-                progress.phase = "wait for the checkpoint"
-                checkpoints.finish()
-            if copies is not None:
-                _end_copies(copies, reporter)
-            if stopped_by is not None:
-                _stop(opened, stopped_by, reporter)
-            following = _following(config, progress)
-            if following is not None:
-                reporter.stop(NEXT_STAGE)
-                return _Turn(following, opened.folder.directory.path, progress.step, time.perf_counter())
-            _finish(opened, trainer, reporter)
+                yield _OpenedStage(opened, trainer, reporter, checkpoints, graphs, copies)
         # A program that called `shardwise.train` reads the results on any rank.
         collectives.barrier(mesh.world)
-    return _Turn(config, opened.folder.directory.path, progress.step, is_last=True)
+
+
+def _end_stage(stage: _OpenedStage, stopped_by: str | None) -> _Turn:
+    """Wait for the last checkpoint, and begin the next stage or end the run."""
+    opened = stage.opened
+    config = opened.config
+    progress = opened.progress
+    progress.phase = "wait for the checkpoint"
+    stage.checkpoints.finish()
+    if stage.copies is not None:
+        _end_copies(stage.copies, stage.reporter)
+    if stopped_by is not None:
+        _stop(opened, stopped_by, stage.reporter)
+    path = opened.folder.directory.path
+    following = _following(config, progress)
+    if following is None:
+        _finish(opened, stage.trainer, stage.reporter)
+        return _Turn(config, path, progress.step, is_last=True)
+    stage.reporter.stop(NEXT_STAGE)
+    return _Turn(following, path, progress.step, time.perf_counter())
 
 
 def _following(config: Config, progress: Progress) -> Config | None:

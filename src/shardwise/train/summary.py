@@ -515,9 +515,6 @@ def start_rows(
     samples = (config.last_step - config.steps_before) * train.global_batch
     tokens = samples * train.sequence_length
     begin = f", {steps_before:,} of them done" if steps_before else ""
-    stop = "" if end == train.steps else f", this run stops at {end:,}"
-    if end == config.last_step < train.steps:
-        stop = f", with these sizes up to {end:,}"
     roles = {"gradient": precision.gradient, "reduce": precision.reduce, "optimizer": precision.optimizer}
     other_dtypes = "".join(f", {role} {dtype}" for role, dtype in roles.items() if dtype != precision.parameter)
     accelerator = not device_name.startswith("cpu")
@@ -528,7 +525,7 @@ def start_rows(
         known = f"{parts} on each rank; activations are not known for a model of your own"
     rows = [
         ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),
-        ("steps", f"{train.steps:,}{begin}{stop}"),
+        ("steps", f"{train.steps:,}{begin}{_stop(config, end)}"),
         ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {tokens:,} tokens{epochs and f', {epochs}'}"),
         ("batch", _batch(config, layout)),
         (
@@ -551,6 +548,13 @@ def start_rows(
         )
         rows.append(("dropout", price))
     return [*rows, ("MFU", _utilization(config, device_name, precision)), ("run", str(run_path))]
+
+
+def _stop(config: Config, end: int) -> str:
+    """The last step of a run that does not do all steps, or of a stage."""
+    if end == config.train.steps:
+        return ""
+    return f", with these sizes up to {end:,}" if end == config.last_step else f", this run stops at {end:,}"
 
 
 def _utilization(config: Config, device_name: str, precision: Precision) -> str:
