@@ -18,7 +18,7 @@ from shardwise.base.user_code import error_text
 from shardwise.checkpoint.format.model_files import differ_in_tokens, differences
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, Layout, UserModelConfig, check_layout, stage_after, stages_of
+from shardwise.config import Config, Layout, UserModelConfig, check_layout, largest_stage, stage_after, stages_of
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, BlendedBatches
 from shardwise.distributed import backend_errors, collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
@@ -124,7 +124,10 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
     progress = Progress(phase="preparation of the data")
     config, choice = fitted_to_devices(turn.config, layout, mesh)
     with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
-        shortage = require_device(config, layout, mesh.world.rank, mesh.device)
+        # Before the first step of the process, the memory is compared with the need of the largest stage.
+        shortage = require_device(
+            largest_stage(config) if turn.began is None else config, layout, mesh.world.rank, mesh.device
+        )
         opened = open_run(config, layout, mesh, progress, turn.path, recipe)
         path = opened.folder.directory.path
         newest = max((candidate.step for candidate in opened.folder.checkpoints.candidates), default=0)
@@ -156,8 +159,10 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
                 if resumed is not None and resumed.damage:
                     checkpoints.save_again(resumed.manifest)
                 checkpoints.follow()  # also tells the user
-                # Only now: a signal during the start ends the run at once, as there is nothing to save.
-                stop_requests.install()
+                # Only now: a signal during the start ends the run at once, as there is nothing to save. One that came
+                # between two stages counts after the first step.
+                if turn.began is None:
+                    stop_requests.install()
                 yield _OpenedStage(opened, trainer, reporter, checkpoints, graphs, copies)
         # A program that called `shardwise.train` reads the results on any rank.
         collectives.barrier(mesh.world)
