@@ -168,7 +168,7 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     for facts in known:
         done += 1
         output.line(f"[{done}/{len(graphs)}] {_name(facts)}: in the cache")
-    problems = []
+    problems: list[str] = []
     missing = [facts for facts in graphs if facts not in known]
     outcomes = []
     for plan in plans:
@@ -176,12 +176,8 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
         missing = [facts for facts in missing if facts not in plan.facts]
     for outcome in chain.from_iterable(outcomes):
         done += 1
-        if outcome.problem is not None:
-            failed += 1
-            problems += [
-                f"{_name(outcome.facts)}: {outcome.problem}",
-                *([f"log: {outcome.log}"] if outcome.log else []),
-            ]
+        failed += outcome.problem is not None
+        problems += _problems(outcome)
         output.line(f"[{done}/{len(graphs)}] {_name(outcome.facts)}: {_result(outcome)}")
     # The graphs of this training stay whatever the limit is: it is about to read them.
     removed = cache.prune(config.compile.cache_gib * 2**30, kept=kept)
@@ -198,6 +194,13 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     for problem in problems:
         output.line(problem)
     return 1 if failed else 0
+
+
+def _problems(outcome: GraphOutcome) -> list[str]:
+    """The lines on a graph that could not be compiled; none for another one."""
+    if outcome.problem is None:
+        return []
+    return [f"{_name(outcome.facts)}: {outcome.problem}", *([f"log: {outcome.log}"] if outcome.log else [])]
 
 
 def _result(outcome: GraphOutcome) -> str:

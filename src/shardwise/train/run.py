@@ -123,11 +123,10 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
     """Restore the state that a stage begins with, or find that the run goes on in another one. Collective."""
     progress = Progress(phase="preparation of the data")
     config, choice = fitted_to_devices(turn.config, layout, mesh)
+    # Before the first step of the process, the memory must suffice for the largest stage.
+    largest = config if turn.began is not None else fitted_to_devices(largest_stage(config), layout, mesh)[0]
     with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
-        # Before the first step of the process, the memory is compared with the need of the largest stage.
-        shortage = require_device(
-            largest_stage(config) if turn.began is None else config, layout, mesh.world.rank, mesh.device
-        )
+        shortage = require_device(largest, layout, mesh.world.rank, mesh.device)
         opened = open_run(config, layout, mesh, progress, turn.path, recipe)
         path = opened.folder.directory.path
         newest = max((candidate.step for candidate in opened.folder.checkpoints.candidates), default=0)
