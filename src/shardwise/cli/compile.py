@@ -15,15 +15,20 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import cache_root, reason_of
 from shardwise.base.hardware import accelerators, cpu_count, torch_type
 from shardwise.cli import output
-from shardwise.config import Config, Layout, check_layout, load_config
+from shardwise.config import Config, Layout, check_layout, load_config, stages_of
 from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of, write_errors_explained
+
+if TYPE_CHECKING:
+    from shardwise.train.compile.ahead_of_time import GraphOutcome  # imports torch
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -144,8 +149,13 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
         require_build_for(device)
         only_capture = True
         output.line(f"there is no {device} device here: graphs are captured, and not compiled; one device is enough")
-    plan = CompilationPlan.make(config, layout, device, threads, only_capture=only_capture)
-    graphs = list(plan.facts)
+    plans = [
+        CompilationPlan.make(stage, layout, device, threads, only_capture=only_capture) for stage in stages_of(config)
+    ]
+    kept: list[Facts] = []
+    for plan in plans:
+        kept += [facts for facts in plan.facts if facts not in kept]
+    graphs = kept
     if arguments.retry_failed:
         graphs = [facts for facts in graphs if cache.log_of(facts).exists()]
     # An entry that a crash left incomplete is compiled again.
@@ -158,24 +168,19 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     for facts in known:
         done += 1
         output.line(f"[{done}/{len(graphs)}] {_name(facts)}: in the cache")
-    problems = []
-    for outcome in compile_graphs(plan, [facts for facts in graphs if facts not in known], cache, workers):
+    problems: list[str] = []
+    missing = [facts for facts in graphs if facts not in known]
+    outcomes = []
+    for plan in plans:
+        outcomes.append(compile_graphs(plan, [facts for facts in missing if facts in plan.facts], cache, workers))
+        missing = [facts for facts in missing if facts not in plan.facts]
+    for outcome in chain.from_iterable(outcomes):
         done += 1
-        seconds = units.duration(outcome.seconds)
-        if outcome.problem is not None:
-            failed += 1
-            problems += [
-                f"{_name(outcome.facts)}: {outcome.problem}",
-                *([f"log: {outcome.log}"] if outcome.log else []),
-            ]
-            said = f"failed after {seconds}"
-        elif outcome.entry is None:
-            said = f"captured in {seconds}"
-        else:
-            said = f"compiled in {seconds}, {units.size(outcome.entry.bytes)}"
-        output.line(f"[{done}/{len(graphs)}] {_name(outcome.facts)}: {said}")
+        failed += outcome.problem is not None
+        problems += _problems(outcome)
+        output.line(f"[{done}/{len(graphs)}] {_name(outcome.facts)}: {_result(outcome)}")
     # The graphs of this training stay whatever the limit is: it is about to read them.
-    removed = cache.prune(config.compile.cache_gib * 2**30, kept=plan.facts)
+    removed = cache.prune(config.compile.cache_gib * 2**30, kept=kept)
     if removed:
         output.line(
             f"removed {units.counted(len(removed), 'graph')} that were used longest ago: compile.cache_gib "
@@ -189,6 +194,23 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     for problem in problems:
         output.line(problem)
     return 1 if failed else 0
+
+
+def _problems(outcome: GraphOutcome) -> list[str]:
+    """The lines on a graph that could not be compiled; none for another one."""
+    if outcome.problem is None:
+        return []
+    return [f"{_name(outcome.facts)}: {outcome.problem}", *([f"log: {outcome.log}"] if outcome.log else [])]
+
+
+def _result(outcome: GraphOutcome) -> str:
+    """The end of a graph's compilation, as the user reads it."""
+    seconds = units.duration(outcome.seconds)
+    if outcome.problem is not None:
+        return f"failed after {seconds}"
+    if outcome.entry is None:
+        return f"captured in {seconds}"
+    return f"compiled in {seconds}, {units.size(outcome.entry.bytes)}"
 
 
 def _threads(config: Config, layout: Layout, device: str) -> int:

@@ -20,7 +20,7 @@ from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, step_of, weights_folder
 from shardwise.checkpoint.storage.chunks import read_whole
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_from, names_chat
+from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_from, names_chat, values_of_step
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
 from shardwise.config.model import UserModelConfig
@@ -224,7 +224,8 @@ def _open_checkpoint(folder: NamedFolder, user_model: Mapping[str, Any]) -> Mode
         for name, content in contents.items():
             (path / name).write_bytes(content)
     files = frozenset(contents)
-    return ModelFolder(str(root), folder.location, root, path, files, model, manifest.config, is_checkpoint=True)
+    run = values_of_step(manifest.config, manifest.step)
+    return ModelFolder(str(root), folder.location, root, path, files, model, run, is_checkpoint=True)
 
 
 def launch_command(command: str, arguments: argparse.Namespace, folder: ModelFolder, world: int, **options: Any) -> int:
@@ -356,7 +357,8 @@ def _sections(folder: ModelFolder, values: Mapping[str, Any]) -> dict[str, dict[
     sections = {"model": dict(folder.model)}
     for name, section in run_sections.items():
         sections[name] = {**section, **values.get(name, {})}
-    sections["train"]["steps"] = 1
+    # The stages of a mixture begin within the run's steps.
+    sections["train"]["steps"] = run.get("train", {}).get("steps", 1)
     return sections
 
 

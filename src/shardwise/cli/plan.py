@@ -24,7 +24,7 @@ from shardwise.cli.plan_devices import compare_devices, named_devices, prices
 from shardwise.cli.plan_list import answer_facts, show
 from shardwise.cli.plan_nodes import Answer, Machines, answer, node_counts, seconds_of
 from shardwise.cli.plan_rows import range_text
-from shardwise.config import dump_yaml, load_config, recipe_name
+from shardwise.config import dump_yaml, largest_stage, load_config, recipe_name
 from shardwise.config.recipe_files import carried_comments, is_without_data, own_data
 from shardwise.planner.device_specs import MOST_FAILURES, Price, shipped_text
 from shardwise.planner.plan import Plan, distinct
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--nodes ({arguments.nodes}) must be one number: that of the run's machines")
         return compare_with_run(arguments, Machines(arguments.device).on(nodes[0]))
     recipe: str = arguments.recipe
-    config = load_config(recipe, arguments.overrides)
+    config = largest_stage(load_config(recipe, arguments.overrides))
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
     devices = named_devices(arguments.device)
     price_of = prices(arguments.price, devices)

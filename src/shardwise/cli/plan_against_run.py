@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
-from shardwise.config import Config, check_layout, config_from
+from shardwise.config import Config, check_layout, config_from, stages_of
 from shardwise.planner import device_seconds, device_specs
 from shardwise.planner import plan as plans
 from shardwise.runs.run import RunView, open_run
@@ -161,6 +161,8 @@ def compare_run(run: RunView, config: Config, cluster: device_specs.Cluster) -> 
             f"--device must name as many devices as the run had ranks ({ranks}), and with --nodes it names "
             f"{cluster.world}: add :N to the device"
         )
+    if len(stages_of(config)) > 1:
+        raise ConfigError(f"RUN ({run.path}) must have steps of one size to be compared, and data.stages changes them")
     # A batch that is given by a rule depends on the number of ranks.
     config = config.with_batch_for(ranks)
     plan = plans.predicted(config, check_layout(config, ranks), cluster)

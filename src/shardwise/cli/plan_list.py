@@ -29,6 +29,7 @@ from shardwise.cli.plan_rows import (
     time_unit,
     training_time,
 )
+from shardwise.config import tokens_of_run
 from shardwise.models import parameter_counts
 from shardwise.planner.memory import offloaded_bytes
 from shardwise.planner.plan import Plan
@@ -75,7 +76,7 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
 def what_is_trained(name: str, plan: Plan) -> str:
     """Return a sentence on the model, the devices and the tokens."""
     train = plan.config.train
-    tokens = train.steps * train.global_batch * train.sequence_length
+    tokens = tokens_of_run(plan.config)
     parameters = units.count(parameter_counts.parameter_count(plan.config.model) or 0)
     return f"{name}, {parameters} parameters, on {plan.cluster}: {units.count(tokens)} tokens in {train.steps:,} steps"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.cli.plan_rows import DAY, MOST_RATIO, cost_text, has_range
-from shardwise.config import Config
+from shardwise.config import Config, tokens_of_run
 from shardwise.models.parameter_counts import flops_per_token
 from shardwise.planner.device_specs import Cluster, Price, cluster
 from shardwise.planner.plan import Plan
@@ -249,8 +249,7 @@ class _Nodes:
             return 0.0
         device = machines.device
         peak = max(device.bfloat16, device.float32, device.fp8 or 0.0)
-        tokens = train.steps * train.global_batch * train.sequence_length
-        return flops * tokens / (peak * machines.world)
+        return flops * tokens_of_run(config) / (peak * machines.world)
 
 
 def _nodes_text(enough: Cluster, safe: Cluster | None, budget: str, is_in_doubt: bool) -> str:

@@ -12,7 +12,7 @@ from shardwise.base.errors import ConfigError, ShardwiseError
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.cli import output
-from shardwise.config import Config
+from shardwise.config import Config, stages_of
 from shardwise.data import hub
 from shardwise.data.evaluation_sets import prepare_sets
 from shardwise.data.evaluation_tasks import require_tasks
@@ -134,6 +134,7 @@ def fetch_inputs(config: Config, announce: Callable[[str], None] | None) -> None
     if config.data.tokenizer is not None:
         hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
     fetch_dataset(config.data, announce)
+    config = stages_of(config)[0]
     data = prepare(config, announce=announce)
     prepare_sets(config, data, announce)
     if config.evaluation.tasks_every:

@@ -30,6 +30,7 @@ from shardwise.config import (
     check_changes,
     check_layout,
     kept_batch,
+    largest_stage,
     load_config,
     recipe_name,
     recipe_names,
@@ -243,11 +244,12 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         _check_user_code(config)
     with problems:
         _check_products(config, cluster)
-    rows, input_problems = glance_at_inputs(arguments.recipe, config)
-    chosen = config
+    # Memory and time are those of the largest sequences; a configuration that is refused has no stages.
+    chosen = config if layout is None else largest_stage(config)
+    rows, input_problems = glance_at_inputs(arguments.recipe, chosen)
     if layout is not None:
         with problems:
-            chosen, choices = _fitted(config, layout, cluster)
+            chosen, choices = _fitted(chosen, layout, cluster)
             rows = [*choices, *rows]
     continued: list[tuple[str, str]] = []
     if run_path is not None:

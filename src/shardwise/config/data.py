@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from shardwise.base.errors import listing, nearest_name
 from shardwise.config.base_section import Section, reject
-from shardwise.config.token_counts import step_field
+from shardwise.config.stage import StageConfig
 
 MASKED_FRACTION = 0.15  # BERT's (arXiv:1810.04805 §3.1)
 SHUFFLE_BUFFER = 10_000
@@ -193,15 +193,6 @@ class MixedSource(SourceConfig):
     )
 
 
-class StageConfig(Section):
-    """The weights from a step on."""
-
-    at: int = step_field(gt=0, description="the number of steps after which the stage begins")
-    weights: dict[str, float] = Field(
-        description="the weights of all sources that are read in the stage, by name", examples=[{"web": 0.5}]
-    )
-
-
 class DataConfig(SourceConfig):
     """The data that the model reads."""
 
@@ -275,8 +266,9 @@ class DataConfig(SourceConfig):
     stages: tuple[StageConfig, ...] = Field(
         default=(),
         strict=False,
-        examples=[[{"at": 1000, "weights": {"web": 0.3, "code": 0.7}}]],
-        description="other weights of the mixture's sources from later steps on",
+        examples=[[{"at": 1000, "weights": {"web": 0.3, "code": 0.7}}], [{"at": 1000, "sequence_length": 8192}]],
+        description="other weights of the mixture's sources, longer sequences, another batch or other rotary positions "
+        "from later steps on",
     )
 
     @model_validator(mode="after")
@@ -315,9 +307,9 @@ class DataConfig(SourceConfig):
 
     def _mixture_problems(self) -> list[str]:
         """The problems of the mixture, and those of each source as it would be read alone."""
+        problems = self._stage_problems()
         if not self.mixture:
-            return ["data.stages must be left out without data.mixture"] if self.stages else []
-        problems = []
+            return problems
         for key, field in SourceConfig.model_fields.items():
             if getattr(self, key) != field.default:
                 problems.append(
@@ -328,7 +320,7 @@ class DataConfig(SourceConfig):
             problems += [f"data.mixture.{name}: {problem}" for problem in self._source_problems(name, source)]
         if all(source.weight is None for source in self.mixture.values()):
             problems.append("data.mixture must have a source with a weight, which is read from the first step on")
-        return problems + self._stage_problems()
+        return problems
 
     def _source_problems(self, name: str, source: MixedSource) -> list[str]:
         if not re.fullmatch(_SOURCE_NAME, name):
@@ -352,8 +344,14 @@ class DataConfig(SourceConfig):
             key = f"data.stages.{number}"
             if before is not None and stage.at <= before.at:
                 problems.append(f"{key}.at ({stage.at}) must be more than that of the stage before ({before.at})")
-            if not stage.weights:
-                problems.append(f"{key}.weights must name the sources that are read from then on")
+            if not stage.weights and not stage.sizes:
+                named = "weights must name the sources that are read from then on"
+                if not self.mixture:
+                    named = "sequence_length, or another key of the stage, must be set"
+                problems.append(f"{key}.{named}")
+            if stage.weights and not self.mixture:
+                problems.append(f"{key}.weights must be left out without data.mixture")
+                continue
             for name, weight in stage.weights.items():
                 if name not in self.mixture:
                     near = nearest_name(name, self.mixture)
@@ -384,6 +382,11 @@ class DataConfig(SourceConfig):
     def holds_chat(self) -> bool:
         """True if the data, or any source of the mixture, are conversations."""
         return self.is_chat or any(source.is_chat for source in self.mixture.values())
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if the data, or any source of the mixture, are tokenized during training."""
+        return self.streaming or any(source.streaming for source in self.mixture.values())
 
     @property
     def sources_read(self) -> list[str]:

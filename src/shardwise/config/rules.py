@@ -10,16 +10,15 @@ change only in part.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, nearest_numbers, see
 from shardwise.config.communication_rules import overlap_problems, regather_problems
-from shardwise.config.data import MASKED_FRACTION, PYTHON_NAME, MixedSource
+from shardwise.config.data import MixedSource
+from shardwise.config.hook_rules import hook_problems
 from shardwise.config.layout import Layout
 from shardwise.config.load import config_from
-from shardwise.config.optimizers import DEFAULT_OPTIMIZER
 from shardwise.config.run_config import Config
 from shardwise.config.schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
 from shardwise.config.sections import ParallelConfig, share_of
@@ -29,9 +28,11 @@ from shardwise.config.size_rules import (
     context_problems,
     fp8_problems,
     keys_of_bits,
+    masking_problems,
     sharding_problems,
     tensor_problems,
 )
+from shardwise.config.size_stages import stage_problems, stages_of
 
 
 def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
@@ -63,20 +64,39 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     problems += regather_problems(config)
     problems += _compile_problems(config)
     problems += _schedule_problems(config)
-    problems += _masking_problems(config)
+    problems += masking_problems(config)
     problems += _resume_key_problems(config)
     problems += _evaluation_problems(config)
     problems += _trace_problems(config, is_new)
     problems += _document_problems(config)
     problems += _mark_problems(config)
-    problems += _hook_problems(config)
+    problems += hook_problems(config)
     if layout is not None:
         problems += _profile_problems(config, layout)
         problems += bitwise_problems(config, layout)
         problems += sharding_problems(config, layout)
+    problems += _problems_of_stages(config, world, problems, is_new=is_new)
     if layout is None or problems:
         raise ConfigError(problems)
     return layout
+
+
+def _problems_of_stages(config: Config, world: int, known: Collection[str], *, is_new: bool) -> list[str]:
+    """Return the problems of stages that change the sizes of a step, without those that are known."""
+    if config.run is not config:
+        return []
+    try:
+        stages = stages_of(config)
+    except ConfigError as error:
+        return error.problems
+    problems = stage_problems(stages)
+    for stage in stages[1:]:
+        try:
+            check_layout(stage, world, is_new=is_new)
+        except ConfigError as error:
+            place = f"from step {stage.steps_before + 1:,} on (data.stages): "
+            problems += [place + problem for problem in error.problems if problem not in known]
+    return problems
 
 
 def _trace_problems(config: Config, is_new: bool) -> list[str]:
@@ -243,64 +263,6 @@ def _resume_key_problems(config: Config) -> list[str]:
             "name an earlier checkpoint, or raise train.steps"
         ]
     return []
-
-
-def _masking_problems(config: Config) -> list[str]:
-    """Refuse the masking keys with families that mask no tokens, and more masked tokens than a sequence has."""
-    data = config.data
-    length = config.train.sequence_length
-    if "mlm" in config.model.objectives:
-        if data.max_predictions is None or data.max_predictions <= length:
-            return []
-        return [f"data.max_predictions ({data.max_predictions}) must be at most train.sequence_length ({length})"]
-    unused = f"must be left out: model.family {config.model.family} predicts the next token and masks none"
-    problems = []
-    if data.max_predictions is not None:
-        problems.append(f"data.max_predictions ({data.max_predictions}) {unused}")
-    if data.masked_fraction != MASKED_FRACTION:
-        problems.append(f"data.masked_fraction ({data.masked_fraction}) {unused}")
-    return problems
-
-
-def _hook_problems(config: Config) -> list[str]:
-    """Refuse hooks that other keys leave no place for."""
-    hooks = config.hooks
-    model = config.model
-    data = config.data
-    problems = [
-        f"{key} ({path!r}) must read package.module:Name"
-        for key, path in hooks.paths.items()
-        if not re.fullmatch(PYTHON_NAME, path)
-    ]
-    if hooks.data is not None and data.is_named:
-        problems.append(
-            f"{data.key} ({data.name}) must be left out with hooks.data ({hooks.data}), which reads the samples: set "
-            "it to null"
-        )
-    if hooks.data is not None and data.streaming:
-        problems.append(
-            f"data.streaming (true) must be false with hooks.data ({hooks.data}), whose samples have numbers"
-        )
-    for key, path in (("data", hooks.data), ("loss", hooks.loss)):
-        if path is not None and "mlm" in model.objectives:
-            problems.append(
-                f"hooks.{key} ({path}) must be left out with model.family {model.family}: it is for models that "
-                "predict the next token"
-            )
-    if hooks.loss is not None and ":" in model.family:  # the user's own
-        problems.append(
-            f"hooks.loss ({hooks.loss}) must be left out with model.family {model.family}, whose forward gives the loss"
-        )
-    if hooks.loss is not None and config.compile.enabled:
-        problems.append(f"compile.enabled (true) must be false with hooks.loss ({hooks.loss}), which is not compiled")
-    if hooks.optimizer is not None and config.optimizer.name != DEFAULT_OPTIMIZER:
-        problems.append(
-            f"optimizer.name ({config.optimizer.name}) must be left out with hooks.optimizer ({hooks.optimizer})"
-        )
-    if hooks.optimizer is None and hooks.optimizer_options:
-        names = ", ".join(hooks.optimizer_options)
-        problems.append(f"hooks.optimizer_options ({names}) must be left out without hooks.optimizer")
-    return problems
 
 
 # ---- the rules of `parallel.pipeline`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field, PrivateAttr
@@ -33,6 +34,25 @@ from shardwise.config.sections import (
 from shardwise.config.token_counts import Path, replaced, steps_of, token_keys, tokens_text
 
 
+@dataclass(frozen=True)
+class SizeStage:
+    """A stretch of steps with equal sizes, of a run whose `data.stages` change them.
+
+    Attributes:
+        run: configuration of the whole run.
+        begin: steps before the stage.
+        end: last step of the stage.
+        unit: greatest common divisor of the sequence lengths of all stages.
+        block: their least common multiple.
+    """
+
+    run: Config
+    begin: int
+    end: int
+    unit: int
+    block: int
+
+
 class Config(Section):
     """Everything that a run reads, resolved and immutable."""
 
@@ -54,11 +74,53 @@ class Config(Section):
     log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")
     _token_counts: dict[Path, int] = PrivateAttr(default_factory=dict)
     _changeable: frozenset[str] = PrivateAttr(default_factory=frozenset)
+    _size_stage: SizeStage | None = PrivateAttr(default=None)
 
     def recorded(self) -> dict[str, Any]:
-        """The plain values that files show: as resolved, without the secrets that a text among them may hold."""
-        recorded: dict[str, Any] = without_secrets(self.model_dump(mode="json"))
+        """The plain values that files show: as resolved, without the secrets that a text among them may hold.
+
+        A stage of a run is recorded as the whole run.
+        """
+        recorded: dict[str, Any] = without_secrets(self.run.model_dump(mode="json"))
         return recorded
+
+    def let_be_stage(self, stage: SizeStage) -> None:
+        """Let this configuration be a stage of a run."""
+        self._size_stage = stage
+
+    @property
+    def run(self) -> Config:
+        """The configuration of the whole run."""
+        return self if self._size_stage is None else self._size_stage.run
+
+    @property
+    def steps_before(self) -> int:
+        """The steps of the run before the first one with these sizes."""
+        return 0 if self._size_stage is None else self._size_stage.begin
+
+    @property
+    def last_step(self) -> int:
+        """The last step with these sizes."""
+        return self.train.steps if self._size_stage is None else self._size_stage.end
+
+    def has_next_step(self, step: int) -> bool:
+        """Return whether the step after `step` steps has these sizes; after the last one, whether that has."""
+        return self.steps_before <= step and (step < self.last_step or self.last_step == self.train.steps)
+
+    @property
+    def block_length(self) -> int:
+        """The tokens that all stages of the run keep together in the order of the data."""
+        return self.train.sequence_length if self._size_stage is None else self._size_stage.block
+
+    @property
+    def samples_together(self) -> int:
+        """The samples of a block."""
+        return self.block_length // self.train.sequence_length
+
+    @property
+    def unit_length(self) -> int:
+        """The tokens of the shortest samples into which whole documents are packed."""
+        return self.train.sequence_length if self._size_stage is None else self._size_stage.unit
 
     @property
     def changeable(self) -> frozenset[str]:
@@ -165,6 +227,11 @@ class Config(Section):
         for place, tokens in self._token_counts.items():
             config = replaced(config, place, steps_of(tokens, step_tokens))
         return config
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if any number of steps was given in tokens."""
+        return bool(self._token_counts)
 
     def came_from_tokens(self, token_counts: Mapping[Path, int]) -> None:
         """Remember the tokens that the numbers of steps at some places were given in."""

@@ -10,6 +10,7 @@ from shardwise.config.base_section import Section
 from shardwise.config.model import FAMILIES, UserModelConfig
 from shardwise.config.run_config import Config
 from shardwise.config.sections import BATCH_RULE
+from shardwise.config.stage import StageConfig
 from shardwise.config.token_counts import TOKENS
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -39,6 +40,7 @@ def recipe_schema() -> dict[str, Any]:
     for field in Config.model_fields.values():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             _default_to_empty(schemas[field.annotation.__name__], field.annotation)
+    _default_to_empty(schemas[StageConfig.__name__], StageConfig)
     recipe["properties"]["model"] = {
         "description": Config.model_fields["model"].description,
         "type": "object",

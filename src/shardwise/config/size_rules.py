@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.base.errors import divisors, listing, nearest_multiples, nearest_numbers
+from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig
 from shardwise.config.run_config import Config
@@ -258,3 +259,20 @@ def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None
     if sequence_length is not None and sequence_length % tensor:
         reasons.append(f"divide train.sequence_length ({sequence_length}){condition}")
     return reasons
+
+
+def masking_problems(config: Config) -> list[str]:
+    """Refuse the masking keys with families that mask no tokens, and more masked tokens than a sequence has."""
+    data = config.data
+    length = config.train.sequence_length
+    if "mlm" in config.model.objectives:
+        if data.max_predictions is None or data.max_predictions <= length:
+            return []
+        return [f"data.max_predictions ({data.max_predictions}) must be at most train.sequence_length ({length})"]
+    unused = f"must be left out: model.family {config.model.family} predicts the next token and masks none"
+    problems = []
+    if data.max_predictions is not None:
+        problems.append(f"data.max_predictions ({data.max_predictions}) {unused}")
+    if data.masked_fraction != MASKED_FRACTION:
+        problems.append(f"data.masked_fraction ({data.masked_fraction}) {unused}")
+    return problems

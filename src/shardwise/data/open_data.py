@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import cache_root
-from shardwise.config import CHAT, Config, DataConfig, data_from
+from shardwise.config import CHAT, Config, DataConfig, data_from, tokens_of_run
 from shardwise.data import hub
 from shardwise.data.cache import digest_of
 from shardwise.data.formats import (
@@ -318,7 +318,7 @@ def glance(config: Config) -> Glance:
 def _repeats(config: Config) -> str | None:
     """A warning if the training reads the data very often, as far as a glance can tell; else None."""
     train = config.train
-    needed = train.steps * train.global_batch * train.sequence_length
+    needed = tokens_of_run(config)
     most = format_of(config.data).most_tokens(config, needed // MANY_EPOCHS)
     if not most or needed <= MANY_EPOCHS * most:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.config import Config
+from shardwise.config import Config, equal_steps
 from shardwise.planner.device_specs import Cluster
 from shardwise.planner.memory import checkpoint_bytes
 from shardwise.planner.step_time import HOST_LINK_BANDWIDTH
@@ -60,7 +60,7 @@ def calendar(config: Config, cluster: Cluster, step_seconds: float) -> Calendar:
     """
     train = config.train
     reliability = cluster.device.reliability
-    steps = train.steps * step_seconds
+    steps = equal_steps(config) * step_seconds
     evaluations = 0.0
     if train.eval_every:
         evaluations = train.steps // train.eval_every * train.eval_batches * _EVALUATION * step_seconds

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwise.config import Config, Layout
+from shardwise.config import Config, Layout, equal_steps
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
 from shardwise.pipeline.timeline import Timeline
 from shardwise.planner.device_specs import Cluster, Device
@@ -78,8 +78,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all steps, without evaluations, checkpoints and restarts."""
-        return self.time.total * self.config.train.steps
+        """Seconds of all steps, without evaluations, checkpoints and restarts; those of other stages by their tokens."""
+        return self.time.total * equal_steps(self.config)
 
     @cached_property
     def calendar(self) -> Calendar:

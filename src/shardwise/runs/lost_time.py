@@ -25,7 +25,9 @@ CAUSES = ("start", "compile", "data", "checkpoint", "load", "restart", "lost ste
 _LAST_SECOND = 1e11
 """In the year 5138: a later time is none, and cannot be shown in every time zone."""
 _WAITS = ("data", "checkpoint")
-_DELIBERATE_ENDS = ("finished", "stop_after", "stopped by Ctrl-C (SIGINT)", "stopped by `shardwise stop`")
+NEXT_STAGE = "next stage"
+"""Reason of a "stop" event of a run that goes on in the same processes, with the sizes of its next stage."""
+_DELIBERATE_ENDS = ("finished", "stop_after", "stopped by Ctrl-C (SIGINT)", "stopped by `shardwise stop`", NEXT_STAGE)
 """Reasons of a "stop" event with which the run did what it was told.
 
 A run records a stop after its checkpoint is saved. Other signals may come from a scheduler, which takes the machine
@@ -87,6 +89,7 @@ class LostTime:
     _last_time: float = math.nan
     _is_over: bool = False
     _is_saved: bool = False
+    _goes_on: bool = False
     _former: _RunStart = field(default_factory=_RunStart)
     _start: _RunStart = field(default_factory=_RunStart)
 
@@ -109,6 +112,7 @@ class LostTime:
             self._start.compiling += number(event.get("seconds"), 0.0)
         reason = str(event.get("reason"))
         self._is_over = kind == "stop" and reason in _DELIBERATE_ENDS
+        self._goes_on = kind == "stop" and reason == NEXT_STAGE
         self._is_saved = kind == "stop" and (self._is_over or reason.startswith(_STOPPED))
         self._last_time = _later(self._last_time, now)
 
@@ -159,7 +163,7 @@ class LostTime:
         _add_waits(self._lost, self._start)
         self._lost["start"] += before
         steps_before = int(number(event.get("steps_before"), 0.0))
-        if self.starts:
+        if self.starts and not self._goes_on:
             self.later_starts.append((steps_before, self._is_saved))
         self.starts += 1
         # A start without a step undoes none, so the one before it stays the former one.

@@ -115,13 +115,16 @@ class Reporter:
         self._seconds_before: float | None = 0.0
         self._stopped = False
 
-    def start(self, *, loaded: str | None = None, steps_before: int = 0, epochs: str = "") -> None:
+    def start(
+        self, *, loaded: str | None = None, steps_before: int = 0, epochs: str = "", seconds_before: float | None = None
+    ) -> None:
         """Print the summary and begin the progress line.
 
         Args:
             loaded: folder of the weights; None where they were drawn.
             steps_before: steps done by earlier runs of this training.
             epochs: text on how often the training reads its data.
+            seconds_before: time of all that came before the training; None: since the process began.
         """
         self._started = time.perf_counter()
         self._steps_before = steps_before
@@ -139,7 +142,7 @@ class Reporter:
             memory_expected_bytes=self.memory,
             steps=self.config.train.steps,
             steps_before=steps_before,
-            seconds_before_training=process_seconds(),
+            seconds_before_training=process_seconds() if seconds_before is None else seconds_before,
             ranks=self.layout.world,
             mfu_terms=self._mfu_terms(),
             loaded=loaded,
@@ -167,9 +170,13 @@ class Reporter:
             self._progress.append(kind(console, steps_before, self._end, self._started, every_update=every_update))
         if self.config.log.tensorboard:
             self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
-        steps = self.config.log.profile_steps
-        if steps is not None and not traced_steps(self.config, steps_before, self._end):
-            taken = f"the steps {steps_before + 1:,} to {self._end:,}" if self._end > steps_before else "no step"
+        self._tell_no_trace()
+
+    def _tell_no_trace(self) -> None:
+        """Tell the user of a trace of which this run takes no step."""
+        before = self._steps_before
+        if self.config.log.profile_steps is not None and not traced_steps(self.config, before, self._end):
+            taken = f"the steps {before + 1:,} to {self._end:,}" if self._end > before else "no step"
             self.message(
                 f"no trace: log.profile ({self.config.log.profile}) has no step of this run, which takes {taken}"
             )

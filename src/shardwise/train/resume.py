@@ -36,7 +36,7 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
     step_name,
 )
 from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require_writable
-from shardwise.config import Config
+from shardwise.config import Config, changed_lengths, position_after
 from shardwise.data.formats.common import PreparedData
 from shardwise.data.formats.mixture import continued_stages
 from shardwise.data.samples.batch import Batches, BlendedBatches
@@ -99,11 +99,15 @@ class Resumed:
         manifest: manifest without its files and tensors, which take much memory.
         folder: folder of the checkpoint.
         damage: damage in files that the training does not need, one line each.
+        received: number of ranks whose part came from the memory of another node; None if it was read from the disk.
+        seconds: time that the reading took.
     """
 
     manifest: Manifest
     folder: Root
     damage: tuple[str, ...]
+    received: int | None = None
+    seconds: float = 0.0
 
 
 def restore_first(
@@ -198,9 +202,11 @@ def continue_data(manifest: Manifest, data: PreparedData, batches: Batches, prog
     read as if all samples before had been theirs.
 
     Raises:
-        ConfigError: the text or its tokens are not those that the run began with; or a stage of a mixture that has
-            begun is not that of the run.
+        ConfigError: the text or its tokens are not those that the run began with; or a stage that has begun is not
+            that of the run.
     """
+    if problems := changed_lengths(manifest.config, config, manifest.step):
+        raise ConfigError(problems)
     stored = manifest.data.get("sources") or {_ALL_DATA: manifest.data.get("fingerprint")}
     now = data.source_fingerprints or {_ALL_DATA: data.fingerprint}
     changed = [name for name in stored if stored[name] is not None and now.get(name, stored[name]) != stored[name]]
@@ -239,8 +245,10 @@ def continue_from(manifest: Manifest, progress: Progress, config: Config) -> Non
     progress.before = manifest.step
     progress.samples = manifest.samples
     progress.tokens = manifest.tokens
-    progress.position = manifest.position
-    progress.losses.extend(manifest.losses)
+    progress.position = position_after(config, manifest.step, manifest.position)
+    # Longer sequences have another loss: its first steps are no spike.
+    if manifest.step > config.steps_before:
+        progress.losses.extend(manifest.losses)
     # A run that goes back leaves out the batches that follow, which may have made its loss diverge. Once only: a later
     # start continues from a manifest whose position is already past them.
     if goes_back(config, manifest):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, LostPeerError, RunError, StoppedError, listing, see
@@ -14,13 +18,14 @@ from shardwise.base.user_code import error_text
 from shardwise.checkpoint.format.model_files import differ_in_tokens, differences
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, Layout, UserModelConfig, check_layout
+from shardwise.config import Config, Layout, UserModelConfig, check_layout, largest_stage, stage_after, stages_of
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, BlendedBatches
 from shardwise.distributed import backend_errors, collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.failed_run import continuing_command
 from shardwise.optim.learning_rate import moved_end_text
+from shardwise.runs.lost_time import NEXT_STAGE
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
 from shardwise.train.checkpoint_choice import goes_back
 from shardwise.train.compile.run_graphs import RunGraphs
@@ -36,7 +41,7 @@ from shardwise.train.resume import (
     restore_first,
     set_later_aside,
 )
-from shardwise.train.saving import make_stop_check
+from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.start import OpenedRun, open_run
 from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
@@ -65,11 +70,69 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     config = _with_one_batch(config, mesh)
     require_same(config, mesh, run_path)
     layout = check_layout(config, mesh.world.size)
-    config, choice = fitted_to_devices(config, layout, mesh)
+    # Each stage with sizes of its own begins as a run that is resumed.
+    turn = _Turn(stages_of(config)[0], run_path)
+    while not turn.is_last:
+        with _opened_stage(turn, layout, mesh, recipe) as stage:
+            if isinstance(stage, _Turn):
+                turn = stage
+                continue
+            stopped_by = stage.trainer.run(stage.checkpoints, stage.graphs)
+            turn = _end_stage(stage, stopped_by)
+        if not turn.is_last:
+            del stage
+            _forget_model()
+    leave()
+    assert turn.path is not None
+    return turn.path
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A stage of a run that begins, or the end of the run.
+
+    Attributes:
+        config: configuration of the stage.
+        path: folder of the run; None before rank 0 has named it.
+        step: steps that are done; None before anybody has looked.
+        began: time at which the stage before ended, by `time.perf_counter`; None for the first one of a process.
+        is_last: True if the run has ended.
+    """
+
+    config: Config
+    path: Path | None
+    step: int | None = None
+    began: float | None = None
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class _OpenedStage:
+    """A stage that is ready for its first step."""
+
+    opened: OpenedRun
+    trainer: Trainer
+    reporter: Reporter
+    checkpoints: Checkpoints
+    graphs: RunGraphs | None
+    copies: MemoryCopies | None
+
+
+@contextmanager
+def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Iterator[_OpenedStage | _Turn]:
+    """Restore the state that a stage begins with, or find that the run goes on in another one. Collective."""
     progress = Progress(phase="preparation of the data")
+    config, choice = fitted_to_devices(turn.config, layout, mesh)
+    # Before the first step of the process, the memory must suffice for the largest stage.
+    largest = config if turn.began is not None else fitted_to_devices(largest_stage(config), layout, mesh)[0]
     with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
-        shortage = require_device(config, layout, mesh.world.rank, mesh.device)
-        opened = open_run(config, layout, mesh, progress, run_path, recipe)
+        shortage = require_device(largest, layout, mesh.world.rank, mesh.device)
+        opened = open_run(config, layout, mesh, progress, turn.path, recipe)
+        path = opened.folder.directory.path
+        newest = max((candidate.step for candidate in opened.folder.checkpoints.candidates), default=0)
+        if turn.step is None and not config.has_next_step(newest):
+            yield _Turn(stage_after(config, newest), path, newest)
+            return
         # Inside of the reporter too, so that it records the same sentence that the user reads.
         with build_reporter(opened) as reporter, _explained(config, layout, mesh, progress), ExitStack() as stack:
             progress.phase = "construction of the model"
@@ -79,7 +142,12 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             # From here on all ranks make files in the folder, which rank 0 has made, and followed if it was renamed.
             collectives.barrier(mesh.world)
             copies = build_memory_copies(opened, trainer)
-            resumed = _begin(opened, trainer, reporter, copies)
+            resumed = _restore(opened, trainer, reporter, copies)
+            if not config.has_next_step(progress.step):
+                # Later checkpoints were damaged, and this one is of an earlier stage.
+                yield _Turn(stage_after(config, progress.step), path, progress.step)
+                return
+            _begin(opened, trainer, reporter, copies, resumed, turn.began)
             _tell_memory(reporter, shortage, choice)
             graphs = None
             if trainer.compilation is not None:
@@ -90,20 +158,49 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
                 if resumed is not None and resumed.damage:
                     checkpoints.save_again(resumed.manifest)
                 checkpoints.follow()  # also tells the user
-                # Only now: a signal during the start ends the run at once, as there is nothing to save.
-                stop_requests.install()
-                stopped_by = trainer.run(checkpoints, graphs)
-                progress.phase = "wait for the checkpoint"
-                checkpoints.finish()
-            if copies is not None:
-                _end_copies(copies, reporter)
-            if stopped_by is not None:
-                _stop(opened, stopped_by, reporter)
-            _finish(opened, trainer, reporter)
+                # Only now: a signal during the start ends the run at once, as there is nothing to save. One that came
+                # between two stages counts after the first step.
+                if turn.began is None:
+                    stop_requests.install()
+                yield _OpenedStage(opened, trainer, reporter, checkpoints, graphs, copies)
         # A program that called `shardwise.train` reads the results on any rank.
         collectives.barrier(mesh.world)
-    leave()
-    return opened.folder.directory.path
+
+
+def _end_stage(stage: _OpenedStage, stopped_by: str | None) -> _Turn:
+    """Wait for the last checkpoint, and begin the next stage or end the run."""
+    opened = stage.opened
+    config = opened.config
+    progress = opened.progress
+    progress.phase = "wait for the checkpoint"
+    stage.checkpoints.finish()
+    if stage.copies is not None:
+        _end_copies(stage.copies, stage.reporter)
+    if stopped_by is not None:
+        _stop(opened, stopped_by, stage.reporter)
+    path = opened.folder.directory.path
+    following = _following(config, progress)
+    if following is None:
+        _finish(opened, stage.trainer, stage.reporter)
+        return _Turn(config, path, progress.step, is_last=True)
+    stage.reporter.stop(NEXT_STAGE)
+    return _Turn(following, path, progress.step, time.perf_counter())
+
+
+def _following(config: Config, progress: Progress) -> Config | None:
+    """The stage that follows the last step of this one; None where the run ends."""
+    following = stage_after(config, progress.step)
+    stop_after = config.train.stop_after
+    left = None if stop_after is None else stop_after - (progress.step - progress.before)
+    if progress.step >= config.train.steps or left == 0:
+        return None
+    return following.model_copy(update={"train": following.train.model_copy(update={"stop_after": left})})
+
+
+def _forget_model() -> None:
+    """Free the memory of a stage's model, and forget its compiled code."""
+    gc.collect()  # its parts refer to each other
+    torch.compiler.reset()
 
 
 def _doing(mesh: Mesh, progress: Progress) -> dict[str, Any]:
@@ -160,21 +257,31 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
         raise RunError(out_of_memory_text(config, layout, mesh.world.rank, mesh.device, progress, error)) from error
 
 
-def _begin(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None) -> Resumed | None:
-    """Restore the state that the run continues from, if any, and report the start."""
+def _begin(
+    opened: OpenedRun,
+    trainer: Trainer,
+    reporter: Reporter,
+    copies: MemoryCopies | None,
+    resumed: Resumed | None,
+    began: float | None,
+) -> None:
+    """Report the start, and bring the data to the place from which the run continues.
+
+    Args:
+        resumed: the state that was restored, if any.
+        began: time at which this start began, by `time.perf_counter`; None: that of the process.
+    """
     config = opened.config
-    start = time.perf_counter()
-    resumed, received = _restore(opened, trainer, reporter, copies)
-    load_seconds = time.perf_counter() - start
     if resumed is not None:
         continue_data(resumed.manifest, opened.data, trainer.feed.batches, opened.progress, config)
     reporter.start(
         loaded=None if opened.weights is None else str(opened.weights),
         steps_before=opened.progress.step,
-        epochs=trainer.feed.batches.epochs(opened.progress.end_position(config.train)),
+        epochs=trainer.feed.batches.epochs(opened.progress.end_position(config)),
+        seconds_before=None if began is None else time.perf_counter() - began,
     )
     reporter.message(f"data: {opened.data.summary}")
-    _warn_of_repeats(trainer.feed.batches, opened.progress.end_position(config.train), reporter)
+    _warn_of_repeats(trainer.feed.batches, opened.progress.end_position(config), reporter)
     shapes = config.shapes
     if shapes is not None and shapes.ignore:
         reporter.message(f"model.ignore: config.json is read without {listing(shapes.ignore)}")
@@ -187,12 +294,12 @@ def _begin(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Memo
         reporter.message(copies.summary)
     if resumed is None:
         _report_weights(opened, reporter)
-        return None
-    _report_resumption(opened, resumed, reporter, load_seconds)
+        return
+    _report_resumption(opened, resumed, reporter)
+    received = resumed.received
     if received is not None:
         sent = f"; that of {units.counted(received, 'rank')} from another node" if received else ""
-        reporter.message(f"the state was in the memory of the nodes{sent}, and loaded in {load_seconds:.2f} s")
-    return resumed
+        reporter.message(f"the state was in the memory of the nodes{sent}, and loaded in {resumed.seconds:.2f} s")
 
 
 def _warn_of_repeats(batches: Batches, samples: int, reporter: Reporter) -> None:
@@ -213,15 +320,13 @@ def _warn_of_repeats(batches: Batches, samples: int, reporter: Reporter) -> None
             )
 
 
-def _restore(
-    opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None
-) -> tuple[Resumed | None, int | None]:
+def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None) -> Resumed | None:
     """Set the trainer to the newest state: that in the memory of the nodes if it is newer than those on the disk.
 
     Returns:
-        the state that was restored, None at the beginning of a training; and the number of ranks whose part came from
-        another node, None if it was read from the disk.
+        the state that was restored, None at the beginning of a training.
     """
+    start = time.perf_counter()
     candidates = opened.folder.checkpoints.candidates
     newest = max((candidate.step for candidate in candidates), default=0)
     # A step that the user names is one of the disk. At equal steps the copy is taken: memory is read faster.
@@ -229,11 +334,12 @@ def _restore(
         copy = copies.restore(newest)
         if copy is not None:
             continue_from(copy.manifest, opened.progress, opened.config)
-            return Resumed(copy.manifest, Root.of(copy.folder), ()), copy.received
+            seconds = time.perf_counter() - start
+            return Resumed(copy.manifest, Root.of(copy.folder), (), copy.received, seconds)
     resumed = restore_first(
         candidates, opened.config, trainer.model, trainer.optimizer, opened.mesh, opened.progress, reporter
     )
-    return resumed, None
+    return None if resumed is None else replace(resumed, seconds=time.perf_counter() - start)
 
 
 def _end_copies(copies: MemoryCopies, reporter: Reporter) -> None:
@@ -244,7 +350,7 @@ def _end_copies(copies: MemoryCopies, reporter: Reporter) -> None:
         reporter.message(f"copies in memory: {copies.count:,}, for each of which training waited {wait}")
 
 
-def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, load_seconds: float) -> None:
+def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter) -> None:
     """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
     checkpoints = opened.folder.checkpoints
     manifest = resumed.manifest
@@ -257,7 +363,7 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
             f"the run went back to step {resume:,} before, and continues from there; to go "
             "back once more, move the later checkpoints away"
         )
-    reporter.resumed(manifest, str(resumed.folder), opened.folder.changes, load_seconds)
+    reporter.resumed(manifest, str(resumed.folder), opened.folder.changes, resumed.seconds)
     if opened.folder.former_steps is not None:
         moved_end = moved_end_text(opened.config, opened.folder.former_steps, manifest.step)
         if moved_end is not None:

@@ -56,7 +56,7 @@ class SourceLosses:
         with losses.record():
             yield
         if losses.sums is not None:
-            sources_B = torch.from_numpy(self._batches.order.sources(batch.samples))
+            sources_B = torch.from_numpy(self._batches.sources(batch.samples))
             self._sums_2K.index_add_(1, devices.to_device(sources_B, self._mesh.device), losses.sums)
 
     def take(self) -> Tensor:

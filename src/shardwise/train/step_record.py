@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-from shardwise.config import Config, TrainConfig
+from shardwise.config import Config
 from shardwise.pipeline.clock import StepTiming
 from shardwise.train.source_losses import SourceRecord
 from shardwise.train.straggler import Straggler
@@ -48,9 +48,9 @@ class Progress:
         """The mean of `losses`."""
         return fmean(self.losses)
 
-    def end_position(self, train: TrainConfig) -> int:
-        """The place in the order of the data at the end of the schedule."""
-        return self.position + (train.steps - self.step) * train.global_batch
+    def end_position(self, config: Config) -> int:
+        """The place in the order of the data after the last step with these sizes."""
+        return self.position + (config.last_step - self.step) * config.train.global_batch
 
     def advance(self, loss: float, samples: int, length: int) -> None:
         """Count a step that was done, on `samples` samples of `length` tokens."""
@@ -72,9 +72,9 @@ def loss_spike(loss: float, earlier_losses: Sequence[float]) -> float | None:
 
 
 def end_of_run(config: Config, steps_before: int) -> int:
-    """The last step of a run that begins after `steps_before` steps."""
-    train = config.train
-    return train.steps if train.stop_after is None else min(train.steps, steps_before + train.stop_after)
+    """The last step of a run, or of its stage, that begins after `steps_before` steps."""
+    stop_after = config.train.stop_after
+    return config.last_step if stop_after is None else min(config.last_step, steps_before + stop_after)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
-from shardwise.config import Config, Layout, Precision, dump_yaml
+from shardwise.config import Config, Layout, Precision, dump_yaml, stages_of, tokens_of_run
 from shardwise.config.layout import Stage
 from shardwise.models import parameter_counts
 from shardwise.optim.learning_rate import rate_at, schedule_points
@@ -94,7 +94,7 @@ def dry_run(
     recorded = (recipe_config or config).recorded()
     if full:
         return f"{comments}\n\n# all keys\n{dump_yaml(recorded)}".rstrip()
-    differing = config.without_defaults(recorded)
+    differing = config.run.without_defaults(recorded)
     if config.data.key != "data.dataset":
         # That of the recipe, in whose place other data are read.
         differing.get("data", {}).pop("dataset", None)
@@ -139,7 +139,8 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         ("device", device),
         ("batch", _batch(config, layout)),
         ("steps", f"{train.steps:,}{stop}"),
-        ("tokens", f"{step_tokens:,} per step, {step_tokens * train.steps:,} in all"),
+        *_stages(config),
+        ("tokens", f"{step_tokens:,} per step, {tokens_of_run(config):,} in all"),
         ("parameters", shown_parameters),
         (
             "precision",
@@ -149,6 +150,18 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         ),
         ("optimizer", _optimizer(config)),
     ]
+
+
+def _stages(config: Config) -> _Rows:
+    """The sequences of each stretch of steps, of a run whose stages change them; no rows for another one."""
+    stages = stages_of(config)
+    if len(stages) == 1:
+        return []
+    shown = [
+        f"{stage.train.global_batch:,} × {stage.train.sequence_length:,} tokens up to step {stage.last_step:,}"
+        for stage in stages
+    ]
+    return [("stages", f"{', '.join(shown)}; the other rows are of the largest")]
 
 
 def prediction(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
@@ -327,12 +340,19 @@ def _compute(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     workload = RankWorkload.of(config, layout, accelerator)
     if token_flops is None or workload is None:
         return [("compute", _UNKNOWN)]
-    tokens = train.global_batch * train.sequence_length * train.steps
-    total = units.count(token_flops * tokens)
+    total = units.count(sum(map(_flops, stages_of(config))))
     rows = [("compute", f"{units.count(token_flops)} FLOPs per token, {total} FLOPs in all")]
     if config.recompute != "none":
         rows.append(("recompute", _recompute(workload, token_flops)))
     return rows
+
+
+def _flops(stage: Config) -> float:
+    """The FLOPs of all steps of a stage, of a model whose shapes are known."""
+    train = stage.train
+    length = train.sequence_length
+    token_flops = parameter_counts.flops_per_token(stage.model, length, stage.data.predictions(length)) or 0.0
+    return token_flops * (stage.last_step - stage.steps_before) * train.global_batch * length
 
 
 def _recompute(workload: RankWorkload, token_flops: float) -> str:
@@ -497,10 +517,9 @@ def start_rows(
     """
     train = config.train
     steps_before, end = steps
-    samples = train.steps * train.global_batch
+    samples = (config.last_step - config.steps_before) * train.global_batch
     tokens = samples * train.sequence_length
     begin = f", {steps_before:,} of them done" if steps_before else ""
-    stop = "" if end == train.steps else f", this run stops at {end:,}"
     roles = {"gradient": precision.gradient, "reduce": precision.reduce, "optimizer": precision.optimizer}
     other_dtypes = "".join(f", {role} {dtype}" for role, dtype in roles.items() if dtype != precision.parameter)
     accelerator = not device_name.startswith("cpu")
@@ -511,7 +530,7 @@ def start_rows(
         known = f"{parts} on each rank; activations are not known for a model of your own"
     rows = [
         ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),
-        ("steps", f"{train.steps:,}{begin}{stop}"),
+        ("steps", f"{train.steps:,}{begin}{_stop(config, end)}"),
         ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {tokens:,} tokens{epochs and f', {epochs}'}"),
         ("batch", _batch(config, layout)),
         (
@@ -534,6 +553,13 @@ def start_rows(
         )
         rows.append(("dropout", price))
     return [*rows, ("MFU", _utilization(config, device_name, precision)), ("run", str(run_path))]
+
+
+def _stop(config: Config, end: int) -> str:
+    """The last step of a run that does not do all steps, or of a stage."""
+    if end == config.train.steps:
+        return ""
+    return f", with these sizes up to {end:,}" if end == config.last_step else f", this run stops at {end:,}"
 
 
 def _utilization(config: Config, device_name: str, precision: Precision) -> str:

@@ -242,7 +242,7 @@ class Trainer:
         self.progress.phase = "reading of data"
         self.feed.seconds = 0.0
         with self.clock.phase(DATA):
-            micro_batches = self.feed.at(self.progress.position, following=train.steps - step)
+            micro_batches = self.feed.at(self.progress.position, following=self.config.last_step - step)
         self.progress.phase = "forward and backward"
         # New weights may still be on their way on the same communicator: the forward pass waits for each as it needs
         # it, and only the loss waits for these numbers, which come behind all weights.

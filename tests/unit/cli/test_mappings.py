@@ -42,6 +42,7 @@ OTHERS: dict[str, list[str]] = {
         "data.mixture={a: {path: a, weight: 1}}",
         "data.stages=[{at: 4, weights: {a: 2}}]",
     ],
+    "data.stages.rope_scaling": ["data.stages=[{at: 4, rope_scaling: {rope_type: linear, factor: 2.0}}]"],
     "compile.options": ["compile.options={max_autotune: true, more: [1, {deep: [2]}]}"],
     "hooks.optimizer_options": ["hooks.optimizer=torch.optim:SGD", "hooks.optimizer_options={momentum: 0.9}"],
     "hooks.callbacks": ["hooks.callbacks=[builtins:print]"],

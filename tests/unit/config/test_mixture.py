@@ -35,7 +35,7 @@ def resolved(*overrides: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["data.stages=[{at: 4, weights: {web: 1}}]"], "data.stages must be left out without data.mixture"),
+        (["data.stages=[{at: 4, weights: {web: 1}}]"], "data.stages.0.weights must be left out without data.mixture"),
         (
             [WEB, "data.split=9,1"],
             "data.split (9,1) must be left out with data.mixture: it is a key of each source, as "

@@ -100,9 +100,10 @@ class PreparedText(PreparedData):
         seed = config.train.seed
         if self.pair_tokens is not None:
             return pair_batches(config, row, self.sentences[part], self.pair_tokens, self.vocab_size, seed)
+        together = 1 if evaluation else config.samples_together
         if self.packed:
-            return packed_batches(row, self.packed.get(part), seed)
-        return row_batches(config, row, self.tokenizer_path, seed, tail=tail)
+            return packed_batches(config, row, self.packed.get(part), seed, together)
+        return row_batches(config, row, self.tokenizer_path, seed, tail=tail, together=together)
 
 
 def make_batches(config: Config, data: PreparedData, part: Part) -> batch.Batches | None:
@@ -120,22 +121,26 @@ def make_evaluation(config: Config, data: PreparedData, part: Part) -> batch.Bat
 
 
 def row_batches(
-    config: Config, row: batch.Tokens, tokenizer: Path | None, seed: int, *, tail: bool
+    config: Config, row: batch.Tokens, tokenizer: Path | None, seed: int, *, tail: bool, together: int = 1
 ) -> causal.TokenBatches | None:
-    """Batches of a causal model over a row of tokens; None if it holds less than one sample."""
+    """Batches of a causal model over a row of tokens; None if it holds less than one block of samples."""
     length = config.train.sequence_length
-    # A sample has one token more than it reads, the last target; the shortest tail reads one.
-    shortest = 1 if tail else length
+    # A block has one token more than it reads, the last target; the shortest tail reads one.
+    shortest = 1 if tail else length * together
     if len(row) <= shortest:
         return None
-    return causal.TokenBatches(row, length, seed, tail=tail, ends=causal.DocumentEnds.of(config, tokenizer))
+    ends = causal.DocumentEnds.of(config, tokenizer)
+    return causal.TokenBatches(row, length, seed, tail=tail, ends=ends, together=together)
 
 
-def packed_batches(row: batch.Tokens, packed: packing.PackedSamples | None, seed: int) -> packing.PackedBatches | None:
+def packed_batches(
+    config: Config, row: batch.Tokens, packed: packing.PackedSamples | None, seed: int, together: int = 1
+) -> packing.PackedBatches | None:
     """Batches of packed samples; None if there is none, which has every token, so that there is no tail."""
     if packed is None or not packed.facts.samples:
         return None
-    return packing.PackedBatches(row, packed, seed)
+    samples = packed.joined(config.train.sequence_length // packed.length)
+    return packing.PackedBatches(row, samples, seed, together)
 
 
 def pair_batches(
@@ -264,11 +269,13 @@ def shortage(
         sentences: bounds of the part's sentences; None unless samples are pairs of them.
         documents: number of the part's documents; None if the user does not count documents.
     """
-    length = config.train.sequence_length
+    length = config.block_length
     size = f"{tokens:,} tokens"
     if sentences is None:
         is_enough = tokens > length
         least = f"one sample of train.sequence_length + 1 ({length + 1:,} tokens)"
+        if length > config.train.sequence_length:
+            least = f"what the lengths of data.stages keep together ({length + 1:,} tokens)"
     else:
         room = sentence_pairs.chunk_room(length)
         chunks = ChunkIndex(sentences, room).num_chunks

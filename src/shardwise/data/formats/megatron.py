@@ -65,7 +65,8 @@ class PreparedDocuments(common.PreparedData):
                 weights[name] = weight
                 sources[name] = batches
         if len(sources) > 1:
-            return batch.BlendedBatches(sources, [order.Stage(0, 0, weights)])
+            together = 1 if evaluation else config.samples_together
+            return batch.BlendedBatches(sources, [order.Stage(0, 0, weights)], together)
         return next(iter(sources.values()), None)
 
     def _name(self, number: int) -> str:
@@ -82,14 +83,16 @@ class PreparedDocuments(common.PreparedData):
         if self.pair_tokens is not None:
             sentences = documents.sentences
             return common.pair_batches(config, documents, sentences, self.pair_tokens, self.vocab_size, seed)
+        together = 1 if evaluation else config.samples_together
         if self.packed:
-            return common.packed_batches(documents, self.packed[number].get(part), seed)
+            return common.packed_batches(config, documents, self.packed[number].get(part), seed, together)
         if evaluation:  # in the order of the file, as any other program reads it
             return common.row_batches(config, documents, self.tokenizer_path, seed, tail=tail)
         length = config.train.sequence_length
-        if len(documents) <= length:
+        if len(documents) <= length * together:
             return None
-        return causal.DocumentBatches(documents, length, seed, ends=causal.DocumentEnds.of(config, self.tokenizer_path))
+        ends = causal.DocumentEnds.of(config, self.tokenizer_path)
+        return causal.DocumentBatches(documents, length, seed, ends=ends, together=together)
 
 
 def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedDocuments:

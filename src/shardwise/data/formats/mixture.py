@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import Config
+from shardwise.config import Config, samples_between
 from shardwise.data import split
 from shardwise.data.formats import common
 from shardwise.data.samples import batch
@@ -48,7 +48,7 @@ class PreparedMixture(common.PreparedData):
         if evaluation:
             weights = {name: weight for name, weight in _evaluation_weights(config).items() if name in by_name}
             return batch.BlendedBatches(by_name, [Stage(0, 0, weights)])
-        return batch.BlendedBatches(by_name, first_stages(config))
+        return batch.BlendedBatches(by_name, first_stages(config), config.samples_together)
 
 
 def config_of_source(config: Config, name: str) -> Config:
@@ -75,8 +75,9 @@ def first_stages(config: Config) -> list[Stage]:
 def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step: int, position: int) -> list[Stage]:
     """The stages of a run that continues after `step` steps, at `position` in the order of the data.
 
-    Stages that have begun stay where they began, also if the batch was another one then, and the later ones begin after
-    their steps, also if `train.skip_batches` leaves out samples before.
+    They count blocks of samples (`size_stages.py`). Stages that have begun stay where they began, also if the batch was
+    another one then, and the later ones begin after their steps, also if `train.skip_batches` leaves out samples
+    before.
 
     Args:
         recorded: stages in the checkpoint.
@@ -87,7 +88,7 @@ def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step
     begun = [Stage(**stage) for stage in recorded if stage["step"] < step]
     expected = [(stage.step, dict(stage.weights)) for stage in begun]
     given = [(0, _first_weights(config))]
-    given += [(stage.at, dict(stage.weights)) for stage in config.data.stages if stage.at < step]
+    given += [(stage.at, dict(stage.weights)) for stage in config.data.stages if stage.weights and stage.at < step]
     if given != expected:
         earlier = [{"at": at, "weights": weights} for at, weights in expected]
         raise ConfigError(
@@ -111,9 +112,12 @@ def _evaluation_weights(config: Config) -> dict[str, float]:
 
 
 def _later_stages(config: Config, step: int, position: int) -> list[Stage]:
-    size = config.train.global_batch
     return [
-        Stage(stage.at, position + (stage.at - step) * size, dict(stage.weights))
+        Stage(
+            stage.at,
+            (position + samples_between(config, step, stage.at)) // config.samples_together,
+            dict(stage.weights),
+        )
         for stage in config.data.stages
-        if stage.at >= step
+        if stage.weights and stage.at >= step
     ]

@@ -35,18 +35,19 @@ def open_packed(
     name: object,
     announce: common.Announce,
 ) -> dict[Part, PackedSamples]:
-    """The samples of each part of the data `name`, which are packed first if the cache `root` has none.
+    """The shortest samples of each part of the data `name`, which are packed first if the cache `root` has none.
 
     Args:
         key: key of the entry, see `key_of`.
         bounds: functions that find the bounds of the documents of each part that has some.
     """
-    length = config.train.sequence_length
+    length = config.unit_length
+    together = config.block_length // length
 
     def build(folder: Path) -> dict[str, Any]:
         if announce is not None:
             announce(f"preparing the data {name}: packing the documents once, then cached in {root}")
-        return {part: _write(folder, part, find(), length) for part, find in bounds.items()}
+        return {part: _write(folder, part, find(), length, together) for part, find in bounds.items()}
 
     entry = cache.open_or_build(root, _KIND, key, cache.has_its_bounds, build)
     return {
@@ -61,8 +62,10 @@ def open_packed(
 
 
 def key_of(documents: Any, config: Config) -> str:
-    """The key of the entry of some documents, as they are described, at the sequence length of `config`."""
-    described = {"packing": _RULE, "window": WINDOW, "length": config.train.sequence_length, "documents": documents}
+    """The key of the entry of some documents, as they are described, at the sequence lengths of `config`."""
+    described = {"packing": _RULE, "window": WINDOW, "length": config.unit_length, "documents": documents}
+    if config.block_length > config.unit_length:
+        described["together"] = config.block_length // config.unit_length
     return cache.key_of(described)
 
 
@@ -71,7 +74,7 @@ def key_of_text(fingerprint: str, end: int, config: Config) -> str:
     return key_of([fingerprint, end], config)
 
 
-def _write(folder: Path, part: Part, bounds: IntArray, length: int) -> dict[str, Any]:
+def _write(folder: Path, part: Part, bounds: IntArray, length: int, together: int) -> dict[str, Any]:
     """Writes the samples of a part; returns its record in the manifest."""
     facts = PackingFacts()
     with ExitStack() as files:
@@ -80,7 +83,7 @@ def _write(folder: Path, part: Part, bounds: IntArray, length: int) -> dict[str,
             for name in ("pieces", "samples")
         )
         samples.write([0])
-        for window in packed_windows(bounds, length):
+        for window in packed_windows(bounds, length, together):
             samples.write(window.begins[1:] + pieces.length // 2)
             pieces.write(window.pieces.ravel())
             facts += window.facts

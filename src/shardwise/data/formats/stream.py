@@ -76,7 +76,7 @@ class PreparedStream(common.PreparedText):
                 return causal.TokenBatches(row, length, seed, tail=True, ends=ends)
             assert ends is not None, "documents are told apart"
             samples = packing.PackedSamples.from_bounds(packing.document_bounds(row, ends.token), length)
-            return common.packed_batches(row, samples, seed)
+            return common.packed_batches(config, row, samples, seed)
 
         tokenizer = Tokenizer.load(self.tokenizer_path)
         stream = streaming.TextStream(

@@ -77,6 +77,10 @@ class Batches(ABC):
     """Samples in an order that is a pure function of (seed, samples consumed), cut for any layout.
 
     Unless a class says otherwise, there are `num_samples`, which are shuffled in each epoch (`SampleOrder`).
+
+    Args:
+        num_samples: number of samples; those after the last whole block of `together` samples are left out.
+        together: samples of a block, see `SampleOrder`.
     """
 
     objectives: tuple[str, ...]
@@ -84,8 +88,8 @@ class Batches(ABC):
     is_consecutive = False
     """True if a rank's micro-batches follow each other in a global batch, False if those of all ranks take turns."""
 
-    def __init__(self, num_samples: int, seed: int) -> None:
-        self.sampler = SampleOrder(num_samples, seed)
+    def __init__(self, num_samples: int, seed: int, together: int = 1) -> None:
+        self.sampler = SampleOrder(num_samples - num_samples % together, seed, together)
 
     @property
     def num_samples(self) -> int:
@@ -186,11 +190,13 @@ class BlendedBatches(Batches):
 
     Args:
         sources: batches of each source, by name.
-        stages: weights of the sources that are read, one stage after another.
+        stages: weights of the sources that are read, one stage after another; they count blocks.
+        together: samples of a block, which are of one source.
     """
 
-    def __init__(self, sources: Mapping[str, Batches], stages: Sequence[Stage]) -> None:
+    def __init__(self, sources: Mapping[str, Batches], stages: Sequence[Stage], together: int = 1) -> None:
         self.order = SourceOrder([*sources], stages)
+        self.together = together
         self.batches = [*sources.values()]
         self.objectives = self.batches[0].objectives
 
@@ -214,10 +220,15 @@ class BlendedBatches(Batches):
 
     def drawn(self, source: int, samples: int) -> int:
         """Samples of a source among the first `samples` of the run."""
-        return int(self.order.before(source, np.array([samples]))[0])
+        assert samples % self.together == 0, "a step reads whole blocks"
+        return int(self.order.before(source, np.array([samples // self.together]))[0]) * self.together
+
+    def sources(self, samples: IntArray) -> IntArray:
+        """The number of the source of each of these samples."""
+        return self.order.sources(samples // self.together)
 
     def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
-        sources = self.order.sources(np.arange(consumed, consumed + count))
+        sources = self.sources(np.arange(consumed, consumed + count))
         indices = np.empty_like(sources)
         epochs = np.empty_like(sources)
         for source, batches in enumerate(self.batches):

@@ -109,8 +109,10 @@ class RowBatches(Batches):
 
     objectives = ("lm",)
 
-    def __init__(self, num_samples: int, seed: int, sequence_length: int, ends: DocumentEnds | None) -> None:
-        super().__init__(num_samples, seed)
+    def __init__(
+        self, num_samples: int, seed: int, sequence_length: int, ends: DocumentEnds | None, together: int = 1
+    ) -> None:
+        super().__init__(num_samples, seed, together)
         self.sequence_length = sequence_length
         self.ends = ends
 
@@ -135,18 +137,26 @@ class TokenBatches(RowBatches):
     Args:
         tail: True if the tokens after the last complete sample are a sample too, padded with ids 0 and targets
             `IGNORE`: every token except the first is then a target, exactly once.
+        together: samples of a block, see `SampleOrder`.
     """
 
     def __init__(
-        self, tokens: Tokens, sequence_length: int, seed: int, *, tail: bool = False, ends: DocumentEnds | None = None
+        self,
+        tokens: Tokens,
+        sequence_length: int,
+        seed: int,
+        *,
+        tail: bool = False,
+        ends: DocumentEnds | None = None,
+        together: int = 1,
     ) -> None:
-        least = 2 if tail else sequence_length + 1
+        least = 2 if tail else sequence_length * together + 1
         if len(tokens) < least:
             limit = "2, one to read and one to predict" if tail else f"train.sequence_length + 1 ({least})"
             raise ConfigError(f"the tokens ({len(tokens)}) must be at least {limit}{see('data#too-few-tokens')}")
         targets = len(tokens) - 1
         num_samples = -(-targets // sequence_length) if tail else targets // sequence_length
-        super().__init__(num_samples, seed, sequence_length, ends)
+        super().__init__(num_samples, seed, sequence_length, ends, together)
         self.tokens = tokens
 
     def row(self, index: int) -> npt.NDArray[Any]:
@@ -190,18 +200,24 @@ class DocumentBatches(Batches):
 
     Args:
         ends: changes at the end of a document.
+        together: samples of a block, see `SampleOrder`.
     """
 
     objectives = ("lm",)
 
     def __init__(
-        self, documents: Documents, sequence_length: int, seed: int, *, ends: DocumentEnds | None = None
+        self,
+        documents: Documents,
+        sequence_length: int,
+        seed: int,
+        *,
+        ends: DocumentEnds | None = None,
+        together: int = 1,
     ) -> None:
-        if len(documents) <= sequence_length:
-            raise ConfigError(
-                f"the tokens ({len(documents)}) must be at least {sequence_length + 1}{see('data#too-few-tokens')}"
-            )
-        super().__init__((len(documents) - 1) // sequence_length, seed)
+        least = sequence_length * together + 1
+        if len(documents) < least:
+            raise ConfigError(f"the tokens ({len(documents)}) must be at least {least}{see('data#too-few-tokens')}")
+        super().__init__((len(documents) - 1) // sequence_length, seed, together)
         self.documents = documents
         self.sequence_length = sequence_length
         self.ends = ends

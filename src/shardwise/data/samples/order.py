@@ -38,23 +38,39 @@ class SampleOrder:
     smallest power of two that is at least `num_samples`; a value beyond them is permuted again until it is one of them
     ("cycle walking": Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, section 3). Any position is
     found in constant time, and integer arithmetic makes it the same everywhere.
+
+    Args:
+        together: samples that follow each other as they do in the data: these blocks are shuffled, of which
+            `num_samples` is a multiple.
     """
 
-    def __init__(self, num_samples: int, seed: int) -> None:
+    def __init__(self, num_samples: int, seed: int, together: int = 1) -> None:
         if num_samples < 1:
             raise ConfigError(f"the number of samples ({num_samples}) must be at least 1")
+        assert num_samples % together == 0
         self.num_samples = num_samples
         self.seed = seed
+        self.together = together
+        self._blocks = num_samples // together
         # Two bits at least, so that each half has one.
-        bits = max(2, (num_samples - 1).bit_length())
+        bits = max(2, (self._blocks - 1).bit_length())
         self._widths = (bits // 2, bits - bits // 2)
 
     def indices(self, consumed: int, count: int) -> IntArray:
         """Samples number `consumed` to `consumed + count` of the endless order."""
+        if self.together == 1:
+            return self._block_indices(consumed, count)
+        blocks, places = np.divmod(np.arange(consumed, consumed + count), self.together)
+        first = consumed // self.together
+        last = (consumed + count - 1) // self.together
+        return np.asarray(self._block_indices(first, last + 1 - first)[blocks - first] * self.together + places)
+
+    def _block_indices(self, consumed: int, count: int) -> IntArray:
+        """Blocks number `consumed` to `consumed + count` of the endless order."""
         parts = []
         while count > 0:
-            epoch, start = divmod(consumed, self.num_samples)
-            taken = min(count, self.num_samples - start)
+            epoch, start = divmod(consumed, self._blocks)
+            taken = min(count, self._blocks - start)
             parts.append(self._permuted(np.arange(start, start + taken, dtype=np.uint64), epoch))
             consumed += taken
             count -= taken
@@ -65,10 +81,10 @@ class SampleOrder:
         values = self._feistel(positions, keys)
         # The walk along a cycle ends, as the cycle leads back to the position itself, which is a sample's number. Of
         # three samples or more there are more than half as many as values, so it takes less than two steps on average.
-        outside = np.flatnonzero(values >= self.num_samples)
+        outside = np.flatnonzero(values >= self._blocks)
         while outside.size:
             values[outside] = self._feistel(values[outside], keys)
-            outside = outside[values[outside] >= self.num_samples]
+            outside = outside[values[outside] >= self._blocks]
         return values.astype(np.int64)
 
     def _feistel(self, values: npt.NDArray[np.uint64], keys: list[np.uint64]) -> npt.NDArray[np.uint64]:

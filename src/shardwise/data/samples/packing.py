@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
@@ -164,6 +164,20 @@ class PackedSamples:
     length: int
     facts: PackingFacts
 
+    def joined(self, number: int) -> PackedSamples:
+        """Samples that each have the pieces of `number` consecutive ones; pieces of a document become one."""
+        if number == 1:
+            return self
+        begins = self.begins[::number]
+        sample_of = np.repeat(np.arange(len(begins) - 1), np.diff(begins))
+        order = np.lexsort((self.pieces[:, 0], sample_of))
+        pieces = np.asarray(self.pieces)[order]
+        is_new = np.append(True, (pieces[1:, 0] != pieces[:-1].sum(axis=1)) | (np.diff(sample_of) > 0))
+        firsts = np.flatnonzero(is_new)
+        pieces = np.stack([pieces[firsts, 0], np.add.reduceat(pieces[:, 1], firsts)], axis=1)
+        facts = replace(self.facts, samples=len(begins) - 1)
+        return PackedSamples(pieces, np.searchsorted(firsts, begins), self.length * number, facts)
+
     @staticmethod
     def from_bounds(bounds: IntArray, length: int) -> PackedSamples:
         """All samples of documents with these bounds, see `packed_windows`."""
@@ -177,19 +191,79 @@ class PackedSamples:
         )
 
 
-def packed_windows(bounds: IntArray, length: int) -> Iterator[PackedSamples]:
-    """The samples of each `WINDOW` consecutive documents, as the bounds and the length alone decide them.
+def packed_windows(bounds: IntArray, length: int, together: int = 1) -> Iterator[PackedSamples]:
+    """The samples of each `WINDOW` consecutive documents, as the bounds and the lengths alone decide them.
 
     Args:
         bounds: first token of each document, then the number of tokens, [documents + 1].
         length: sequence length S.
+        together: samples of a block, in which the pieces of a document that is longer than a sample follow each other,
+            see `PackedSamples.joined`.
     """
     for number, start in enumerate(range(0, len(bounds) - 1, WINDOW)):
         window = bounds[start : start + WINDOW + 1]
         pieces = _pieces(window, length)
         # Else the first samples, which a short evaluation reads, would have the longest documents.
-        packs = best_fit(pieces[:, 1], length).shuffled(mix_integer(_SAMPLE_ORDER, number))
+        seed = mix_integer(_SAMPLE_ORDER, number)
+        packs = best_fit(pieces[:, 1], length).shuffled(seed)
+        if together > 1 and len(packs):
+            packs = _in_blocks(packs, pieces, together, seed)
         yield PackedSamples(pieces[packs.members], packs.begins, length, _facts(window, length, len(packs)))
+
+
+def _in_blocks(packs: Packs, pieces: IntArray, together: int, seed: int) -> Packs:
+    """The packs in blocks of `together`, which hold the pieces of a long document together.
+
+    The packs of a document's pieces are a chain, of at most a block. Two chains become one where they meet, as the last
+    piece of a document may share its pack with that of another one, if both fit in a block. Best fit puts chains into
+    blocks. The blocks that are not full are joined and cut again, so that only the last one has packs without members.
+    """
+    numbers = np.arange(len(pieces))
+    pack_of = np.empty(len(pieces), dtype=np.int64)
+    pack_of[packs.members] = np.repeat(np.arange(len(packs)), packs.sizes)
+    # A piece continues the one before if it begins where that ends; a block of pieces ends a chain.
+    continues = np.append(False, pieces[1:, 0] == pieces[:-1].sum(axis=1))
+    nth = numbers - np.maximum.accumulate(np.where(continues, 0, numbers))
+    continued = numbers[continues & (nth % together > 0)]
+    # Of several such pieces in a pack, the first one has the pack in the chain of its document.
+    linked = continued[np.unique(pack_of[continued], return_index=True)[1]]
+    is_linked = np.isin(numbers, linked)
+    # The piece by which each pack is in a chain.
+    main = packs.members[np.lexsort((~is_linked[packs.members], pack_of[packs.members]))][packs.begins[:-1]]
+    _, chain_of = np.unique(np.cumsum(~is_linked)[main], return_inverse=True)
+    chain_of = _merged(chain_of, pack_of[np.setdiff1d(continued, linked)[:, None] - [1, 0]], together)
+    order = np.lexsort((main, chain_of))
+    _, firsts, sizes = np.unique(chain_of[order], return_index=True, return_counts=True)
+    shuffled = SampleOrder(len(sizes), seed).indices(0, len(sizes))
+    blocks = best_fit(sizes[shuffled], together).shuffled(seed)
+    chains = shuffled[blocks.members]
+    in_full = np.repeat(np.add.reduceat(sizes[chains], blocks.begins[:-1]) == together, blocks.sizes)
+    chains = np.concatenate([chains[in_full], chains[~in_full]])
+    chosen = order[runs(firsts[chains], sizes[chains])]
+    filling = np.zeros(-len(packs) % together, dtype=np.int64)
+    return Packs.from_sizes(
+        packs.members[runs(packs.begins[chosen], packs.sizes[chosen])],
+        np.concatenate([packs.sizes[chosen], filling]),
+    )
+
+
+def _merged(chain_of: IntArray, meetings: IntArray, most: int) -> IntArray:
+    """The chain of each pack after the chains of packs that meet were merged, up to `most` packs in a chain."""
+    sizes = np.bincount(chain_of).tolist()
+    parents = [*range(len(sizes))]
+
+    def root(chain: int) -> int:
+        while parents[chain] != chain:
+            parents[chain] = parents[parents[chain]]
+            chain = parents[chain]
+        return chain
+
+    for first, second in chain_of[meetings].tolist():
+        first, second = root(first), root(second)
+        if first != second and sizes[first] + sizes[second] <= most:
+            parents[second] = first
+            sizes[first] += sizes[second]
+    return np.array([root(chain) for chain in range(len(sizes))])[chain_of]
 
 
 def _pieces(bounds: IntArray, length: int) -> IntArray:
@@ -235,14 +309,14 @@ def _with_zero(numbers: IntArray) -> IntArray:
 class PackedBatches(Batches):
     """Batches of packed samples, each of whose documents attends to itself alone and has positions from 0 on.
 
-    The samples are the same in each epoch, in another order. Inputs: see `causal_batch`. The rest of a sample is
-    padding: ids 0, which are a document of their own, and targets `IGNORE`.
+    The samples are the same in each epoch, in another order, which keeps blocks of `together`. Inputs: see
+    `causal_batch`. The rest of a sample is padding: ids 0, which are a document of their own, and targets `IGNORE`.
     """
 
     objectives = ("lm",)
 
-    def __init__(self, tokens: Tokens, packed: PackedSamples, seed: int) -> None:
-        super().__init__(packed.facts.samples, seed)
+    def __init__(self, tokens: Tokens, packed: PackedSamples, seed: int, together: int = 1) -> None:
+        super().__init__(packed.facts.samples, seed, together)
         self.tokens = tokens
         self.packed = packed
 

@@ -1,0 +1,83 @@
+"""`data.stages` with longer sequences by the command: stopped before, at and after the border, and at other layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.command import metrics, miniature, shardwise, within
+
+BORDER = 3
+STAGES = f"[{{at: {BORDER}, sequence_length: 64, global_batch: 4, micro_batch: 1, rope_theta: 50000.0}}]"
+TRAINING = (
+    "model.max_position_embeddings=64", "data.packing=best_fit", f"data.stages={STAGES}", "train.steps=6",
+    "train.eval_every=0", "checkpoint.every=2", "checkpoint.keep=null", "log.tensorboard=false", "log.sample_tokens=0",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that nothing stops, one that stops three times, and one of several layouts."""
+    folder = tmp_path_factory.mktemp("stages")
+    command = ("train", miniature(folder), *TRAINING)
+    shardwise(*command, "--run-dir", "alone", "--nproc", "1", at=folder).succeeded()
+    for stop_after in (BORDER - 1, 1, 1):
+        stopped = ("--run-dir", "stopped", "--nproc", "1", f"train.stop_after={stop_after}")
+        shardwise(*command, *stopped, at=folder).succeeded()
+    shardwise(*command, "--run-dir", "stopped", "--nproc", "1", at=folder).succeeded()
+    cut = ("parallel.pipeline=2", "--nproc", "4", f"train.stop_after={BORDER + 1}")
+    shardwise(*command, "--run-dir", "cut", *cut, at=folder).succeeded()
+    shardwise(*command, "--run-dir", "cut", "--nproc", "1", at=folder).succeeded()
+    return folder
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    return list(metrics(run, "step"))
+
+
+def test_a_run_that_is_stopped_around_the_border_has_the_same_bits(place: Path) -> None:
+    alone, stopped = steps(place / "alone"), steps(place / "stopped")
+    for name in ("step", "loss", "grad_norm", "lr", "tokens", "samples"):
+        assert [event[name] for event in stopped] == [event[name] for event in alone]
+    assert [event["tokens"] for event in alone] == [256 * step for step in range(1, 7)]
+    assert [event["samples"] for event in alone] == [8, 16, 24, 28, 32, 36]
+
+
+def test_a_run_at_other_layouts_has_the_same_losses(place: Path) -> None:
+    cut = steps(place / "cut")
+    assert [event["step"] for event in cut] == [1, 2, 3, 4, 5, 6]
+    for expected, event in zip(steps(place / "alone"), cut, strict=True):
+        assert event["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_a_checkpoint_is_that_of_its_stage(place: Path) -> None:
+    expected = {BORDER: (10000.0, 32), 6: (50000.0, 64)}
+    for step, (theta, length) in expected.items():
+        folder = f"alone/checkpoints/step-{step:08d}"
+        described = json.loads((place / folder / "config.json").read_text(encoding="utf-8"))
+        assert described["rope_theta"] == theta
+        result = json.loads(within("evaluate", folder, "--json", at=place).succeeded().out)
+        assert result["sequence_length"] == length
+
+
+def test_the_border_is_no_restart(place: Path) -> None:
+    starts = list(metrics(place / "alone", "start"))
+    assert [event["steps_before"] for event in starts] == [0, BORDER]
+    assert starts[1]["seconds_before_training"] < 60, "the time of the steps before is not that of a start"
+    report = json.loads(within("report", "alone", "--json", at=place).succeeded().out)
+    assert report["later_starts"] == []
+
+
+def test_a_branch_keeps_the_stages_that_have_begun(place: Path) -> None:
+    changed = f"data.stages={STAGES.replace(str(BORDER), '4', 1)}"
+    refused = within("branch", "alone@6", "train.steps=8", changed, at=place).failed(2)
+    assert "the sequence lengths before step 6, from which the run goes on, must stay" in refused
+
+
+def test_a_dry_run_shows_the_largest_stage(place: Path) -> None:
+    told = within("train", miniature(place), *TRAINING, "--dry-run", at=place).succeeded().out
+    assert "8 × 32 tokens up to step 3, 4 × 64 tokens up to step 6; the other rows are of the largest" in told
+    assert "256 per step, 1,536 in all" in told

@@ -1,0 +1,157 @@
+"""Stages that change the sizes of a step: their configurations, their rules, and the place in the data."""
+
+import pytest
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import (
+    Config,
+    changed_lengths,
+    check_layout,
+    config_from,
+    largest_stage,
+    load_config,
+    position_after,
+    samples_between,
+    stage_after,
+    stage_of_step,
+    stages_of,
+    tokens_of_run,
+    values_of_step,
+)
+
+LONG = "{at: 4, sequence_length: 128, global_batch: 4, micro_batch: 1, rope_scaling: {rope_type: linear, factor: 2.0}}"
+MIDDLE = "{at: 6, sequence_length: 32, global_batch: 8}"
+
+
+def config(*stages: str, keys: tuple[str, ...] = ()) -> Config:
+    return load_config("llama2-tiny", ["train.steps=8", f"data.stages=[{', '.join(stages)}]", *keys])
+
+
+def test_each_stage_is_a_configuration_of_its_own() -> None:
+    run = config(LONG, MIDDLE)
+    stages = stages_of(run)
+    assert [(stage.steps_before, stage.last_step) for stage in stages] == [(0, 4), (4, 6), (6, 8)]
+    lengths = [(stage.train.sequence_length, stage.train.global_batch, stage.train.micro_batch) for stage in stages]
+    assert lengths == [(64, 8, 2), (128, 4, 1), (32, 8, 1)], "what a stage does not set stays"
+    assert stages[0].model == run.model
+    assert {(stage.unit_length, stage.block_length) for stage in stages} == {(32, 128)}
+    assert [stage.samples_together for stage in stages] == [2, 1, 4]
+    assert all(stage.recorded() == run.recorded() for stage in stages)
+    assert [stage_after(run, step).last_step for step in (0, 3, 4, 7, 8)] == [4, 4, 6, 8, 8]
+    assert [stage_of_step(run, step).last_step for step in (0, 4, 5, 8)] == [4, 4, 6, 8]
+    assert [stage.has_next_step(4) for stage in stages] == [False, True, False]
+    assert stages[2].has_next_step(8)
+    assert largest_stage(run) == stages[1]
+    # A program reads each by itself, such as one that compiles its graphs.
+    for stage in stages:
+        values = stage.model_dump(mode="json")
+        assert config_from(values).train == stage.train
+        assert values["data"]["stages"] == []
+    assert values_of_step(run.recorded(), 5) == stages[1].model_dump(mode="json")
+
+
+def test_a_run_without_sizes_in_stages_is_one_stage() -> None:
+    run = load_config("llama2-tiny", ["train.steps=8"])
+    assert stages_of(run) == [run]
+    assert (run.samples_together, run.last_step, run.run) == (1, 8, run)
+    assert tokens_of_run(run) == 8 * run.train.global_batch * run.train.sequence_length
+    assert values_of_step(run.recorded(), 5) == run.recorded()
+
+
+def test_the_place_in_the_data_is_the_same_in_samples_of_each_length() -> None:
+    stages = stages_of(config(LONG, MIDDLE))
+    assert tokens_of_run(stages[0]) == 4 * 512 + 2 * 512 + 2 * 256
+    assert samples_between(stages[2], 3, 7) == (512 + 1024 + 256) // 32
+    assert position_after(stages[1], 4, 32) == 16
+    assert position_after(stages[1], 5, 20) == 20
+    assert position_after(stages[2], 6, 24) == 96
+
+
+@pytest.mark.parametrize(
+    ("stages", "keys", "problem"),
+    [
+        (["{at: 4}"], (), "data.stages.0.sequence_length, or another key of the stage, must be set"),
+        (["{at: 4, sequence_length: 0}"], (), "data.stages.0.sequence_length (0) must be greater than 0"),
+        (["{at: 8, sequence_length: 32}"], (), "data.stages.0.at (8) must be less than train.steps (8)"),
+        (
+            ["{at: 4, sequence_length: 96}"],
+            ("model.max_position_embeddings=96",),
+            "train.global_batch (8) of the steps with train.sequence_length (64) must be a multiple of 3, as "
+            "data.stages keep 192 tokens together: set 9",
+        ),
+        (
+            ["{at: 4, sequence_length: 128}"],
+            (),
+            "from step 5 on (data.stages): train.sequence_length (128) must be at most model.max_position_embeddings "
+            "(64)",
+        ),
+        (
+            ["{at: 4, rope_scaling: {rope_type: yarm, factor: 2.0}}"],
+            (),
+            "the stage of data.stages at 4: model.rope_scaling.rope_type ('yarm') must be one of",
+        ),
+        (
+            ["{at: 4, sequence_length: 32}"],
+            ("data.dataset=chat",),
+            "sequence_length must be left out of data.stages with conversations",
+        ),
+        (
+            ["{at: 4, sequence_length: 32}"],
+            ("data.dataset=null", "hooks.data=a:B"),
+            "sequence_length must be left out of data.stages with samples of your own (a:B)",
+        ),
+        (
+            ["{at: 4, sequence_length: 32}"],
+            ("data.dataset=owner/name", "data.streaming=true", "data.tokenizer=x"),
+            "sequence_length must be left out of data.stages with data.streaming (true)",
+        ),
+        (
+            ["{at: 4, sequence_length: 32}"],
+            ("train.steps=8k",),
+            "the tokens of a step in data.stages (256 and 512) must be equal where a number of steps is given",
+        ),
+        (
+            ["{at: 4, micro_batch: 8}"],
+            ("train.bitwise=true",),
+            "the groups in which train.bitwise adds gradients must be the same in all data.stages: set "
+            "train.data_grain=1",
+        ),
+        (["{at: 4, global_batch: 3}"], (), "from step 5 on (data.stages): train.global_batch (3) must be a multiple"),
+    ],
+)
+def test_refused(stages: list[str], keys: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check_layout(config(*stages, keys=keys), 1)
+    assert problem in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stage", "problem"),
+    [
+        ("bert-tiny", "{at: 4, sequence_length: 32}", "with model.family bert, whose samples have one length"),
+        ("gpt-tiny", "{at: 4, rope_theta: 5.0}", "rope_theta must be left out with model.family gpt"),
+        ("gpt-tiny", "{at: 4, sequence_length: 4096}", "must be at most model.max_position_embeddings"),
+    ],
+)
+def test_other_families_are_refused(recipe: str, stage: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_layout(load_config(recipe, ["train.steps=8", f"data.stages=[{stage}]"]), 1)
+
+
+def test_every_stage_must_suit_the_layout() -> None:
+    keys = ("parallel.context=2", "model.max_position_embeddings=66", "train.global_batch=132")
+    with pytest.raises(ConfigError, match=r"from step 5 on \(data.stages\): train.sequence_length \(66\)"):
+        check_layout(config("{at: 4, sequence_length: 66, global_batch: 128}", keys=keys), 2)
+
+
+def test_stages_of_a_run_that_goes_on_keep_its_order() -> None:
+    stored = config(LONG, MIDDLE).recorded()
+    later = MIDDLE.replace("at: 6", "at: 7")
+    assert changed_lengths(stored, stages_of(config(LONG, later))[1], 6) == []
+    (problem,) = changed_lengths(stored, config(LONG, later), 7)
+    assert "the sequence lengths before step 7, from which the run goes on, must stay" in problem
+    (problem,) = changed_lengths(stored, config(LONG, MIDDLE.replace("32", "256")), 5)
+    assert "must keep 128 tokens together" in problem
+    plain = load_config("llama2-tiny", ["train.steps=8"])
+    assert changed_lengths({}, plain, 4) == []
+    assert changed_lengths(plain.recorded(), config(LONG), 4), "the order of a run without stages is that of samples"
