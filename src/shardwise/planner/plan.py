@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all steps, without evaluations, checkpoints and restarts; those of other stages by their tokens."""
+        """Seconds of all steps, without evaluations, checkpoints and restarts. Steps of other sizes count by tokens."""
         return self.time.total * equal_steps(self.config)
 
     @cached_property
