@@ -85,6 +85,8 @@ class CausalLM(Family[_Config]):
                 positions_SB = places.unsqueeze(1)
         if x is None:
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
+        if starts_SB is not None and x.device.type == "cpu" and not (self.is_compiled or starts_SB.any()):
+            starts_SB = None  # samples of one document need no mask
         windows = {self.config.window(number) for number in self.part.block_numbers(self.config)}
         tables = {}
         masks = {}
