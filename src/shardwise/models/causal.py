@@ -87,6 +87,8 @@ class CausalLM(Family[_Config]):
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
         if starts_SB is not None and x.device.type == "cpu" and not (self.is_compiled or starts_SB.any()):
             starts_SB = None  # samples of one document need no mask
+            if positions_SB is not None and torch.equal(positions_SB, positions_SB[:, :1].expand_as(positions_SB)):
+                positions_SB = positions_SB[:, :1]  # tables of one column are faster
         windows = {self.config.window(number) for number in self.part.block_numbers(self.config)}
         tables = {}
         masks = {}
