@@ -95,6 +95,10 @@ class CausalLM(Family[_Config]):
                 positions_SB = places.unsqueeze(1)
         if x is None:
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
+        if starts_SB is not None and x.device.type == "cpu" and not (self.is_compiled or starts_SB.any()):
+            starts_SB = None  # samples of one document need no mask
+            if positions_SB is not None and torch.equal(positions_SB, positions_SB[:, :1].expand_as(positions_SB)):
+                positions_SB = positions_SB[:, :1]  # tables of one column are faster
         context = Context(dropout, cache=cache, is_cut=is_cut)
         tables = {}
         for window in self._windows:
