@@ -273,6 +273,8 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     accumulated = s.accumulation_bytes(sum(n * k for n, k in weights), device, program, program.adds_products)
     accumulation = device_seconds.passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
+    if s.passes_keys and device.is_accelerator:
+        core = replace(core, backward=core.forward + core.backward)  # computed again, for the keys of each rank
 
     passes = _memory_passes(s, device, c, program)
     collectives = _tensor_collectives(s, device, c)
