@@ -47,6 +47,7 @@ MEGATRON_CORE = ProgramTraits(
     adds_products=True,
     updates_in_one_pass=True,
     recomputes_core=True,
+    recomputes_ring=False,
     kernels=14,
     tensor_overlap="user_buffers",
     rounding_bytes=4,

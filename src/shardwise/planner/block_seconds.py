@@ -243,6 +243,8 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     accumulated = s.accumulation_bytes(sum(n * k for n, k in weights), device, program, program.adds_products)
     accumulation = device_seconds.passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
+    if s.passes_keys and device.is_accelerator and program.recomputes_ring:
+        core = replace(core, backward=core.forward + core.backward)  # computed again, for the keys of each rank
 
     passes = _memory_passes(s, device, c, program)
     tensor = _tensor_seconds(s, device, c, program, outputs, input_gradients, weight_gradients)

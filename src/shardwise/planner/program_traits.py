@@ -24,6 +24,8 @@ class ProgramTraits:
             gradients and to round the weights, and the norm reads the gradients of all ranks.
         reduces_all: True if gradients are all-reduced even if the optimizer's state is sharded.
         recomputes_core: True if selective recompute repeats attention, fused or not, and nothing else.
+        recomputes_ring: True if attention to keys that come rank by rank is computed again in the backward pass, on
+            accelerators.
         separate_kernels: True if each element-wise function of a block is a kernel; otherwise functions one after the
             other are one.
         kernels: number of kernels that a block starts in its forward pass.
@@ -46,6 +48,7 @@ class ProgramTraits:
     updates_in_one_pass: bool = False
     reduces_all: bool = False
     recomputes_core: bool = False
+    recomputes_ring: bool = True
     separate_kernels: bool = False
     kernels: int = 24
     tensor_overlap: TensorOverlap | None = None

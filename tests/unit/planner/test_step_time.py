@@ -20,7 +20,7 @@ from shardwise.planner.device_seconds import RankGroup, collective, fitted, grou
 from shardwise.planner.device_specs import cluster, load_device
 from shardwise.planner.memory import expected_memory
 from shardwise.planner.program_traits import ProgramTraits
-from shardwise.planner.step_time import shardwise_traits, step_time
+from shardwise.planner.step_time import StepTime, shardwise_traits, step_time
 
 ROOT = Path(__file__).parents[3]
 A100 = load_device("a100")
@@ -219,6 +219,28 @@ def test_keys_of_a_sample_are_gathered_twice_and_their_gradients_scattered() -> 
     transfer = collective(A100, fitted(), RankGroup(8, 8), 2 * 4096 * 4096)
     assert time.context == pytest.approx(micro_batches * 32 * 6 * transfer)
     assert time.communication == time.context + time.reduction + time.gather
+
+
+def test_keys_that_come_rank_by_rank_travel_while_attention_computes() -> None:
+    """What is left of the time of gathers and scatters is that beyond 7 of 8 parts of attention."""
+    keys = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=8", "train.recompute=none")
+    keys += ("train.global_batch=8", "compile.enabled=false")
+
+    def seconds(how: str, length: int) -> StepTime:
+        lengths = (f"train.sequence_length={length}", f"model.max_position_embeddings={length}")
+        config = load_config("llama2-7b", [*keys, *lengths, f"parallel.context_keys={how}"])
+        time = step_time(config, check_layout(config, 16), cluster("a100:8", 2))
+        assert time is not None
+        return time
+
+    gathered, passed = (seconds(how, 4096) for how in ("gather", "ring"))
+    forward = passed.attention - gathered.attention  # computed again in the backward pass
+    assert forward > 0
+    backward = gathered.attention - forward
+    shares = (gathered.context / 3 - 7 / 8 * forward, 2 * gathered.context / 3 - 7 / 8 * (backward + forward))
+    assert passed.context == pytest.approx(sum(max(0.0, share) for share in shares))
+    assert 0 < passed.context < gathered.context
+    assert seconds("ring", 2**17).context == 0
 
 
 def test_fp8_products_take_less_time_and_memory_where_a_device_has_them() -> None:
