@@ -99,17 +99,12 @@ class CausalLM(Family[_Config]):
             starts_SB = None  # samples of one document need no mask
             if positions_SB is not None and torch.equal(positions_SB, positions_SB[:, :1].expand_as(positions_SB)):
                 positions_SB = positions_SB[:, :1]  # tables of one column are faster
-        context = Context(dropout, cache=cache, is_cut=is_cut)
-        tables = {}
-        for window in self._windows:
-            rotary = self.rotary if window is None or self.window_rotary is None else self.window_rotary
-            if rotary is not None:
-                tables[window] = _rotary_tables(rotary, x, length, positions_SB, lengths_B, known)
+        tables = self._tables(x, length, positions_SB, lengths_B, known)
+        context = Context(dropout, cache=cache, rotary_tables=tables, is_cut=is_cut)
         if has_parts:
-            context = replace(context, rotary_tables=tables, parts=self._parts(context, runs, starts_SB, length, x))
+            context = replace(context, parts=self._parts(context, runs, starts_SB, length, x))
         else:
-            masks = self._masks(context, runs, starts_SB, length, x)
-            context = replace(context, rotary_tables=tables, masks=masks)
+            context = replace(context, masks=self._masks(context, runs, starts_SB, length, x))
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
             cache.advance(len(ids_SB))  # after all blocks, as each writes at the same length
@@ -121,6 +116,17 @@ class CausalLM(Family[_Config]):
     def _windows(self) -> set[int | None]:
         """The windows of the blocks; None for those without."""
         return {self.config.window(number) for number in self.part.block_numbers(self.config)}
+
+    def _tables(
+        self, x: Tensor, length: int, positions_SB: Tensor | None, lengths_B: Tensor | None, first: int
+    ) -> dict[int | None, tuple[Tensor, Tensor]]:
+        """Return the rotary tables of the blocks by their windows, as `_rotary_tables` makes them."""
+        tables = {}
+        for window in self._windows:
+            rotary = self.rotary if window is None or self.window_rotary is None else self.window_rotary
+            if rotary is not None:
+                tables[window] = _rotary_tables(rotary, x, length, positions_SB, lengths_B, first)
+        return tables
 
     def _masks(
         self, context: Context, runs: Sequence[range], starts_SB: Tensor | None, length: int, x: Tensor
