@@ -87,7 +87,7 @@ def step_peak(order: Iterable[Action], passes: Mapping[int, PassBytes], micro_ba
 @cache
 def blocks_in_flight(schedule: Schedule, pipeline: int, stages: tuple[int, ...], micro_batches: int) -> int:
     """Return the most blocks of the first pipeline rank that keep a micro-batch at a time; `stages`: blocks of each."""
-    parallel = ParallelConfig(pipeline=pipeline, schedule=schedule, virtual_stages=len(stages))
+    parallel = ParallelConfig.model_construct(pipeline=pipeline, schedule=schedule, virtual_stages=len(stages))
     # Halves of backward passes keep blocks for longer, so that whole ones are a bound for both.
     order = action_order(parallel, micro_batches, 0, "full")
     numbers = sorted({action.stage for action in order})
