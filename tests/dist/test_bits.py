@@ -42,7 +42,7 @@ SHARED = tuple(
         (replace(LLAMA, context=2, tensor=2, sequence=True, zero=1), 4),
         (replace(LLAMA, context=4, zero=3), 4),
         (replace(DOCUMENTS, context=2, data=2, zero=2, recompute="selective"), 2),
-        (replace(GPT, context=2, tensor=2, recompute="full"), 2),
+        (replace(GPT, context=2, tensor=2, sequence=True, recompute="full"), 4),
         (replace(GPT_NEOX, schedule="zbv", pipeline=2, context=2, layers=4), 4),
         (replace(GEMMA3, context=2, tensor=2, sequence=True), 4),
         (replace(OLMO2, tensor=4), 2),
@@ -76,7 +76,7 @@ def compare(everyone: list[Bits], one: Bits) -> None:
     assert set().union(*(found.weights for found in everyone)) == one.weights.keys()
 
 
-OFTEN = {CELLS[3], CELLS[5], CELLS[9], SCHEDULED[2]}
+OFTEN = {CELLS[3], CELLS[5], CELLS[9], SHARED[0], SHARED[3], SCHEDULED[2]}
 TRAININGS = [pytest.param(cell, marks=() if cell in OFTEN else pytest.mark.slow) for cell in CELLS + SHARED + SCHEDULED]
 
 
@@ -89,7 +89,7 @@ def others(count: int) -> list[Cell]:
     """Return drawn cells of four ranks, in all precisions."""
     cells = [cell for cell in sweep(4 * count) if cell.world == RANKS][:count]
     modes = itertools.cycle(("float32", "mixed", "bfloat16"))
-    fixed = {"bitwise": True, "overlap": None, "uneven": False, "batch": 16}
+    fixed = {"bitwise": True, "overlap": None, "uneven": False, "batch": 16, "context_keys": "gather"}
     grains = [2 * cell.context if cell.context > 1 else None for cell in cells]
     drawn = zip(cells, modes, grains, strict=False)
     return [replace(cell, **fixed, mode=mode, context_grain=grain) for cell, mode, grain in drawn]
@@ -104,7 +104,7 @@ def test_any_other_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", EIGHT_RANKS, ids=lambda cell: cell.name)
 def test_eight_ranks_that_share_samples_have_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
-    cell = replace(cell, bitwise=True, context_grain=4, uneven=False, batch=16)
+    cell = replace(cell, bitwise=True, context_grain=4, context_keys="gather", uneven=False, batch=16)
     compare(ranks(cell.world).run(train, cell), train(cell.alone))
 
 

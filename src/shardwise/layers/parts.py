@@ -324,6 +324,22 @@ def _activate_dense(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(F.pad(flat, (0, padding)))[: flat.numel()].view(x.shape)
 
 
+_SERIAL = 2**14
+"""Elements that torch's CPU kernels do not divide over threads."""
+
+
+def in_vectors(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+    """Return an element-wise function of operands of equal shapes, whose bits do not depend on their number.
+
+    Their elements, made dense, are computed by vector kernels alone, and not divided over threads.
+    """
+    flat = [operand.reshape(-1) for operand in operands]
+    count = flat[0].numel()
+    padded = [F.pad(operand, (0, -count % _VECTOR)).split(_SERIAL) for operand in flat]
+    results = [function(*part) for part in zip(*padded, strict=True)]
+    return torch.cat(results)[:count].view(operands[0].shape)
+
+
 def sequence_parts(x: Tensor, group: Group, sequence_parallel: bool) -> int:
     """Return the parts of x along dim 0, the sequence, of which a rank makes the gradient of a replicated parameter."""
     if sequence_parallel:

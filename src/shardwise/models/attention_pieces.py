@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
+from shardwise.layers.parts import in_vectors
 from shardwise.models.masks import AttentionMask, PiecesMask
 
 MANY = 4096
@@ -317,9 +318,9 @@ def _merge(out: Tensor, log_sums: Tensor, out_of_piece: Tensor, log_sums_of_piec
         return
     # Finite also where no key of the earlier pieces is seen.
     finite = log_sums.clamp_min(torch.finfo(log_sums.dtype).min)
-    share = torch.sigmoid(log_sums_of_piece - finite)
+    share = in_vectors(torch.sigmoid, log_sums_of_piece - finite)
     out.lerp_(out_of_piece.to(out.dtype), share.unsqueeze(-1))
-    log_sums.copy_(torch.logaddexp(log_sums, log_sums_of_piece))
+    log_sums.copy_(in_vectors(torch.logaddexp, log_sums, log_sums_of_piece))
 
 
 def _by_sample(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -357,6 +357,7 @@ class Family(nn.Module, Generic[_Config]):
         options: LayerOptions = {"group": ranks, "seed": seed, "init": init, "device": device, "dtype": dtype}
         options["deferred"] = deferred
         self.context_group = context_group or Group()
+        self.sequence_ranks = ranks.size if sequence_parallel else 1
         factory = LayerFactory(
             ranks, sequence_parallel, recompute, self.part, vocab_multiple, self.context_group, options
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class CausalLM(Family[_Config]):
             if positions_SB is None:
                 positions_SB = places.unsqueeze(1)
         if x is None:
-            x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
+            x = self.embed(ids_SB, Context(self._key_of_embedding(dropout), cache=cache), positions_SB)
         if starts_SB is not None and x.device.type == "cpu" and not (self.is_compiled or starts_SB.any()):
             starts_SB = None  # samples of one document need no mask
             if positions_SB is not None and torch.equal(positions_SB, positions_SB[:, :1].expand_as(positions_SB)):
@@ -111,6 +111,16 @@ class CausalLM(Family[_Config]):
         if not self.part.is_last:
             return x
         return SequenceParts(self.norm, self.context_group).joined(self.norm, x) if has_parts else self.norm(x)
+
+    def _key_of_embedding(self, key: DropoutKey | None) -> DropoutKey | None:
+        """Return the key whose places are in the order in which tensor-parallel ranks have the embedding's output.
+
+        With sequence parallelism a rank has a slice of each part of the tokens.
+        """
+        if key is None or key.places_S is None:
+            return key
+        by_part = key.places_S.view(self.context_group.parts, self.sequence_ranks, -1)
+        return replace(key, places_S=by_part.transpose(0, 1).flatten())
 
     @property
     def _windows(self) -> set[int | None]:
@@ -147,7 +157,7 @@ class CausalLM(Family[_Config]):
                 continue
             by_rank = [runs_of_places(mask.queries, rank, ranks) for rank in range(ranks)]
             forms = [self._form_of(replace(mask, key_places=run), length, x, context) for run in by_rank]
-            masks[window] = tuple(form for form in forms if form is not None)
+            masks[window] = tuple(cast(Mask, form) for form in forms)
         return masks
 
     def _form_of(self, mask: AttentionMask, keys: int, x: Tensor, context: Context) -> Mask | None:
