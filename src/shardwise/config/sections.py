@@ -143,10 +143,11 @@ class ParallelConfig(Section):
         description="context-parallel degree (CP): ranks that share the tokens of each sample; each has a part from "
         "its head and one from its tail; for causal families",
     )
-    context_keys: ContextKeys = Field(
-        default="gather",
+    context_keys: ContextKeys | None = Field(
+        default=None,
         description="how ranks that share samples get the keys and values of each other in a block: gather = all at "
-        "once; ring = rank by rank while attention computes, so that those of two ranks are held; no effect with CP 1",
+        "once; ring = rank by rank while attention computes, so that those of two ranks are held; null = ring if the "
+        "step would otherwise not fit the device, else gather; no effect with CP 1",
     )
     vocab_multiple: int = Field(
         default=1,

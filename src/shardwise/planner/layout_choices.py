@@ -48,10 +48,11 @@ class Choice:
     replicate: int = 1
     reduce: Frequency | None = None
     regathers: bool = False
+    passes_keys: bool = False
 
     def applied(self, config: Config) -> Config:
         """Return the configuration with this layout."""
-        parallel = {
+        parallel: dict[str, object] = {
             "tensor": self.tensor,
             "sequence": self.sequence,
             "context": self.context,
@@ -61,6 +62,8 @@ class Choice:
         }
         if self.regathers:
             parallel["sequence_regather"] = True
+        if self.passes_keys:
+            parallel["context_keys"] = "ring"
         # A recipe's sizes of stages are for its own number of stages.
         if len(config.parallel.stages or ()) != self.pipeline * (self.virtual or 1):
             parallel["stages"] = None
@@ -96,6 +99,8 @@ class Choice:
         words = [layout_text(degrees, sequence=self.sequence)]
         if self.regathers:
             words.append("gathered again")
+        if self.passes_keys:
+            words.append("keys in a ring")
         if self.pipeline > 1:
             words.append(f"{self.schedule} with {self.virtual} stages a rank" if self.virtual else self.schedule)
         words += [f"micro-batch {self.micro_batch}", f"recompute {self.recompute}", self._sharding_text()]

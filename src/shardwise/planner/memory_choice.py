@@ -1,7 +1,7 @@
-"""Chooses what the backward pass computes or gathers again, so that a step fits the memory of a device.
+"""Chooses what the backward pass computes or gathers again, and how keys come, so that a step fits a device's memory.
 
-`train.recompute=auto` and `parallel.sequence_regather=null` leave this to the memory that a rank has. The choices are
-tried in the order of what they cost, each by the planner's estimate.
+`train.recompute=auto`, `parallel.sequence_regather=null` and `parallel.context_keys=null` leave this to the memory that
+a rank has. The choices are tried in the order of what they cost, each by the planner's estimate.
 """
 
 from __future__ import annotations
@@ -20,27 +20,39 @@ RESERVED = 0.06
 def leaves_open(config: Config, layout: Layout, accelerator: bool) -> bool:
     """Return whether a key leaves something to the memory of a rank.
 
-    Ranks on CPUs share the memory of their machine, so that `parallel.sequence_regather=null` is false there.
+    Ranks on CPUs share the memory of their machine, so that null means false, and gather, there.
     """
-    regather = config.parallel.sequence_regather
-    return config.train.recompute == "auto" or (accelerator and layout.sequence_parallel and regather is None)
+    return config.train.recompute == "auto" or (accelerator and len(_of_parallel(config, layout)) > 1)
 
 
 def candidates(config: Config, layout: Layout) -> Iterator[Config]:
     """Yield the configuration with each choice that its keys leave open, the fastest first.
 
-    Gathering again is tried before more is computed again: it moves bytes, which a matmul hides in part.
+    Messages are tried before more is computed again: they move bytes, which matmuls and attention hide in part.
     """
     recompute = config.train.recompute
     recomputes: tuple[Recompute, ...] = get_args(Recompute) if recompute == "auto" else (recompute,)
-    is_open = config.parallel.sequence_regather is None and layout.sequence_parallel
-    is_able = not (config.splits_backward or config.compile.enabled or config.precision.matmul)
     for chosen in recomputes:
         train = config.train.model_copy(update={"recompute": chosen})
-        yield config.model_copy(update={"train": train})
-        if is_open and is_able:
-            parallel = config.parallel.model_copy(update={"sequence_regather": True})
+        for settings in _of_parallel(config, layout):
+            parallel = config.parallel.model_copy(update=settings)
             yield config.model_copy(update={"train": train, "parallel": parallel})
+
+
+def _of_parallel(config: Config, layout: Layout) -> list[dict[str, object]]:
+    """Return the settings of `parallel` among which the memory chooses, without any first."""
+    choices: list[dict[str, object]] = [{}]
+    parallel = config.parallel
+    if config.compile.enabled:
+        return choices
+    shapes = config.shapes
+    has_kernel = shapes is not None and not shapes.attention_dropout_p
+    if parallel.context_keys is None and layout.context > 1 and has_kernel and not config.train.bitwise:
+        choices.append({"context_keys": "ring"})
+    is_open = parallel.sequence_regather is None and layout.sequence_parallel
+    if is_open and not (config.splits_backward or config.precision.matmul):
+        choices += [settings | {"sequence_regather": True} for settings in choices]
+    return choices
 
 
 def first_that_fits(
@@ -96,4 +108,6 @@ def choice_text(chosen: Config, config: Config) -> str | None:
         settings.append(f"train.recompute={chosen.train.recompute}")
     if chosen.regathers and not config.regathers:
         settings.append("parallel.sequence_regather=true")
+    if chosen.passes_keys and not config.passes_keys:
+        settings.append("parallel.context_keys=ring")
     return ", ".join(settings) or None

@@ -160,5 +160,6 @@ def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
         replicate=parallel.replicate,
         reduce=config.optimizer.reduce,
         regathers=config.regathers,
+        passes_keys=config.passes_keys,
     )
     return Plan(choice, config, layout, cluster, time, memory)

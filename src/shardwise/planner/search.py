@@ -150,7 +150,7 @@ def _add_fastest(
                 continue
             estimated = partial(short_step_memory, layout=layout, cluster=cluster, limit=limit)
             chosen, memory = first_that_fits(compiled(choice.applied(config), cluster.device), layout, estimated, limit)
-            choice = replace(choice, regathers=chosen.regathers)
+            choice = replace(choice, regathers=chosen.regathers, passes_keys=chosen.passes_keys)
             activation_bytes = memory.total - memory.state - memory.in_flight
             state_share = memory.state / least_memory.state(choice, layout)
             if memory.total <= limit:

@@ -81,7 +81,7 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
         yield "train.recompute=full", changed("train", recompute="full"), world
     if layout.sequence_parallel and not config.regathers and config.precision.matmul is None:
         yield "parallel.sequence_regather=true", changed("parallel", sequence_regather=True), world
-    if layout.context > 1 and config.parallel.context_keys == "gather":
+    if layout.context > 1 and config.parallel.context_keys != "ring":
         yield "parallel.context_keys=ring", changed("parallel", context_keys="ring"), world
     if tensor > 1 and not layout.sequence_parallel:
         yield "parallel.sequence=true", changed("parallel", sequence=True), world

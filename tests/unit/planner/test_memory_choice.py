@@ -83,3 +83,22 @@ def test_what_is_not_known_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="must be none, selective or full for a model of your own"):
         fitted(own, check_layout(own, 1), 1e9, accelerator=True, device="a device")
+
+
+def test_keys_come_in_a_ring_only_if_memory_asks() -> None:
+    layout = Layout(16, tensor=1, context=16)
+    long = ("train.sequence_length=262144", "model.max_position_embeddings=262144", "train.global_batch=16")
+    keys = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=16", "train.recompute=full", *long)
+
+    def passes_keys(memory: float | None, *overrides: str) -> bool:
+        config = load_config("llama2-7b", [*keys, *overrides])
+        return fitted(config, layout, memory, accelerator=True, device="a device").passes_keys
+
+    needed = total(load_config("llama2-7b", keys), layout)
+    assert not passes_keys(needed)
+    assert passes_keys(needed - 1)
+    assert not passes_keys(needed - 1, "parallel.context_keys=gather")
+    assert not passes_keys(needed - 1, "compile.enabled=true")
+    assert not passes_keys(None)
+    config = load_config("llama2-7b", keys)
+    assert choice_text(fitted(config, layout, 1, accelerator=True, device=""), config) == "parallel.context_keys=ring"
