@@ -84,6 +84,8 @@ def calendar_text(plan: Plan) -> str:
     """What the time on the calendar assumes of checkpoints and failures."""
     calendar = plan.calendar
     source = "as the recipe says" if calendar.is_given else "the interval that costs least"
+    if calendar.write > calendar.interval + calendar.stall:
+        source += f"; storing one takes {units.duration(calendar.write)}, for which the next one waits"
     text = f"checkpoints every {units.duration(calendar.interval)} ({source})"
     if not math.isfinite(calendar.between_failures):
         return f"{text}, no failures: goodput {calendar.goodput:.1%}"
@@ -94,11 +96,6 @@ def calendar_text(plan: Plan) -> str:
         f"{text}, a failure every {units.duration(calendar.between_failures)}: goodput {calendar.goodput:.1%}. "
         f"Assumed are {plan.cluster.device.reliability.text()}"
     )
-
-
-def frees_parts(plan: Plan) -> bool:
-    """Whether a rank frees the gradients or the weights of others."""
-    return plan.choice.zero >= 2 and plan.layout.replicas > 1
 
 
 def has_range(plan: Plan) -> bool:

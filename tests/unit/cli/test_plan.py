@@ -435,7 +435,7 @@ def test_several_numbers_of_nodes_are_compared_by_the_objective(capsys: pytest.C
     for proposal in proposed:
         seconds = 86_400 * plans[proposal["layout"] - 1]["days"]
         changed = list(proposal["sensitivity_seconds"].values())
-        assert all(seconds < other <= changed[-1] for other in changed)
+        assert all(seconds < other < changed[-1] for other in changed[:3])
 
 
 def test_a_budget_in_money_finds_the_fastest_cluster_for_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -471,7 +471,12 @@ def test_the_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     best = facts["plans"][0]
     assert page.count(">rank ") == best["layout"]["pipeline"]
     assert f"<td>{best['days']:,.1f}</td>" in page
-    for text in ("the network has 30% less bandwidth", "matrix products reach 10% less of the peak", "activations"):
+    for text in (
+        "the network has 30% less bandwidth",
+        "matrix products reach 10% less of the peak",
+        "steps with ZeRO-2 or ZeRO-3 take 15% longer, as published runs did",
+        "activations",
+    ):
         assert text in page
     assert main([*command, "--html", str(file)]) == 2
     assert "--html" in capsys.readouterr().err
