@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.planner.plan import Plan
 
@@ -83,7 +84,12 @@ def proposals(plans: Sequence[Plan]) -> list[Proposal]:
         else:
             former = chosen[equal]
             chosen[equal] = replace(former, names=(*former.names, name), reason=f"{former.reason}; {reason}")
-    return chosen
+    return [replace(proposal, reason=f"{proposal.reason}{_doubt(proposal.plan)}") for proposal in chosen]
+
+
+def _doubt(plan: Plan) -> str:
+    """What a reader of a proposal should know of its memory; empty if much is free."""
+    return f"; it leaves {units.size(plan.headroom)}, which may not suffice" if plan.is_tight else ""
 
 
 @dataclass(frozen=True)
