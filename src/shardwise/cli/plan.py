@@ -77,12 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="write the recipe with a layout of the list to FILE; for a run, a device file",
     )
-    parser.add_argument(
-        "--layout",
-        metavar="N",
-        type=int,
-        help='with --write: the number of a row (default: the first without "!", or else 1)',
-    )
+    parser.add_argument("--layout", metavar="N", type=int, help="with --write: a row (default: the first without '!')")
     parser.add_argument(
         "--show-device", metavar="DEVICE", help="print the file of a device, as a beginning for your own"
     )
