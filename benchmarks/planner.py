@@ -45,6 +45,7 @@ _NAMES = (
     ("Automodel", "NeMo Automodel, Llama 3 70B (H100, FSDP)"),
     ("llm-foundry", "MosaicML llm-foundry, MPT (A100 and H100, FSDP)"),
 )
+_SETTING = ("model", "tp", "pp", "vpp", "cp", "sp", "zero", "micro_batch", "recompute", "seq", "precision")
 SPLIT = Path(__file__).parent / "data" / "split.csv"
 
 
@@ -133,6 +134,28 @@ def sets() -> dict[tuple[str, ...], list[Compared]]:
     return merged
 
 
+def settings(rows: Sequence[Compared]) -> list[Compared]:
+    """The rows with those of one setting as one, which has the mean of their times.
+
+    Rows of a setting have the same model, device, number format and layout but for the degree of data parallelism, and
+    the same batch for each device.
+    """
+    of_setting: dict[tuple[object, ...], list[Compared]] = defaultdict(list)
+    for compared_row in rows:
+        row = compared_row.row
+        assert row.cluster is not None
+        batch = int(row.values["global_batch"]) / int(row.values["n_gpu"])
+        key = (row.cluster.device.key, batch, *(row.values[name] for name in _SETTING))
+        of_setting[key].append(compared_row)
+    return [
+        Compared(
+            _with_time(same[0].row, statistics.mean(compared_row.row.measured for compared_row in same)),
+            statistics.mean(compared_row.predicted for compared_row in same),
+        )
+        for same in of_setting.values()
+    ]
+
+
 def _with_time(row: Row, seconds: float) -> Row:
     return Row(**{**{one.name: getattr(row, one.name) for one in fields(row)}, "measured": seconds})
 
@@ -165,6 +188,14 @@ def report() -> str:
         f"| **all sources that were never fitted** | {' | '.join(accuracy(never))} |",
         "",
         *_worst(by_source),
+        "",
+        "## By setting",
+        "",
+        "Many rows repeat a setting: the same model, device, number format and layout but for the degree of data",
+        "parallelism, and the same batch for each device. Here each setting counts once, with the mean of its measured",
+        "and of its predicted times.",
+        "",
+        *table(("settings of", "settings", *head[2:]), _by_setting(never)),
         "",
         "## Ranking",
         "",
@@ -204,7 +235,7 @@ def report() -> str:
 
 def _summaries(never: Sequence[Compared]) -> list[str]:
     """The errors of groups of sources, without the one that has most rows."""
-    others = [one for one in never if "llm-foundry" not in one.row.source]
+    others = _without_llm_foundry(never)
     groups = {
         "H100, without llm-foundry": [one for one in others if _is_on(one, "h100")],
         "B200, GB200 and GB300": [one for one in others if _is_on(one, "b200", "gb200", "gb300")],
@@ -212,6 +243,20 @@ def _summaries(never: Sequence[Compared]) -> list[str]:
         "never fitted, without llm-foundry": others,
     }
     return [f"| {name} | {' | '.join(accuracy(rows))} |" for name, rows in groups.items()]
+
+
+def _by_setting(never: Sequence[Compared]) -> list[tuple[str, ...]]:
+    others = _without_llm_foundry(never)
+    groups = {
+        "sources that were only tested, without llm-foundry": [one for one in others if role(one.row) == "test"],
+        "sources that were never fitted, without llm-foundry": others,
+        "all sources that were never fitted": never,
+    }
+    return [(name, *accuracy(settings(rows))) for name, rows in groups.items()]
+
+
+def _without_llm_foundry(rows: Sequence[Compared]) -> list[Compared]:
+    return [one for one in rows if "llm-foundry" not in one.row.source]
 
 
 def _is_on(one: Compared, *keys: str) -> bool:

@@ -15,7 +15,6 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, config_from
 from shardwise.planner.device_seconds import Constants, fitted
 from shardwise.planner.device_specs import Cluster, Device, Link, load_device
-from shardwise.planner.overlap import TensorOverlap
 from shardwise.planner.program_traits import ProgramTraits
 from shardwise.planner.step_time import StepTime, step_time
 
@@ -55,7 +54,7 @@ MEGATRON_CORE = ProgramTraits(
 # Bytes by which Transformer Engine rounds an element of bfloat16 in both orders, and writes two of one byte: delayed
 # scales are those of earlier steps, current ones need another read, and blocks of 32 (MXFP8) one read for each order.
 _ROUNDING = {"fp8 current scaling": 6, "mxfp8": 6}
-# Compiled blocks with FSDP2, of torchtitan and NeMo Automodel.
+# Compiled blocks with FSDP2, of NeMo Automodel.
 FULLY_SHARDED = ProgramTraits(loss_ahead=False, updates_in_one_pass=True)
 # Parts of the peak that attention in Triton reaches forward, which llm-foundry's scripts set (`--attn_impl triton`): 30
 # to 50% on an A100 (arXiv:2307.08691, introduction). Like FlashAttention-2, whose part is 0.6 on an A100 and 0.34 on an
@@ -195,8 +194,6 @@ def _scripts(source: str, values: dict[str, str]) -> dict[str, str]:
     if _is_nemo(source):
         sequence = str(int(int(values["tp"] or 1) > 1))
         return {"sp": sequence, "recompute": values["recompute"] or "none", "zero": values["zero"] or "1"}
-    if "torchtitan" in source:
-        return {"sp": str(int(int(values["tp"]) > 1)), "recompute": values["recompute"].replace("selective op", "none")}
     if "aws-neuron" not in source:
         return {}
     if values["model"].startswith("gpt"):
@@ -249,7 +246,7 @@ def _seconds(values: dict[str, str]) -> float:
     length, batch, devices = int(values["seq"]), int(values["global_batch"]), int(values["n_gpu"])
     if values["tokens_per_s_per_gpu"]:
         return length * batch / (float(values["tokens_per_s_per_gpu"]) * devices)
-    if values["tflops_per_gpu"] and "ardware flops" in values["notes"].lower().replace("flops", "flops"):
+    if values["tflops_per_gpu"] and "hardware flops" in values["notes"].lower():
         layers, hidden, vocabulary = int(values["layers"]), int(values["hidden"]), int(values["vocab"])
         flops = 96 * batch * length * layers * hidden**2
         flops = flops * (1 + length / (6 * hidden) + vocabulary / (16 * layers * hidden))
@@ -266,9 +263,8 @@ def _program(source: str, values: dict[str, str]) -> ProgramTraits:
             rounding_bytes=_ROUNDING.get(values["precision"], MEGATRON_CORE.rounding_bytes),
             block_scales=values["precision"] == "mxfp8",
         )
-    if "torchtitan" in source or "Automodel" in source:
-        overlap: TensorOverlap | None = "symmetric_memory" if "async TP" in values["notes"] else None
-        return replace(FULLY_SHARDED, tensor_overlap=overlap)
+    if "Automodel" in source:
+        return FULLY_SHARDED
     if "llm-foundry" in source:
         return replace(FULLY_SHARDED, separate_kernels=True, fused_share=_TRITON_ATTENTION[values["gpu"][:4]])
     if "bigscience" in source:

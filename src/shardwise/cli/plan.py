@@ -75,9 +75,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--write",
         metavar="FILE",
         type=Path,
-        help="write the recipe with the best layout to FILE; for a run, a device file",
+        help="write the recipe with a layout of the list to FILE; for a run, a device file",
     )
-    parser.add_argument("--layout", metavar="N", type=int, help="with --write: the number of a row (default: 1)")
+    parser.add_argument("--layout", metavar="N", type=int, help="with --write: a row (default: the first without '!')")
     parser.add_argument(
         "--show-device", metavar="DEVICE", help="print the file of a device, as a beginning for your own"
     )
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     listed = chosen.result.plans if arguments.all else _without_details(chosen.result.plans)
     if arguments.write is not None:
         # Before the list, whose reader may close the output, as `head` does.
-        _write(arguments.write, recipe, devices[0], listed, 1 if arguments.layout is None else arguments.layout)
+        _write(arguments.write, recipe, devices[0], listed, arguments.layout)
     if arguments.html is not None:
         from shardwise.cli.plan_page import page  # costly to import, for a page alone
 
@@ -222,16 +222,21 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
     output.table(memory_rows, ("memory", str(first), str(second)), right=(1, 2))
 
 
-def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: int) -> None:
-    """Write the recipe with the layout of this number in the list, and print how to train it.
+def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: int | None) -> None:
+    """Write the recipe with a layout of the list, and print how to train it.
 
     Args:
         device: value of `--device`.
+        number: number of the layout; None: the first that leaves a tenth of the memory free, or else 1.
     """
+    choice = ""
+    if number is None:
+        number = next((row for row, plan in enumerate(plans, 1) if not plan.is_tight), 1)
+        choice = ", the first that leaves a tenth of the memory free" if number > 1 else ""
     if not 1 <= number <= len(plans):
         raise ConfigError(f"--layout ({number}) must be a layout of the list, 1 to {len(plans)}")
     plan = plans[number - 1]
-    which = "as `shardwise plan` predicts it fastest" if number == 1 else f"layout {number} of `shardwise plan`"
+    which = "as `shardwise plan` predicts it fastest" if number == 1 else f"layout {number} of `shardwise plan`{choice}"
     text = f"# {recipe_name(recipe)} on {plan.cluster}: {plan.text()}, {which}\n{carried_comments(recipe, plan.config)}"
     # Keys that the recipe left out stay out: a later release may have a better default for them.
     values = plan.config.with_tokens(plan.config.model_dump(mode="json", exclude_unset=True))
@@ -249,7 +254,7 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
         command += f" {own_data(recipe)}"
         replaced = " (replace YOUR_… by the paths of your data)"
     ranges = range_text(plan)
-    predicted = f" with layout {number}, predicted to take {ranges}" if ranges else f" with layout {number}"
+    predicted = f" with layout {number}{choice}{f', predicted to take {ranges}' if ranges else ''}"
     output.progress(f"wrote {path}{predicted}; train it with{replaced}: {command}")
 
 

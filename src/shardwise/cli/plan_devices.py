@@ -16,7 +16,6 @@ from shardwise.cli.plan_rows import (
     blocks,
     figure_names,
     figures,
-    frees_parts,
     has_range,
     plan_facts,
     range_text,
@@ -97,7 +96,7 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
     output.line()
     if any(plan.is_tight for plan in plans.values()):
         output.line(TIGHT)
-    if any(frees_parts(plan) for plan in plans.values()):
+    if any(plan.frees_parts for plan in plans.values()):
         output.prose(FREED_PARTS)
     for line in accuracy(plans.values()):
         output.line(line)

@@ -21,7 +21,6 @@ from shardwise.cli.plan_rows import (
     cost_text,
     figure_names,
     figures,
-    frees_parts,
     in_unit,
     network_text,
     plan_facts,
@@ -127,7 +126,9 @@ def notes(listed: Sequence[Plan], unit: str) -> list[str]:
     best = listed[0]
     sentences = [f"A step of layout 1: {best.time.shares()}"]
     changed = [
-        f"{in_unit(other.seconds, unit):,.1f} {unit} if {other.assumption}" for other in sensitivities(best)[:-1]
+        f"{in_unit(other.seconds, unit):,.1f} {unit} if {other.assumption}"
+        for other in sensitivities(best)[:-1]
+        if other.seconds > best.calendar.seconds
     ]
     sentences.append(f"Layout 1 takes {', '.join(changed)}.")
     sentences.append(f"Network: {network_text(best)}, of one device in one direction.")
@@ -140,7 +141,7 @@ def notes(listed: Sequence[Plan], unit: str) -> list[str]:
         )
     if any(plan.is_tight for plan in listed):
         sentences.append(TIGHT)
-    if any(frees_parts(plan) for plan in listed):
+    if any(plan.frees_parts for plan in listed):
         sentences.append(FREED_PARTS)
     if any(plan.config.compile.enabled for plan in listed):
         sentences.append(_COMPILED)

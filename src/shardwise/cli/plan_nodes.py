@@ -129,7 +129,8 @@ def _in_time(nodes_of: _Nodes, budget: str, objective: Objective) -> tuple[Plan,
     limit = seconds_of(budget, "--budget")
     plan = nodes_of.fewest(limit)
     if plan is None:
-        fastest = min(nodes_of.plans(), key=lambda plan: plan.calendar.seconds, default=None)
+        tried = (nodes_of.on_most(), *nodes_of.plans())
+        fastest = min(filter(None, tried), key=lambda plan: plan.calendar.seconds, default=None)
         text = "nothing fits"
         if fastest is not None:
             text = f"{units.duration(fastest.calendar.seconds)} on {fastest.cluster}"
@@ -194,11 +195,11 @@ class _Nodes:
                 between = range(fewer + step, nodes, step)
                 return self._plans[next((n for n in between if self._is_enough(n, seconds)), nodes)]
             fewer = nodes
-        # What no number can is answered by the plan on the most nodes.
-        for nodes in reversed(list(self._counts())):
-            if self._plan(nodes) is not None:
-                break
         return None
+
+    def on_most(self) -> Plan | None:
+        """Return the plan on the most nodes that a layout fits."""
+        return next(filter(None, map(self._plan, reversed(list(self._counts())))), None)
 
     def best(self, fewest: int, objective: Objective) -> Plan:
         """Return the plan with the least of the objective on these nodes or somewhat more."""

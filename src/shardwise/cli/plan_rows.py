@@ -32,7 +32,7 @@ RANGE = f"{LEAST_RATIO - 1:+.0%} to {MOST_RATIO - 1:+.0%}"
 _PUBLISHED_ACCURACY = (
     f"nine in ten published steps on A100 to GB300 and Trainium1 were predicted within {_PUBLISHED_ERROR:.0%}"
 )
-_FITTED_ACCURACY = "constants are those of the file; `shardwise plan RUN` compares a run with them"
+_NOT_COMPARED = "no published run on this device was compared; `shardwise plan RUN` compares one of yours"
 
 
 def time_unit(best: Plan) -> str:
@@ -84,6 +84,8 @@ def calendar_text(plan: Plan) -> str:
     """What the time on the calendar assumes of checkpoints and failures."""
     calendar = plan.calendar
     source = "as the recipe says" if calendar.is_given else "the interval that costs least"
+    if calendar.write > calendar.interval + calendar.stall:
+        source += f"; storing one takes {units.duration(calendar.write)}, for which the next one waits"
     text = f"checkpoints every {units.duration(calendar.interval)} ({source})"
     if not math.isfinite(calendar.between_failures):
         return f"{text}, no failures: goodput {calendar.goodput:.1%}"
@@ -94,11 +96,6 @@ def calendar_text(plan: Plan) -> str:
         f"{text}, a failure every {units.duration(calendar.between_failures)}: goodput {calendar.goodput:.1%}. "
         f"Assumed are {plan.cluster.device.reliability.text()}"
     )
-
-
-def frees_parts(plan: Plan) -> bool:
-    """Whether a rank frees the gradients or the weights of others."""
-    return plan.choice.zero >= 2 and plan.layout.replicas > 1
 
 
 def has_range(plan: Plan) -> bool:
@@ -126,12 +123,13 @@ def range_text(plan: Plan) -> str:
 def accuracy_text(plan: Plan) -> str:
     """How far predictions for a plan's device are off."""
     device = plan.cluster.device
+    published = _PUBLISHED_ACCURACY if device.compared_runs else _NOT_COMPARED
     if not device.accuracy:
-        return _FITTED_ACCURACY if device.constants else _PUBLISHED_ACCURACY
+        return published
     if plan.cluster.world == 1:
         return device.accuracy
     # The sentence of a file is on one device.
-    return f"{device.accuracy}; {_PUBLISHED_ACCURACY}"
+    return f"{device.accuracy}; {published}"
 
 
 def accuracy(plans: Iterable[Plan], consequence: str = "") -> list[str]:

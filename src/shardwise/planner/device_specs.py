@@ -68,6 +68,7 @@ _WATTS = "watts"
 _FAILURES = "failures_per_year"
 _RESTART = "restart_seconds"
 _STORAGE = "storage_gb_per_second"
+_COMPARED = "compared_runs"
 _CONSTANT = "constants."
 _OPTIONAL = {
     _FP8: _RANGES["bfloat16_tflops"],
@@ -78,9 +79,12 @@ _OPTIONAL = {
     _FAILURES: (0, MOST_FAILURES),
     _RESTART: (0, 100_000),
     _STORAGE: (1e-6, 100_000),
+    _COMPARED: (0, 1e6),
     **{_CONSTANT + key: limits for key, limits in CONSTANTS.items()},
 }
-_WHOLE = ("processors", "devices_per_node")
+_WHOLE = ("processors", "devices_per_node", _COMPARED)
+_BESIDE_STEPS = {"name", "accuracy", _PRICE, _WATTS, _FAILURES, _RESTART, _STORAGE, _COMPARED}
+"""Figures of a file with which a step takes as long as on its base."""
 _TEXTS = ("name", "node_link.topology")
 _NETWORK_TOPOLOGY = "network.topology"
 _CUDA = torch_type("nvidia")
@@ -187,6 +191,7 @@ class Device:
         watts: power of one device under load, without its host; None if it is unknown.
         reliability: failures, and what they and checkpoints cost.
         accuracy: how far predictions were from measured steps on this device; empty if none was measured.
+        compared_runs: number of published runs on this device that were compared with their predictions.
     """
 
     key: str
@@ -209,6 +214,7 @@ class Device:
     watts: float | None = None
     reliability: Reliability = Reliability()
     accuracy: str = ""
+    compared_runs: int = 0
     fp8_matmul_share: float | None = None
     mxfp8_matmul_share: float | None = None
     fp8_backward_share: float = 1.0
@@ -409,6 +415,7 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         watts=numbers.get(_WATTS),
         reliability=_reliability(numbers),
         accuracy=str(flat.get("accuracy", "")),
+        compared_runs=numbers.get(_COMPARED, 0),
         fp8_matmul_share=numbers.get(_FP8_SHARE),
         mxfp8_matmul_share=numbers.get(_MXFP8_SHARE),
         fp8_backward_share=numbers.get(_FP8_BACKWARD, 1.0),
@@ -467,8 +474,9 @@ def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, A
         base = _with_base(_flat(parse_yaml(shipped_text(name), name)), name, name)
     except ConfigError as error:
         raise ConfigError([f"{where}: base: {problem}" for problem in error.problems]) from None
-    # Another device's steps were measured.
-    base.pop("accuracy", None)
+    if not changes.keys() <= _BESIDE_STEPS:
+        # Another device's steps were measured.
+        base = {key: value for key, value in base.items() if key not in ("accuracy", _COMPARED)}
     return {**base, "name": f"{base['name']} ({device_key})", **changes}
 
 

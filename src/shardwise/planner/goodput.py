@@ -75,11 +75,13 @@ def calendar(config: Config, cluster: Cluster, step_seconds: float) -> Calendar:
     # The store is read once, and a checkpoint that is being stored does not count yet.
     restart = reliability.restart + write
     attempts = work / interval
+    # A save waits until the one before it is stored.
+    period = max(interval + stall, write)
     if failures:
         repeated = math.exp(min(_MOST_EXPONENT, (restart + write) / between))
-        seconds = attempts * repeated * between * math.expm1(min(_MOST_EXPONENT, (interval + stall) / between))
+        seconds = attempts * repeated * between * math.expm1(min(_MOST_EXPONENT, period / between))
     else:
-        seconds = attempts * (interval + stall)
+        seconds = attempts * period
     return Calendar(
         steps=steps,
         evaluations=evaluations,

@@ -77,6 +77,11 @@ class Plan:
         return self.headroom < _TIGHT * self.cluster.device.memory
 
     @property
+    def frees_parts(self) -> bool:
+        """Whether a rank frees the gradients or the weights of others."""
+        return self.choice.zero >= 2 and self.layout.replicas > 1
+
+    @property
     def seconds(self) -> float:
         """Seconds of all steps, without evaluations, checkpoints and restarts. Steps of other sizes count by tokens."""
         return self.time.total * equal_steps(self.config)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing
-from shardwise.planner.device_specs import Device
 from shardwise.planner.plan import Plan
 
 Objective = Literal["time", "cost", "energy"]
@@ -15,6 +15,7 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 _NETWORK = 0.7
 _MATMUL = 0.9
 _FAILURES = 2.0
+_FREED_PARTS = 1.15
 
 
 def objective_of(plan: Plan, objective: Objective) -> float:
@@ -71,7 +72,8 @@ def proposals(plans: Sequence[Plan]) -> list[Proposal]:
         "cheapest": (cheapest, "the fewest device-hours"),
         "most robust": (
             robust,
-            f"{room} shortest time if network, matrix products and devices are all worse than assumed",
+            f"{room} shortest time if network, matrix products, devices and steps with ZeRO-2 or ZeRO-3 are all worse "
+            "than assumed",
         ),
     }
     chosen: list[Proposal] = []
@@ -82,7 +84,12 @@ def proposals(plans: Sequence[Plan]) -> list[Proposal]:
         else:
             former = chosen[equal]
             chosen[equal] = replace(former, names=(*former.names, name), reason=f"{former.reason}; {reason}")
-    return chosen
+    return [replace(proposal, reason=f"{proposal.reason}{_doubt(proposal.plan)}") for proposal in chosen]
+
+
+def _doubt(plan: Plan) -> str:
+    """What a reader of a proposal should know of its memory; empty if much is free."""
+    return f"; it leaves {units.size(plan.headroom)}, which may not suffice" if plan.is_tight else ""
 
 
 @dataclass(frozen=True)
@@ -98,38 +105,46 @@ class Sensitivity:
     seconds: float
 
 
-def _slower_network(device: Device) -> Device:
+def _slower_network(plan: Plan) -> Plan:
+    device = plan.cluster.device
     if device.network is None:
-        return device
-    return replace(device, network=replace(device.network, bandwidth=_NETWORK * device.network.bandwidth))
+        return plan
+    return plan.on(replace(device, network=replace(device.network, bandwidth=_NETWORK * device.network.bandwidth)))
 
 
-def _slower_products(device: Device) -> Device:
+def _slower_products(plan: Plan) -> Plan:
+    device = plan.cluster.device
     shares = {name: getattr(device, name) for name in ("matmul_share", "fp8_matmul_share", "mxfp8_matmul_share")}
-    return replace(device, **{name: _MATMUL * share for name, share in shares.items() if share is not None})
+    return plan.on(replace(device, **{name: _MATMUL * share for name, share in shares.items() if share is not None}))
 
 
-def _more_failures(device: Device) -> Device:
+def _more_failures(plan: Plan) -> Plan:
+    device = plan.cluster.device
     failures = _FAILURES * device.reliability.failures_per_year
-    return replace(device, reliability=replace(device.reliability, failures_per_year=failures))
+    return plan.on(replace(device, reliability=replace(device.reliability, failures_per_year=failures)))
 
 
-_CHANGES: tuple[tuple[str, Callable[[Device], Device]], ...] = (
+def _longer_steps(plan: Plan) -> Plan:
+    return replace(plan, time=plan.time.scaled(_FREED_PARTS)) if plan.frees_parts else plan
+
+
+# A change of the device computes the step again, so that of the step itself comes last.
+_CHANGES: tuple[tuple[str, Callable[[Plan], Plan]], ...] = (
     (f"the network has {1 - _NETWORK:.0%} less bandwidth", _slower_network),
     (f"matrix products reach {1 - _MATMUL:.0%} less of the peak", _slower_products),
     ("devices fail twice as often", _more_failures),
+    (f"steps with ZeRO-2 or ZeRO-3 take {_FREED_PARTS - 1:.0%} longer, as published runs did", _longer_steps),
 )
 
 
 def sensitivities(plan: Plan) -> list[Sensitivity]:
     """Return the times of a plan if one assumption is wrong, and if all are."""
-    single = [Sensitivity(name, plan.on(changed(plan.cluster.device)).calendar.seconds) for name, changed in _CHANGES]
+    single = [Sensitivity(name, changed(plan).calendar.seconds) for name, changed in _CHANGES]
     return [*single, Sensitivity("all of these", all_worse(plan).calendar.seconds)]
 
 
 def all_worse(plan: Plan) -> Plan:
-    """Return a plan on devices that are worse than assumed in all respects."""
-    device = plan.cluster.device
+    """Return a plan with all assumptions wrong."""
     for _, changed in _CHANGES:
-        device = changed(device)
-    return plan.on(device)
+        plan = changed(plan)
+    return plan

@@ -112,10 +112,17 @@ def _rows(text: str) -> list[tuple[str, str]]:
     return rows
 
 
-def test_layouts_that_differ_in_details_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_that_differ_in_details_are_left_out_and_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     small = ["plan", "llama2-7b", "--device", "h100:8", "parallel.pipeline=1", "train.global_batch=64"]
-    assert main(small) == 0
-    out = capsys.readouterr().out
+    assert main([*small, "--write", str(tmp_path / "roomy.yaml")]) == 0
+    out, err = capsys.readouterr()
+    frees = re.findall(r"^ *\d+  TP .*  (!?)[\d.]+ .iB +[\d.,]+$", out, re.MULTILINE)
+    roomy = frees.index("") + 1
+    assert roomy > 1
+    assert f" with layout {roomy}, the first that leaves a tenth of the memory free, predicted to take " in err
+    assert re.search(r"it leaves [\d.]+ .iB, which may not suffice\.", " ".join(out.split()))
     assert main([*small, "--all"]) == 0
     every = capsys.readouterr().out
     listed, all_rows = map(_rows, (out, every))
@@ -144,7 +151,7 @@ def test_layouts_that_differ_in_details_are_left_out_and_counted(capsys: pytest.
 
 def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     cheap = tmp_path / "cheap.yaml"
-    text = device_specs.shipped_text("h200").replace("NVIDIA H200 SXM\n", "Ours\n")
+    text = device_specs.shipped_text("h100").replace("NVIDIA H100 SXM\n", "Ours\n")
     cheap.write_text(f"{text}price_per_hour: 2 USD\n", encoding="utf-8")
     small = ["plan", "llama2-7b", "train.global_batch=64", "parallel.pipeline=1"]
     devices = f"h100:8,{cheap}:8, a100-40gb:1"
@@ -231,7 +238,12 @@ def test_other_prices_are_refused(price: str, message: str, capsys: pytest.Captu
         ("h100:8", "Accuracy: steps on one H200 were predicted within 3%;"),
         ("a100:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 17%"),
         ("b200:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 17%"),
-        ("{file}:8", "constants are those of the file"),
+        (
+            "h200:8",
+            "within 3%; no published run on this device was compared;",
+        ),
+        ("mi300x:8", "Accuracy: no published run on this device was compared;"),
+        ("{file}:8", "Accuracy: no published run on this device was compared;"),
     ],
 )
 def test_the_accuracy_stands_below_the_list(
@@ -244,7 +256,7 @@ def test_the_accuracy_stands_below_the_list(
     lines = capsys.readouterr().out.splitlines()
     (first,) = (number for number, line in enumerate(lines) if line.startswith("Accuracy: "))
     accuracy = lines[first:]
-    assert (": layout 1 takes " in " ".join(accuracy)) != device.startswith("{")
+    assert (": layout 1 takes " in " ".join(accuracy)) == ("no published run" not in shown)
     assert shown in " ".join(accuracy)
     assert accuracy[-1].endswith("(docs/planner.md#how-far-off-it-is)")
     assert len(accuracy) <= 3
@@ -435,7 +447,7 @@ def test_several_numbers_of_nodes_are_compared_by_the_objective(capsys: pytest.C
     for proposal in proposed:
         seconds = 86_400 * plans[proposal["layout"] - 1]["days"]
         changed = list(proposal["sensitivity_seconds"].values())
-        assert all(seconds < other <= changed[-1] for other in changed)
+        assert all(seconds < other < changed[-1] for other in changed[:3])
 
 
 def test_a_budget_in_money_finds_the_fastest_cluster_for_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -471,7 +483,12 @@ def test_the_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     best = facts["plans"][0]
     assert page.count(">rank ") == best["layout"]["pipeline"]
     assert f"<td>{best['days']:,.1f}</td>" in page
-    for text in ("the network has 30% less bandwidth", "matrix products reach 10% less of the peak", "activations"):
+    for text in (
+        "the network has 30% less bandwidth",
+        "matrix products reach 10% less of the peak",
+        "steps with ZeRO-2 or ZeRO-3 take 15% longer, as published runs did",
+        "activations",
+    ):
         assert text in page
     assert main([*command, "--html", str(file)]) == 2
     assert "--html" in capsys.readouterr().err

@@ -119,9 +119,12 @@ def test_a_base_gives_the_figures_that_a_file_leaves_out(tmp_path: Path) -> None
     ours, h100 = load_device(str(path)), load_device("h100")
     assert (ours.name, ours.accuracy) == ("NVIDIA H100 SXM (ours)", "")
     assert ours.network == replace(h100.require_network(), bandwidth=25e9)
-    changed = {"key": "ours", "name": ours.name, "network": ours.network, "price": Price(3, "USD"), "accuracy": ""}
+    changed = {"key": "ours", "name": ours.name, "network": ours.network, "price": Price(3, "USD")}
+    changed |= {"accuracy": "", "compared_runs": 0}
     sources = tuple(source for source in h100.sources if source[0] != "network.gb_per_second")
     assert ours == replace(h100, **changed, sources=sources)
+    path.write_text("base: h100\nprice_per_hour: 3 USD\n")
+    assert load_device(str(path)).compared_runs == h100.compared_runs, "a step takes as long at any price"
     path.write_text("base: cpu\nname: Ours\n")
     assert (load_device(str(path)).name, load_device(str(path)).is_accelerator) == ("Ours", False)
 
@@ -144,7 +147,7 @@ def test_own_file_gives_the_same_device(tmp_path: Path) -> None:
 def test_the_accuracy_of_a_device_is_that_of_the_page() -> None:
     page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
     (published,) = re.findall(
-        r"^\| all sources that were never used for the fit \| .* ([\d.]+)% \|$", page, re.MULTILINE
+        r"^\| all sources that were never used for the fit \| \| .* ([\d.]+)% \|$", page, re.MULTILINE
     )
     assert round(float(published)) == round(100 * _PUBLISHED_ERROR)
     (measured,) = re.findall(r"on one NVIDIA H200.*?predicted within ([\d.]+)%", page, re.DOTALL)

@@ -39,6 +39,17 @@ def test_without_failures_only_checkpoints_and_evaluations_take_time() -> None:
     assert calendar(evaluated, machines, STEP).evaluations == pytest.approx(100 * batches * STEP / 3)
 
 
+@pytest.mark.parametrize("failures", [0, 0.17])
+def test_a_checkpoint_waits_until_the_one_before_it_is_stored(failures: float) -> None:
+    machines = with_reliability(128, failures_per_year=failures, storage=1e7)
+    often = CONFIG.model_copy(update={"checkpoint": CONFIG.checkpoint.model_copy(update={"every_minutes": 1})})
+    times = calendar(often, machines, STEP)
+    assert times.write > 20 * (times.interval + times.stall)
+    assert times.seconds >= times.steps * times.write / times.interval
+    seldom = calendar(without_an_interval(), machines, STEP)
+    assert seldom.seconds < times.seconds / 10
+
+
 def test_failures_cost_what_a_simulation_of_them_costs() -> None:
     machines = with_reliability(512, failures_per_year=5, restart=600)
     times = calendar(CONFIG, machines, STEP)

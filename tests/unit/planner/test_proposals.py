@@ -40,12 +40,23 @@ def test_equal_proposals_are_one(plans: list[Plan]) -> None:
 
 def test_worse_assumptions_take_longer(plans: list[Plan]) -> None:
     plan = plans[0]
-    network, products, failures, everything = (other.seconds for other in sensitivities(plan))
+    network, products, failures, longer_steps, everything = (other.seconds for other in sensitivities(plan))
     now = plan.calendar.seconds
     assert all(now < seconds < everything for seconds in (network, products, failures))
+    assert longer_steps == now, "published runs with ZeRO-1 took no longer"
     # Products are a part of the step, so that a tenth less of them takes less than a ninth more time.
     assert products < now / 0.9
     assert plan.on(plan.cluster.device).time == plan.time
+
+
+def test_steps_with_zero_2_may_take_longer_as_published_ones_did(plans: list[Plan]) -> None:
+    plan = replace(plans[0], choice=replace(plans[0].choice, zero=2))
+    *_, longer, everything = sensitivities(plan)
+    assert "ZeRO-2 or ZeRO-3 take 15% longer" in longer.assumption
+    assert longer.seconds == pytest.approx(1.15 * plan.calendar.seconds, rel=0.01)
+    assert everything.seconds == pytest.approx(1.15 * sensitivities(plans[0])[-1].seconds, rel=0.02)
+    (robust,) = (proposal for proposal in proposals([plan, plans[0]]) if "most robust" in proposal.names)
+    assert robust.plan is plans[0], "of two equal steps the one without freed parts"
 
 
 def test_objectives_are_time_price_and_energy(plans: list[Plan]) -> None:

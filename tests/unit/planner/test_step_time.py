@@ -3,6 +3,7 @@
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +18,7 @@ from shardwise.config import Config, ParallelConfig, check_layout, load_config
 from shardwise.pipeline.makespan import makespan
 from shardwise.pipeline.timeline import StageTimes, simulate, timeline
 from shardwise.planner.device_seconds import RankGroup, collective, fitted, group, matmul
-from shardwise.planner.device_specs import cluster, load_device
+from shardwise.planner.device_specs import cluster, device_names, load_device
 from shardwise.planner.memory import expected_memory
 from shardwise.planner.program_traits import ProgramTraits
 from shardwise.planner.step_time import StepTime, shardwise_traits, step_time
@@ -110,6 +111,10 @@ def test_published_runs() -> None:
     assert {row.source.partition(" (")[0] for row in fitting} == {published.FITTED_SOURCE}
     assert len(fitting) == 225
     rows = planner.compared()
+    on_device = Counter(one.row.cluster.device.key for one in rows)
+    assert {name: load_device(name).compared_runs for name in device_names()} == {
+        name: on_device[name] for name in device_names()
+    }
     mean = {
         part: statistics.mean(abs(one.error) for one in rows if part in one.row.source)
         for part in (
