@@ -268,7 +268,7 @@ class Device:
 def no_fp8(device_name: str) -> ConfigError:
     """Return the error of `precision.matmul` on a device on which this program does not multiply in fp8."""
     return ConfigError(
-        f"precision.matmul (fp8) must be left out on {device_name}, for which there are no products in fp8 here: they "
+        f"precision.matmul (fp8) must be left out on {device_name}, for which shardwise has no products in fp8: they "
         "need an NVIDIA GPU of compute capability 8.9 or higher, such as an H100, or a CPU"
     )
 
@@ -377,12 +377,7 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     has_network = any(key in flat for key in network_keys)
     needed = (*_RANGES, *_TEXTS, *(network_keys if has_network else ()))
     known = {*_RANGES, *_TEXTS, *network_keys, *_OPTIONAL, *_OTHER_KEYS}
-    links = {key: flat.pop(key) for key in _LINKS if key in flat}
-    problems = [
-        f"{where}: {key} ({value}) must be a mapping with gb_per_second, latency_us and topology"
-        for key, value in links.items()
-    ]
-    problems += [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
+    problems = [_unknown_key(key, value, where) for key, value in flat.items() if key not in known]
     problems += [f"{where}: {key} is missing" for key in needed if key not in flat]
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
@@ -429,6 +424,12 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         mxfp8_matmul_share=numbers.get(_MXFP8_SHARE),
         fp8_backward_share=numbers.get(_FP8_BACKWARD, 1.0),
     )
+
+
+def _unknown_key(key: str, value: Any, where: str) -> str:
+    if key in _LINKS:
+        return f"{where}: {key} ({value}) must be a mapping with gb_per_second, latency_us and topology"
+    return f"{where}: {key} is no figure of a device: leave it out"
 
 
 def _number(entry: Any) -> Any:
