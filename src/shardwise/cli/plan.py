@@ -22,7 +22,7 @@ from shardwise.cli import output
 from shardwise.cli.plan_against_run import compare_with_run
 from shardwise.cli.plan_devices import compare_devices, named_devices, prices
 from shardwise.cli.plan_list import answer_facts, show
-from shardwise.cli.plan_nodes import Answer, Machines, answer, node_counts, seconds_of
+from shardwise.cli.plan_nodes import Answer, Machines, answer, is_comparison, node_counts, seconds_of
 from shardwise.cli.plan_rows import range_text
 from shardwise.config import dump_yaml, largest_stage, load_config, recipe_name
 from shardwise.config.recipe_files import carried_comments, is_without_data, own_data
@@ -115,6 +115,9 @@ def run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
     config = largest_stage(load_config(recipe, arguments.overrides))
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
+    if is_comparison(arguments):
+        # A rule of the batch would otherwise let each cluster train other tokens.
+        config = config.with_tokens_for_any_batch()
     devices = named_devices(arguments.device)
     price_of = prices(arguments.price, devices)
 
@@ -124,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.layout is not None and arguments.write is None:
         raise ConfigError(f"--layout ({arguments.layout}) must go with --write FILE: it chooses what is written")
     if len(devices) > 1:
-        return compare_devices(arguments, devices, lambda device: answered(device).result)
+        return compare_devices(arguments, devices, answered)
     chosen = answered(devices[0])
     # The numbers that --layout, --why and a plot have are those of the rows.
     listed = chosen.result.plans if arguments.all else _without_details(chosen.result.plans)

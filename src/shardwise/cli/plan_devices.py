@@ -6,8 +6,12 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from shardwise.base.errors import ConfigError, listing
+from shardwise.base.terminal import wrapped
 from shardwise.cli import output
+from shardwise.cli.plan_nodes import Answer
+from shardwise.cli.plan_remarks import steps_text
 from shardwise.cli.plan_rows import (
+    COLUMNS,
     FREED_PARTS,
     RANGE,
     TIGHT,
@@ -17,6 +21,7 @@ from shardwise.cli.plan_rows import (
     figure_names,
     figures,
     has_range,
+    hours_text,
     plan_facts,
     range_text,
     time_unit,
@@ -24,7 +29,6 @@ from shardwise.cli.plan_rows import (
 from shardwise.planner.device_specs import Price
 from shardwise.planner.plan import Plan
 from shardwise.planner.proposals import objective_of
-from shardwise.planner.search import Search
 
 
 def named_devices(text: str) -> list[str]:
@@ -58,12 +62,12 @@ def prices(text: str | None, devices: Sequence[str]) -> dict[str, Price | None]:
     return dict(zip(devices, given * (len(devices) if len(given) == 1 else 1), strict=True))
 
 
-def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searched: Callable[[str], Search]) -> int:
+def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], answered: Callable[[str], Answer]) -> int:
     """Print the fastest layout on each of several devices.
 
     Args:
         devices: names of `--device`.
-        searched: function that returns the layouts on a device.
+        answered: function that returns the layouts on a device.
     """
     options = {"--why": arguments.why, "--write": arguments.write, "--plot": arguments.plot, "--html": arguments.html}
     given = [option for option, value in options.items() if value is not None]
@@ -73,11 +77,16 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
         )
     plans: dict[str, Plan] = {}
     problems: dict[str, str] = {}
+    unused: dict[str, str] = {}
     for device in devices:
         try:
-            plans[device] = searched(device).plans[0]
+            chosen = answered(device)
         except ConfigError as error:
             problems[device] = str(error)
+            continue
+        plans[device] = chosen.result.plans[0]
+        if chosen.unused:
+            unused[device] = chosen.unused
     if not plans:
         raise ConfigError([f"{device}: {problem}" for device, problem in problems.items()])
     currencies = sorted({price.currency for plan in plans.values() if (price := plan.cluster.device.price)})
@@ -86,25 +95,34 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], searc
     if arguments.objective is not None:
         objective = arguments.objective
         plans = dict(sorted(plans.items(), key=lambda pair: objective_of(pair[1], objective)))
+    steps = steps_text([*plans.values()])
     if arguments.json:
         facts = {name: plan_facts(plan) | {"accuracy": accuracy_text(plan)} for name, plan in plans.items()}
-        output.json({"devices": facts, "problems": problems})
+        output.json({"devices": facts, "problems": problems, "steps": steps or None, "unused": unused})
         return 0
+    if steps:
+        _prose(steps)
+        output.line()
     _show(plans)
-    for device, problem in problems.items():
-        output.line(f"{device}: {problem}")
+    for device, text in (problems | unused).items():
+        _prose(f"{device}: {text}", "  ")
     output.line()
     if any(plan.is_tight for plan in plans.values()):
-        output.line(TIGHT)
+        _prose(TIGHT)
     if any(plan.frees_parts for plan in plans.values()):
-        output.prose(FREED_PARTS)
+        _prose(FREED_PARTS)
     for line in accuracy(plans.values()):
         output.line(line)
     if sum(map(has_range, plans.values())) > 1:
-        output.prose(
+        _prose(
             "Predictions for these devices probably err in the same direction: their order is surer than their times."
         )
     return 0
+
+
+def _prose(text: str, indent: str = "") -> None:
+    for line in wrapped(text, COLUMNS, indent):
+        output.line(line)
 
 
 def _show(plans: dict[str, Plan]) -> None:
@@ -116,7 +134,7 @@ def _show(plans: dict[str, Plan]) -> None:
     for plan in plans.values():
         cells = figures(plan, unit)
         ranges = range_text(plan)
-        further = f"{plan.text()}{f'; {ranges}, {RANGE}' if ranges else ''}"
+        further = f"{plan.text()}; {hours_text(plan)}{f'; {ranges}, {RANGE}' if ranges else ''}"
         rows.append((str(plan.cluster), [*cells, *[""] * (len(head) - len(cells))], further))
-    for line in blocks(head, rows, "devices"):
+    for line in blocks(head, rows, "devices", 2):
         output.line(line)

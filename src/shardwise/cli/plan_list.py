@@ -21,7 +21,8 @@ from shardwise.cli.plan_rows import (
     cost_text,
     figure_names,
     figures,
-    in_unit,
+    hours_text,
+    length_text,
     network_text,
     plan_facts,
     range_text,
@@ -47,13 +48,13 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
     result = answer.result
     best = listed[0]
     unit = time_unit(best)
-    for sentence in (what_is_trained(name, best), answer.budget):
+    for sentence in (what_is_trained(name, best), answer.steps, answer.budget, answer.unused):
         _prose(sentence)
     output.line()
     for proposal in proposals(listed):
         _show_proposal(proposal, listed.index(proposal.plan) + 1, unit)
     output.line()
-    for line in blocks(figure_names(best, unit), _rows(listed, unit), "layouts"):
+    for line in blocks(figure_names(best, unit), _rows(listed, unit), "layouts", 4):
         output.line(line)
     output.line()
     left_out = result.plans.index(listed[-1]) + 1 - len(listed)
@@ -95,7 +96,7 @@ def _rows(listed: Sequence[Plan], unit: str) -> list[tuple[str, Sequence[str], s
     rows: list[tuple[str, Sequence[str], str]] = []
     for number, plan in enumerate(listed, 1):
         degrees, _, details = plan.text().partition(", ")
-        nodes = f", {units.counted(plan.cluster.nodes, 'node')}" if has_several else ""
+        nodes = f", {units.counted(plan.cluster.nodes, 'node')}, {hours_text(plan)}" if has_several else ""
         rows.append((f"{number:>2}  {degrees}", figures(plan, unit), f"{details}{nodes}"))
     return rows
 
@@ -126,7 +127,7 @@ def notes(listed: Sequence[Plan], unit: str) -> list[str]:
     best = listed[0]
     sentences = [f"A step of layout 1: {best.time.shares()}"]
     changed = [
-        f"{in_unit(other.seconds, unit):,.1f} {unit} if {other.assumption}"
+        f"{length_text(other.seconds, unit)} if {other.assumption}"
         for other in sensitivities(best)[:-1]
         if other.seconds > best.calendar.seconds
     ]
@@ -171,6 +172,8 @@ def answer_facts(answer: Answer, listed: Sequence[Plan]) -> dict[str, Any]:
         "refused": dict(result.refused),
         "slower": result.slower,
         "budget": answer.budget or None,
+        "steps": answer.steps or None,
+        "unused": answer.unused or None,
         "proposals": proposed,
         "plans": [*map(plan_facts, listed)],
         "accuracy": accuracy_text(listed[0]),

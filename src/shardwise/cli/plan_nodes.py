@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
+from shardwise.cli.plan_remarks import steps_text, unused_devices_text
 from shardwise.cli.plan_rows import DAY, MOST_RATIO, cost_text, has_range
 from shardwise.config import Config, tokens_of_run
 from shardwise.models.parameter_counts import flops_per_token
@@ -63,17 +64,29 @@ class Answer:
     Attributes:
         result: layouts and counts, of all numbers of nodes together; the best by the objective come first.
         budget: how many nodes a budget needs, as a sentence; empty without a budget.
+        steps: how many steps there are on each number of devices, as a sentence; empty where the recipe says it.
+        unused: that fewer devices of each node need fewer device-hours, as a sentence; empty where they do not.
     """
 
     result: Search
     budget: str = ""
+    steps: str = ""
+    unused: str = ""
 
 
 def seconds_of(text: str, option: str) -> float:
     """Return the seconds of a time such as `30 days`."""
+    seconds = _parsed_seconds(text)
+    if seconds is None:
+        raise ConfigError(f"{option} ({text!r}) must be a time in minutes, hours, days or weeks, such as '30 days'")
+    return seconds
+
+
+def _parsed_seconds(text: str) -> float | None:
+    """Return the seconds of a time; None for anything else, and for no time at all."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(minute|hour|day|week)s?\s*", text)
     if match is None or not float(match[1]):
-        raise ConfigError(f"{option} ({text!r}) must be a time in minutes, hours, days or weeks, such as '30 days'")
+        return None
     return float(match[1]) * _SECONDS_OF[match[2]]
 
 
@@ -87,6 +100,11 @@ def node_counts(text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
+def is_comparison(arguments: argparse.Namespace) -> bool:
+    """Return whether clusters of several sizes or kinds are compared."""
+    return arguments.budget is not None or "," in f"{arguments.nodes}{arguments.device}"
+
+
 def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fixed: set[str]) -> Answer:
     """Return the best layouts on the nodes that are given, or on the number that a budget allows."""
     objective: Objective = arguments.objective or "time"
@@ -98,7 +116,31 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
     results = [(nodes, search(config, machines.on(nodes), best=MOST_PLANS, fixed=fixed)) for nodes in counts]
     if not any(result.plans for _, result in results):
         raise ConfigError([_why_nothing_fits(result, config, machines, nodes, fixed) for nodes, result in results])
-    return Answer(_together([result for _, result in results], objective))
+    for _, result in results:
+        _require_end(result)
+    return _answer(config, machines, fixed, _together([result for _, result in results], objective))
+
+
+def _answer(config: Config, machines: Machines, fixed: set[str], result: Search, budget: str = "") -> Answer:
+    best = result.plans[0]
+    unused = unused_devices_text(best, config, machines.device, fixed)
+    return Answer(result, budget, steps_text(result.plans), unused)
+
+
+def _require_end(result: Search) -> None:
+    """Refuse devices that fail so often that no training ends.
+
+    Raises:
+        ConfigError: the training does not finish.
+    """
+    if not result.plans or result.plans[0].calendar.ends:
+        return
+    plan = result.plans[0]
+    reliability = plan.cluster.device.reliability
+    raise ConfigError(
+        f"--failures ({reliability.failures_per_year:g}) must be lower: on {plan.cluster} a device fails every "
+        f"{units.duration(plan.calendar.between_failures)}, and the training does not finish at this rate of failures"
+    )
 
 
 def _together(results: Sequence[Search], objective: Objective) -> Search:
@@ -116,17 +158,22 @@ def _together(results: Sequence[Search], objective: Objective) -> Search:
 def _within_budget(config: Config, machines: Machines, budget: str, fixed: set[str], objective: Objective) -> Answer:
     """Return the best layouts on the nodes with which the training keeps to a time or to a price."""
     nodes_of = _Nodes(config, machines, fixed)
-    price = re.fullmatch(r"\s*([\d_,]+(?:\.\d+)?)\s*([A-Za-z]{3})\s*", budget)
-    if price is not None:
+    price = re.fullmatch(r"\s*((?:\d+|\d{1,3}(?:[_,]\d{3})+)(?:\.\d+)?)\s*([A-Za-z]{3})\s*", budget)
+    seconds = _parsed_seconds(budget)
+    if seconds is not None:
+        plan, sentence = _in_time(nodes_of, budget, seconds, objective)
+    elif price is not None:
         plan, sentence = _for_a_price(nodes_of, budget, float(re.sub("[_,]", "", price[1])), price[2].upper())
     else:
-        plan, sentence = _in_time(nodes_of, budget, objective)
+        raise ConfigError(
+            f"--budget ({budget!r}) must be a time in minutes, hours, days or weeks, such as '30 days', or a price "
+            "with its currency, such as '100,000 USD'"
+        )
     result = search(config, plan.cluster, best=MOST_PLANS, fixed=fixed)
-    return Answer(_together([result], objective), sentence)
+    return _answer(config, machines, fixed, _together([result], objective), sentence)
 
 
-def _in_time(nodes_of: _Nodes, budget: str, objective: Objective) -> tuple[Plan, str]:
-    limit = seconds_of(budget, "--budget")
+def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) -> tuple[Plan, str]:
     plan = nodes_of.fewest(limit)
     if plan is None:
         tried = (nodes_of.on_most(), *nodes_of.plans())
@@ -169,8 +216,10 @@ def _for_a_price(nodes_of: _Nodes, budget: str, most: float, currency: str) -> t
         text = "nothing fits" if cheapest is None else f"{cost_text(cheapest)} on {cheapest.cluster}"
         raise ConfigError(f"--budget ({budget}) must be higher: the cheapest training found costs {text}")
     fastest = min(affordable, key=lambda plan: plan.calendar.seconds)
-    days = fastest.calendar.seconds / DAY
-    return fastest, f"{units.counted(fastest.cluster.nodes, 'node')} train it for {budget} in {days:,.1f} days"
+    nodes = fastest.cluster.nodes
+    verb = "trains" if nodes == 1 else "train"
+    time = units.duration(fastest.calendar.seconds)
+    return fastest, f"{units.counted(nodes, 'node')} {verb} it for {budget} in {time}"
 
 
 class _Nodes:
@@ -231,7 +280,8 @@ class _Nodes:
             except ConfigError:
                 # No layout of the recipe is valid on so many devices, and one may be on more.
                 plans = []
-            self._plans[nodes] = plans[0] if plans else None
+            ends = [plan for plan in plans if plan.calendar.ends]
+            self._plans[nodes] = ends[0] if ends else None
         return self._plans[nodes]
 
     def _is_enough(self, nodes: int, seconds: float) -> bool:

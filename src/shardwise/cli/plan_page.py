@@ -15,10 +15,10 @@ from shardwise.cli.plan_list import drop_reasons, notes, what_is_trained
 from shardwise.cli.plan_nodes import Answer
 from shardwise.cli.plan_rows import (
     accuracy,
+    changed_time,
     cost_text,
     figure_names,
     figures,
-    in_unit,
     range_text,
     time_unit,
     training_time,
@@ -62,7 +62,7 @@ def page(name: str, answer: Answer, listed: Sequence[Plan]) -> str:
     return environment.get_template("plan_page.html").render(
         title=f"{name} on {best.cluster}",
         subject=what_is_trained(name, best),
-        budget=answer.budget,
+        sentences=[text for text in (answer.steps, answer.budget, answer.unused) if text],
         version=__version__,
         accuracy=" ".join(accuracy([best], f": layout 1 takes {ranges}" if ranges else "")),
         unit=unit,
@@ -103,10 +103,10 @@ def _sensitivity(proposed: Sequence[Proposal], unit: str) -> list[tuple[str, lis
     as_assumed = [training_time(proposal.plan, unit) for proposal in proposed]
     rows = [("as assumed", as_assumed)]
     for changes in zip(*(sensitivities(proposal.plan) for proposal in proposed), strict=True):
-        cells = []
-        for proposal, change in zip(proposed, changes, strict=True):
-            longer = change.seconds / proposal.plan.calendar.seconds - 1
-            cells.append(f"{in_unit(change.seconds, unit):,.1f} ({longer:+.1%})")
+        cells = [
+            changed_time(proposal.plan, change.seconds, unit)
+            for proposal, change in zip(proposed, changes, strict=True)
+        ]
         rows.append((changes[0].assumption, cells))
     return rows
 

@@ -10,6 +10,7 @@ from typing import Any
 from shardwise.base import units
 from shardwise.base.errors import listing
 from shardwise.base.terminal import wrapped
+from shardwise.config import tokens_of_run
 from shardwise.planner.goodput import best_interval
 from shardwise.planner.plan import Plan
 
@@ -45,8 +46,27 @@ def in_unit(seconds: float, unit: str) -> float:
     return seconds / (DAY if unit == "days" else 3600)
 
 
+def time_text(seconds: float, unit: str) -> str:
+    return f"{in_unit(seconds, unit):,.1f}" if math.isfinite(seconds) else "never"
+
+
+def length_text(seconds: float, unit: str) -> str:
+    """Return a time with its unit."""
+    return f"{time_text(seconds, unit)} {unit}" if math.isfinite(seconds) else "forever"
+
+
 def training_time(plan: Plan, unit: str) -> str:
-    return f"{in_unit(plan.calendar.seconds, unit):,.1f}"
+    return time_text(plan.calendar.seconds, unit)
+
+
+def changed_time(plan: Plan, seconds: float, unit: str) -> str:
+    """Return another time of a plan, and how much longer than its own it is."""
+    text = time_text(seconds, unit)
+    return f"{text} ({seconds / plan.calendar.seconds - 1:+.1%})" if math.isfinite(seconds) else text
+
+
+def hours_text(plan: Plan) -> str:
+    return f"{plan.device_hours:,.0f} device-hours"
 
 
 def free_memory(plan: Plan) -> str:
@@ -165,13 +185,14 @@ def figure_names(plan: Plan, unit: str) -> tuple[str, ...]:
     return names if plan.cost is None else (*names, currency(plan))
 
 
-def blocks(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str], str]], title: str) -> list[str]:
+def blocks(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str], str]], title: str, indent: int) -> list[str]:
     """Lines of 80 columns: a title with figures to its right, and below it what else there is to say.
 
     Args:
         head: names of the figures.
         rows: title, figures and further text of each block.
         title: name of the titles.
+        indent: columns before the further text.
     """
     widths = [max(map(len, column)) for column in zip(head, *(cells for _, cells, _ in rows), strict=True)]
     room = COLUMNS - sum(widths) - 2 * len(widths)
@@ -181,12 +202,11 @@ def blocks(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str], str]], 
 
     lines = [line(title, head)]
     for text, cells, further in rows:
-        indent = " " * (len(text) - len(text.lstrip("0123456789 ")))
         if len(text) > room:
             lines += [text, line("", cells)]
         else:
             lines.append(line(text, cells))
-        lines += [f"{indent}{part}" for part in wrapped(further, COLUMNS - len(indent))]
+        lines += [f"{' ' * indent}{part}" for part in wrapped(further, COLUMNS - indent)]
     return lines
 
 
@@ -199,6 +219,8 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "devices": plan.cluster.world,
         "step_seconds": plan.time.total,
         "parts_seconds": dict(plan.time.rows()),
+        "steps": plan.config.train.steps,
+        "tokens": tokens_of_run(plan.config),
         "tokens_per_second": plan.tokens_per_second,
         "mfu": plan.mfu,
         "memory_bytes": plan.memory.total,

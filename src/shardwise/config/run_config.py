@@ -31,7 +31,7 @@ from shardwise.config.sections import (
     Recompute,
     TrainConfig,
 )
-from shardwise.config.token_counts import Path, replaced, steps_of, token_keys, tokens_text
+from shardwise.config.token_counts import Path, replaced, step_places, steps_of, token_keys, tokens_text
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,24 @@ class Config(Section):
         for place, tokens in self._token_counts.items():
             config = replaced(config, place, steps_of(tokens, step_tokens))
         return config
+
+    def with_tokens_for_any_batch(self) -> Config:
+        """This configuration, whose tokens stay as they are now when a rule gives it another batch: its steps follow.
+
+        Stages with sizes of their own count the tokens of the whole run in any case.
+        """
+        if self.train.rule is None or self.steps_follow_batch or self.run is not self:
+            return self
+        step_tokens = self.train.global_batch * self.train.sequence_length
+        counts = {place: steps * step_tokens for place, steps in step_places(self)}
+        config = self.model_copy()
+        config.came_from_tokens({**counts, **self._token_counts})
+        return config
+
+    @property
+    def steps_follow_batch(self) -> bool:
+        """True if the batch follows a rule and the steps follow it: any number of ranks trains the same tokens."""
+        return self.train.rule is not None and ("train", "steps") in self._token_counts
 
     @property
     def counts_tokens(self) -> bool:

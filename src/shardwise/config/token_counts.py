@@ -79,6 +79,23 @@ def token_keys(section: type[Section], values: Any, place: Path = ()) -> Iterato
                 yield from token_keys(inner, element, (*place, key, *number))
 
 
+def step_places(section: Section, place: Path = ()) -> Iterator[tuple[Path, int]]:
+    """Yield the place of each number of steps that a checked section was given, and the number."""
+    for key, field in type(section).model_fields.items():
+        if key not in section.model_fields_set:
+            continue
+        value = getattr(section, key)
+        if is_step_field(field):
+            # 0 and null switch something off.
+            if value:
+                yield (*place, key), value
+            continue
+        elements = {(): value} if not isinstance(value, tuple) else {(i,): value[i] for i in range(len(value))}
+        for number, element in elements.items():
+            if isinstance(element, Section):
+                yield from step_places(element, (*place, key, *number))
+
+
 def _sections_in(annotation: Any) -> Iterator[type[Section]]:
     """Yield the classes of sections that an annotation such as `tuple[RatePoint, ...] | None` names."""
     if isinstance(annotation, type) and issubclass(annotation, Section):

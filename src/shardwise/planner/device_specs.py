@@ -89,6 +89,7 @@ _TEXTS = ("name", "node_link.topology")
 _NETWORK_TOPOLOGY = "network.topology"
 _CUDA = torch_type("nvidia")
 _TYPES = ("cpu", _CUDA, "accelerator")
+_LINKS = ("node_link", "network")
 _OTHER_KEYS = ("type", "accuracy", _PRICE)
 
 
@@ -223,6 +224,13 @@ class Device:
         """FLOP/s of matrix products without sparsity."""
         return self.bfloat16 if dtype == "bfloat16" else self.float32
 
+    @property
+    def file_text(self) -> str:
+        """What to do with a file to give the device another figure; the figure follows."""
+        if self.key in device_names():
+            return f"write a device file with base: {self.key} and"
+        return "add to its device file"
+
     def require_fp8(self) -> float:
         """Return the FLOP/s of products in fp8.
 
@@ -230,7 +238,10 @@ class Device:
             ConfigError: the device has none.
         """
         if self.fp8 is None:
-            raise no_fp8(self.name)
+            raise ConfigError(
+                f"precision.matmul (fp8) must be left out on {self.name}, whose device file has no fp8_tflops: "
+                "shardwise multiplies in fp8 on NVIDIA GPUs of compute capability 8.9 or higher and on CPUs"
+            )
         return self.fp8
 
     def require_network(self) -> Link:
@@ -241,8 +252,8 @@ class Device:
         """
         if self.network is None:
             raise ConfigError(
-                f"network.gb_per_second of {self.name} (unknown) must be given for several nodes: write a device file "
-                f"with base: {self.key} and network: {{gb_per_second: …, latency_us: …, topology: rail}}"
+                f"network.gb_per_second of {self.name} (unknown) must be given for several nodes: {self.file_text} "
+                "network: {gb_per_second: …, latency_us: …, topology: rail}"
             )
         return self.network
 
@@ -261,10 +272,10 @@ class Device:
 
 
 def no_fp8(device_name: str) -> ConfigError:
-    """Return the error of `precision.matmul` on a device that does not multiply in fp8."""
+    """Return the error of `precision.matmul` on a device on which this program does not multiply in fp8."""
     return ConfigError(
-        f"precision.matmul (fp8) must be left out on {device_name}, which does not multiply 8-bit numbers: it needs an "
-        "NVIDIA GPU of compute capability 8.9 or higher, such as an H100, or a CPU"
+        f"precision.matmul (fp8) must be left out on {device_name}, for which shardwise has no products in fp8: they "
+        "need an NVIDIA GPU of compute capability 8.9 or higher, such as an H100, or a CPU"
     )
 
 
@@ -372,7 +383,7 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     has_network = any(key in flat for key in network_keys)
     needed = (*_RANGES, *_TEXTS, *(network_keys if has_network else ()))
     known = {*_RANGES, *_TEXTS, *network_keys, *_OPTIONAL, *_OTHER_KEYS}
-    problems = [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
+    problems = [_unknown_key(key, value, where) for key, value in flat.items() if key not in known]
     problems += [f"{where}: {key} is missing" for key in needed if key not in flat]
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
@@ -420,6 +431,12 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         mxfp8_matmul_share=numbers.get(_MXFP8_SHARE),
         fp8_backward_share=numbers.get(_FP8_BACKWARD, 1.0),
     )
+
+
+def _unknown_key(key: str, value: Any, where: str) -> str:
+    if key in _LINKS:
+        return f"{where}: {key} ({value}) must be a mapping with gb_per_second, latency_us and topology"
+    return f"{where}: {key} is no figure of a device: leave it out"
 
 
 def _number(entry: Any) -> Any:
@@ -490,7 +507,7 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     """The figures by their names; those of links with the link's name before."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and key in ("node_link", "network", "constants"):
+        if isinstance(value, dict) and key in (*_LINKS, "constants"):
             flat |= {f"{key}.{inner}": figure for inner, figure in value.items()}
         else:
             flat[key] = value

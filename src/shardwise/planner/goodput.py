@@ -15,6 +15,8 @@ _EVALUATION = 1 / 3
 """The part of a step that an evaluation of a batch takes: its forward pass."""
 _LEAST_INTERVAL = 60.0
 """Seconds between checkpoints below which nobody goes."""
+_LEAST_GOODPUT = 1e-3
+"""Goodput below which a training counts as one that does not finish."""
 _MOST_EXPONENT = 50.0
 """Exponent of a time that nobody waits for: it keeps the numbers finite."""
 
@@ -32,7 +34,7 @@ class Calendar:
         write: time until a checkpoint is stored.
         between_failures: time between two failures of the cluster, on average; infinite without failures.
         restart: time until the run trains again after a failure.
-        seconds: all of it.
+        seconds: all of it; infinite if failures let the training not finish.
     """
 
     steps: float
@@ -49,6 +51,11 @@ class Calendar:
     def goodput(self) -> float:
         """The part of the time in which the training makes steps that count."""
         return self.steps / self.seconds
+
+    @property
+    def ends(self) -> bool:
+        """False if failures let the training not finish."""
+        return math.isfinite(self.seconds)
 
 
 def calendar(config: Config, cluster: Cluster, step_seconds: float) -> Calendar:
@@ -80,6 +87,8 @@ def calendar(config: Config, cluster: Cluster, step_seconds: float) -> Calendar:
     if failures:
         repeated = math.exp(min(_MOST_EXPONENT, (restart + write) / between))
         seconds = attempts * repeated * between * math.expm1(min(_MOST_EXPONENT, period / between))
+        if work < _LEAST_GOODPUT * seconds:
+            seconds = math.inf
     else:
         seconds = attempts * period
     return Calendar(

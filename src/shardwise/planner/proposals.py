@@ -36,8 +36,7 @@ def objective_of(plan: Plan, objective: Objective) -> float:
             "price_per_hour in the device's file"
         )
     raise ConfigError(
-        f"--objective (energy) must have the power of {device.name}, which is not published: write a device file with "
-        f"base: {device.key} and watts"
+        f"--objective (energy) must have the power of {device.name}, which is not published: {device.file_text} watts"
     )
 
 

@@ -103,3 +103,19 @@ POINTS = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.mi
 def test_a_wrong_schedule_is_one_sentence(overrides: tuple[str, ...], start: str) -> None:
     (problem,) = problems(*overrides)
     assert problem.startswith(start)
+
+
+def test_steps_follow_a_batch_by_a_rule_where_the_tokens_are_to_stay() -> None:
+    points = "optimizer.points=[{at: 0, factor: 0}, {at: 10, factor: 1}]"
+    keys = ["optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0", points]
+    keys += ["train.steps=1000", "train.eval_every=0", "checkpoint.every=100", "train.global_batch=8 per 2 ranks"]
+    config = load_config("llama-small", keys)
+    assert config.with_batch_for(4).train.steps == 1000
+    doubled = config.with_tokens_for_any_batch().with_batch_for(4)
+    assert (doubled.train.global_batch, doubled.train.steps, doubled.train.eval_every) == (16, 500, 0)
+    assert doubled.checkpoint.every == 50
+    assert [point.at for point in doubled.optimizer.points] == [0, 5]
+    assert doubled.steps_follow_batch
+    assert not config.steps_follow_batch
+    written = doubled.with_tokens(doubled.model_dump(mode="json", exclude_unset=True))
+    assert written["train"]["steps"] == tokens_text(1000 * TOKENS_OF_STEP)

@@ -90,7 +90,7 @@ def test_several_nodes_need_a_network(tmp_path: Path) -> None:
     path.write_text("\n".join(line for line in OWN.splitlines() if not line.startswith("network")))
     assert cluster(f"{path}:8").device.network is None
     assert "network" not in described(load_device(str(path)), {}, "measured")
-    refused = r"network\.gb_per_second of Our GPU \(unknown\) must be given for several nodes: write a device file"
+    refused = r"network\.gb_per_second of Our GPU \(unknown\) must be given for several nodes: add to its device"
     with pytest.raises(ConfigError, match=refused):
         cluster(f"{path}:8", 2)
     path.write_text(f"{path.read_text()}\nnetwork: {{gb_per_second: 25}}\n")
@@ -171,6 +171,10 @@ def test_the_page_names_every_key() -> None:
         (("matmul_share: 0.8", "matmul_share: 1.2"), r"matmul_share \(1.2\) must be a number from 0.01 to 1"),
         (("processors: 132", "processors: .nan"), r"processors \(\.nan\) must be a whole number"),
         (("float32_tflops: 67", ""), "float32_tflops is missing"),
+        (
+            ("network: {gb_per_second: 50, latency_us: 10, topology: rail}", "network: 5"),
+            r"network \(5\) must be a mapping with gb_per_second, latency_us and topology",
+        ),
         (("name: Our GPU", "name: Our GPU\nmemory: 80"), "memory is no figure of a device"),
     ],
 )

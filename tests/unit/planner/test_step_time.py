@@ -270,7 +270,7 @@ def test_fp8_products_take_less_time_and_memory_where_a_device_has_them() -> Non
     assert wide_memory is not None
     assert narrow_memory is not None
     assert narrow_memory.activations < 0.9 * wide_memory.activations
-    refused = r"precision.matmul \(fp8\) must be left out on NVIDIA A100 80GB SXM, which does not multiply 8-bit"
+    refused = r"precision.matmul \(fp8\) must be left out on NVIDIA A100 80GB SXM, whose device file has no fp8_tf"
     with pytest.raises(ConfigError, match=refused):
         step_time(fp8, layout, cluster("a100:8", 2))
 

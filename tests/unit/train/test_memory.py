@@ -267,7 +267,9 @@ def test_products_that_the_device_lacks_are_refused(accelerator: torch.device, m
     monkeypatch.setattr(devices, "multiplies_fp8", lambda device: True)
     assert require_device(chosen, Layout(2), 0, accelerator) is None
     monkeypatch.setattr(devices, "multiplies_fp8", lambda device: False)
-    with pytest.raises(ConfigError, match=r"^precision.matmul \(fp8\) must be left out on some GPU, which does not "):
+    with pytest.raises(
+        ConfigError, match=r"^precision.matmul \(fp8\) must be left out on some GPU, for which shardwise has no"
+    ):
         require_device(chosen, Layout(2), 0, accelerator)
 
 
