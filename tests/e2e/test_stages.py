@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigError
+from shardwise.config import load_config
+from shardwise.runs.folder import RunDirectory
+from shardwise.train.resume import find_checkpoints
 from tests.e2e.command import metrics, miniature, shardwise, within
 
 BORDER = 3
@@ -81,3 +85,15 @@ def test_a_dry_run_shows_the_largest_stage(place: Path) -> None:
     told = within("train", miniature(place), *TRAINING, "--dry-run", at=place).succeeded().out
     assert "8 × 32 tokens up to step 3, 4 × 64 tokens up to step 6; the other rows are of the largest" in told
     assert "256 per step, 1,536 in all" in told
+
+
+def test_stages_that_are_refused_are_refused_before_the_folder_is_written(place: Path) -> None:
+    changed = ("--change", "data.stages", "data.stages=[]", "train.steps=8")
+    said = within("train", "--run-dir", "alone", *changed, "--dry-run", at=place).failed(2)
+    problem = "the sequence lengths of data.stages must keep 64 tokens together"
+    assert problem in said
+    run = RunDirectory(place / "alone")
+    recorded = load_config(str(run.config))
+    config = load_config(str(run.config), ["data.stages=[]", "train.steps=8"])
+    with pytest.raises(ConfigError, match=problem):
+        find_checkpoints(config, run, recorded.recorded())
