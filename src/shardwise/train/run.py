@@ -295,7 +295,7 @@ def _begin(
     if resumed is None:
         _report_weights(opened, reporter)
         return
-    _report_resumption(opened, resumed, reporter)
+    _report_resumption(opened, resumed, reporter, is_border=began is not None)
     received = resumed.received
     if received is not None:
         sent = f"; that of {units.counted(received, 'rank')} from another node" if received else ""
@@ -350,15 +350,19 @@ def _end_copies(copies: MemoryCopies, reporter: Reporter) -> None:
         reporter.message(f"copies in memory: {copies.count:,}, for each of which training waited {wait}")
 
 
-def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter) -> None:
-    """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
+def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, *, is_border: bool) -> None:
+    """Set the checkpoints aside that are later than the one that was restored, and record the resumption.
+
+    Args:
+        is_border: this process did the steps before, in another stage.
+    """
     checkpoints = opened.folder.checkpoints
     manifest = resumed.manifest
     resume = opened.config.checkpoint.resume
     is_back = goes_back(opened.config, manifest)
     for name in set_later_aside(checkpoints.root, checkpoints.saved, manifest.step, opened.mesh, damaged=not is_back):
         reporter.message(f"set aside: {name}")
-    if resume != "auto" and not is_back:
+    if resume != "auto" and not is_back and not is_border:
         reporter.message(
             f"the run went back to step {resume:,} before, and continues from there; to go "
             "back once more, move the later checkpoints away"
