@@ -81,9 +81,9 @@ def test_a_branch_keeps_the_stages_that_have_begun(place: Path) -> None:
     assert "the sequence lengths before step 6, from which the run goes on, must stay" in refused
 
 
-def test_a_dry_run_shows_the_largest_stage(place: Path) -> None:
+def test_a_dry_run_shows_the_neediest_stage(place: Path) -> None:
     told = within("train", miniature(place), *TRAINING, "--dry-run", at=place).succeeded().out
-    assert "8 × 32 tokens up to step 3, 4 × 64 tokens up to step 6; the other rows are of the largest" in told
+    assert "8 × 32 tokens up to step 3, 4 × 64 tokens up to step 6; the other rows are of the neediest" in told
     assert "256 per step, 1,536 in all" in told
 
 

@@ -161,7 +161,7 @@ def _stages(config: Config) -> _Rows:
         f"{stage.train.global_batch:,} × {stage.train.sequence_length:,} tokens up to step {stage.last_step:,}"
         for stage in stages
     ]
-    return [("stages", f"{', '.join(shown)}; the other rows are of the largest")]
+    return [("stages", f"{', '.join(shown)}; the other rows are of the neediest")]
 
 
 def prediction(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
