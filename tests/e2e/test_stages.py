@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigError
+from shardwise.config import load_config
+from shardwise.runs.folder import RunDirectory
+from shardwise.train.resume import find_checkpoints
 from tests.e2e.command import metrics, miniature, shardwise, within
 
 BORDER = 3
@@ -20,14 +24,15 @@ TRAINING = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that nothing stops, one that stops three times, and one of several layouts."""
+    """A folder with a run that nothing stops, one that stops three times and goes back, and one of several layouts."""
     folder = tmp_path_factory.mktemp("stages")
     command = ("train", miniature(folder), *TRAINING)
     shardwise(*command, "--run-dir", "alone", "--nproc", "1", at=folder).succeeded()
     for stop_after in (BORDER - 1, 1, 1):
         stopped = ("--run-dir", "stopped", "--nproc", "1", f"train.stop_after={stop_after}")
         shardwise(*command, *stopped, at=folder).succeeded()
-    shardwise(*command, "--run-dir", "stopped", "--nproc", "1", at=folder).succeeded()
+    back = ("--run-dir", "stopped", "--nproc", "1", f"checkpoint.resume={BORDER - 1}")
+    shardwise(*command, *back, at=folder).succeeded()
     cut = ("parallel.pipeline=2", "--nproc", "4", f"train.stop_after={BORDER + 1}")
     shardwise(*command, "--run-dir", "cut", *cut, at=folder).succeeded()
     shardwise(*command, "--run-dir", "cut", "--nproc", "1", at=folder).succeeded()
@@ -39,7 +44,9 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_that_is_stopped_around_the_border_has_the_same_bits(place: Path) -> None:
-    alone, stopped = steps(place / "alone"), steps(place / "stopped")
+    alone = steps(place / "alone")
+    # The last of each step: the run went back across the border.
+    stopped = [*{event["step"]: event for event in steps(place / "stopped")}.values()]
     for name in ("step", "loss", "grad_norm", "lr", "tokens", "samples"):
         assert [event[name] for event in stopped] == [event[name] for event in alone]
     assert [event["tokens"] for event in alone] == [256 * step for step in range(1, 7)]
@@ -64,6 +71,12 @@ def test_a_checkpoint_is_that_of_its_stage(place: Path) -> None:
 
 
 def test_the_border_is_no_restart(place: Path) -> None:
+    assert "to go back once more" not in (place / "stopped/logs/rank-0000.log").read_text(encoding="utf-8")
+    log = (place / "alone/logs/rank-0000.log").read_text(encoding="utf-8")
+    assert f"6, 1 to {BORDER} in this stage" in log
+    assert f"6, {BORDER} of them done, {BORDER + 1} to 6 in this stage" in log
+    (border,) = [line for line in log.splitlines() if line.startswith(f"step {BORDER}/6")]
+    assert " left " in border
     starts = list(metrics(place / "alone", "start"))
     assert [event["steps_before"] for event in starts] == [0, BORDER]
     assert starts[1]["seconds_before_training"] < 60, "the time of the steps before is not that of a start"
@@ -77,7 +90,19 @@ def test_a_branch_keeps_the_stages_that_have_begun(place: Path) -> None:
     assert "the sequence lengths before step 6, from which the run goes on, must stay" in refused
 
 
-def test_a_dry_run_shows_the_largest_stage(place: Path) -> None:
+def test_a_dry_run_shows_the_neediest_stage(place: Path) -> None:
     told = within("train", miniature(place), *TRAINING, "--dry-run", at=place).succeeded().out
-    assert "8 × 32 tokens up to step 3, 4 × 64 tokens up to step 6; the other rows are of the largest" in told
+    assert "8 × 32 tokens up to step 3, 4 × 64 tokens up to step 6; the other rows are of the neediest" in told
     assert "256 per step, 1,536 in all" in told
+
+
+def test_stages_that_are_refused_are_refused_before_the_folder_is_written(place: Path) -> None:
+    changed = ("--change", "data.stages", "data.stages=[]", "train.steps=8")
+    said = within("train", "--run-dir", "alone", *changed, "--dry-run", at=place).failed(2)
+    problem = "the sequence lengths of data.stages must keep 64 tokens together"
+    assert problem in said
+    run = RunDirectory(place / "alone")
+    recorded = load_config(str(run.config))
+    config = load_config(str(run.config), ["data.stages=[]", "train.steps=8"])
+    with pytest.raises(ConfigError, match=problem):
+        find_checkpoints(config, run, recorded.recorded())

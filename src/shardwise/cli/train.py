@@ -30,11 +30,11 @@ from shardwise.config import (
     check_changes,
     check_layout,
     kept_batch,
-    largest_stage,
     load_config,
     recipe_name,
     recipe_names,
     require_data,
+    stages_of,
 )
 from shardwise.launch import output as stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
@@ -244,13 +244,14 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         _check_user_code(config)
     with problems:
         _check_products(config, cluster)
-    # Memory and time are those of the largest sequences; a configuration that is refused has no stages.
-    chosen = config if layout is None else largest_stage(config)
-    rows, input_problems = glance_at_inputs(arguments.recipe, chosen)
+    chosen = config
+    choices: list[tuple[str, str]] = []
+    # A configuration that is refused has no stages.
     if layout is not None:
         with problems:
-            chosen, choices = _fitted(chosen, layout, cluster)
-            rows = [*choices, *rows]
+            chosen, choices = _neediest_stage(config, layout, cluster)
+    rows, input_problems = glance_at_inputs(arguments.recipe, chosen)
+    rows = [*choices, *rows]
     continued: list[tuple[str, str]] = []
     if run_path is not None:
         from shardwise.cli.continued_run import continuation_rows
@@ -270,6 +271,19 @@ def _with_any_batch(config: Config, world: int, run_path: Path | None, problems:
     with problems:
         return with_batch(config, world, run_path)
     return config.with_batch_for(world)
+
+
+def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, list[tuple[str, str]]]:
+    """The stage of a run that needs most memory, fitted like all of them, and a row on that."""
+    stages = stages_of(config)
+    if len(stages) == 1:
+        return _fitted(config, layout, cluster)
+    from shardwise.planner.memory import neediest_stage
+
+    fitted = [_fitted(stage, layout, cluster) for stage in stages]
+    accelerator = accelerators()[1] > 0 if cluster is None else cluster.device.is_accelerator
+    neediest = neediest_stage([stage for stage, _ in fitted], layout, accelerator)
+    return next((stage, rows) for stage, rows in fitted if stage is neediest)
 
 
 def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, list[tuple[str, str]]]:

@@ -32,7 +32,6 @@ from shardwise.config.sections import (
 )
 from shardwise.config.size_stages import (
     changed_lengths,
-    equal_steps,
     largest_stage,
     position_after,
     samples_between,
@@ -82,7 +81,6 @@ __all__ = [
     "config_from",
     "data_from",
     "dump_yaml",
-    "equal_steps",
     "fixed_changes",
     "kept_batch",
     "kept_batch_note",

@@ -54,6 +54,9 @@ def error_texts(details: Any, family: str = "") -> list[str]:
         return [f"{path} is missing" + (f" ({field.description})" if field and field.description else "")]
     if kind == "extra_forbidden" and location[:2] == ("data", "mixture"):
         return [f"{path}: unknown key; a source has {listing(MixedSource.model_fields)}"]
+    if kind == "extra_forbidden" and location[:2] == ("data", "stages"):
+        stage, _ = get_args(known["data.stages"].annotation)
+        return [f"{path}: unknown key; a stage has {listing(stage.model_fields)}"]
     if kind == "extra_forbidden":
         return _unknown(path, value, known, is_own_model=":" in family)
     rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)

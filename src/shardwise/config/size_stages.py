@@ -85,11 +85,6 @@ def tokens_of_run(config: Config) -> int:
     return samples_between(config, 0, config.train.steps) * config.train.sequence_length
 
 
-def equal_steps(config: Config) -> float:
-    """The number of steps of this stage's size that have the tokens of the run."""
-    return tokens_of_run(config) / (config.train.global_batch * config.train.sequence_length)
-
-
 def position_after(config: Config, step: int, position: int) -> int:
     """The place of the stage in the order of the data, counted in its samples.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.config import Config, equal_steps
+from shardwise.config import Config
 from shardwise.planner.device_specs import Cluster
 from shardwise.planner.memory import checkpoint_bytes
 from shardwise.planner.step_time import HOST_LINK_BANDWIDTH
@@ -59,7 +59,7 @@ class Calendar:
 
 
 def calendar(config: Config, cluster: Cluster, step_seconds: float) -> Calendar:
-    """Return the time on the calendar of a training with such steps.
+    """Return the time on the calendar of a training whose steps take `step_seconds` on average.
 
     A checkpoint is copied to the host, for which training waits, and is stored while it goes on. A failure costs the
     work since the last checkpoint that was stored, a restart, and reading the checkpoint. The expected time is Daly's
@@ -67,7 +67,7 @@ def calendar(config: Config, cluster: Cluster, step_seconds: float) -> Calendar:
     """
     train = config.train
     reliability = cluster.device.reliability
-    steps = equal_steps(config) * step_seconds
+    steps = train.steps * step_seconds
     evaluations = 0.0
     if train.eval_every:
         evaluations = train.steps // train.eval_every * train.eval_batches * _EVALUATION * step_seconds

@@ -15,6 +15,7 @@ from shardwise.config import Config, Frequency, Layout, Recompute, Schedule, che
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from shardwise.planner.device_specs import Device
+from shardwise.planner.run_stages import check_other_stages
 
 # The default comes first: among layouts that take equally long, the first is preferred.
 _SCHEDULES: tuple[Schedule, ...] = (
@@ -151,6 +152,7 @@ def choices(
                 continue
             try:
                 layout = check_layout(first.applied(base), world)
+                check_other_stages(first.applied(base), layout)
             except ConfigError as error:
                 key = re.search(r"[a-z]+\.[a-z_]+", error.problems[0])
                 refused[key[0] if key else "the model"] += len(recomputes)

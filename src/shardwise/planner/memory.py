@@ -6,7 +6,7 @@ Legend: see `planner/rank_workload.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from shardwise.config import DTYPE_BYTES, Config, Layout
@@ -101,6 +101,18 @@ def expected_memory(
     if by_rank is None:
         return None
     return max(by_rank, key=lambda memory: memory.total) if pipeline_rank is None else by_rank[pipeline_rank]
+
+
+def neediest_stage(stages: Sequence[Config], layout: Layout, accelerator: bool = False) -> Config:
+    """Return the stage of a run that needs most memory; of a model of your own that with the largest micro-batches."""
+    if len(stages) == 1:
+        return stages[0]
+
+    def size(stage: Config) -> tuple[int, int]:
+        memory = expected_memory(stage, layout, accelerator)
+        return 0 if memory is None else memory.total, stage.train.micro_batch * stage.train.sequence_length
+
+    return max(stages, key=size)
 
 
 def memory_of_machine(config: Config, layout: Layout, ranks: Iterable[int]) -> tuple[int, int] | None:

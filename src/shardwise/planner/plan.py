@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwise.config import Config, Layout, equal_steps
+from shardwise.config import Config, Layout
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
 from shardwise.pipeline.timeline import Timeline
 from shardwise.planner.device_specs import Cluster, Device
@@ -14,6 +14,7 @@ from shardwise.planner.goodput import Calendar, calendar
 from shardwise.planner.layout_choices import Choice
 from shardwise.planner.memory import MemoryEstimate, expected_memory
 from shardwise.planner.memory_choice import RESERVED, fitted
+from shardwise.planner.run_stages import stages_with_layout
 from shardwise.planner.step_time import StepTime, step_time, timeline_of
 
 _TIGHT = 0.1
@@ -31,7 +32,7 @@ class Plan:
         layout: degrees of parallelism.
         cluster: devices that it runs on.
         time: time of a step.
-        memory: memory of the rank that needs most.
+        memory: memory of the rank that needs most, in the stage of the run that needs most.
     """
 
     choice: Choice
@@ -81,15 +82,20 @@ class Plan:
         """Whether a rank frees the gradients or the weights of others."""
         return self.choice.zero >= 2 and self.layout.replicas > 1
 
-    @property
+    @cached_property
     def seconds(self) -> float:
-        """Seconds of all steps, without evaluations, checkpoints and restarts. Steps of other sizes count by tokens."""
-        return self.time.total * equal_steps(self.config)
+        """Seconds of all steps of all stages, without evaluations, checkpoints and restarts."""
+        seconds = 0.0
+        for stage in stages_with_layout(self.config, self.layout):
+            time = self.time if stage is self.config else step_time(stage, self.layout, self.cluster)
+            assert time is not None, "the shapes of the model are known"
+            seconds += time.total * (stage.last_step - stage.steps_before)
+        return seconds
 
     @cached_property
     def calendar(self) -> Calendar:
         """The time of the training with evaluations, checkpoints and failures."""
-        return calendar(self.config, self.cluster, self.time.total)
+        return calendar(self.config, self.cluster, self.seconds / self.config.train.steps)
 
     @property
     def device_hours(self) -> float:

@@ -20,6 +20,7 @@ from shardwise.planner.device_specs import Cluster
 from shardwise.planner.layout_choices import Choice, choices, compiled
 from shardwise.planner.memory_choice import RESERVED, first_that_fits
 from shardwise.planner.plan import Plan
+from shardwise.planner.run_stages import stages_with_layout
 from shardwise.planner.search_memory import LeastMemory, short_step_memory
 from shardwise.planner.step_time import least_times, step_time
 
@@ -153,6 +154,8 @@ def _add_fastest(
             choice = replace(choice, regathers=chosen.regathers, passes_keys=chosen.passes_keys)
             activation_bytes = memory.total - memory.state - memory.in_flight
             state_share = memory.state / least_memory.state(choice, layout)
+            others = [stage for stage in stages_with_layout(chosen, layout) if stage is not chosen]
+            memory = max([memory, *map(estimated, others)], key=lambda estimate: estimate.total)
             if memory.total <= limit:
                 time = step_time(chosen, layout, cluster)
                 assert time is not None

@@ -13,7 +13,7 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, glance, survey
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import is_inside, original_of, require_ownership
-from shardwise.config import Config
+from shardwise.config import Config, changed_lengths
 from shardwise.runs.folder import RunDirectory
 
 _WENT_BACK = "went_back"
@@ -47,19 +47,35 @@ def look_for_checkpoints(
         run: id of that run; None stands for the id that the folder has.
 
     Raises:
-        ConfigError: the checkpoints there are not this run's, or it has saved its own elsewhere.
+        ConfigError: the checkpoints there are not this run's, it has saved its own elsewhere, or `data.stages` changes
+            what the run has read.
         StoreError: the place cannot be read.
     """
     present = survey(root)
     if stored is not None and not present:
         _require_none_elsewhere(root, directory, stored)
     candidates = choose(present, config, root, is_resumed=stored is not None)
+    if stored is not None:
+        _require_kept_lengths(config, stored, candidates)
     run = run or directory.stored_id()
     # A copied folder has the id of its original: by the id alone both runs could save at one place.
     original = original_of(root, run, directory.path)
     if not is_inside(root, directory.path):
         require_ownership(root, run if original is None else None, is_empty=not present)
     return FoundCheckpoints(root, tuple(present), tuple(candidates), original)
+
+
+def _require_kept_lengths(config: Config, stored: Mapping[str, Any], candidates: Sequence[StepFolder]) -> None:
+    """Raise ConfigError where `data.stages` changes the lengths before the first intact candidate."""
+    for candidate in candidates:
+        # The manifest has the last word, and is large: it is read only if the stored configuration differs.
+        if not changed_lengths(stored, config, candidate.step):
+            return
+        glanced = glance(candidate.folder, candidate.step)
+        if glanced.manifest is not None and glanced.problem is None:
+            if problems := changed_lengths(glanced.manifest.config, config, candidate.step):
+                raise ConfigError(problems)
+            return
 
 
 def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ from shardwise.train.hooks import MetricsWithCallbacks
 from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_notebook, parts_of_loss
 from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
 from shardwise.train.start_screen import print_pipeline, print_summary
-from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
+from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run, end_of_stage
 from shardwise.train.straggler import STRAGGLER_STEPS
 from shardwise.train.summary import start_rows
 from shardwise.train.trace import trace_text, traced_steps
@@ -82,7 +82,7 @@ class Reporter:
         self.memory = memory
         train = config.train
         self._steps_before = 0
-        self._end = end_of_run(config, 0)
+        self._end = end_of_stage(config, 0)
         length = train.sequence_length
         self._token_flops = flops_per_token(config.model, length, config.data.predictions(length))
         self._peak_flops = peak_flops(device_name, precision.parameter)
@@ -128,7 +128,8 @@ class Reporter:
         """
         self._started = time.perf_counter()
         self._steps_before = steps_before
-        self._end = end_of_run(self.config, steps_before)
+        self._end = end_of_stage(self.config, steps_before)
+        end_of_all = end_of_run(self.config, steps_before)
         # Up to the checkpoint that is continued from, as recorded: the time of steps that were lost does not count.
         recorded = self._recorded("checkpoint", steps_before) if steps_before else {"time_to_train_seconds": 0.0}
         self._seconds_before = recorded.get("time_to_train_seconds")
@@ -156,7 +157,7 @@ class Reporter:
             precision=self.precision,
             parameters=self.parameters,
             memory=self.memory,
-            steps=(steps_before, self._end),
+            steps=(steps_before, end_of_all),
             epochs=epochs,
             run_path=self.run.path,
         )
@@ -167,7 +168,7 @@ class Reporter:
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
             is_display = self._in_notebook and console is self._consoles[0]
             kind = NotebookProgress if is_display else ProgressLine
-            self._progress.append(kind(console, steps_before, self._end, self._started, every_update=every_update))
+            self._progress.append(kind(console, steps_before, end_of_all, self._started, every_update=every_update))
         if self.config.log.tensorboard:
             self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
         self._tell_no_trace()

@@ -18,13 +18,14 @@ from shardwise.base.user_code import error_text
 from shardwise.checkpoint.format.model_files import differ_in_tokens, differences
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, Layout, UserModelConfig, check_layout, largest_stage, stage_after, stages_of
+from shardwise.config import Config, Layout, UserModelConfig, check_layout, stage_after, stages_of
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, BlendedBatches
 from shardwise.distributed import backend_errors, collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.failed_run import continuing_command
 from shardwise.optim.learning_rate import moved_end_text
+from shardwise.planner.memory import neediest_stage
 from shardwise.runs.lost_time import NEXT_STAGE
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
 from shardwise.train.checkpoint_choice import goes_back
@@ -123,10 +124,13 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
     """Restore the state that a stage begins with, or find that the run goes on in another one. Collective."""
     progress = Progress(phase="preparation of the data")
     config, choice = fitted_to_devices(turn.config, layout, mesh)
-    # Before the first step of the process, the memory must suffice for the largest stage.
-    largest = config if turn.began is not None else fitted_to_devices(largest_stage(config), layout, mesh)[0]
+    # Before the first step of the process, the memory must suffice for each stage.
+    stages = [config]
+    if turn.began is None:
+        stages = [fitted_to_devices(stage, layout, mesh)[0] for stage in stages_of(config)]
+    neediest = neediest_stage(stages, layout, mesh.device.type != "cpu")
     with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
-        shortage = require_device(largest, layout, mesh.world.rank, mesh.device)
+        shortage = require_device(neediest, layout, mesh.world.rank, mesh.device)
         opened = open_run(config, layout, mesh, progress, turn.path, recipe)
         path = opened.folder.directory.path
         newest = max((candidate.step for candidate in opened.folder.checkpoints.candidates), default=0)
@@ -295,7 +299,7 @@ def _begin(
     if resumed is None:
         _report_weights(opened, reporter)
         return
-    _report_resumption(opened, resumed, reporter)
+    _report_resumption(opened, resumed, reporter, is_border=began is not None)
     received = resumed.received
     if received is not None:
         sent = f"; that of {units.counted(received, 'rank')} from another node" if received else ""
@@ -350,15 +354,19 @@ def _end_copies(copies: MemoryCopies, reporter: Reporter) -> None:
         reporter.message(f"copies in memory: {copies.count:,}, for each of which training waited {wait}")
 
 
-def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter) -> None:
-    """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
+def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, *, is_border: bool) -> None:
+    """Set the checkpoints aside that are later than the one that was restored, and record the resumption.
+
+    Args:
+        is_border: this process did the steps before, in another stage.
+    """
     checkpoints = opened.folder.checkpoints
     manifest = resumed.manifest
     resume = opened.config.checkpoint.resume
     is_back = goes_back(opened.config, manifest)
     for name in set_later_aside(checkpoints.root, checkpoints.saved, manifest.step, opened.mesh, damaged=not is_back):
         reporter.message(f"set aside: {name}")
-    if resume != "auto" and not is_back:
+    if resume != "auto" and not is_back and not is_border:
         reporter.message(
             f"the run went back to step {resume:,} before, and continues from there; to go "
             "back once more, move the later checkpoints away"

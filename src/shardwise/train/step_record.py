@@ -72,9 +72,14 @@ def loss_spike(loss: float, earlier_losses: Sequence[float]) -> float | None:
 
 
 def end_of_run(config: Config, steps_before: int) -> int:
-    """The last step of a run, or of its stage, that begins after `steps_before` steps."""
+    """The last step of a run that begins after `steps_before` steps."""
     stop_after = config.train.stop_after
-    return config.last_step if stop_after is None else min(config.last_step, steps_before + stop_after)
+    return config.train.steps if stop_after is None else min(config.train.steps, steps_before + stop_after)
+
+
+def end_of_stage(config: Config, steps_before: int) -> int:
+    """The last step of a run, or of its stage, that begins after `steps_before` steps."""
+    return min(config.last_step, end_of_run(config, steps_before))
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def _stages(config: Config) -> _Rows:
         f"{stage.train.global_batch:,} × {stage.train.sequence_length:,} tokens up to step {stage.last_step:,}"
         for stage in stages
     ]
-    return [("stages", f"{', '.join(shown)}; the other rows are of the largest")]
+    return [("stages", f"{', '.join(shown)}; the other rows are of the neediest")]
 
 
 def prediction(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
@@ -556,10 +556,11 @@ def start_rows(
 
 
 def _stop(config: Config, end: int) -> str:
-    """The last step of a run that does not do all steps, or of a stage."""
-    if end == config.train.steps:
-        return ""
-    return f", with these sizes up to {end:,}" if end == config.last_step else f", this run stops at {end:,}"
+    """The steps of the stage of a run that has several, and the last step of a run that does not do all steps."""
+    stage = ""
+    if config.run is not config:
+        stage = f", {config.steps_before + 1:,} to {config.last_step:,} in this stage"
+    return stage if end == config.train.steps else f"{stage}, this run stops at {end:,}"
 
 
 def _utilization(config: Config, device_name: str, precision: Precision) -> str:

@@ -47,7 +47,7 @@ from shardwise.train.saving import Checkpoints, largest_of_ranks
 from shardwise.train.source_losses import SourceLosses, SourceRecord
 from shardwise.train.state_hashes import StateHashes
 from shardwise.train.step_clock import DATA, OPTIMIZER, PIPELINE, StepClock, memory_by_kind, state_by_kind
-from shardwise.train.step_record import Progress, StepRecord, end_of_run, loss_spike
+from shardwise.train.step_record import Progress, StepRecord, end_of_stage, loss_spike
 from shardwise.train.straggler import Straggler, Stragglers
 from shardwise.train.trace import Trace
 
@@ -123,7 +123,7 @@ class Trainer:
             who asked the run to stop before its last step; None if nobody did.
         """
         first = self.progress.step + 1
-        last = end_of_run(self.config, self.progress.step)
+        last = end_of_stage(self.config, self.progress.step)
         with (
             closing(self.feed),
             closing(self._open_trace()) as trace,

@@ -70,6 +70,7 @@ def test_the_place_in_the_data_is_the_same_in_samples_of_each_length() -> None:
 @pytest.mark.parametrize(
     ("stages", "keys", "problem"),
     [
+        (["{at: 4, seq: 3}"], (), "data.stages.0.seq: unknown key; a stage has at, weights, sequence_length"),
         (["{at: 4}"], (), "data.stages.0.sequence_length, or another key of the stage, must be set"),
         (["{at: 4, sequence_length: 0}"], (), "data.stages.0.sequence_length (0) must be greater than 0"),
         (["{at: 8, sequence_length: 32}"], (), "data.stages.0.at (8) must be less than train.steps (8)"),

@@ -1,0 +1,41 @@
+"""The stages of a run with other sizes (`data.stages`), in a layout that is planned for one of them."""
+
+from __future__ import annotations
+
+import math
+
+from shardwise.config import Config, Layout, check_layout, stages_of
+
+
+def stages_with_layout(config: Config, layout: Layout) -> list[Config]:
+    """Return all stages of a run with the layout of `config`, which is one of them and stays as it is.
+
+    The others keep their micro-batches, lowered where the data-parallel ranks have fewer samples.
+    """
+    stages = stages_of(config)
+    if len(stages) == 1:
+        return [config]
+    return [
+        config if stage.steps_before == config.steps_before else _laid_out(stage, config, layout) for stage in stages
+    ]
+
+
+def check_other_stages(config: Config, layout: Layout) -> None:
+    """Raise ConfigError if the rules forbid the layout of `config` in another stage of its run."""
+    for stage in stages_with_layout(config, layout):
+        if stage is not config:
+            check_layout(stage, layout.world)
+
+
+def _laid_out(stage: Config, planned: Config, layout: Layout) -> Config:
+    """Return a stage with the layout of the one that is planned."""
+    train = stage.with_batch_for(layout.world).train
+    micro_batch = math.gcd(train.micro_batch, train.global_batch // layout.data)
+    return stage.model_copy(
+        update={
+            "parallel": planned.parallel,
+            "optimizer": planned.optimizer,
+            "compile": planned.compile,
+            "train": train.model_copy(update={"micro_batch": micro_batch, "recompute": planned.train.recompute}),
+        }
+    )
