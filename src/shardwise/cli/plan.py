@@ -124,6 +124,11 @@ def run(arguments: argparse.Namespace) -> int:
     def answered(device: str) -> Answer:
         return answer(arguments, _machines(arguments, device, price_of[device]), config, fixed)
 
+    if arguments.write is not None and config.run is not config:
+        raise ConfigError(
+            f"--write ({arguments.write}) must be left out with stages of other sizes (data.stages), each of which has "
+            "a batch of its own: set the keys of a layout of the list in the recipe"
+        )
     if arguments.layout is not None and arguments.write is None:
         raise ConfigError(f"--layout ({arguments.layout}) must go with --write FILE: it chooses what is written")
     if len(devices) > 1:

@@ -341,6 +341,16 @@ def test_a_shipped_device_is_shown_as_a_file_that_describes_it(
             "no layout of the recipe is valid on 8 devices",
         ),
         (
+            [
+                "--device",
+                "h100:8",
+                "--write",
+                "FILE",
+                "data.stages=[{at: 100, sequence_length: 4096, global_batch: 128}]",
+            ],
+            r"--write \(FILE\) must be left out with stages of other sizes",
+        ),
+        (
             ["--device", "a100-40gb:7", "parallel.tensor=7"],
             r"no layout of the recipe is valid on 7 devices: train\.global_batch \(256\) or the model's sizes have no "
             r"divisor that suits",
