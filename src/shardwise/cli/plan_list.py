@@ -127,9 +127,9 @@ def notes(listed: Sequence[Plan], unit: str) -> list[str]:
     best = listed[0]
     sentences = [f"A step of layout 1: {best.time.shares()}"]
     changed = [
-        f"{length_text(other.seconds, unit)} if {other.assumption}"
-        for other in sensitivities(best)[:-1]
-        if other.seconds > best.calendar.seconds
+        f"{length_text(case.seconds, unit)} if {case.assumption}"
+        for case in sensitivities(best)[:-1]
+        if case.seconds > best.calendar.seconds
     ]
     sentences.append(f"Layout 1 takes {', '.join(changed)}.")
     sentences.append(f"Network: {network_text(best)}, of one device in one direction.")

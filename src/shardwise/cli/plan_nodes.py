@@ -31,7 +31,7 @@ _MOST_MORE = 4
 
 @dataclass(frozen=True)
 class Machines:
-    """What `--device` and the options on its price and failures name, on any number of nodes.
+    """The devices of `--device`, with their price and failures, on any number of nodes.
 
     Attributes:
         device: value of `--device`.
@@ -145,14 +145,14 @@ def _require_end(result: Search) -> None:
 
 def _together(results: Sequence[Search], objective: Objective) -> Search:
     """Return the layouts of several searches as those of one, the best by the objective first."""
-    whole = Search()
+    joined = Search()
     for result in results:
-        whole.plans += result.plans
-        whole.valid += result.valid
-        whole.refused += result.refused
-        whole.too_large += result.too_large
-    whole.plans.sort(key=lambda plan: objective_of(plan, objective))
-    return whole
+        joined.plans += result.plans
+        joined.valid += result.valid
+        joined.refused += result.refused
+        joined.too_large += result.too_large
+    joined.plans.sort(key=lambda plan: objective_of(plan, objective))
+    return joined
 
 
 def _within_budget(config: Config, machines: Machines, budget: str, fixed: set[str], objective: Objective) -> Answer:

@@ -101,7 +101,7 @@ def network_text(plan: Plan) -> str:
 
 
 def calendar_text(plan: Plan) -> str:
-    """What the time on the calendar assumes of checkpoints and failures."""
+    """Return the assumptions of the time on the calendar: checkpoints and failures."""
     calendar = plan.calendar
     source = "as the recipe says" if calendar.is_given else "the interval that costs least"
     if calendar.write > calendar.interval + calendar.stall:
@@ -119,7 +119,7 @@ def calendar_text(plan: Plan) -> str:
 
 
 def has_range(plan: Plan) -> bool:
-    """Whether the accuracy of a plan is that of published runs."""
+    """Return whether the accuracy of a plan is that of published runs."""
     return _PUBLISHED_ACCURACY in accuracy_text(plan)
 
 
@@ -141,7 +141,7 @@ def range_text(plan: Plan) -> str:
 
 
 def accuracy_text(plan: Plan) -> str:
-    """How far predictions for a plan's device are off."""
+    """Return the errors of predictions for a plan's device."""
     device = plan.cluster.device
     published = _PUBLISHED_ACCURACY if device.compared_runs else _NOT_COMPARED
     if not device.accuracy:

@@ -306,8 +306,8 @@ def shift_async(x: Tensor, group: Group, distance: int) -> Pending:
     source, target = (group.ranks[(group.rank + step) % group.size] for step in (-distance, distance))
     send = dist.P2POp(dist.isend, x, target, group.process_group)
     # A batch, as on accelerators a message may end when it is received: ranks that all send first would wait for ever.
-    *others, work = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, arrived, source, group.process_group)])
-    return Pending(arrived, work, lambda: [other.wait() for other in others], group)
+    *sends, work = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, arrived, source, group.process_group)])
+    return Pending(arrived, work, lambda: [send.wait() for send in sends], group)
 
 
 def broadcast_(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:

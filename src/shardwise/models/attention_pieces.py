@@ -170,7 +170,7 @@ class _Piece:
 
     @property
     def has_own_keys(self) -> bool:
-        """Whether the queries' own keys are among the keys: the first piece of these queries."""
+        """True if the queries' own keys are among the keys: the first piece of these queries."""
         return self.is_causal or self.mask is not None
 
     def cut(self) -> Iterator[_Piece]:
@@ -325,8 +325,8 @@ def _merge(out: Tensor, log_sums: Tensor, out_of_piece: Tensor, log_sums_of_piec
 
 def _by_sample(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an empty `[S, B, …]` like x in which a sample's numbers follow one another, as torch's kernel has them."""
-    length, samples, *others = x.shape
-    return x.new_empty((samples, length, *others), dtype=dtype).transpose(0, 1)
+    length, samples, *widths = x.shape
+    return x.new_empty((samples, length, *widths), dtype=dtype).transpose(0, 1)
 
 
 def _sum_dtype(q: Tensor) -> torch.dtype:

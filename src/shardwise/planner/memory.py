@@ -409,8 +409,8 @@ def _gradients_of_parts(workload: RankWorkload, stage: Stage) -> int:
         if parameter.place.unit in stage.layers:
             blocks[parameter.place.unit] += parameter.elements
     query_key_value = workload.model.hidden_size * (workload.local.query + 2 * workload.local.key_value)
-    held = workload.token_parts.bit_length()
-    return held * DTYPE_BYTES[workload.precision.parameter] * (max(blocks.values()) - query_key_value)
+    sums = workload.token_parts.bit_length()
+    return sums * DTYPE_BYTES[workload.precision.parameter] * (max(blocks.values()) - query_key_value)
 
 
 def _embedding_gradient(workload: RankWorkload, *, tied: bool) -> int:

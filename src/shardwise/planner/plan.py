@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def frees_parts(self) -> bool:
-        """Whether a rank frees the gradients or the weights of others."""
+        """True if a rank frees the gradients or the weights of others."""
         return self.choice.zero >= 2 and self.layout.replicas > 1
 
     @cached_property

@@ -87,7 +87,7 @@ def proposals(plans: Sequence[Plan]) -> list[Proposal]:
 
 
 def _doubt(plan: Plan) -> str:
-    """What a reader of a proposal should know of its memory; empty if much is free."""
+    """Return the warning of a proposal whose memory is nearly full; empty if much is free."""
     return f"; it leaves {units.size(plan.headroom)}, which may not suffice" if plan.is_tight else ""
 
 

@@ -154,8 +154,8 @@ def _add_fastest(
             choice = replace(choice, regathers=chosen.regathers, passes_keys=chosen.passes_keys)
             activation_bytes = memory.total - memory.state - memory.in_flight
             state_share = memory.state / least_memory.state(choice, layout)
-            others = [stage for stage in stages_with_layout(chosen, layout) if stage is not chosen]
-            memory = max([memory, *map(estimated, others)], key=lambda estimate: estimate.total)
+            further_stages = [stage for stage in stages_with_layout(chosen, layout) if stage is not chosen]
+            memory = max([memory, *map(estimated, further_stages)], key=lambda estimate: estimate.total)
             if memory.total <= limit:
                 time = step_time(chosen, layout, cluster)
                 assert time is not None
