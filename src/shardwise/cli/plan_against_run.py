@@ -15,7 +15,7 @@ from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, config_from, stages_of
-from shardwise.planner import device_seconds, device_specs
+from shardwise.planner import device_files, device_seconds, device_specs
 from shardwise.planner import plan as plans
 from shardwise.runs.run import RunView, open_run
 
@@ -97,7 +97,7 @@ def _write_device_file(path: Path, comparison: Comparison, name: str) -> None:
     constants = corrected(comparison)
     if not constants:
         raise ConfigError("--write needs a run that recorded the parts of its steps (split_seconds), this one did not")
-    device_specs.require_suffix(path, "--write")
+    device_files.require_suffix(path, "--write")
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     source = f"corrected {today} by run {name}, {comparison.steps} steps"
     files.write_new(path, device_specs.described(comparison.plan.cluster.device, constants, source), "--write")

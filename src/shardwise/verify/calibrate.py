@@ -14,7 +14,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.files import write_new
 from shardwise.base.hardware import accelerators
 from shardwise.launch.environment import joined
-from shardwise.planner.device_specs import require_suffix
+from shardwise.planner.device_files import require_suffix
 from shardwise.verify.calibration_fit import Measurements, device_file, rows
 from shardwise.verify.rank_calls import call_on_ranks, process_group
 

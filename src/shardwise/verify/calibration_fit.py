@@ -15,8 +15,9 @@ from typing import Any
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.planner import device_seconds
+from shardwise.planner.device_files import dump, figure
 from shardwise.planner.device_seconds import Constants, constants_of
-from shardwise.planner.device_specs import CONSTANTS, Cluster, Device, dump, figure, load_device, parse_device
+from shardwise.planner.device_specs import CONSTANTS, Cluster, Device, load_device, parse_device
 from shardwise.planner.step_time import step_time
 
 _FITTED = (

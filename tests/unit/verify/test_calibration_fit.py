@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from shardwise.planner import device_seconds
+from shardwise.planner.device_files import dump, figure
 from shardwise.planner.device_seconds import constants_of
-from shardwise.planner.device_specs import Cluster, Device, dump, figure, load_device, parse_device
+from shardwise.planner.device_specs import Cluster, Device, load_device, parse_device
 from shardwise.planner.step_time import step_time
 from shardwise.verify.calibration_fit import PRODUCTS, Measurements, device_file, probes, rows, undisturbed
 
