@@ -9,7 +9,7 @@ do so with context parallelism (`SequenceParts`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar, cast
@@ -145,15 +145,15 @@ class SequenceParts:
 
     def joined(self, function: Callable[..., Tensor], *by_row: Tensor) -> Tensor:
         """Return `function` of each part of tensors whose rows are tokens, one after the other."""
-        parts = zip(*(x.chunk(self.count) for x in by_row), strict=True)
-        return torch.cat([self.call(number, function, *part) for number, part in enumerate(parts)])
+        return torch.cat(self._results(function, by_row))
 
     def summed(self, function: Callable[..., Tensor], *by_row: Tensor) -> Tensor:
         """Return the sum of `function` of each part, in the order of `collectives.tree_sum`."""
+        return collectives.tree_sum(torch.stack(self._results(function, by_row)))
+
+    def _results(self, function: Callable[..., Tensor], by_row: Sequence[Tensor]) -> list[Tensor]:
         parts = zip(*(x.chunk(self.count) for x in by_row), strict=True)
-        return collectives.tree_sum(
-            torch.stack([self.call(number, function, *part) for number, part in enumerate(parts)])
-        )
+        return [self.call(number, function, *part) for number, part in enumerate(parts)]
 
 
 class _Caller(nn.Module):

@@ -22,7 +22,7 @@ def leaves_open(config: Config, layout: Layout, accelerator: bool) -> bool:
 
     Ranks on CPUs share the memory of their machine, so that null means false, and gather, there.
     """
-    return config.train.recompute == "auto" or (accelerator and len(_of_parallel(config, layout)) > 1)
+    return config.train.recompute == "auto" or (accelerator and len(_parallel_settings(config, layout)) > 1)
 
 
 def candidates(config: Config, layout: Layout) -> Iterator[Config]:
@@ -34,12 +34,12 @@ def candidates(config: Config, layout: Layout) -> Iterator[Config]:
     recomputes: tuple[Recompute, ...] = get_args(Recompute) if recompute == "auto" else (recompute,)
     for chosen in recomputes:
         train = config.train.model_copy(update={"recompute": chosen})
-        for settings in _of_parallel(config, layout):
+        for settings in _parallel_settings(config, layout):
             parallel = config.parallel.model_copy(update=settings)
             yield config.model_copy(update={"train": train, "parallel": parallel})
 
 
-def _of_parallel(config: Config, layout: Layout) -> list[dict[str, object]]:
+def _parallel_settings(config: Config, layout: Layout) -> list[dict[str, object]]:
     """Return the settings of `parallel` among which the memory chooses, without any first."""
     choices: list[dict[str, object]] = [{}]
     parallel = config.parallel

@@ -184,16 +184,12 @@ def step_time(
     )
 
 
-def least_time(config: Config, layout: Layout, cluster: Cluster) -> float:
+def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster) -> list[float]:
     """Return seconds that no schedule can beat: the work of the busiest rank, and the update.
 
-    Waits for other ranks and for messages are left out, which only add to them.
+    Waits for other ranks and for messages are left out, which only add to them. The configurations differ only in how
+    data parallelism is sharded.
     """
-    return least_times([config], layout, cluster)[0]
-
-
-def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster) -> list[float]:
-    """Return `least_time` of configurations that differ only in how data parallelism is sharded."""
     inputs = _StepInputs.of(configs[0], layout, cluster)
     busy = _busy_seconds(inputs.works, [work.times for work in inputs.works], layout.pipeline)
     work = max(busy) * layout.accumulation(configs[0].train)
