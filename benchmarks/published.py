@@ -206,7 +206,8 @@ def _scripts(source: str, values: dict[str, str]) -> dict[str, str]:
     NVIDIA: sequence parallelism with tensor parallelism, no recompute, a distributed optimizer, and gradients in
     bfloat16 (`grad_sync_dtype: bf16`, `grad_reduce_in_fp32: false`). `nemo_megatron/gpt3_175b_hydra.yaml`,
     `nemotron/nemotron4-15b-synth.yaml`, `llama3.1/*.yaml` of NVIDIA/dgxc-benchmarking (8f5cbb3, 143b90d);
-    `scripts/performance/configs` of NVIDIA-NeMo/Megatron-Bridge.
+    `scripts/performance/configs` of NVIDIA-NeMo/Megatron-Bridge, and `conf/custom.yaml` with the `config_*.sh` of each
+    system in MLPerf Training's results.
     """
     if _is_nemo(source):
         sequence = str(int(int(values["tp"] or 1) > 1))
@@ -221,7 +222,7 @@ def _scripts(source: str, values: dict[str, str]) -> dict[str, str]:
 
 
 def _is_nemo(source: str) -> bool:
-    return source.startswith(("NVIDIA/dgxc-benchmarking", "NVIDIA/NeMo", "NVIDIA-NeMo/Megatron-Bridge"))
+    return source.startswith(("NVIDIA/dgxc-benchmarking", "NVIDIA/NeMo", "NVIDIA-NeMo/Megatron-Bridge", "mlcommons/"))
 
 
 def _stages(row: dict[str, str]) -> list[int] | None:
@@ -277,6 +278,7 @@ def _program(source: str, values: dict[str, str]) -> ProgramTraits:
         return replace(
             MEGATRON_CORE,
             graphs="CUDA graphs" in values["notes"],
+            tensor_overlap=None if "no user buffers" in values["notes"] else MEGATRON_CORE.tensor_overlap,
             rounding_bytes=_ROUNDING.get(values["precision"], MEGATRON_CORE.rounding_bytes),
             block_scales=values["precision"] == "mxfp8",
         )
@@ -335,7 +337,7 @@ def _values(row: dict[str, str]) -> dict[str, object]:
         # Two matrices of 3 parts multiply as much, and their activation moves as much, as three of 2 parts.
         sizes = {"intermediate_size": int(row["ffn"]) * 2 // 3, "num_key_value_heads": kv_heads, "rope_theta": 10000.0}
         model = {"family": "llama", **common, **sizes}
-    elif row.get("model", "").startswith("mpt"):
+    elif row.get("model", "").startswith("mpt") or "dropout 0" in row.get("notes", ""):
         no_dropout = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
         model = {"family": "gpt", **common, "intermediate_size": int(row["ffn"]), **no_dropout}
     else:
