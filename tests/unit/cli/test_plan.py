@@ -23,7 +23,7 @@ GPT = ["gpt3-23b", "--device", "h100:8", "--nodes", "4", "train.global_batch=256
 
 def test_best_layouts_first_and_each_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     written = tmp_path / "best.yaml"
-    assert main(["plan", *GPT, "train.micro_batch=1", "--json", "--write", str(written)]) == 0
+    assert main(["plan", *GPT, "train.micro_batch=1", "--json", "--write", str(written), "--layout", "1"]) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     seconds = [plan["step_seconds"] for plan in plans]
     assert 3 <= len(plans) <= 10
