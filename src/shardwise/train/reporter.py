@@ -167,6 +167,14 @@ class Reporter:
             mfu_terms=self._mfu_terms(),
             loaded=loaded,
         )
+        self._show_start(steps_before, end_of_all, epochs)
+        if self.config.log.tensorboard:
+            self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
+        if totals is None:
+            self._tell_no_trace(end_of_all)
+
+    def _show_start(self, done: int, end: int, epochs: str) -> None:
+        """Print the summary of a run that goes on from `done` steps up to `end`, and begin the progress line."""
         assert self.parameters is not None
         assert self.memory is not None
         rows = start_rows(
@@ -176,7 +184,7 @@ class Reporter:
             precision=self.precision,
             parameters=self.parameters,
             memory=self.memory,
-            steps=(steps_before, end_of_all),
+            steps=(done, end),
             epochs=epochs,
             run_path=self.run.path,
         )
@@ -187,11 +195,7 @@ class Reporter:
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
             is_display = self._in_notebook and console is self._consoles[0]
             kind = NotebookProgress if is_display else ProgressLine
-            self._progress.append(kind(console, self.totals, steps_before, end_of_all, every_update=every_update))
-        if self.config.log.tensorboard:
-            self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
-        if totals is None:
-            self._tell_no_trace(end_of_all)
+            self._progress.append(kind(console, self.totals, done, end, every_update=every_update))
 
     def _tell_no_trace(self, end: int) -> None:
         """Tell the user of a trace of which this run, which does the steps up to `end`, takes no step."""
