@@ -12,7 +12,7 @@ import pytest
 from shardwise.base import units
 from shardwise.cli.entry import main
 from shardwise.cli.plan_rows import LEAST_RATIO, MOST_RATIO, RANGE
-from shardwise.config import check_layout, load_config
+from shardwise.config import check_layout, load_config, stages_of
 from shardwise.planner import device_specs
 from shardwise.planner.memory import expected_memory
 
@@ -341,16 +341,6 @@ def test_a_shipped_device_is_shown_as_a_file_that_describes_it(
             "no layout of the recipe is valid on 8 devices",
         ),
         (
-            [
-                "--device",
-                "h100:8",
-                "--write",
-                "FILE",
-                "data.stages=[{at: 100, sequence_length: 4096, global_batch: 128}]",
-            ],
-            r"--write \(FILE\) must be left out with stages of other sizes",
-        ),
-        (
             ["--device", "a100-40gb:7", "parallel.tensor=7"],
             r"no layout of the recipe is valid on 7 devices: train\.global_batch \(256\) or the model's sizes have no "
             r"divisor that suits",
@@ -362,6 +352,22 @@ def test_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixtu
         arguments = [*arguments, "--nodes", "1"]
     assert main(["plan", "gpt3-23b", "train.global_batch=256", *arguments]) == 2
     assert re.search(message, capsys.readouterr().err, re.DOTALL)
+
+
+def test_a_run_in_stages_is_written_with_the_micro_batch_of_each(tmp_path: Path) -> None:
+    path = tmp_path / "planned.yaml"
+    long = "sequence_length: 2048, global_batch: 8, micro_batch: 1"
+    stages = f"data.stages=[{{at: 10, rope_theta: 1000.0}}, {{at: 18, {long}}}]"
+    sizes = ("train.steps=20", "train.global_batch=256", "train.micro_batch=4", "model.max_position_embeddings=2048")
+    machines = ("--device", "h100:8", "--nodes", "1", "parallel.tensor=1", "parallel.pipeline=1")
+    assert main(["plan", "llama3-tiny", *machines, "--write", str(path), *sizes, stages]) == 0
+    written = load_config(str(path))
+    assert written.train.steps == 20
+    assert check_layout(written, 8).data == 8
+    trains = [stage.train for stage in stages_of(written)]
+    assert [(train.sequence_length, train.global_batch) for train in trains] == [(64, 256), (64, 256), (2048, 8)]
+    assert [train.micro_batch for train in trains] == [4, 4, 1]
+    assert [stage.rope_theta for stage in written.data.stages] == [1000.0, None]
 
 
 def test_offloaded_state_lets_a_large_model_fit_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
