@@ -141,10 +141,17 @@ class Reporter:
             seconds_before: time of all that came before the training; None: since the process began.
             totals: totals of the stages before in this process; None in the first one.
         """
+        began = time.perf_counter()
         self._steps_before = steps_before
         self._end = end_of_stage(self.config, steps_before)
         end_of_all = end_of_run(self.config, steps_before)
-        self.totals = self._totals_at_start(steps_before, totals)
+        if totals is None:
+            # Up to the checkpoint that is continued from, as recorded: the time of steps that were lost does not count.
+            recorded = self._recorded("checkpoint", steps_before) if steps_before else {"time_to_train_seconds": 0.0}
+            earlier = recorded.get("time_to_train_seconds")
+            self.totals = StartTotals(steps_before, earlier, began, self._new_throughput())
+        else:
+            self.totals = replace(totals, throughput=self._new_throughput(totals.throughput))
         self._rank_file.start()
         if self._metrics is None:
             return
@@ -160,6 +167,14 @@ class Reporter:
             mfu_terms=self._mfu_terms(),
             loaded=loaded,
         )
+        self._show_start(steps_before, end_of_all, epochs)
+        if self.config.log.tensorboard:
+            self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
+        if totals is None:
+            self._tell_no_trace(end_of_all)
+
+    def _show_start(self, done: int, end: int, epochs: str) -> None:
+        """Print the summary of a run that goes on from `done` steps up to `end`, and begin the progress line."""
         assert self.parameters is not None
         assert self.memory is not None
         rows = start_rows(
@@ -169,34 +184,18 @@ class Reporter:
             precision=self.precision,
             parameters=self.parameters,
             memory=self.memory,
-            steps=(steps_before, end_of_all),
+            steps=(done, end),
             epochs=epochs,
             run_path=self.run.path,
         )
+        every_update = self.config.log.every is not None
         for console in self._consoles:
             print_summary(console, rows)
             if self.layout.pipeline > 1:
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
-            self._progress.append(self._progress_line(console, end_of_all))
-        if self.config.log.tensorboard:
-            self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
-        if totals is None:
-            self._tell_no_trace(end_of_all)
-
-    def _progress_line(self, console: Console, end: int) -> ProgressLine:
-        """The progress on a console, up to step `end`."""
-        is_display = self._in_notebook and console is self._consoles[0]
-        kind = NotebookProgress if is_display else ProgressLine
-        return kind(console, self.totals, self._steps_before, end, every_update=self.config.log.every is not None)
-
-    def _totals_at_start(self, steps_before: int, former: StartTotals | None) -> StartTotals:
-        """The totals with which a stage begins, after those of the stages before."""
-        if former is not None:
-            return replace(former, throughput=self._new_throughput(former.throughput))
-        began = time.perf_counter()
-        # Up to the checkpoint that is continued from, as recorded: the time of steps that were lost does not count.
-        recorded = self._recorded("checkpoint", steps_before) if steps_before else {"time_to_train_seconds": 0.0}
-        return StartTotals(steps_before, recorded.get("time_to_train_seconds"), began, self._new_throughput())
+            is_display = self._in_notebook and console is self._consoles[0]
+            kind = NotebookProgress if is_display else ProgressLine
+            self._progress.append(kind(console, self.totals, done, end, every_update=every_update))
 
     def _tell_no_trace(self, end: int) -> None:
         """Tell the user of a trace of which this run, which does the steps up to `end`, takes no step."""
