@@ -159,8 +159,8 @@ def run(rounds: int) -> Report:
         ],
         [
             "llama-small's model, 256 tokens a sequence, two micro-batches a step, of 4 sequences in float32 and 1 in "
-            "mixed; the rank with most. P: parameters on the rank, n: ranks over which ZeRO cuts. State: AdamW's two moments, "
-            "and in mixed the float32 masters.",
+            "mixed; the rank with most. P: parameters on the rank, n: ranks over which ZeRO cuts. State: AdamW's two "
+            "moments, and in mixed the float32 masters.",
             "Tensors: the most bytes of live tensors in a step that is not the first. Expected: "
             "`shardwise.planner.memory.expected_memory`. Process: the peak of resident memory above Python, torch, the "
             "joined processes and a step of a tiny model. A process holds more where its C library keeps a fragmented "
