@@ -195,8 +195,8 @@ def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) 
 
 def _for_a_price(nodes_of: _Nodes, budget: str, most: float, currency: str) -> tuple[Plan, str]:
     """Return the fastest plan that costs at most so much."""
+    tried: list[Plan] = []
     affordable: list[Plan] = []
-    costs: list[Plan] = []
     for plan in nodes_of.growing():
         price = plan.cluster.device.price
         if plan.cost is None or price is None or price.currency != currency:
@@ -205,14 +205,18 @@ def _for_a_price(nodes_of: _Nodes, budget: str, most: float, currency: str) -> t
                 f"--budget ({budget}) must go with a price in {currency} of {plan.cluster.device.name}, {named}: give "
                 f"--price, such as --price '2.50 {currency}'"
             )
-        costs.append(plan)
+        tried.append(plan)
         if plan.cost <= most:
             affordable.append(plan)
-        elif affordable or len(costs) > 2:
+        elif affordable or len(tried) > 2:
             # More nodes cost more, but for the first of them, where memory is short.
             break
+    # Numbers between these: before the first that costs too much if a smaller one does not, otherwise before each.
+    for largest in tried[-1:] if affordable else tuple(tried):
+        tried += nodes_of.before(largest.cluster.nodes)
+    affordable = [candidate for candidate in tried if candidate.cost is not None and candidate.cost <= most]
     if not affordable:
-        cheapest = min(costs, key=lambda plan: plan.device_hours, default=None)
+        cheapest = min(tried, key=lambda plan: plan.device_hours, default=None)
         text = "nothing fits" if cheapest is None else f"{cost_text(cheapest)} on {cheapest.cluster}"
         raise ConfigError(f"--budget ({budget}) must be higher: the cheapest training found costs {text}")
     fastest = min(affordable, key=lambda plan: plan.calendar.seconds)
@@ -240,8 +244,7 @@ class _Nodes:
         fewer = 0
         for nodes in self._counts():
             if self._is_enough(nodes, seconds):
-                step = 1 if nodes <= _EXACT_NODES else nodes // 16
-                between = range(fewer + step, nodes, step)
+                between = _between(fewer, nodes)
                 return self._plans[next((n for n in between if self._is_enough(n, seconds)), nodes)]
             fewer = nodes
         return None
@@ -258,10 +261,12 @@ class _Nodes:
 
     def growing(self) -> Iterator[Plan]:
         """Yield the plans on more and more nodes."""
-        for nodes in self._counts():
-            plan = self._plan(nodes)
-            if plan is not None:
-                yield plan
+        yield from filter(None, map(self._plan, self._counts()))
+
+    def before(self, nodes: int) -> Iterator[Plan]:
+        """Yield the plans on the numbers between these nodes and the next smaller number that is tried first."""
+        fewer = max((count for count in _NODE_COUNTS if count < nodes), default=0)
+        yield from filter(None, map(self._plan, _between(fewer, nodes)))
 
     def _counts(self) -> Iterator[int]:
         for nodes in _NODE_COUNTS:
@@ -301,6 +306,12 @@ class _Nodes:
         device = machines.device
         peak = max(device.bfloat16, device.float32, device.fp8 or 0.0)
         return flops * tokens_of_run(config) / (peak * machines.world)
+
+
+def _between(smaller: int, larger: int) -> range:
+    """Return the numbers of nodes between two that are tried first."""
+    step = 1 if larger <= _EXACT_NODES else larger // 16
+    return range(smaller + step, larger, step)
 
 
 def _nodes_text(enough: Cluster, safe: Cluster | None, budget: str, is_in_doubt: bool) -> str:

@@ -236,8 +236,8 @@ def test_other_prices_are_refused(price: str, message: str, capsys: pytest.Captu
     ("device", "shown"),
     [
         ("h100:8", "Accuracy: steps on one H200 were predicted within 3%;"),
-        ("a100:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 14%"),
-        ("b200:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 14%"),
+        ("a100:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 15%"),
+        ("b200:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 15%"),
         ("h200:8", "within 3%; nine in ten published steps on A100 to GB300"),
         ("mi300x:8", "Accuracy: no published run on this device was compared;"),
         ("{file}:8", "Accuracy: no published run on this device was compared;"),
@@ -491,6 +491,23 @@ def test_a_budget_in_money_finds_the_fastest_cluster_for_it(capsys: pytest.Captu
     assert re.match(r"8 nodes train it for [\d,]+ USD in \d+ d \d\d h$", facts["budget"])
 
 
+@pytest.mark.parametrize(
+    ("recipe", "nodes"),
+    [
+        ("gpt3-23b", 10),  # 8 cost less, 9 and 12 cost more
+        ("gpt3-175b", 7),  # 6, 8 and 12 cost more
+    ],
+)
+def test_numbers_of_nodes_between_those_tried_first_keep_to_a_price(
+    recipe: str, nodes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", recipe, "--device", "h100:8", "--price", "2 USD", "train.global_batch=60", *FEW, "--json"]
+    assert main([*command, "--nodes", str(nodes)]) == 0
+    cost = json.loads(capsys.readouterr().out)["plans"][0]["cost"]
+    assert main([*command, "--budget", f"{cost + 1:,.0f} USD"]) == 0
+    assert json.loads(capsys.readouterr().out)["budget"].startswith(f"{nodes} nodes train it for ")
+
+
 def test_compared_clusters_train_the_same_tokens_where_the_batch_grows_with_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -508,7 +525,9 @@ def test_compared_clusters_train_the_same_tokens_where_the_batch_grows_with_them
     assert (best.train.steps, best.train.global_batch, best.optimizer.constant_steps) == (150_000, 512, 40_000)
     cheapest = min(plans, key=lambda plan: plan["cost"])
     assert main([*command, "--budget", f"{1.001 * cheapest['cost']:.0f} USD", "--json"]) == 0
-    assert {plan["tokens"] for plan in json.loads(capsys.readouterr().out)["plans"]} == {300_000 * 256 * 2048}
+    for plan in json.loads(capsys.readouterr().out)["plans"]:
+        step_tokens = plan["tokens"] / plan["steps"]
+        assert abs(plan["tokens"] - 300_000 * 256 * 2048) <= step_tokens / 2, "the nearest whole number of steps"
     # What a cluster trains by the recipe itself is not changed.
     assert main([*command, "--nodes", "64", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
