@@ -15,8 +15,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from shardwise.data.samples.batch import Batch
 from shardwise.distributed import devices
-from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
+from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients, fake_tensors
 from shardwise.models import attention_pieces
+from shardwise.models.attention_kernels import attention_by_document
 from shardwise.models.attention_pieces import attention_by_pieces, define_attention_by_pieces
 from shardwise.models.masks import BLOCK, AttentionMask, DocumentSizes, DocumentsMask, PiecesMask
 from shardwise.models.parameter_counts import LONG
@@ -256,3 +257,15 @@ def test_documents_go_to_their_kernel_where_the_device_has_one(monkeypatch: pyte
     assert isinstance(form(half), Tensor), "keys of other queries"
     with one_order():
         assert isinstance(form(KNOWN), Tensor)
+
+
+def test_torch_describes_the_kernel_for_documents_as_it_is_called() -> None:
+    with fake_tensors():
+        mask = replace(KNOWN, starts_SB=torch.zeros(64, 2, dtype=torch.int64), window=5).by_document(
+            64, is_compiled=False
+        )
+        inputs = [torch.empty(64, 2, heads, 16, dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)]
+        y = attention_by_document(*inputs, mask, 0.5)
+        gradients = torch.autograd.grad(y.flatten(2), inputs, torch.empty(64, 2, 64, dtype=torch.bfloat16))
+    assert (y.shape, y.dtype) == (inputs[0].shape, torch.bfloat16)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]
