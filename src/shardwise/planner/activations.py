@@ -199,16 +199,16 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         + workload.mask_elements
         + _head_norms(workload)
     )
-    core_input, core_input_saved, core = _core(
-        workload, layer, copied=model.rotates(layer) or model.query_key_norm is not None
-    )
+    # Copies take the place of what rotation made, and of the output of QKV unless a norm keeps it.
+    is_rotated = model.rotates(layer) and not workload.copies_heads
+    core_input, core_input_saved, core = _core(workload, layer, copied=is_rotated or model.query_key_norm is not None)
     if model.norms_input:
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32
         saves_input = saves_input and not _norms_in_float32(workload)
     else:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
     norms = 2 if model.norm_place == "both" else 1
-    is_rotated = model.rotates(layer) and model.query_key_norm is None
+    drops_rotated = is_rotated and model.query_key_norm is None
     rotated_keys = 0 if workload.gathers_keys else local.key_value  # gathered ones are kept as before rotation
     return BlockActivations(
         saves_input=saves_input,
@@ -218,7 +218,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core=core,
         mlp=_mlp(workload, feed) + norms * norm_bytes(workload) - (x if model.parallel_residual else 0),
         normed=_normed(workload),
-        rotated=is_rotated * a * workload.tokens * (local.query + rotated_keys),
+        rotated=drops_rotated * a * workload.tokens * (local.query + rotated_keys),
         activated=0 if rounds or (model.activation == "relu" and not model.gated) else feed,
     )
 
