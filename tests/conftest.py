@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,14 +63,15 @@ _POOLED = ("dist", "golden")
 class PoolsOnce(LoadFileScheduling):
     """Files by turns in the order of collection, but one worker alone starts the pools of ranks.
 
-    One worker has all tests of the strict device, too, as others would wait while it is built, and all of SLURM.
+    One worker has all tests of the strict device, too, as others would wait while it is built, all of SLURM, and all
+    that parse the whole project.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         folder = _folder(nodeid)
         if folder in _POOLED:
             return "ranks"
-        return folder if folder in ("cluster", "strict") else super()._split_scope(nodeid)
+        return folder if folder in ("arch", "cluster", "strict") else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsOnce:
@@ -81,6 +83,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The folders that take longest come first, so that no worker is left with one of their files at the end."""
     folders = [*_LONGEST_FIRST, *dict.fromkeys(_folder(item.nodeid) for item in items)]
     items.sort(key=lambda item: folders.index(_folder(item.nodeid)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while all tests are imported, nor look for it among what they have imported ever after."""
+    gc.disable()
+    result = yield
+    gc.enable()
+    gc.freeze()
+    return result
 
 
 def _folder(nodeid: str) -> str:
