@@ -56,6 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
 # Where the environment forbids bytecode, each worker would rewrite the asserts of all tests in every run: for 5 s.
 sys.dont_write_bytecode = False
 
+# Nothing here loses power, and a busy disk takes milliseconds for each of thousands of files.
+os.fsync = lambda _file: None
+
 
 def _in_turn(tests: Path, worker: dict[str, Any]) -> list[str]:
     """All parts of the tests: each worker begins with others, whose rewritten asserts its peers then find on disk."""

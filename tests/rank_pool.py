@@ -118,6 +118,7 @@ def _serve(
     results: Any,
 ) -> None:
     die_with_parent()
+    os.fsync = lambda _file: None  # as in tests/conftest.py
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     if prepare is not None:
