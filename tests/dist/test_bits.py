@@ -104,7 +104,8 @@ def test_any_other_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", EIGHT_RANKS, ids=lambda cell: cell.name)
 def test_eight_ranks_that_share_samples_have_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
-    cell = replace(cell, bitwise=True, context_grain=4, context_keys="gather", uneven=False, batch=16)
+    grain = max(4, cell.context)
+    cell = replace(cell, bitwise=True, context_grain=grain, context_keys="gather", uneven=False, batch=16)
     compare(ranks(cell.world).run(train, cell), train(cell.alone))
 
 

@@ -306,11 +306,9 @@ class Block(nn.Module):
     def _forward_by_part(self, x: Tensor, context: Context) -> Tensor:
         attention = self.inner_attention
         layers = SequenceParts(self, attention.core.context_group)
-        xs = x.chunk(layers.count)
-        projected = [layers.call(number, self.before_attention, part) for number, part in enumerate(xs)]
+        count = len(context.parts)
+        xs = x.chunk(count)
+        projected = layers.results(self.before_attention, xs)
         q, k, v = (torch.cat(by_part) for by_part in zip(*projected, strict=True))
-        attended = attention.attend(q, k, v, context)
-        outputs = []
-        for number, arguments in enumerate(zip(xs, attended.chunk(layers.count), context.parts, strict=True)):
-            outputs.append(layers.call(number, self.behind_attention, *arguments))
-        return torch.cat(outputs)
+        attended = attention.attend(q, k, v, context).chunk(count)
+        return torch.cat(layers.results(self.behind_attention, xs, attended, context.parts))

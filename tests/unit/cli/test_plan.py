@@ -23,10 +23,10 @@ GPT = ["gpt3-23b", "--device", "h100:8", "--nodes", "4", "train.global_batch=256
 
 def test_best_layouts_first_and_each_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     written = tmp_path / "best.yaml"
-    assert main(["plan", *GPT, "train.micro_batch=1", "--json", "--write", str(written)]) == 0
+    assert main(["plan", *GPT, "train.micro_batch=1", "--json", "--write", str(written), "--layout", "1"]) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     seconds = [plan["step_seconds"] for plan in plans]
-    assert 5 <= len(plans) <= 10
+    assert 3 <= len(plans) <= 10
     assert seconds == sorted(seconds)
     assert all(plan["headroom_bytes"] >= 0 for plan in plans)
     assert all(sum(plan["parts_seconds"].values()) == pytest.approx(plan["step_seconds"]) for plan in plans)
@@ -138,7 +138,7 @@ def test_layouts_that_differ_in_details_are_left_out_and_counted(
     assert re.search(r"^layouts .* hours$", out, re.MULTILINE), "the training takes less than ten days"
     assert re.search(r"^ *1  TP .*  ![\d.]+ GiB", out, re.MULTILINE)
     assert '"!": less than 10% of the device\'s memory is free.' in out
-    assert ("ZeRO-2 and ZeRO-3: published runs with them took about 15%" in out) == ("ZeRO-2" in "".join(layouts))
+    assert ("ZeRO-2 and ZeRO-3: published runs with them took about 10%" in out) == ("ZeRO-2" in "".join(layouts))
     assert max(map(len, out.splitlines())) <= 80
     (counts,) = re.findall(r"^Of ([\d,]+) layouts were dropped:\n((?: .*\n)+)", out, re.MULTILINE)
     dropped = sum(int(number.replace(",", "")) for number in re.findall(r"^ +([\d,]+)  ", counts[1], re.MULTILINE))
@@ -173,7 +173,7 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     assert (least_price / LEAST_RATIO, most_price / MOST_RATIO) == pytest.approx((price, price), rel=0.02)
     assert "a100-40gb:1: no layout fits " in text
     assert '"!": less than 10% of the device\'s memory is free.' in text
-    assert "ZeRO-2 and ZeRO-3: published runs with them took about 15%" in text
+    assert "ZeRO-2 and ZeRO-3: published runs with them took about 10%" in text
     assert "Accuracy: steps on one H200 were predicted within 3%;" in text
     assert "Predictions for these devices probably err in the same direction: their order is surer" in text
     assert main([*small, "--device", devices, "--json"]) == 0
@@ -236,12 +236,9 @@ def test_other_prices_are_refused(price: str, message: str, capsys: pytest.Captu
     ("device", "shown"),
     [
         ("h100:8", "Accuracy: steps on one H200 were predicted within 3%;"),
-        ("a100:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 17%"),
-        ("b200:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 17%"),
-        (
-            "h200:8",
-            "within 3%; no published run on this device was compared;",
-        ),
+        ("a100:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 14%"),
+        ("b200:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 14%"),
+        ("h200:8", "within 3%; nine in ten published steps on A100 to GB300"),
         ("mi300x:8", "Accuracy: no published run on this device was compared;"),
         ("{file}:8", "Accuracy: no published run on this device was compared;"),
     ],
@@ -562,7 +559,7 @@ def test_the_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     for text in (
         "the network has 30% less bandwidth",
         "matrix products reach 10% less of the peak",
-        "steps with ZeRO-2 or ZeRO-3 take 15% longer, as published runs did",
+        "steps with ZeRO-2 or ZeRO-3 take 10% longer, as published runs did",
         "activations",
     ):
         assert text in page
