@@ -43,6 +43,8 @@ _NAMES = (
     ("067f987d, 25.09", "Megatron-Bridge 25.09, Llama 3 and 3.1 (H100, B200, GB200)"),
     ("067f987d", "Megatron-Bridge 25.11 to 26.06, Llama 3 and 3.1 (H100, B200, GB200, GB300)"),
     ("Automodel", "NeMo Automodel, Llama 3 70B (H100, FSDP)"),
+    ("training_results_v5", "MLPerf Training 5.0 and 5.1, Llama 3.1 8B and 405B (H100, H200, B200, GB200, NeMo)"),
+    ("training_results", "MLPerf Training 3.1 to 4.1, GPT-3 175B (H100, B200, NeMo)"),
     ("llm-foundry", "MosaicML llm-foundry, MPT (A100 and H100, FSDP)"),
 )
 _SETTING = ("model", "tp", "pp", "vpp", "cp", "sp", "zero", "micro_batch", "recompute", "seq", "precision")

@@ -56,10 +56,27 @@ MEGATRON_CORE = ProgramTraits(
 _ROUNDING = {"fp8 current scaling": 6, "mxfp8": 6}
 # Compiled blocks with FSDP2, of NeMo Automodel.
 FULLY_SHARDED = ProgramTraits(loss_ahead=False, updates_in_one_pass=True)
-# Parts of the peak that attention in Triton reaches forward, which llm-foundry's scripts set (`--attn_impl triton`): 30
-# to 50% on an A100 (arXiv:2307.08691, introduction). Like FlashAttention-2, whose part is 0.6 on an A100 and 0.34 on an
-# H100 (arXiv:2307.08691, arXiv:2407.08608), it uses no instruction that only an H100 has.
-_TRITON_ATTENTION = {"A100": 0.4, "H100": 0.23}
+# Composer 0.16 and llm-foundry 0.4, with torch's FSDP of 2023. A block's functions are a kernel each. FSDP copies a new
+# gradient into a flat tensor (the gradient of `split`), to float32 in DEFAULT precision, and divides it there
+# (`_runtime_utils.py`). Composer takes two metrics of each micro-batch (`LanguageCrossEntropy`, `LanguagePerplexity`),
+# each of which copies the logits to float32 (6 bytes) and computes the logarithm of their softmax (8 bytes), after a
+# fused loss that reads the logits, and backward reads them and writes their gradient. The eight functions that
+# `DecoupledAdamW` calls read and write 20 values of an element, and clipping reads and writes the gradient. fp8 is
+# Transformer Engine's, with scales of earlier steps.
+COMPOSER = replace(
+    FULLY_SHARDED,
+    flattens_gradients=True,
+    updates_in_one_pass=False,
+    separate_kernels=True,
+    rounding_bytes=4,
+    logits_bytes=(2 + 2 + 2 * 14, 2 + 2),
+    update_values=22,
+)
+# Parts of the peak that attention in Triton (`--attn_impl triton`) reaches forward and backward: 30 to 50%, and 25 to
+# 35%, on an A100 (arXiv:2307.08691, introduction). Like FlashAttention-2, whose part forward is 0.6 on an A100 and 0.34
+# on an H100 (arXiv:2307.08691, arXiv:2407.08608), it uses no instruction that only an H100 has.
+_TRITON_SHARES = {"A100": (0.4, 0.3), "H100": (0.23, 0.17)}
+_FLASH_2_ON_H100 = (0.34, 0.29)
 # From 28 February 2022 on BigScience's runs added gradients in float32, and counted embedding and head as a block each
 # when they divided the model into stages (chronicles-prequel.md, "Rebalancing layers").
 _REBALANCED = "Rebalancing layers"
@@ -189,7 +206,8 @@ def _scripts(source: str, values: dict[str, str]) -> dict[str, str]:
     NVIDIA: sequence parallelism with tensor parallelism, no recompute, a distributed optimizer, and gradients in
     bfloat16 (`grad_sync_dtype: bf16`, `grad_reduce_in_fp32: false`). `nemo_megatron/gpt3_175b_hydra.yaml`,
     `nemotron/nemotron4-15b-synth.yaml`, `llama3.1/*.yaml` of NVIDIA/dgxc-benchmarking (8f5cbb3, 143b90d);
-    `scripts/performance/configs` of NVIDIA-NeMo/Megatron-Bridge.
+    `scripts/performance/configs` of NVIDIA-NeMo/Megatron-Bridge, and `conf/custom.yaml` with the `config_*.sh` of each
+    system in MLPerf Training's results.
     """
     if _is_nemo(source):
         sequence = str(int(int(values["tp"] or 1) > 1))
@@ -204,7 +222,7 @@ def _scripts(source: str, values: dict[str, str]) -> dict[str, str]:
 
 
 def _is_nemo(source: str) -> bool:
-    return source.startswith(("NVIDIA/dgxc-benchmarking", "NVIDIA/NeMo", "NVIDIA-NeMo/Megatron-Bridge"))
+    return source.startswith(("NVIDIA/dgxc-benchmarking", "NVIDIA/NeMo", "NVIDIA-NeMo/Megatron-Bridge", "mlcommons/"))
 
 
 def _stages(row: dict[str, str]) -> list[int] | None:
@@ -260,16 +278,31 @@ def _program(source: str, values: dict[str, str]) -> ProgramTraits:
         return replace(
             MEGATRON_CORE,
             graphs="CUDA graphs" in values["notes"],
+            tensor_overlap=None if "no user buffers" in values["notes"] else MEGATRON_CORE.tensor_overlap,
             rounding_bytes=_ROUNDING.get(values["precision"], MEGATRON_CORE.rounding_bytes),
             block_scales=values["precision"] == "mxfp8",
         )
     if "Automodel" in source:
         return FULLY_SHARDED
     if "llm-foundry" in source:
-        return replace(FULLY_SHARDED, separate_kernels=True, fused_share=_TRITON_ATTENTION[values["gpu"][:4]])
+        return _composer(values)
     if "bigscience" in source:
         return BIGSCIENCE_FLOAT32 if _REBALANCED in values["notes"] else BIGSCIENCE
     return MEGATRON
+
+
+def _composer(values: dict[str, str]) -> ProgramTraits:
+    """How llm-foundry's scripts of the release in which the row was published call Composer.
+
+    Runs on 128 H100 and more are of January 2024 (`scripts/train/benchmarking/sweep.py`, 5e85bd62d), those in `DEFAULT`
+    precision of October 2023 or later, with torch 2.1 (`sweep.sh`, b2a43a147), and those in `PURE` precision of May
+    2023, with torch 1.13 (`sweep.sh`, 300cc5c58). torch ends a recompute early since 2.1.
+    """
+    program = replace(COMPOSER, stops_recompute="DEFAULT" in values["notes"])
+    device = values["gpu"][:4]
+    if device == "H100" and int(values["n_gpu"]) >= 128 and values["model"] not in ("mpt-13b", "mpt-30b"):
+        return replace(program, fused_shares=_FLASH_2_ON_H100, unpads_attention=True)
+    return replace(program, fused_shares=_TRITON_SHARES[device])
 
 
 def _cluster(source: str, gpu: str, devices: int) -> Cluster:
@@ -304,7 +337,7 @@ def _values(row: dict[str, str]) -> dict[str, object]:
         # Two matrices of 3 parts multiply as much, and their activation moves as much, as three of 2 parts.
         sizes = {"intermediate_size": int(row["ffn"]) * 2 // 3, "num_key_value_heads": kv_heads, "rope_theta": 10000.0}
         model = {"family": "llama", **common, **sizes}
-    elif row.get("model", "").startswith("mpt"):
+    elif row.get("model", "").startswith("mpt") or "dropout 0" in row.get("notes", ""):
         no_dropout = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
         model = {"family": "gpt", **common, "intermediate_size": int(row["ffn"]), **no_dropout}
     else:

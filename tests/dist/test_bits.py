@@ -42,7 +42,7 @@ SHARED = tuple(
         (replace(LLAMA, context=2, tensor=2, sequence=True, zero=1), 4),
         (replace(LLAMA, context=4, zero=3), 4),
         (replace(DOCUMENTS, context=2, data=2, zero=2, recompute="selective"), 2),
-        (replace(GPT, context=2, tensor=2, sequence=True, recompute="full"), 4),
+        (replace(GPT, context=2, tensor=2, sequence=True, recompute="full", layers=2, batch=4), 4),
         (replace(GPT_NEOX, schedule="zbv", pipeline=2, context=2, layers=4), 4),
         (replace(GEMMA3, context=2, tensor=2, sequence=True), 4),
         (replace(OLMO2, tensor=4), 2),
@@ -104,7 +104,8 @@ def test_any_other_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", EIGHT_RANKS, ids=lambda cell: cell.name)
 def test_eight_ranks_that_share_samples_have_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
-    cell = replace(cell, bitwise=True, context_grain=4, context_keys="gather", uneven=False, batch=16)
+    grain = max(4, cell.context)
+    cell = replace(cell, bitwise=True, context_grain=grain, context_keys="gather", uneven=False, batch=16)
     compare(ranks(cell.world).run(train, cell), train(cell.alone))
 
 

@@ -77,11 +77,17 @@ def test_the_border_is_no_restart(place: Path) -> None:
     assert f"6, {BORDER} of them done, {BORDER + 1} to 6 in this stage" in log
     (border,) = [line for line in log.splitlines() if line.startswith(f"step {BORDER}/6")]
     assert " left " in border
+    assert "\n6 steps in " in log
+    results = json.loads((place / "alone/results.json").read_text(encoding="utf-8"))
+    seconds = sum(event["step_seconds"] for event in steps(place / "alone"))
+    assert (results["steps_before"], results["tokens"]) == (0, 1536)
+    assert results["tokens_per_second"]["average"] == pytest.approx(1536 / seconds)
+    assert results["time_to_train_seconds"] > seconds
     starts = list(metrics(place / "alone", "start"))
     assert [event["steps_before"] for event in starts] == [0, BORDER]
     assert starts[1]["seconds_before_training"] < 60, "the time of the steps before is not that of a start"
     report = json.loads(within("report", "alone", "--json", at=place).succeeded().out)
-    assert report["later_starts"] == []
+    assert (report["starts"], report["later_starts"]) == (1, [])
 
 
 def test_a_branch_keeps_the_stages_that_have_begun(place: Path) -> None:

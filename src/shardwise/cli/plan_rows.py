@@ -18,13 +18,13 @@ DAY = 86_400
 _LEAST_DAYS = 10
 """Days from which on the time of a training is shown in days."""
 TIGHT = '"!": less than 10% of the device\'s memory is free.'
-FREED_PARTS = "ZeRO-2 and ZeRO-3: published runs with them took about 15% longer than predicted."
+FREED_PARTS = "ZeRO-2 and ZeRO-3: published runs with them took about 10% longer than predicted."
 _LEAST_WHOLE_COST = 100
 """Price from which on hundredths are not shown."""
 COLUMNS = 80
 """Columns that a plan is printed in."""
 _ACCURACY_PAGE = "docs/planner.md#how-far-off-it-is"
-_PUBLISHED_ERROR = 0.18
+_PUBLISHED_ERROR = 0.15
 """Size of the error, relative to the measured step, that nine in ten published runs do not exceed: see the page."""
 LEAST_RATIO = 1 / (1 + _PUBLISHED_ERROR)
 MOST_RATIO = 1 / (1 - _PUBLISHED_ERROR)

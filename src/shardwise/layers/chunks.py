@@ -14,6 +14,9 @@ LOSS_CHUNK_TOKENS = 256
 MASK_CHUNK_ELEMENTS = 2**20
 """Elements of a layout-invariant dropout mask that are hashed at once."""
 
+GRADIENTS_AT_ONCE = 2**22
+"""Elements of gradients that ranks which share samples sum by one collective; a larger gradient has one of its own."""
+
 ROUNDING_CHUNK_ELEMENTS_CPU = 2**17
 """Elements that stochastic rounding updates in float32 at once on a CPU: they stay in its caches.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from torch.func import functional_call
 
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
+from shardwise.layers.chunks import GRADIENTS_AT_ONCE
 
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _Kind = tuple[Group | None, int, torch.dtype]
@@ -109,10 +109,15 @@ class _PartViews(torch.autograd.Function):
         for start in range(0, len(grads), ctx.count):
             totals.append(collectives.tree_sum(torch.stack(grads[start : start + ctx.count])))
         if ctx.ranks is not None:
-            flat = torch.cat([total.flatten() for total in totals])
-            summed = collectives.all_reduce_(flat, ctx.ranks).split([total.numel() for total in totals])
-            totals = [part.view_as(total) for part, total in zip(summed, totals, strict=True)]
+            totals = _sum_over_ranks(totals, ctx.ranks)
         return None, None, *totals
+
+
+def _sum_over_ranks(gradients: Sequence[Tensor], ranks: Group) -> list[Tensor]:
+    """Return the sum of each gradient over the ranks, all by one collective."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    sums = collectives.all_reduce_(flat, ranks).split([gradient.numel() for gradient in gradients])
+    return [total.view_as(gradient) for total, gradient in zip(sums, gradients, strict=True)]
 
 
 class SequenceParts:
@@ -129,31 +134,36 @@ class SequenceParts:
     """
 
     def __init__(self, module: nn.Module, group: Group, parameters: Mapping[str, Tensor] | None = None) -> None:
-        self.count = group.parts
+        self._group = group
         self._caller = _Caller(module)
-        self._parameters = dict(module.named_parameters()) if parameters is None else parameters
-        self._sums = {name: _SumOverParts(group) for name in self._parameters}
+        named = module.named_parameters() if parameters is None else parameters.items()
+        self._trained = {f"module.{name}": parameter for name, parameter in named if parameter.requires_grad}
 
-    def call(self, part: int, function: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:
-        """Return `function(*arguments, **options)`, a method of the module, with views of its parameters."""
-        # Views are made for each call, so that the backward pass adds the gradients of a part when it ends.
-        views = {
-            f"module.{name}": cast(Tensor, _PartView.apply(parameter, self._sums[name], part))  # type: ignore[no-untyped-call]
-            for name, parameter in self._parameters.items()
-        }
-        return cast(_R, functional_call(self._caller, views, (function, *arguments), options, tie_weights=False))
+    def results(self, function: Callable[..., _R], *by_part: Sequence[Any]) -> list[_R]:
+        """Return the result of `function`, a method of the module, for each part.
+
+        Args:
+            by_part: the values of each of its arguments, part by part.
+        """
+        # Views are made for each part, so that the backward pass adds the gradients of a part when it ends.
+        sums = _SumsOverParts(self._group)
+        results = []
+        for number, arguments in enumerate(zip(*by_part, strict=True)):
+            views = _ViewsOfPart.apply(sums, number, *self._trained.values())  # type: ignore[no-untyped-call]
+            by_name = dict(zip(self._trained, cast(tuple[Tensor, ...], views), strict=True))
+            results.append(functional_call(self._caller, by_name, (function, *arguments), tie_weights=False))
+        return results
 
     def joined(self, function: Callable[..., Tensor], *by_row: Tensor) -> Tensor:
         """Return `function` of each part of tensors whose rows are tokens, one after the other."""
-        return torch.cat(self._results(function, by_row))
+        return torch.cat(self._results_by_row(function, by_row))
 
     def summed(self, function: Callable[..., Tensor], *by_row: Tensor) -> Tensor:
         """Return the sum of `function` of each part, in the order of `collectives.tree_sum`."""
-        return collectives.tree_sum(torch.stack(self._results(function, by_row)))
+        return collectives.tree_sum(torch.stack(self._results_by_row(function, by_row)))
 
-    def _results(self, function: Callable[..., Tensor], by_row: Sequence[Tensor]) -> list[Tensor]:
-        parts = zip(*(x.chunk(self.count) for x in by_row), strict=True)
-        return [self.call(number, function, *part) for number, part in enumerate(parts)]
+    def _results_by_row(self, function: Callable[..., Tensor], by_row: Sequence[Tensor]) -> list[Tensor]:
+        return self.results(function, *(x.chunk(self._group.parts) for x in by_row))
 
 
 class _Caller(nn.Module):
@@ -163,44 +173,66 @@ class _Caller(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, function: Callable[_P, _R], *arguments: _P.args, **options: _P.kwargs) -> _R:
-        return function(*arguments, **options)
+    def forward(self, function: Callable[..., _R], *arguments: Any) -> _R:
+        return function(*arguments)
 
 
-class _SumOverParts:
-    """The sum of the gradients that one parameter has from each part, added in pairs in whatever order they come."""
+class _SumsOverParts:
+    """The sums of the gradients that parameters have from each part, added in pairs in whatever order they come."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._sums: dict[tuple[int, int], Tensor] = {}
+        self._sums: dict[tuple[int, int], list[Tensor]] = {}
 
-    def add(self, part: int, gradient: Tensor) -> Tensor | None:
-        """Add the gradient of a part; return the complete one after that of the last part. Then it is collective."""
+    def add(self, part: int, gradients: list[Tensor]) -> list[Tensor] | None:
+        """Add the gradients of a part; return the complete ones after those of the last part. Then it is collective."""
         width = 1
         number = part
-        while (neighbor := self._sums.pop((width, number ^ 1), None)) is not None:
-            gradient = neighbor + gradient
+        while (neighbors := self._sums.pop((width, number ^ 1), None)) is not None:
+            # Taken out of the lists, so that each is free after its addition.
+            gradients = [neighbors.pop(0) + gradients.pop(0) for _ in range(len(gradients))]
             width *= 2
             number //= 2
         if width < self._group.parts:
-            self._sums[width, number] = gradient
+            self._sums[width, number] = gradients
             return None
         if self._group.size == 1:
-            return gradient
-        total = collectives.all_reduce_(gradient.clone() if self._group.parts == 1 else gradient, self._group)
-        return total if self._group.rank == 0 else total.zero_()
+            return gradients
+        totals = []
+        for few in _runs(gradients):
+            totals += _sum_over_ranks(few, self._group)
+        return totals if self._group.rank == 0 else [total.zero_() for total in totals]
 
 
-class _PartView(torch.autograd.Function):
-    """Gives a view of a parameter, whose gradient is one of those that are summed over the parts."""
+def _runs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield runs of the tensors with at most `GRADIENTS_AT_ONCE` elements, or of one that has more."""
+    run: list[Tensor] = []
+    elements = 0
+    for tensor in tensors:
+        elements += tensor.numel()
+        if run and elements > GRADIENTS_AT_ONCE:
+            yield run
+            run = []
+            elements = tensor.numel()
+        run.append(tensor)
+    if run:
+        yield run
+
+
+class _ViewsOfPart(torch.autograd.Function):
+    """Gives a view of each parameter for a part, whose gradients are summed over the parts."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, sums: _SumOverParts, part: int) -> Tensor:
+    def forward(ctx: Any, sums: _SumsOverParts, part: int, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.sums = sums
         ctx.part = part
-        return parameter.view_as(parameter)
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        return ctx.sums.add(ctx.part, gradient), None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Those of parameters that the function does not use are None.
+        totals = ctx.sums.add(ctx.part, [gradient for gradient in gradients if gradient is not None])
+        of_used = iter(totals or ())
+        return None, None, *(None if gradient is None else next(of_used, None) for gradient in gradients)

@@ -110,6 +110,13 @@ class BlockShape:
         )
 
     @property
+    def bias_elements(self) -> int:
+        """Elements of the outputs to which biases are added."""
+        query_key_value, attention_output, up, down = (self.tokens * n for n, _ in self.weights)
+        attention = query_key_value + attention_output * self.model.attention_output_bias
+        return attention * self.model.attention_bias + (up + down) * self.model.mlp_bias
+
+    @property
     def has_dropout(self) -> bool:
         """True if what attention and MLP add to x is dropped in part."""
         return self.model.hidden_dropout_p > 0
@@ -140,9 +147,12 @@ class BlockShape:
 
         The new gradient and the sum are read, and the sum is written. With another dtype, a program that casts also
         writes and reads a copy of the new gradient, as a CPU's addition does. `in_products`: the new gradient stays in
-        the product's kernel.
+        the product's kernel. A program that flattens gradients copies, casts and divides the new one.
         """
         g = DTYPE_BYTES[self.gradient]
+        if program.flattens_gradients:
+            copy = self.a + g if self.gradient != self.dtype else 0
+            return elements * (2.0 * self.a + copy + 2.0 * g)
         if in_products:
             return 2.0 * g * elements
         if self.gradient == self.dtype:
@@ -276,7 +286,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
         c.host,
         program,
     )
-    recompute = _recomputed(s, device, program, forward, passes.cheap)
+    recompute = _recomputed(s, device, program, forward, passes.cheap, outputs[-1](1))
     return PassSeconds(forward, backward.plus(recompute), weight_seconds + accumulation, recompute)
 
 
@@ -296,7 +306,7 @@ class _MemoryPasses:
 
 
 def _memory_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _MemoryPasses:
-    passes = _separate_passes(s, device, c) if program.separate_kernels else _fused_passes(s, device, c)
+    passes = _separate_passes(s, device, c, program) if program.separate_kernels else _fused_passes(s, device, c)
     if s.matmul is None:
         return passes
     forward, backward = _rounding_bytes(s, program)
@@ -330,7 +340,7 @@ def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPasses:
     )
 
 
-def _separate_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPasses:
+def _separate_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _MemoryPasses:
     """Return the seconds of passes where each function is a kernel that reads its inputs and writes its output.
 
     | function                | forward                  | backward                                              |
@@ -338,6 +348,7 @@ def _separate_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPass
     | norm                    | x → y                    | dy, x → dx; dy, x → gradient of the weight            |
     | addition to x           | two → one                | two gradients of x → their sum                        |
     | dropout                 | x → y, mask              | dy, mask → dx                                         |
+    | bias                    | in the product's kernel  | dy → gradient of the bias                             |
     | QKV                     | views                    | dq, dk, dv → one tensor                               |
     | rotation of q, k (rows) | x → y; x, y → y          | as forward; elements that are not rotated are copied  |
     | silu(gate)·up (rows)    | gate → y; y, up → y      | gate → du; du, dy → du; dy, up → dg; dg, gate → dg    |
@@ -362,10 +373,16 @@ def _separate_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPass
     else:
         activation = device_seconds.passes(device, c, 2 * s.a * feed_elements)
         activation_backward = device_seconds.passes(device, c, 3 * s.a * feed_elements)
-    backward_bytes = 2 * 5 * norm_bytes + add_bytes + 2 * s.a * query_key_value
+    backward_bytes = 2 * 5 * norm_bytes + add_bytes + s.a * (2 * query_key_value + s.bias_elements)
+    forward_bytes = add_bytes
+    if program.unpads_attention:
+        # A copy is two passes, and one into a tensor of zeros three.
+        attended = s.tokens * s.local.query
+        forward_bytes += s.a * (2 * query_key_value + 3 * attended)
+        backward_bytes += s.a * (3 * query_key_value + 2 * attended)
     cheap = device_seconds.passes(device, c, 2 * 2 * norm_bytes) + rotation + activation
     return _MemoryPasses(
-        cheap + device_seconds.passes(device, c, add_bytes),
+        cheap + device_seconds.passes(device, c, forward_bytes),
         device_seconds.passes(device, c, backward_bytes) + rotation + activation_backward,
         cheap,
     )
@@ -392,17 +409,19 @@ def _rounding_bytes(s: BlockShape, program: ProgramTraits) -> tuple[int, int]:
 
 
 def _recomputed(
-    s: BlockShape, device: Device, program: ProgramTraits, forward: PartSeconds, cheap: float
+    s: BlockShape, device: Device, program: ProgramTraits, forward: PartSeconds, cheap: float, last_product: float
 ) -> PartSeconds:
     """Return the seconds of what is computed again.
 
     Args:
         forward: seconds of the forward pass.
         cheap: seconds of norms, activation and rotated q and k, without the host's time.
+        last_product: seconds of the last product of the forward pass.
     """
     if s.recompute == "full":
         # On a CPU the functions that recompute calls for each saved tensor take about as long as the operators' starts.
-        return replace(forward, launch=forward.launch * (1 if device.is_accelerator else 2))
+        launch = forward.launch * (1 if device.is_accelerator else 2)
+        return replace(forward, matmul=forward.matmul - last_product * program.stops_recompute, launch=launch)
     if s.recompute == "none":
         return PartSeconds()
     if program.recomputes_core:
@@ -439,9 +458,9 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
     if program.fused_attention:
         # Two products of 2·head_dim operations for each token and each that it attends to, the mean of all blocks.
         operations = 4.0 * heads * s.queries * attended_tokens(s.model, s.length) * head_dim
-        share = c.fused_attention if program.fused_share is None else program.fused_share
-        seconds = operations / (peak * share)
-        return _CoreSeconds(seconds, _FUSED_BACKWARD_PRODUCTS * seconds / _FUSED_BACKWARD_RATE, 0)
+        shares = program.fused_shares or (c.fused_attention, _FUSED_BACKWARD_RATE * c.fused_attention)
+        seconds = operations / peak
+        return _CoreSeconds(seconds / shares[0], _FUSED_BACKWARD_PRODUCTS * seconds / shares[1], 0)
     scores = device_seconds.matmul(device, c, peak, s.queries, s.length, head_dim, heads)
     values = device_seconds.matmul(device, c, peak, s.queries, head_dim, s.length, heads)
     transposed = device_seconds.matmul(device, c, peak, head_dim, s.length, s.queries, heads)
@@ -532,8 +551,9 @@ def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) ->
     logits = s.tokens * rows
     # The logits are written and read in their own dtype too. The norm reads and writes x, and so does the head's input;
     # backward there are three tensors in place of two.
-    forward_bytes = logits * (2 * s.a + _LOGITS_FORWARD_BYTES) + 4 * s.gathered_bytes
-    backward_bytes = logits * (2 * s.a + _LOGITS_BACKWARD_BYTES) + 6 * s.gathered_bytes
+    logits_bytes = program.logits_bytes or (2 * s.a + _LOGITS_FORWARD_BYTES, 2 * s.a + _LOGITS_BACKWARD_BYTES)
+    forward_bytes = logits * logits_bytes[0] + 4 * s.gathered_bytes
+    backward_bytes = logits * logits_bytes[1] + 6 * s.gathered_bytes
     memory_forward = device_seconds.passes(device, c, forward_bytes)
     accumulation = device_seconds.passes(device, c, s.accumulation_bytes(rows * hidden, device, program))
     memory_backward = device_seconds.passes(device, c, backward_bytes) + accumulation

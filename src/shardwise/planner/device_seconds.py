@@ -20,6 +20,10 @@ _TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 # of eager blocks on one H200, with 132 processors, such kernels (silu, its gradient, products and addcmul) wrote
 # 10.1·10⁹ elements in 32.9 ms: benchmarks/results/first_gpu.md.
 _STRIDED_RATE = 2.3e9
+# Processors that NCCL's kernels take, one for each channel, as NCCL prints them: on a node with 8 A100
+# (NVIDIA/nccl-tests#100), and between nodes with 8 H100 (NVIDIA/nccl#1453).
+_CHANNELS_INSIDE = 24
+_CHANNELS_BETWEEN = 16
 _TREE = 0.85
 """Bandwidth of NCCL's tree as a part of its ring's; an assumption."""
 
@@ -159,6 +163,17 @@ def collective(device: Device, c: Constants, ranks: RankGroup, size: float, *, r
         return start + ring
     tree = 2 * (size / (bandwidth * _TREE) + math.ceil(math.log2(n)) * latency)
     return start + min(ring, tree)
+
+
+def overlapped(device: Device, ranks: RankGroup, seconds: float, exposed: float) -> float:
+    """Return what collectives of so many seconds add to the computation beside them, of which a part is exposed.
+
+    Behind the rest, the computation has fewer processors.
+    """
+    if not device.is_cuda:
+        return exposed
+    channels = _CHANNELS_INSIDE if ranks.inside >= ranks.ranks else _CHANNELS_BETWEEN
+    return exposed + (seconds - exposed) * channels / device.processors
 
 
 def message(device: Device, c: Constants, size: float, *, inside: bool) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage, rank_of
 from shardwise.config.schedules import SCHEDULES
-from shardwise.layers.chunks import loss_chunk_elements, rounding_chunk_elements
+from shardwise.layers.chunks import GRADIENTS_AT_ONCE, loss_chunk_elements, rounding_chunk_elements
 from shardwise.models.parameter_counts import (
     EMBEDDING,
     HEAD,
@@ -399,18 +399,24 @@ def _rotary_tables(workload: RankWorkload) -> int:
 def _gradients_of_parts(workload: RankWorkload, stage: Stage) -> int:
     """Return the bytes of the gradients that the layers behind attention have from parts of a rank's tokens.
 
-    They are added in pairs: beside those of the part at work there is one sum for each level of the tree.
+    They are added in pairs: beside those of the part at work there is one sum for each level of the tree. Ranks that
+    share samples add their sums in a copy; of more than two ranks, each also has what the others sent.
     """
     if not workload.token_parts:
         return 0
     stored = local_parameters(workload.model, workload.layout.tensor, local=workload.local, stages=[stage])
     blocks: Counter[int] = Counter()
+    largest = GRADIENTS_AT_ONCE
     for parameter in stored:
         if parameter.place.unit in stage.layers:
             blocks[parameter.place.unit] += parameter.elements
+            largest = max(largest, parameter.elements)
     query_key_value = workload.model.hidden_size * (workload.local.query + 2 * workload.local.key_value)
+    elements = max(blocks.values()) - query_key_value
     sums = workload.token_parts.bit_length()
-    return sums * DTYPE_BYTES[workload.precision.parameter] * (max(blocks.values()) - query_key_value)
+    copies = min(workload.layout.context, 3) - 1
+    between_ranks = min(sums, 2) * elements + copies * min(elements, largest)
+    return DTYPE_BYTES[workload.precision.parameter] * max(sums * elements, between_ranks)
 
 
 def _embedding_gradient(workload: RankWorkload, *, tied: bool) -> int:

@@ -19,6 +19,8 @@ class ProgramTraits:
         splits_messages: True if the ranks of a tensor-parallel group each send a part of a message, and gather it.
         runs_ahead: True if the host starts kernels before the device is done with earlier ones.
         casts_gradients: True if a weight's new gradient is copied to the gradients' dtype before it is added to them.
+        flattens_gradients: True if a weight's new gradient is copied into a flat tensor, to the gradients' dtype, and
+            divided there before it is reduced, and not added to a whole one.
         adds_products: True if the products of blocks add to gradients of float32 by themselves.
         updates_in_one_pass: True if each value of the optimizer's step is read and written once, also to scale the
             gradients and to round the weights, and the norm reads the gradients of all ranks.
@@ -33,7 +35,14 @@ class ProgramTraits:
         rounding_bytes: bytes that are read and written to round an element of an operand of fp8 products, along both
             dimensions; None: those of this package's kernels.
         block_scales: True if each 32 numbers of an operand of fp8 products have a scale (MXFP8).
-        fused_share: part of the peak that fused attention reaches in its forward pass; None: that of the device's best.
+        fused_shares: parts of the peak that fused attention reaches forward and backward; None: those of the device's
+            best.
+        logits_bytes: bytes that the loss reads and writes for each logit, forward and backward, beside those of the
+            head's products; None: those of a copy in float32.
+        stops_recompute: True if full recompute ends with the last tensor that the backward pass needs, so that a
+            block's last product is not computed again.
+        unpads_attention: True if fused attention takes copies of the rows of q, k and v, and its output is copied back.
+        update_values: values of an element that the optimizer's step reads and writes; None: those of this package's.
         graphs: True if a CUDA graph starts the kernels, so that the device does not wait for the host.
     """
 
@@ -44,6 +53,7 @@ class ProgramTraits:
     splits_messages: bool = False
     runs_ahead: bool = True
     casts_gradients: bool = False
+    flattens_gradients: bool = False
     adds_products: bool = False
     updates_in_one_pass: bool = False
     reduces_all: bool = False
@@ -54,5 +64,9 @@ class ProgramTraits:
     tensor_overlap: TensorOverlap | None = None
     rounding_bytes: int | None = None
     block_scales: bool = False
-    fused_share: float | None = None
+    fused_shares: tuple[float, float] | None = None
+    logits_bytes: tuple[int, int] | None = None
+    stops_recompute: bool = False
+    unpads_attention: bool = False
+    update_values: int | None = None
     graphs: bool = False

@@ -15,7 +15,7 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 _NETWORK = 0.7
 _MATMUL = 0.9
 _FAILURES = 2.0
-_FREED_PARTS = 1.15
+_FREED_PARTS = 1.1
 
 
 def objective_of(plan: Plan, objective: Objective) -> float:

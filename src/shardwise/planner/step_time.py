@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Precision
 from shardwise.config.layout import Stage
@@ -56,8 +56,9 @@ class StepTime:
         context: collectives of context parallelism.
         messages: waits of the rank while it sends to other stages.
         bubble: waits of the rank for other stages.
-        reduction: gradients over data parallelism, as far as no backward pass hides it.
-        gather: all-gathers of ZeRO's parameters, as far as no pass hides them.
+        reduction: gradients over data parallelism, as far as no backward pass hides it; behind one, the part of the
+            device that its kernels take.
+        gather: all-gathers of ZeRO's parameters, likewise.
         optimizer: update with the gradient norm.
     """
 
@@ -315,8 +316,8 @@ class _UpdateSeconds:
     """Seconds of the update, and of what data parallelism sends in a step.
 
     Attributes:
-        reduction: reduction of gradients, as far as no backward pass hides it.
-        gather: all-gathers of ZeRO's parameters, as far as no pass hides them.
+        reduction: what the reduction of gradients adds to backward passes.
+        gather: what all-gathers of ZeRO's parameters add to passes.
         optimizer: update of the parameters.
     """
 
@@ -335,7 +336,7 @@ class _Gathers:
 
     Attributes:
         seconds: of one pass.
-        exposed: of all passes of a step, as far as no computation hides them.
+        exposed: what the gathers of all passes of a step add to their computation.
     """
 
     seconds: float = 0.0
@@ -419,6 +420,7 @@ class _StepInputs:
                 matrices=self.matrices,
                 ranks=self._shard_ranks,
                 frees_gradients=self.config.optimizer.zero >= 2 and self._shard_ranks > 1,
+                values=self.program.update_values,
             )
         update = self.constants.step
         if self.config.optimizer.offload and device.is_accelerator:
@@ -500,21 +502,22 @@ class _StepInputs:
             return _Gathers(), _Gathers()
         seconds = device_seconds.collective(device, c, self._shard_group, float(width * self.elements))
         layers = sum(len(work.stage.layers) for work in self.works if work.stage.rank == 0)
+        added = partial(device_seconds.overlapped, device, self._shard_group)
         passes = self._pass_seconds
         if optimizer.zero < 3:
             hidden = self._hidden(passes.forward) if device.is_accelerator else 0.0
-            return _Gathers(exposed=max(seconds / (layers + 1), seconds - hidden)), _Gathers()
+            return _Gathers(exposed=added(seconds, max(seconds / (layers + 1), seconds - hidden))), _Gathers()
         latency = device_seconds.collective(device, c, self._shard_group, 1.0)
         seconds += layers * latency
         count = self.layout.accumulation(self.config.train) if self.config.gather == "micro_batch" else 1
         hidden = self._hidden(passes.forward) if optimizer.prefetch else 0.0
-        forward = _Gathers(seconds, count * max(seconds / (layers + 1), seconds - hidden))
+        forward = _Gathers(seconds, count * added(seconds, max(seconds / (layers + 1), seconds - hidden)))
         if self.config.gather == "step" or layers == 1:
             return forward, _Gathers()
         blocks = width * self.matrices * (layers - 1) / layers
         seconds = device_seconds.collective(device, c, self._shard_group, blocks) + (layers - 2) * latency
         hidden = self._hidden(passes.backward) if optimizer.prefetch else 0.0
-        return forward, _Gathers(seconds, count * max(0.0, seconds - hidden))
+        return forward, _Gathers(seconds, count * added(seconds, max(0.0, seconds - hidden)))
 
     def _reduction_seconds(self, gathers: _Gathers) -> float:
         """Return the seconds of the reductions of gradients that no backward pass hides.
@@ -550,4 +553,5 @@ class _StepInputs:
         seconds += (buckets - 1) * latency
         # The first rank's stages, whose gradients are complete last: their reductions end the step.
         hidden = max(0.0, self._hidden(self._pass_seconds.backward) - gathers.seconds)
-        return count * (max(seconds / buckets, seconds - hidden) + copies)
+        exposed = max(seconds / buckets, seconds - hidden)
+        return count * (device_seconds.overlapped(device, ranks, seconds, exposed) + copies)

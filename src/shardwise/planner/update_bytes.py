@@ -18,7 +18,14 @@ _ROUNDED_BYTES = (2 + _FLOAT32) + (_FLOAT32 + 2) + (2 + 2)
 
 
 def update_bytes(
-    optimizer: OptimizerConfig, precision: Precision, *, elements: int, matrices: int, ranks: int, frees_gradients: bool
+    optimizer: OptimizerConfig,
+    precision: Precision,
+    *,
+    elements: int,
+    matrices: int,
+    ranks: int,
+    frees_gradients: bool,
+    values: int | None = None,
 ) -> float:
     """Return the bytes of a step on a rank: norm of the gradients, update, rounded weights, and zeroed gradients.
 
@@ -28,12 +35,13 @@ def update_bytes(
         matrices: number of them in matrices of blocks.
         ranks: ranks over which masters and states are cut.
         frees_gradients: True if a rank keeps only its part of the gradients.
+        values: values of an element that the update reads and writes; None: those of the optimizer's class.
     """
     spec = optimizer.spec
     gradient = DTYPE_BYTES[precision.gradient]
     weight = DTYPE_BYTES[precision.parameter]
     master = DTYPE_BYTES[precision.optimizer]
-    values = spec.update_values
+    values = values or spec.update_values
     matrix_values = spec.matrix_update_values or values
     rounded = precision.rounded(len(spec.states))
     width = _FLOAT32 if rounded else master

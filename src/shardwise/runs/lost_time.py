@@ -76,7 +76,7 @@ class LostTime:
 
     Attributes:
         steps: number of steps that were done again.
-        starts: number of starts of the run.
+        starts: number of starts of the run, to which its later stages do not add.
         later_starts: each start but the first one, as the steps before it, and True if the run had saved its state and
             stopped, so that it was continued; False if it had failed or was killed, and was started again.
     """
@@ -163,9 +163,10 @@ class LostTime:
         _add_waits(self._lost, self._start)
         self._lost["start"] += before
         steps_before = int(number(event.get("steps_before"), 0.0))
-        if self.starts and not self._goes_on:
-            self.later_starts.append((steps_before, self._is_saved))
-        self.starts += 1
+        if not self._goes_on:
+            if self.starts:
+                self.later_starts.append((steps_before, self._is_saved))
+            self.starts += 1
         # A start without a step undoes none, so the one before it stays the former one.
         if self._start.last:
             self._former = self._start

@@ -21,7 +21,7 @@ from shardwise.runs.failure import failure_of
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
 from shardwise.runs.json_lines import GrowingFile, last_lines, last_lines_of_rank
 from shardwise.runs.layout_spans import LayoutSpan, layout_spans, short_layout
-from shardwise.runs.lost_time import LostTime, number, seconds_of
+from shardwise.runs.lost_time import NEXT_STAGE, LostTime, number, seconds_of
 from shardwise.runs.rank_views import SILENT_SECONDS, SILENT_STEPS, NodeView, RankView, node_views, with_relative_work
 from shardwise.runs.step_metrics import StepSeries, finite_values
 
@@ -152,12 +152,13 @@ class RunView:
 
     @property
     def reason(self) -> str:
-        """Recorded reason of the end; empty for a run that goes on, or whose last event is no "stop"."""
+        """Recorded reason of the end; empty for a run that goes on, also with its next stage."""
         # Rank 0 records what it met itself, which may follow from the failure of another rank, or nothing.
         if self.failure is not None:
             return f"failed: {self.failure.cause}"
         last_event = self.events[-1] if self.events else {}
-        return str(last_event.get("reason", "")) if last_event.get("event") == "stop" else ""
+        reason = str(last_event.get("reason", "")) if last_event.get("event") == "stop" else ""
+        return "" if reason == NEXT_STAGE else reason
 
     @property
     def start(self) -> dict[str, Any]:
@@ -323,7 +324,7 @@ class RunView:
         is_known = known is not None and not seconds_of(known) < began
         try:
             start, steps = last_lines_of_rank(
-                path, steps=_RECENT_STEPS, start=not is_known, after=began if self.lost.starts > 1 else None
+                path, steps=_RECENT_STEPS, start=not is_known, after=began if len(self.before_starts) > 1 else None
             )
         except OSError:
             return

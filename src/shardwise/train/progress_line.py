@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise.train.step_record import StepRecord
+from shardwise.train.step_record import StartTotals, StepRecord
 
 _LINES_PER_RUN = 20
 """Lines of a whole run where there is no terminal: few enough to read the log at once."""
@@ -39,22 +39,23 @@ class ProgressLine:
 
     Args:
         every_update: print a line at each `update` where there is no terminal, not only about twenty in a run.
-        first: steps done before the run.
+        totals: totals of the run at the start of its stage.
+        done: steps done up to then.
         end: the run's last step.
-        now: `time.perf_counter` at the start of the run.
 
     Attributes:
         before_steps: what the run does while it has done no step, for the user.
     """
 
-    def __init__(self, console: Console, first: int, end: int, now: float, *, every_update: bool) -> None:
+    def __init__(self, console: Console, totals: StartTotals, done: int, end: int, *, every_update: bool) -> None:
         self._console = console
-        self._first = first
+        self._first = totals.steps_before
+        self._began = totals.began
+        self._done = done
         self._end = end
         self._every_update = every_update
-        self._started = now
-        self._printed_at = now
-        self._next_line = first + 1
+        self._printed_at = time.perf_counter()
+        self._next_line = done + 1
         self._record: StepRecord | None = None
         self.before_steps = "first step under way"
         self._step_seconds = 0.0
@@ -67,6 +68,7 @@ class ProgressLine:
     def update(self, record: StepRecord, step_seconds: float, tokens_per_second: float, now: float) -> None:
         """Show a finished step, with the recent means of its duration and throughput."""
         self._record = record
+        self._done = record.step
         self._step_seconds = step_seconds
         self._tokens_per_second = tokens_per_second
         if self._display is not None:
@@ -99,7 +101,7 @@ class ProgressLine:
             room = min(options.max_width - len(_GAP.join(line)) - len(_GAP), _BAR_MAXIMUM)
             row: list[Text | ProgressBar] = [Text(head, style="bold")]
             if line is lines[0] and room >= _BAR_MINIMUM:
-                done = self._record.step - self._first if self._record else 0
+                done = self._done - self._first
                 row.append(ProgressBar(total=max(self._end - self._first, 1), completed=done, width=room))
             row.append(Text(_GAP.join(texts), no_wrap=True, overflow="ellipsis"))
             grid = Table.grid(padding=(0, len(_GAP)))
@@ -108,10 +110,10 @@ class ProgressLine:
 
     def _parts(self, now: float) -> tuple[list[str], list[str]]:
         """The run's progress and the numbers of its last step, as short texts."""
-        elapsed = f"{units.duration(round(now - self._started, 1))} elapsed"
+        elapsed = f"{units.duration(round(now - self._began, 1))} elapsed"
         record = self._record
         if record is None:
-            return [f"step {self._first:,}/{self._end:,}", elapsed, self.before_steps], []
+            return [f"step {self._done:,}/{self._end:,}", elapsed, self.before_steps], []
         left = (self._end - record.step) * self._step_seconds
         width = len(f"{self._end:,}")
         progress = [
@@ -141,14 +143,16 @@ class NotebookProgress(ProgressLine):
     IPython alone shows it: the display of rich would need `ipywidgets`, which a kernel may lack.
     """
 
-    def __init__(self, console: Console, first: int, end: int, now: float, *, every_update: bool) -> None:
-        super().__init__(console, first, end, now, every_update=every_update)
+    def __init__(self, console: Console, totals: StartTotals, done: int, end: int, *, every_update: bool) -> None:
+        super().__init__(console, totals, done, end, every_update=every_update)
         ipython: Any = importlib.import_module("IPython.display")
+        now = time.perf_counter()
         self._shown_at = now
         self._handle = ipython.display(self._mime_bundle(now), raw=True, display_id=True)
 
     def update(self, record: StepRecord, step_seconds: float, tokens_per_second: float, now: float) -> None:
         self._record = record
+        self._done = record.step
         self._step_seconds = step_seconds
         self._tokens_per_second = tokens_per_second
         if now - self._shown_at >= _NOTEBOOK_SECONDS:
@@ -166,7 +170,7 @@ class NotebookProgress(ProgressLine):
         (head, *texts), numbers = self._parts(now)
         page = _NOTEBOOK_HTML.format(
             head=html.escape(head.strip()),
-            done=self._record.step - self._first if self._record else 0,
+            done=self._done - self._first,
             total=max(self._end - self._first, 1),
             texts=html.escape(_GAP.join(texts)),
             numbers=html.escape(_GAP.join(numbers)),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import IO, Any
 
@@ -35,7 +35,14 @@ from shardwise.train.hooks import MetricsWithCallbacks
 from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_notebook, parts_of_loss
 from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
 from shardwise.train.start_screen import print_pipeline, print_summary
-from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run, end_of_stage
+from shardwise.train.step_record import (
+    SMOOTHED_STEPS,
+    StartTotals,
+    StepRecord,
+    Throughput,
+    end_of_run,
+    end_of_stage,
+)
 from shardwise.train.straggler import STRAGGLER_STEPS
 from shardwise.train.summary import start_rows
 from shardwise.train.trace import trace_text, traced_steps
@@ -57,6 +64,9 @@ class Reporter:
             `start`.
         memory: expected bytes by kind on the rank that needs most; None like `parameters`.
         stream: text stream that rank 0 prints to; default: standard output.
+
+    Attributes:
+        totals: totals of this start of the run, with the stages before.
     """
 
     def __init__(
@@ -86,7 +96,7 @@ class Reporter:
         length = train.sequence_length
         self._token_flops = flops_per_token(config.model, length, config.data.predictions(length))
         self._peak_flops = peak_flops(device_name, precision.parameter)
-        self._throughput = Throughput(train.global_batch)
+        self.totals = StartTotals(0, 0.0, time.perf_counter(), self._new_throughput())
         self._rank_file = RankFile(run, rank, layout, device_name)
         self._waited = {"data": 0.0, "checkpoint": 0.0}
         self._spike = Occurrence(_SPIKE, _SPIKE / 2)
@@ -111,28 +121,37 @@ class Reporter:
         self._last_of_sets: dict[str, dict[str, float]] = {}
         self._last_of_tasks: dict[str, dict[str, float]] = {}
         self._names_are_recorded = False
-        self._started = time.perf_counter()
-        self._seconds_before: float | None = 0.0
         self._stopped = False
 
     def start(
-        self, *, loaded: str | None = None, steps_before: int = 0, epochs: str = "", seconds_before: float | None = None
+        self,
+        *,
+        loaded: str | None = None,
+        steps_before: int = 0,
+        epochs: str = "",
+        seconds_before: float | None = None,
+        totals: StartTotals | None = None,
     ) -> None:
         """Print the summary and begin the progress line.
 
         Args:
             loaded: folder of the weights; None where they were drawn.
-            steps_before: steps done by earlier runs of this training.
+            steps_before: steps of this training that are done.
             epochs: text on how often the training reads its data.
             seconds_before: time of all that came before the training; None: since the process began.
+            totals: totals of the stages before in this process; None in the first one.
         """
-        self._started = time.perf_counter()
+        began = time.perf_counter()
         self._steps_before = steps_before
         self._end = end_of_stage(self.config, steps_before)
         end_of_all = end_of_run(self.config, steps_before)
-        # Up to the checkpoint that is continued from, as recorded: the time of steps that were lost does not count.
-        recorded = self._recorded("checkpoint", steps_before) if steps_before else {"time_to_train_seconds": 0.0}
-        self._seconds_before = recorded.get("time_to_train_seconds")
+        if totals is None:
+            # Up to the checkpoint that is continued from, as recorded: the time of steps that were lost does not count.
+            recorded = self._recorded("checkpoint", steps_before) if steps_before else {"time_to_train_seconds": 0.0}
+            earlier = recorded.get("time_to_train_seconds")
+            self.totals = StartTotals(steps_before, earlier, began, self._new_throughput())
+        else:
+            self.totals = replace(totals, throughput=self._new_throughput(totals.throughput))
         self._rank_file.start()
         if self._metrics is None:
             return
@@ -148,6 +167,14 @@ class Reporter:
             mfu_terms=self._mfu_terms(),
             loaded=loaded,
         )
+        self._show_start(steps_before, end_of_all, epochs)
+        if self.config.log.tensorboard:
+            self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
+        if totals is None:
+            self._tell_no_trace(end_of_all)
+
+    def _show_start(self, done: int, end: int, epochs: str) -> None:
+        """Print the summary of a run that goes on from `done` steps up to `end`, and begin the progress line."""
         assert self.parameters is not None
         assert self.memory is not None
         rows = start_rows(
@@ -157,7 +184,7 @@ class Reporter:
             precision=self.precision,
             parameters=self.parameters,
             memory=self.memory,
-            steps=(steps_before, end_of_all),
+            steps=(done, end),
             epochs=epochs,
             run_path=self.run.path,
         )
@@ -168,16 +195,13 @@ class Reporter:
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
             is_display = self._in_notebook and console is self._consoles[0]
             kind = NotebookProgress if is_display else ProgressLine
-            self._progress.append(kind(console, steps_before, end_of_all, self._started, every_update=every_update))
-        if self.config.log.tensorboard:
-            self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
-        self._tell_no_trace()
+            self._progress.append(kind(console, self.totals, done, end, every_update=every_update))
 
-    def _tell_no_trace(self) -> None:
-        """Tell the user of a trace of which this run takes no step."""
+    def _tell_no_trace(self, end: int) -> None:
+        """Tell the user of a trace of which this run, which does the steps up to `end`, takes no step."""
         before = self._steps_before
-        if self.config.log.profile_steps is not None and not traced_steps(self.config, before, self._end):
-            taken = f"the steps {before + 1:,} to {self._end:,}" if self._end > before else "no step"
+        if self.config.log.profile_steps is not None and not traced_steps(self.config, before, end):
+            taken = f"the steps {before + 1:,} to {end:,}" if end > before else "no step"
             self.message(
                 f"no trace: log.profile ({self.config.log.profile}) has no step of this run, which takes {taken}"
             )
@@ -234,7 +258,7 @@ class Reporter:
 
     def step(self, record: StepRecord) -> None:
         """Record a finished step; called after every step, of which those of `log.every` are written."""
-        self._throughput.add(record.seconds)
+        self.totals.throughput.add(record.seconds)
         self._last = record
         # Waits of all steps, also of those that are not logged.
         self._waited["data"] += record.split.get("data", record.input_seconds)
@@ -267,7 +291,7 @@ class Reporter:
         tokens_per_second = numbers["tokens_per_second"] or 0.0
         clock = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
-            progress.update(record, self._throughput.step_seconds, tokens_per_second, clock)
+            progress.update(record, self.totals.throughput.step_seconds, tokens_per_second, clock)
 
     def _numbers(self, record: StepRecord) -> dict[str, float | None]:
         """Numbers of a step under the names of `STEP_METRICS`, which are those in the trackers too."""
@@ -279,8 +303,8 @@ class Reporter:
             "param_norm": record.param_norm,
             "tokens": record.tokens,
             "samples": record.samples,
-            **self._rates(self._throughput.recent),
-            "peak_tokens_per_second": self._throughput.peak * self.config.train.sequence_length,
+            **self._rates(self.totals.throughput.recent),
+            "peak_tokens_per_second": self.totals.throughput.peak("tokens"),
             "step_seconds": record.seconds,
             "peak_memory_bytes": record.peak_memory_bytes,
             # A run without a pipeline has no bubble; one of 0 would be a claim.
@@ -382,7 +406,7 @@ class Reporter:
             self.run.write_results(results)
         self.stop("finished" if is_complete else "stop_after")
         if self.rank == 0 and self._last is not None:
-            self.message(_result_line(results, end - self._started))
+            self.message(_result_line(results, end - self.totals.began))
             self.message(f"run: {self.run.path}")
         return results
 
@@ -435,13 +459,22 @@ class Reporter:
         if self._trackers is not None:
             self._trackers.add(step, values)
 
-    def _rates(self, samples_per_second: float) -> dict[str, float | None]:
-        tokens_per_second = samples_per_second * self.config.train.sequence_length
+    def _new_throughput(self, former: Throughput | None = None) -> Throughput:
+        """The throughput of this stage, which begins, after that of the stages before."""
+        samples = self.config.train.global_batch
+        tokens = samples * self.config.train.sequence_length
+        # The utilization of a step that takes a second: divided by the seconds of a step, it is that of the step.
+        mfu = model_flops_utilization(self._token_flops, tokens, self.layout.world, self._peak_flops)
+        return Throughput({"samples": samples, "tokens": tokens, "mfu": mfu or 0.0}, former)
+
+    def _rates(self, rate: Callable[[str], float]) -> dict[str, float | None]:
+        tokens_per_second = rate("tokens")
+        is_known = self._token_flops is not None and self._peak_flops is not None
         return {
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / self.layout.world,
-            "samples_per_second": samples_per_second,
-            "mfu": model_flops_utilization(self._token_flops, tokens_per_second, self.layout.world, self._peak_flops),
+            "samples_per_second": rate("samples"),
+            "mfu": rate("mfu") if is_known else None,
         }
 
     def _mfu_terms(self) -> dict[str, Any]:
@@ -464,11 +497,12 @@ class Reporter:
 
     def _time_to_train(self, until: float) -> float | None:
         """Seconds over all runs of this training; None where an earlier one recorded no time."""
-        return None if self._seconds_before is None else self._seconds_before + until - self._started
+        totals = self.totals
+        return None if totals.seconds_before is None else totals.seconds_before + until - totals.began
 
     def _results(self, now: float) -> dict[str, Any]:
         last = self._last
-        throughput = self._throughput
+        throughput = self.totals.throughput
         evaluation = self._evaluation
         sets = self._last_of_sets
         tasks = self._last_of_tasks
@@ -481,11 +515,10 @@ class Reporter:
                 facts = ("event", "time", "step", "set")
                 sets[event["set"]] = {key: value for key, value in event.items() if key not in facts}
             tasks = {event["task"]: event["metrics"] for event in self._all_recorded("eval_task", self._step)}
-        length = self.config.train.sequence_length
         return {
             **self._facts(),
             "steps": self._step,
-            "steps_before": self._steps_before,
+            "steps_before": self.totals.steps_before,
             "tokens": last.tokens if last else 0,
             "samples": last.samples if last else 0,
             "final_loss": final_loss,
@@ -494,8 +527,8 @@ class Reporter:
             "evaluation_sets": sets,
             "tasks": tasks,
             "time_to_train_seconds": self._time_to_train(now),
-            "samples_per_second": {"average": throughput.average, "peak": throughput.peak},
-            "tokens_per_second": {"average": throughput.average * length, "peak": throughput.peak * length},
+            "samples_per_second": {"average": throughput.average("samples"), "peak": throughput.peak("samples")},
+            "tokens_per_second": {"average": throughput.average("tokens"), "peak": throughput.peak("tokens")},
             "mfu": self._rates(throughput.average)["mfu"],
             "peak_memory_bytes": last.peak_memory_bytes if last else None,
         }

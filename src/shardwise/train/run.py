@@ -44,7 +44,7 @@ from shardwise.train.resume import (
 )
 from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.start import OpenedRun, open_run
-from shardwise.train.step_record import Progress
+from shardwise.train.step_record import Progress, StartTotals
 from shardwise.train.trainer import Trainer
 
 _EPOCHS_WITHOUT_WARNING = 3
@@ -97,6 +97,7 @@ class _Turn:
         path: folder of the run; None before rank 0 has named it.
         step: steps that are done; None before anybody has looked.
         began: time at which the stage before ended, by `time.perf_counter`; None for the first one of a process.
+        totals: totals of the stages before in this process; None in the first one.
         is_last: True if the run has ended.
     """
 
@@ -104,6 +105,7 @@ class _Turn:
     path: Path | None
     step: int | None = None
     began: float | None = None
+    totals: StartTotals | None = None
     is_last: bool = False
 
 
@@ -151,7 +153,7 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
                 # Later checkpoints were damaged, and this one is of an earlier stage.
                 yield _Turn(stage_after(config, progress.step), path, progress.step)
                 return
-            _begin(opened, trainer, reporter, copies, resumed, turn.began)
+            _begin(opened, trainer, reporter, copies, resumed, turn)
             _tell_memory(reporter, shortage, choice)
             graphs = None
             if trainer.compilation is not None:
@@ -188,7 +190,7 @@ def _end_stage(stage: _OpenedStage, stopped_by: str | None) -> _Turn:
         _finish(opened, stage.trainer, stage.reporter)
         return _Turn(config, path, progress.step, is_last=True)
     stage.reporter.stop(NEXT_STAGE)
-    return _Turn(following, path, progress.step, time.perf_counter())
+    return _Turn(following, path, progress.step, time.perf_counter(), stage.reporter.totals)
 
 
 def _following(config: Config, progress: Progress) -> Config | None:
@@ -267,13 +269,12 @@ def _begin(
     reporter: Reporter,
     copies: MemoryCopies | None,
     resumed: Resumed | None,
-    began: float | None,
+    turn: _Turn,
 ) -> None:
     """Report the start, and bring the data to the place from which the run continues.
 
     Args:
         resumed: the state that was restored, if any.
-        began: time at which this start began, by `time.perf_counter`; None: that of the process.
     """
     config = opened.config
     if resumed is not None:
@@ -282,7 +283,8 @@ def _begin(
         loaded=None if opened.weights is None else str(opened.weights),
         steps_before=opened.progress.step,
         epochs=trainer.feed.batches.epochs(opened.progress.end_position(config)),
-        seconds_before=None if began is None else time.perf_counter() - began,
+        seconds_before=None if turn.began is None else time.perf_counter() - turn.began,
+        totals=turn.totals,
     )
     reporter.message(f"data: {opened.data.summary}")
     _warn_of_repeats(trainer.feed.batches, opened.progress.end_position(config), reporter)
@@ -299,7 +301,7 @@ def _begin(
     if resumed is None:
         _report_weights(opened, reporter)
         return
-    _report_resumption(opened, resumed, reporter, is_border=began is not None)
+    _report_resumption(opened, resumed, reporter, is_border=turn.began is not None)
     received = resumed.received
     if received is not None:
         sent = f"; that of {units.counted(received, 'rank')} from another node" if received else ""

@@ -146,43 +146,65 @@ class StepRecord:
 
 
 class Throughput:
-    """Samples per second: over the last 10 steps, over the run, and over its 10 fastest consecutive steps.
+    """Rates: over the last 10 steps, over all steps of a start of a run, and over its 10 fastest consecutive steps.
 
     Args:
-        samples_per_step: samples of the global batch.
+        step_amounts: amounts of a step in this stage, by name, such as its tokens.
+        former: throughput of the stages before, whose steps count in averages and peaks.
     """
 
-    def __init__(self, samples_per_step: int) -> None:
-        self._samples_per_step = samples_per_step
+    def __init__(self, step_amounts: Mapping[str, float], former: Throughput | None = None) -> None:
+        self._step_amounts = step_amounts
         self._recent: deque[float] = deque(maxlen=THROUGHPUT_STEPS)
-        self._steps = 0
+        self._amounts = dict.fromkeys(step_amounts, 0.0)
+        self._peaks = dict.fromkeys(step_amounts, 0.0)
         self._seconds = 0.0
-        self._peak = 0.0
+        if former is not None:
+            self._amounts |= former._amounts
+            self._peaks |= former._peaks
+            self._seconds = former._seconds
 
     def add(self, seconds: float) -> None:
         self._recent.append(seconds)
-        self._steps += 1
         self._seconds += seconds
+        for name, amount in self._step_amounts.items():
+            self._amounts[name] += amount
         if len(self._recent) == THROUGHPUT_STEPS:
-            self._peak = max(self._peak, self.recent)
+            for name in self._step_amounts:
+                self._peaks[name] = max(self._peaks[name], self.recent(name))
 
     @property
     def step_seconds(self) -> float:
         """Mean over the last 10 steps; 0 before the first."""
         return sum(self._recent) / max(len(self._recent), 1)
 
-    @property
-    def recent(self) -> float:
-        return self._rate(len(self._recent), sum(self._recent))
+    def recent(self, name: str) -> float:
+        return _rate(self._step_amounts[name] * len(self._recent), sum(self._recent))
 
-    @property
-    def average(self) -> float:
-        return self._rate(self._steps, self._seconds)
+    def average(self, name: str) -> float:
+        return _rate(self._amounts[name], self._seconds)
 
-    @property
-    def peak(self) -> float:
-        """Samples per second over the 10 fastest consecutive steps; the average of a run with fewer steps."""
-        return self._peak or self.average
+    def peak(self, name: str) -> float:
+        """The rate over the 10 fastest consecutive steps of a stage; the average where shorter stages are faster."""
+        return max(self._peaks[name], self.average(name))
 
-    def _rate(self, steps: int, seconds: float) -> float:
-        return self._samples_per_step * steps / seconds if seconds > 0 else 0.0
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class StartTotals:
+    """The totals of a start of a run, over the stages that this process has trained.
+
+    Attributes:
+        steps_before: steps done by earlier starts.
+        seconds_before: time to train of earlier starts; None where they recorded none.
+        began: time at which the first stage began to train, by `time.perf_counter`.
+        throughput: throughput up to now.
+    """
+
+    steps_before: int
+    seconds_before: float | None
+    began: float
+    throughput: Throughput

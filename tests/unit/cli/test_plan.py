@@ -12,7 +12,7 @@ import pytest
 from shardwise.base import units
 from shardwise.cli.entry import main
 from shardwise.cli.plan_rows import LEAST_RATIO, MOST_RATIO, RANGE
-from shardwise.config import check_layout, load_config
+from shardwise.config import check_layout, load_config, stages_of
 from shardwise.planner import device_specs
 from shardwise.planner.memory import expected_memory
 
@@ -23,10 +23,10 @@ GPT = ["gpt3-23b", "--device", "h100:8", "--nodes", "4", "train.global_batch=256
 
 def test_best_layouts_first_and_each_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     written = tmp_path / "best.yaml"
-    assert main(["plan", *GPT, "train.micro_batch=1", "--json", "--write", str(written)]) == 0
+    assert main(["plan", *GPT, "train.micro_batch=1", "--json", "--write", str(written), "--layout", "1"]) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
     seconds = [plan["step_seconds"] for plan in plans]
-    assert 5 <= len(plans) <= 10
+    assert 3 <= len(plans) <= 10
     assert seconds == sorted(seconds)
     assert all(plan["headroom_bytes"] >= 0 for plan in plans)
     assert all(sum(plan["parts_seconds"].values()) == pytest.approx(plan["step_seconds"]) for plan in plans)
@@ -138,7 +138,7 @@ def test_layouts_that_differ_in_details_are_left_out_and_counted(
     assert re.search(r"^layouts .* hours$", out, re.MULTILINE), "the training takes less than ten days"
     assert re.search(r"^ *1  TP .*  ![\d.]+ GiB", out, re.MULTILINE)
     assert '"!": less than 10% of the device\'s memory is free.' in out
-    assert ("ZeRO-2 and ZeRO-3: published runs with them took about 15%" in out) == ("ZeRO-2" in "".join(layouts))
+    assert ("ZeRO-2 and ZeRO-3: published runs with them took about 10%" in out) == ("ZeRO-2" in "".join(layouts))
     assert max(map(len, out.splitlines())) <= 80
     (counts,) = re.findall(r"^Of ([\d,]+) layouts were dropped:\n((?: .*\n)+)", out, re.MULTILINE)
     dropped = sum(int(number.replace(",", "")) for number in re.findall(r"^ +([\d,]+)  ", counts[1], re.MULTILINE))
@@ -173,7 +173,7 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     assert (least_price / LEAST_RATIO, most_price / MOST_RATIO) == pytest.approx((price, price), rel=0.02)
     assert "a100-40gb:1: no layout fits " in text
     assert '"!": less than 10% of the device\'s memory is free.' in text
-    assert "ZeRO-2 and ZeRO-3: published runs with them took about 15%" in text
+    assert "ZeRO-2 and ZeRO-3: published runs with them took about 10%" in text
     assert "Accuracy: steps on one H200 were predicted within 3%;" in text
     assert "Predictions for these devices probably err in the same direction: their order is surer" in text
     assert main([*small, "--device", devices, "--json"]) == 0
@@ -236,12 +236,9 @@ def test_other_prices_are_refused(price: str, message: str, capsys: pytest.Captu
     ("device", "shown"),
     [
         ("h100:8", "Accuracy: steps on one H200 were predicted within 3%;"),
-        ("a100:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 18%"),
-        ("b200:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 18%"),
-        (
-            "h200:8",
-            "within 3%; no published run on this device was compared;",
-        ),
+        ("a100:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 15%"),
+        ("b200:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 15%"),
+        ("h200:8", "within 3%; nine in ten published steps on A100 to GB300"),
         ("mi300x:8", "Accuracy: no published run on this device was compared;"),
         ("{file}:8", "Accuracy: no published run on this device was compared;"),
     ],
@@ -341,16 +338,6 @@ def test_a_shipped_device_is_shown_as_a_file_that_describes_it(
             "no layout of the recipe is valid on 8 devices",
         ),
         (
-            [
-                "--device",
-                "h100:8",
-                "--write",
-                "FILE",
-                "data.stages=[{at: 100, sequence_length: 4096, global_batch: 128}]",
-            ],
-            r"--write \(FILE\) must be left out with stages of other sizes",
-        ),
-        (
             ["--device", "a100-40gb:7", "parallel.tensor=7"],
             r"no layout of the recipe is valid on 7 devices: train\.global_batch \(256\) or the model's sizes have no "
             r"divisor that suits",
@@ -364,6 +351,22 @@ def test_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixtu
     assert re.search(message, capsys.readouterr().err, re.DOTALL)
 
 
+def test_a_run_in_stages_is_written_with_the_micro_batch_of_each(tmp_path: Path) -> None:
+    path = tmp_path / "planned.yaml"
+    long = "sequence_length: 2048, global_batch: 8, micro_batch: 1"
+    stages = f"data.stages=[{{at: 10, rope_theta: 1000.0}}, {{at: 18, {long}}}]"
+    sizes = ("train.steps=20", "train.global_batch=256", "train.micro_batch=4", "model.max_position_embeddings=2048")
+    machines = ("--device", "h100:8", "--nodes", "1", "parallel.tensor=1", "parallel.pipeline=1")
+    assert main(["plan", "llama3-tiny", *machines, "--write", str(path), *sizes, stages]) == 0
+    written = load_config(str(path))
+    assert written.train.steps == 20
+    assert check_layout(written, 8).data == 8
+    trains = [stage.train for stage in stages_of(written)]
+    assert [(train.sequence_length, train.global_batch) for train in trains] == [(64, 256), (64, 256), (2048, 8)]
+    assert [train.micro_batch for train in trains] == [4, 4, 1]
+    assert [stage.rope_theta for stage in written.data.stages] == [1000.0, None]
+
+
 def test_offloaded_state_lets_a_large_model_fit_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "llama2-7b", "--device", "h100:1", "--nodes", "1", "train.global_batch=8"]
     assert main(command) == 2
@@ -372,14 +375,14 @@ def test_offloaded_state_lets_a_large_model_fit_on_one_device(capsys: pytest.Cap
 
 
 def test_budget_finds_the_fewest_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    days = ["--device", "h100:8", "--json", "train.global_batch=256"]
-    assert main(["plan", "llama2-7b", *days, "--budget", "30 days"]) == 0
+    few = ["plan", "llama2-7b", "--device", "h100:8", "train.global_batch=256", "parallel.pipeline=1"]
+    assert main([*few, "--json", "--budget", "30 days"]) == 0
     facts = json.loads(capsys.readouterr().out)
     plan = facts["plans"][0]
     assert plan["days"] <= 30
     assert facts["budget"].endswith(f" it in 30 days, even if steps take {MOST_RATIO - 1:.0%} longer than predicted")
     close = f"{1.1 * plan['days']:.2f} days"
-    assert main(["plan", "llama2-7b", *days[:2], days[3], "parallel.pipeline=1", "--budget", close]) == 0
+    assert main([*few, "--budget", close]) == 0
     late = (
         f"1 node of 8 trains it in {close}, as predicted; if steps take {MOST_RATIO - 1:.0%} longer than "
         "predicted, 2 nodes are needed"
@@ -581,7 +584,7 @@ def test_the_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     for text in (
         "the network has 30% less bandwidth",
         "matrix products reach 10% less of the peak",
-        "steps with ZeRO-2 or ZeRO-3 take 15% longer, as published runs did",
+        "steps with ZeRO-2 or ZeRO-3 take 10% longer, as published runs did",
         "activations",
     ):
         assert text in page

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardwise.distributed.mesh import Group
 from shardwise.layers import replicated
 from shardwise.layers.norm import LayerNorm
-from shardwise.layers.replicated import ReplicatedParameters, part_views
+from shardwise.layers.replicated import ReplicatedParameters, SequenceParts, part_views
 from tests.unit.layers.groups import pretend_group
 
 PARTS = 2
@@ -147,3 +147,37 @@ def test_an_evaluation_in_between_changes_nothing(sums: list[int]) -> None:
         if is_trained:
             torch.autograd.grad(x.sum(), weights)
     assert sums == [6]
+
+
+class _TwoLayers(nn.Module):
+    """Two matrices, of which a function uses one, and a bias that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(3, 3))
+        self.scale = nn.Parameter(torch.randn(3))
+        self.second = nn.Parameter(torch.randn(3, 3))
+        self.bias = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def before(self, x: Tensor) -> Tensor:
+        return x * self.scale @ self.first + self.bias
+
+    def behind(self, x: Tensor) -> Tensor:
+        return x @ self.second
+
+
+@pytest.mark.parametrize(("most", "expected"), [(12, [9, 12]), (11, [9, 9, 3])])
+def test_gradients_of_parts_are_summed_by_few_collectives(
+    most: int, expected: list[int], sums: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicated, "GRADIENTS_AT_ONCE", most)
+    module = _TwoLayers()
+    x = torch.randn(4, 3)
+    parts = SequenceParts(module, two_ranks())
+    parts.joined(module.behind, parts.joined(module.before, x)).sum().backward()
+    gradients = [module.first.grad, module.scale.grad, module.second.grad]
+    assert sums == expected
+    whole = module.behind(module.before(x)).sum()
+    for gradient, right in zip(gradients, torch.autograd.grad(whole, [*module.parameters()][:3]), strict=True):
+        torch.testing.assert_close(gradient, right)
+    assert module.bias.grad is None

@@ -57,9 +57,9 @@ def test_worse_assumptions_take_longer(plans: list[Plan]) -> None:
 def test_steps_with_zero_2_may_take_longer_as_published_ones_did(plans: list[Plan]) -> None:
     plan = replace(plans[0], choice=replace(plans[0].choice, zero=2))
     *_, longer, everything = sensitivities(plan)
-    assert "ZeRO-2 or ZeRO-3 take 15% longer" in longer.assumption
-    assert longer.seconds == pytest.approx(1.15 * plan.calendar.seconds, rel=0.01)
-    assert everything.seconds == pytest.approx(1.15 * sensitivities(plans[0])[-1].seconds, rel=0.02)
+    assert "ZeRO-2 or ZeRO-3 take 10% longer" in longer.assumption
+    assert longer.seconds == pytest.approx(1.1 * plan.calendar.seconds, rel=0.01)
+    assert everything.seconds == pytest.approx(1.1 * sensitivities(plans[0])[-1].seconds, rel=0.02)
     (robust,) = (proposal for proposal in proposals([plan, plans[0]]) if "most robust" in proposal.names)
     assert robust.plan is plans[0], "of two equal steps the one without freed parts"
 

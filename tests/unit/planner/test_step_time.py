@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -128,6 +129,7 @@ def test_published_runs() -> None:
             "llama3.1/README.md (741c886",
             "Megatron-Bridge",
             "llm-foundry",
+            "mlcommons",
         )
     }
     assert max(mean["2104.04473 table 1"], mean["2104.04473 table 2"], mean["2205.05198 table 5"]) < 0.08
@@ -142,7 +144,8 @@ def test_published_runs() -> None:
     assert mean["README_175b"] < 0.025
     assert max(mean["nemotron/"], mean["Megatron-Bridge"]) < 0.06
     assert mean["llama3.1/README.md (741c886"] < 0.045
-    assert mean["llm-foundry"] < 0.135
+    assert mean["llm-foundry"] < 0.092
+    assert mean["mlcommons"] < 0.062
     given = [one.error for one in rows if "README_175b" in one.row.source or "nemotron/" in one.row.source]
     assert max(map(abs, given)) < 0.09
     fitted_rows = [one for one in rows if one.row.is_fitted]
@@ -189,7 +192,7 @@ def test_gradients_are_added_for_each_micro_batch() -> None:
 
 
 def test_new_weights_travel_behind_the_next_forward_pass() -> None:
-    """All but those of its first unit; on CPU ranks none do."""
+    """All but those of its first unit; on CPU ranks none do. Behind it, NCCL's kernels take 16 of 132 processors."""
     config = load_config("llama2-7b", ["parallel.tensor=1", "train.global_batch=64"])
 
     def gather(device: str, **traits: bool) -> float:
@@ -199,7 +202,9 @@ def test_new_weights_travel_behind_the_next_forward_pass() -> None:
         return time.gather
 
     layers = config.known_shapes.num_hidden_layers
-    assert gather("h200:8") == pytest.approx(gather("h200:8", overlaps=False) / (layers + 1))
+    whole = gather("h200:8", overlaps=False)
+    first = whole / (layers + 1)
+    assert gather("h200:8") == pytest.approx(first + (whole - first) * 16 / 132)
     assert gather("cpu:8") == gather("cpu:8", overlaps=False)
 
 
@@ -216,6 +221,48 @@ def test_products_that_add_move_less() -> None:
     assert accumulation("compile.enabled=true") == accumulation()
     for adds in (["compile.enabled=true", "optimizer.zero=2"], ["train.bitwise=true", "train.data_grain=16"]):
         assert accumulation(*adds) == pytest.approx(10 / 8 * accumulation(), rel=1e-9)
+
+
+def test_traits_count_what_functions_read_and_write() -> None:
+    on = cluster("a100:8", 1)
+    config = load_config("gpt2-xl", ["train.global_batch=32", "train.micro_batch=4", "train.recompute=full"])
+    model = config.known_shapes
+    tokens = 4 * config.train.sequence_length
+    eager = ProgramTraits(separate_kernels=True, graphs=True)
+
+    def added(part: str, **traits: Any) -> float:
+        """Bytes."""
+        without, seconds = (
+            getattr(step_time(config, check_layout(config, 8), on, program), part)
+            for program in (eager, replace(eager, **traits))
+        )
+        return (seconds - without) * on.device.memory_bandwidth * fitted().memory
+
+    # q, k and v are copied in two passes, and their gradients in three; the output the other way round.
+    copied = 2 * tokens * model.hidden_size * (3 * (2 + 3) + (3 + 2))
+    assert added("memory_bound", unpads_attention=True) == pytest.approx(model.num_hidden_layers * copied)
+    # Copied, to float32, and divided: 18 bytes. Added to float32: 10.
+    weights = 12 * model.hidden_size**2
+    assert added("accumulation", flattens_gradients=True) == pytest.approx(model.num_hidden_layers * 8 * weights)
+    logits = tokens * model.vocab_size
+    assert added("head", logits_bytes=(32, 4)) == pytest.approx(8 * logits)
+    stopped = -added("recompute", stops_recompute=True) / (on.device.memory_bandwidth * fitted().memory)
+    product = matmul(on.device, fitted(), on.device.bfloat16, tokens, model.hidden_size, 4 * model.hidden_size)
+    assert stopped == pytest.approx(model.num_hidden_layers * product)
+
+
+def test_biases_read_the_gradients_of_outputs() -> None:
+    on = cluster("a100:8", 1)
+    seconds = []
+    for overrides in ([], ["model.attention_bias=true", "model.mlp_bias=true"]):
+        config = load_config("llama2-7b", ["parallel.tensor=1", "train.global_batch=8", *overrides])
+        time = step_time(config, check_layout(config, 8), on, ProgramTraits(separate_kernels=True))
+        assert time is not None
+        seconds.append(time.memory_bound)
+    model = config.known_shapes
+    outputs = (3 + 1 + 1) * model.hidden_size + 2 * model.intermediate_size
+    read = 2 * model.num_hidden_layers * config.train.sequence_length * outputs
+    assert seconds[1] - seconds[0] == pytest.approx(read / (on.device.memory_bandwidth * fitted().memory))
 
 
 def test_keys_of_a_sample_are_gathered_twice_and_their_gradients_scattered() -> None:
@@ -396,6 +443,12 @@ def test_published_runs_are_computed_as_their_programs_do() -> None:
     early, late = (one("bigscience", layers=layers, pp="12") for layers in ("72", "70"))
     assert not early.program.runs_ahead
     assert late.program.reduces_all
+    composer = [
+        one("llm-foundry", model=model, n_gpu=n_gpu).program for model, n_gpu in (("mpt-7b", "128"), ("mpt-13b", "8"))
+    ]
+    assert [program.unpads_attention for program in composer] == [True, False]
+    assert all(program.flattens_gradients and program.stops_recompute for program in composer)
+    assert not one("llm-foundry", gpu="A100-40GB").program.stops_recompute
     assert early.config is not None
     assert late.config is not None
     assert early.config.parallel.stages == (6,) * 12

@@ -153,6 +153,9 @@ def test_the_state_of_a_run_that_goes_on(tmp_path: Path) -> None:
             (path / "config.yaml").write_text(f"train: {{steps: 9}}\nlog: {{every: {every}}}\n")
             run.refresh()
             assert run.state == state, f"{ago} s, with 10 s a step, of which each {every}. is recorded"
+        append(path, {"event": "stop", "time": "2100-01-01T00:00:01+00:00", "reason": "next stage"})
+        run.refresh()
+        assert (run.state, run.reason) == ("starting", ""), "it goes on in the same processes"
         append(path, {"event": "start"})
         for ago, state in ((300, "starting"), (700, "silent")):
             os.utime(path / "metrics.jsonl", (time.time() - ago, time.time() - ago))

@@ -13,8 +13,9 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.base import units
+from shardwise.base.hardware import peak_flops
 from shardwise.checkpoint.save import Saved
-from shardwise.config import Config, Layout, check_layout, config_from
+from shardwise.config import Config, Layout, check_layout, config_from, stages_of
 from shardwise.models.parameter_counts import flops_per_token, parameter_count
 from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.planner.memory import expected_memory, invariant_dropout, neediest_rank
@@ -505,14 +506,46 @@ def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_throughput_is_a_mean_over_the_last_ten_steps() -> None:
-    throughput = Throughput(samples_per_step=8)
-    assert (throughput.recent, throughput.average, throughput.peak) == (0.0, 0.0, 0.0)
+    throughput = Throughput({"samples": 8})
+    assert [rate("samples") for rate in (throughput.recent, throughput.average, throughput.peak)] == [0.0, 0.0, 0.0]
     throughput.add(10.0)
-    assert throughput.peak == throughput.average == 0.8
+    assert throughput.peak("samples") == throughput.average("samples") == 0.8
     for _ in range(9):
         throughput.add(1.0)
-    assert throughput.recent == 80 / 19
+    assert throughput.recent("samples") == 80 / 19
     throughput.add(1.0)
-    assert throughput.recent == 8.0
-    assert throughput.peak == 8.0
-    assert throughput.average == 88 / 20
+    assert throughput.recent("samples") == 8.0
+    assert throughput.peak("samples") == 8.0
+    assert throughput.average("samples") == 88 / 20
+
+
+def test_a_later_stage_reports_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of 60 and 40 steps in 30 s and 10 s, with 5 s between them; a step of the second has twice the tokens."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    sections = ("model", "parallel", "train", "optimizer", "precision")
+    recipe: dict[str, Any] = {name: getattr(config(), name).model_dump() for name in sections}
+    recipe |= {"data": {"stages": [{"at": 60, "sequence_length": 64}]}, "log": {"profile": "70:71"}}
+    totals = None
+    for stage, before, seconds, end in zip(
+        stages_of(config_from(recipe)), (0, 60), (0.5, 0.25), (60, 100), strict=True
+    ):
+        made, stream = reporter(tmp_path, stage, device_name="NVIDIA H100 80GB HBM3")
+        with made:
+            made.start(steps_before=before, totals=totals, seconds_before=0.0)
+            for step in range(before + 1, end + 1):
+                now[0] += seconds
+                made.step(record(step, seconds=seconds))
+            totals = made.totals
+            now[0] += 5.0
+            results = made.finish()
+        assert "no trace" not in stream.getvalue()
+    assert (results["steps"], results["steps_before"], results["time_to_train_seconds"]) == (100, 0, 50.0)
+    tokens = 60 * 256 + 40 * 512
+    assert results["samples_per_second"] == {"average": 800 / 40, "peak": 32.0}
+    assert results["tokens_per_second"] == {"average": tokens / 40, "peak": 2048.0}
+    flops = sum(steps * 8 * length * flops_per_token(config().model, length) for steps, length in ((60, 32), (40, 64)))
+    assert results["mfu"] == pytest.approx(flops / 40 / (4 * peak_flops("NVIDIA H100 80GB HBM3", "float32")))
+    printed = stream.getvalue()
+    assert "step  61/100  35.2 s elapsed  9.8 s left  250 ms/step" in printed
+    assert "\n100 steps in 50.0 s, " in printed

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shardwise.base import units
 from shardwise.runs.layout_spans import short_layout
-from shardwise.runs.lost_time import CAUSES, seconds_of
+from shardwise.runs.lost_time import CAUSES, NEXT_STAGE, seconds_of
 from shardwise.runs.screen import drawing
 from shardwise.runs.screen.drawing import ACCENT, BAD, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN, plot
 from shardwise.runs.screen.frame import Frame, Span
@@ -259,7 +259,9 @@ def told_event(event: Mapping[str, Any], now: float | None, width: int | None = 
                 style = BAD
             elif reason == "finished":
                 style = GOOD
-            is_told = reason == "finished" or reason.startswith("stopped")
+            elif reason == NEXT_STAGE:
+                style = TEXT
+            is_told = reason in ("finished", NEXT_STAGE) or reason.startswith("stopped")
             text = reason if is_told else f"stopped: {reason.removeprefix('failed: ')}"
         case _:
             text = " ".join([kind, *(f"{name} {value}" for name, value in event.items() if name not in _KNOWN)])
