@@ -14,7 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from first_gpu.session import Figures, Session
 from first_gpu.timing import copies, tflops, timed
-from shardwise.models.masks import AttentionMask
+from shardwise.models.attention_kernels import attention_by_document
+from shardwise.models.masks import AttentionMask, DocumentSizes
 
 TITLE = "Attention"
 NOTE = (
@@ -38,6 +39,9 @@ def run(session: Session) -> None:
     _measure(session, f"{_DOCUMENTS} documents, dense mask", 1, lambda q, k, v: _sdpa(q, k, v, mask))
     if session.device.type != "cpu":
         session.measure({"kernel": f"{_DOCUMENTS} documents, FlexAttention", "batch": 1}, lambda: _flex(session, 1))
+        for batch in (1, 2):
+            labels = {"kernel": f"{_DOCUMENTS} documents, varlen_attn", "batch": batch}
+            session.measure(labels, lambda batch=batch: _varlen(session, batch))
 
 
 def _measure(
@@ -71,6 +75,16 @@ def _flex(session: Session, batch: int) -> Figures:
     return _both_passes(session, batch, lambda q, k, v: compiled(q, k, v, block_mask=mask))
 
 
+def _varlen(session: Session, batch: int) -> Figures:
+    mask = _documents(session, batch).by_document(session.sizes.sequence, is_compiled=False)
+
+    def attend(*inputs: Tensor) -> Tensor:
+        q, k, v = (x.permute(2, 0, 1, 3) for x in inputs)
+        return attention_by_document(q, k, v, mask, None).permute(1, 2, 0, 3)
+
+    return _both_passes(session, batch, attend)
+
+
 @contextmanager
 def _deterministic() -> Iterator[None]:
     fills = torch.utils.deterministic.fill_uninitialized_memory
@@ -88,7 +102,8 @@ def _documents(session: Session, batch: int) -> AttentionMask:
     length = session.sizes.sequence // _DOCUMENTS
     places_S = torch.arange(session.sizes.sequence, device=session.device)
     starts_SB = (places_S // length * length).unsqueeze(1).expand(-1, batch)
-    return AttentionMask((range(session.sizes.sequence),), starts_SB)
+    sizes = DocumentSizes(_DOCUMENTS * batch, length)
+    return AttentionMask((range(session.sizes.sequence),), starts_SB, documents=sizes)
 
 
 def _inputs(session: Session, batch: int) -> tuple[Tensor, Tensor, Tensor]:

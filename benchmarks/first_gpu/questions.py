@@ -8,6 +8,7 @@ QUESTIONS = {
     "accumulation": 8,
     "update": 20,
     "attention": 25,
+    "documents": 60,
     "matmul": 35,
     "memory": 20,
     "tensor_parallel": 10,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -52,13 +52,16 @@ class Setting:
         program = ("compiled" if self.is_compiled else "eager") + (", fp8" if self.in_fp8 else "")
         return {"program": program, "recompute": self.recompute, "micro_batch": self.micro_batch}
 
-    def config(self, session: Session, micro_batches: int, blocks: int | None = None) -> Config:
+    def config(
+        self, session: Session, micro_batches: int, blocks: int | None = None, keys: Sequence[str] = ()
+    ) -> Config:
         return session.config(
             f"train.micro_batch={self.micro_batch}",
             f"train.global_batch={self.micro_batch * micro_batches}",
             f"train.recompute={self.recompute}",
             *(["precision.matmul=fp8"] if self.in_fp8 else []),
             *session.compile_keys(self.is_compiled),
+            *keys,
             blocks=blocks,
         )
 
@@ -118,12 +121,12 @@ def _steps(session: Session, setting: Setting, counts: tuple[int, ...], blocks: 
         is_short = micro_batches == counts[0]
         if is_short:
             trainer.step()
-        found = _timed_steps(session, trainer, rounds=4 if is_short else 2)
+        found = timed_steps(session, trainer, rounds=4 if is_short else 2)
         yield {**found, **first, "blocks": config.model.num_hidden_layers, "micro_batches": micro_batches}
     trainer.feed.close()
 
 
-def _timed_steps(session: Session, trainer: Trainer, rounds: int) -> Figures:
+def timed_steps(session: Session, trainer: Trainer, rounds: int) -> Figures:
     config = trainer.config
     seconds = []
     with Clocks(session.device) as clocks:

@@ -76,7 +76,7 @@ def test_every_question_has_figures_and_the_report_a_table_for_each(tmp_path: Pa
     outcome = run("--report", tmp_path, "--results", tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     report = (tmp_path / "first_gpu.md").read_text(encoding="utf-8")
-    assert report.count("\n**") == len(with_figures) == 10
+    assert report.count("\n**") == len(with_figures) == 11
     rows = compared(tmp_path, tmp_path, tmp_path)
     assert len(rows) == len([line for line in found if "step_ms" in line and line["question"] == "training"])
     assert {row[6] for row in rows} == {"1.000"}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.strict import build
+from tests.strict import build, flash_attention
 
 _waits: Counter[tuple[str, str]] = Counter()
 _library: Any = None
@@ -77,6 +77,7 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend("strict")
     torch._register_device_module("strict", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    flash_attention.install()
     dist.Backend.register_backend("strictccl", _make_backend, extended_api=True, devices=["strict"])
     if os.environ.get("STRICT_CUDA_LIKE", "1") != "0":
         dist.Backend.backend_capability["gloo"].append("strict")  # as torch has it for CUDA, and for nothing else

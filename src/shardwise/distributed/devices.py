@@ -163,6 +163,33 @@ def least_flex_width(device: torch.device) -> int:
     return 16 if device.type == "cuda" else 1
 
 
+@functools.cache
+def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """True if a kernel of the device attends to documents of any length in one call (`varlen_attn`).
+
+    Kernels and releases of torch differ in the dtypes and widths that they take, in windows, in keys that queries share
+    and in whether they have a backward pass. A small call answers for all.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # slow to import
+
+        # The last document is empty.
+        bounds = torch.tensor([0, 1, 4, 4], dtype=torch.int32, device=device)
+        if not has_data(bounds):
+            return False
+        with torch.enable_grad():
+            q = torch.zeros(4, 2, head_dim, dtype=dtype, device=device)
+            k = torch.zeros(4, 1, head_dim, dtype=dtype, device=device)
+            numbers = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=dtype, device=device)
+            v = numbers.view(4, 1, 1).repeat(1, 1, head_dim).requires_grad_()
+            out = cast(Tensor, varlen_attn(q, k, v, bounds, bounds, 3, 3, window_size=(1, 0), enable_gqa=True))
+            (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
+        # Each query has the mean of its own value and of the one before, if that is of its document.
+        return out[:, 0, 0].tolist() == [1.0, 2.0, 3.0, 6.0] and dv[:, 0, 0].tolist() == [2.0, 3.0, 2.0, 1.0]
+    except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError):
+        return False
+
+
 Mark: TypeAlias = float | torch.Event
 """A time by `time.perf_counter`, or an event in an accelerator's stream."""
 

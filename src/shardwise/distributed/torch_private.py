@@ -352,6 +352,13 @@ def compiler_counts() -> CompilerCounts:
     return CompilerCounts(counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"])
 
 
+def let_length_change(tensor: Tensor) -> None:
+    """Let a compiled graph that takes this tensor take others of any length of at least 2 in its place."""
+    from torch._dynamo import mark_dynamic
+
+    mark_dynamic(tensor, 0)
+
+
 def prepare_compiler(threads: int) -> None:
     """Set what `torch.compile` takes from settings of the process: how many compilers run at once, and what is cached.
 

@@ -1,10 +1,11 @@
 """Self-attention of every family, and the frame of a block around it.
 
 Shapes: see `models/blocks.py`. Keys that a query does not see, because they are of another document or beyond a window,
-are left out in one of three ways (`AttentionMask.form`):
+are left out in one of four ways (`AttentionMask.form`):
 
 - on a CPU, by `attention_by_pieces`, which calls torch's kernel for each document;
-- on an accelerator, in a compiled model or with a long sequence, by FlexAttention;
+- on an accelerator whose kernel takes documents of any length, and whose ranks have whole samples, by that kernel;
+- on other accelerators, in a compiled model or with a long sequence, by FlexAttention;
 - else, and always with dropout of the probabilities, by a dense mask, which has S² elements a sample.
 """
 
@@ -30,10 +31,10 @@ from shardwise.layers.norm import QueryKeyNorm
 from shardwise.layers.parts import head_products
 from shardwise.layers.recompute import Recomputed, can_drop, dropping
 from shardwise.layers.replicated import SequenceParts, part_views
-from shardwise.models.attention_kernels import flex_attention
+from shardwise.models.attention_kernels import attention_by_document, flex_attention
 from shardwise.models.attention_pieces import attention_by_pieces
 from shardwise.models.blocks import ATTENTION, Context, LayerFactory
-from shardwise.models.masks import Masks, PiecesMask
+from shardwise.models.masks import DocumentsMask, Masks, PiecesMask
 from shardwise.models.ring_attention import ring_attention
 from shardwise.models.rotary import rotate
 
@@ -94,6 +95,8 @@ class AttentionCore(nn.Module):
             return ring_attention(q, k, v, mask, self.scale, self.context_group).flatten(2)
         if isinstance(mask, PiecesMask):
             return attention_by_pieces(q, k, v, mask, self.scale).flatten(2)
+        if isinstance(mask, DocumentsMask):
+            return attention_by_document(q, k, v, mask, self.scale).flatten(2)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         is_grouped = q.shape[1] != k.shape[1]
         # torch aligns its causal mask with the first key; a query after cached keys sees all of them.

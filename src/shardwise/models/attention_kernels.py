@@ -13,11 +13,32 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from shardwise.models.masks import DocumentsMask
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _HIDDEN = -1e30
 """Added to the scores of keys that are not seen: where no key is, sums stay finite, and so do gradients."""
+
+
+def attention_by_document(q: Tensor, k: Tensor, v: Tensor, mask: DocumentsMask, scale: float | None) -> Tensor:
+    """`softmax(scale · q kᵀ) v` over the keys of each query's document up to it: q `[Q, B, n, d]` → `[Q, B, n, d]`.
+
+    k and v `[Q, B, m, d]`; scale None is 1 / √d. The samples follow one another in the kernel's tensors: several are
+    copied, one is not.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # slow to import, and seldom needed
+
+    q_T, k_T, v_T = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+    longest = len(mask.rows)
+    # The kernel counts the keys before a query's own; -1: all.
+    window = (-1 if mask.window is None else mask.window - 1, 0)
+    is_grouped = q.shape[2] != k.shape[2]
+    options: dict[str, Any] = {"scale": scale, "window_size": window, "enable_gqa": is_grouped}
+    out_T = cast(Tensor, varlen_attn(q_T, k_T, v_T, mask.bounds, mask.bounds, longest, longest, **options))
+    out: Tensor = out_T.unflatten(0, (q.shape[1], -1))
+    return out.transpose(0, 1)
 
 
 def flex_attention() -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.replicated import SequenceParts
 from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
-from shardwise.models.masks import AttentionMask, Mask, Masks, PiecesMask
+from shardwise.models.masks import AttentionMask, DocumentSizes, Mask, Masks, PiecesMask
 from shardwise.models.rotary import Rotary
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
@@ -61,6 +61,7 @@ class CausalLM(Family[_Config]):
         positions_SB: Tensor | None = None,
         starts_SB: Tensor | None = None,
         lengths_B: Tensor | None = None,
+        documents: DocumentSizes | None = None,
     ) -> Tensor:
         """Token ids `[S, B]` → final hidden states `[S, B, H]` (`[S/g, B, H]` with sequence parallelism).
 
@@ -73,6 +74,7 @@ class CausalLM(Family[_Config]):
             positions_SB: position of each token; None: its place in the sequence. Not with a cache.
             starts_SB: first place that each token attends to; None: 0. Not with a cache.
             lengths_B: tokens of each sequence before its padding; None: all. Not with a cache.
+            documents: sizes of the documents that `starts_SB` tells apart, for kernels that need them; None: not known.
 
         Raises:
             ValueError: the cache has no room, or its keys are stale in the longer sequence (`outdates`).
@@ -82,7 +84,6 @@ class CausalLM(Family[_Config]):
             raise ValueError(f"the {known} tokens of the cache must be read again with those that follow")
         length = known + len(ids_SB)
         is_cut = self.shares_samples and cuts_samples(self.context_group)
-        has_parts = is_cut and self.context_group.has_parts
         runs: tuple[range, ...] = (range(known, length),)
         if is_cut:
             group = self.context_group
@@ -101,16 +102,16 @@ class CausalLM(Family[_Config]):
                 positions_SB = positions_SB[:, :1]  # tables of one column are faster
         tables = self._tables(x, length, positions_SB, lengths_B, known)
         context = Context(dropout, cache=cache, rotary_tables=tables, is_cut=is_cut)
-        if has_parts:
+        if is_cut and self.context_group.has_parts:
             context = replace(context, parts=self._parts(context, runs, starts_SB, length, x))
         else:
-            context = replace(context, masks=self._masks(context, runs, starts_SB, length, x))
+            context = replace(context, masks=self._masks(context, runs, starts_SB, length, x, documents))
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
             cache.advance(len(ids_SB))  # after all blocks, as each writes at the same length
         if not self.part.is_last:
             return x
-        return SequenceParts(self.norm, self.context_group).joined(self.norm, x) if has_parts else self.norm(x)
+        return SequenceParts(self.norm, self.context_group).joined(self.norm, x) if context.parts else self.norm(x)
 
     def _key_of_embedding(self, key: DropoutKey | None) -> DropoutKey | None:
         """Return the key whose places are in the order in which tensor-parallel ranks have the embedding's output.
@@ -139,7 +140,13 @@ class CausalLM(Family[_Config]):
         return tables
 
     def _masks(
-        self, context: Context, runs: Sequence[range], starts_SB: Tensor | None, length: int, x: Tensor
+        self,
+        context: Context,
+        runs: Sequence[range],
+        starts_SB: Tensor | None,
+        length: int,
+        x: Tensor,
+        documents: DocumentSizes | None = None,
     ) -> dict[int | None, Masks | None]:
         """Return the masks of queries at runs of places in a sequence of `length` tokens, in the form of attention.
 
@@ -151,7 +158,7 @@ class CausalLM(Family[_Config]):
         for window in self._windows:
             forgotten = 0 if cache is None else cache.length - cache.seen(window)
             places = tuple(range(run.start - forgotten, run.stop - forgotten) for run in runs)
-            mask = AttentionMask(places, starts_SB, window)
+            mask = AttentionMask(places, starts_SB, window, documents=documents)
             if ranks == 1:
                 masks[window] = self._form_of(mask, length - forgotten, x, context)
                 continue
@@ -199,12 +206,13 @@ class CausalLM(Family[_Config]):
         positions_SB: Tensor | None = None,
         starts_SB: Tensor | None = None,
         lengths_B: Tensor | None = None,
+        documents: DocumentSizes | None = None,
     ) -> Tensor:
         """Return the sum of the cross-entropies of the targets that are not -100: a float32 scalar.
 
         Other arguments are those of `hidden`, whose output a stage that is not the last returns.
         """
-        hidden = self.hidden(ids_SB, dropout, None, x, positions_SB, starts_SB, lengths_B)
+        hidden = self.hidden(ids_SB, dropout, None, x, positions_SB, starts_SB, lengths_B, documents)
         if not self.part.is_last:
             return hidden
         return self.lm_head.loss(hidden, targets_SB, context_group=self.context_group if self.shares_samples else None)

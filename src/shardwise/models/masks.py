@@ -1,19 +1,20 @@
 """The keys that each query of causal attention sees, and the forms in which kernels are told so.
 
 Shapes of masks: Q queries, L keys, B batch (1 if all samples are alike); n = ceil(Q / BLOCK) blocks of queries and
-m = ceil(L / BLOCK) blocks of keys.
+m = ceil(L / BLOCK) blocks of keys; N documents of all samples, T = S·B tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, Union
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.distributed import devices
+from shardwise.distributed.torch_private import let_length_change
 from shardwise.models.parameter_counts import LONG
 
 if TYPE_CHECKING:
@@ -23,6 +24,18 @@ BLOCK = 128
 """Queries and keys of one block, as torch's kernels have them by default."""
 _BEYOND = 2**62
 """A place behind all tokens of any sequence."""
+
+
+class DocumentSizes(NamedTuple):
+    """Sizes of the documents of a micro-batch that a kernel must be told by the host.
+
+    Attributes:
+        number: documents of all samples.
+        longest: tokens of the longest one.
+    """
+
+    number: int
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -36,12 +49,14 @@ class AttentionMask:
         starts_SB: first place of each query's document, `[Q, B]`; None: 0.
         window: keys that a query sees at most, its own included; None: no limit.
         key_places: places of the keys, as runs; None: all places of the sequence.
+        documents: sizes of the documents of `starts_SB`; None: the host does not know them.
     """
 
     places: tuple[range, ...]
     starts_SB: Tensor | None = None
     window: int | None = None
     key_places: tuple[range, ...] | None = None
+    documents: DocumentSizes | None = None
 
     @property
     def queries(self) -> int:
@@ -119,6 +134,30 @@ class AttentionMask:
         window = self.window if self.limits(keys) else None
         return PiecesMask(torch.tensor(ends, device="cpu"), self.starts_SB, window, self.key_places)
 
+    def by_document(self, keys: int, *, is_compiled: bool) -> DocumentsMask:
+        """Return the mask for a kernel that takes each document by itself.
+
+        The kernel starts threads for each document and each block of the longest one, and its backward pass has a block
+        of scratch memory for each document. So both sizes are those of the micro-batch, and not the largest possible.
+        """
+        assert self.starts_SB is not None
+        assert self.documents is not None
+        # Documents that begin up to each token.
+        is_first_T = (self.starts_SB == _numbers(self.places, self.starts_SB.device).unsqueeze(1)).T.flatten()
+        number_T = is_first_T.cumsum(0)
+        # The compiler takes equal sizes for one: there is an odd number of bounds, and an even one of rows.
+        number = self.documents.number + self.documents.number % 2
+        numbers = torch.arange(number + 1, device=number_T.device)
+        # The first token up to which more documents begin; T where there is none.
+        bounds = torch.searchsorted(number_T, numbers, right=True, out_int32=True)
+        # Newer releases of torch have another kernel for at most one block, and a graph has one kernel.
+        blocks = max(2, -(-self.documents.longest // BLOCK))
+        rows = torch.empty(blocks * BLOCK, dtype=torch.int8, device=number_T.device)
+        if is_compiled:
+            let_length_change(bounds)
+            let_length_change(rows)
+        return DocumentsMask(bounds, rows, self.window if self.limits(keys) else None)
+
     def form(
         self, like: Tensor, *, keys: int, head_dim: int, is_compiled: bool, is_fused: bool, is_cached: bool = False
     ) -> Mask | None:
@@ -134,10 +173,39 @@ class AttentionMask:
             return None
         if is_fused and like.device.type == "cpu":
             return self.pieces(keys)
+        if is_fused and self._is_by_document(like, keys, head_dim):
+            return self.by_document(keys, is_compiled=is_compiled)
         has_kernel = is_fused and not is_cached and head_dim >= devices.least_flex_width(like.device)
         if has_kernel and (is_compiled or keys >= LONG):
             return self.blocks(keys, like.device)
         return self.dense(keys, like.dtype, like.device)
+
+    def _is_by_document(self, like: Tensor, keys: int, head_dim: int) -> bool:
+        """Return whether a kernel of the device takes each document by itself.
+
+        The kernel takes each query with keys of the same tokens. The tokens of a rank that shares samples need keys of
+        other ranks, and documents in two of its parts would need the same keys twice: the kernel has no overlapping
+        keys. With one order of sums its backward pass holds a gradient of q for each of many groups of thread blocks.
+        """
+        if self.documents is None or self.places != (range(keys),) or torch.are_deterministic_algorithms_enabled():
+            return False
+        return devices.attends_by_document(like.device, like.dtype, head_dim)
+
+
+@dataclass(frozen=True)
+class DocumentsMask:
+    """The documents of a micro-batch, sample after sample, in tensors whose sizes one compiled graph takes as they are.
+
+    Attributes:
+        bounds: first token of each document, and T, `[N + 1]` in int32; the last documents may be empty.
+        rows: as many elements as the longest document has tokens, or some more. A graph takes a number that changes
+            from call to call as a size alone.
+        window: as in `PiecesMask`.
+    """
+
+    bounds: Tensor
+    rows: Tensor
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -157,8 +225,8 @@ class PiecesMask:
     key_places: tuple[range, ...] | None = None
 
 
-Mask: TypeAlias = Union[Tensor, "BlockMask", PiecesMask]
-"""The forms of a mask: dense, or added to scores; by blocks, for FlexAttention; the bounds alone, for CPUs."""
+Mask: TypeAlias = Union[Tensor, "BlockMask", DocumentsMask, PiecesMask]
+"""The forms of a mask: dense, or added to scores; by blocks, for FlexAttention; the documents; the bounds, for CPUs."""
 Masks: TypeAlias = Mask | tuple[Mask, ...]
 """The mask of all keys, or where keys come rank by rank, one for the keys of each rank."""
 

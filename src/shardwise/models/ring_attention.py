@@ -23,7 +23,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.layers.context import passed_round
 from shardwise.models.attention_kernels import attention_and_log_sums
 from shardwise.models.attention_pieces import add_gradients_by_pieces, attend_by_pieces
-from shardwise.models.masks import Mask, PiecesMask
+from shardwise.models.masks import DocumentsMask, Mask, PiecesMask
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], scale: float | None, group: Group) -> Tensor:
@@ -88,6 +88,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) ->
     if isinstance(mask, PiecesMask):
         out, log_sums = attend_by_pieces(q, k, v, mask, scale)
         return out, log_sums.transpose(0, 1)
+    assert not isinstance(mask, DocumentsMask), "a rank's queries have keys of other ranks"
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
     out, log_sums = attention_and_log_sums(q, k, v, mask, scale)
     return out.permute(2, 0, 1, 3), log_sums.permute(2, 0, 1)

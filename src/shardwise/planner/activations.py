@@ -199,16 +199,16 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         + workload.mask_elements
         + _head_norms(workload)
     )
-    core_input, core_input_saved, core = _core(
-        workload, layer, copied=model.rotates(layer) or model.query_key_norm is not None
-    )
+    # Copies take the place of what rotation made, and of the output of QKV unless a norm keeps it.
+    is_rotated = model.rotates(layer) and not workload.copies_heads
+    core_input, core_input_saved, core = _core(workload, layer, copied=is_rotated or model.query_key_norm is not None)
     if model.norms_input:
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32
         saves_input = saves_input and not _norms_in_float32(workload)
     else:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
     norms = 2 if model.norm_place == "both" else 1
-    is_rotated = model.rotates(layer) and model.query_key_norm is None
+    drops_rotated = is_rotated and model.query_key_norm is None
     rotated_keys = 0 if workload.gathers_keys else local.key_value  # gathered ones are kept as before rotation
     return BlockActivations(
         saves_input=saves_input,
@@ -218,7 +218,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core=core,
         mlp=_mlp(workload, feed) + norms * norm_bytes(workload) - (x if model.parallel_residual else 0),
         normed=_normed(workload),
-        rotated=is_rotated * a * workload.tokens * (local.query + rotated_keys),
+        rotated=drops_rotated * a * workload.tokens * (local.query + rotated_keys),
         activated=0 if rounds or (model.activation == "relu" and not model.gated) else feed,
     )
 
@@ -376,7 +376,8 @@ def _core(workload: RankWorkload, layer: int, *, copied: bool) -> tuple[int, int
     copied, or if norms of q and k save their input, the whole output of QKV stays.
 
     With keys gathered over context parallelism, a core step by step has keys and values of all c·T tokens. A fused one
-    saves none of them where they are gathered again: a rank's k is kept as it was before rotation.
+    saves none of them where they are gathered again: a rank's k is kept as it was before rotation. Where it saves those
+    of all tokens, q, k and v of a rank's parts are tensors by themselves, and its own v is free.
     """
     model = workload.model
     local = workload.local
@@ -387,12 +388,15 @@ def _core(workload: RankWorkload, layer: int, *, copied: bool) -> tuple[int, int
     context = workload.layout.context
     gathered = 2 * context * key_value if workload.gathers_keys else 0
     new = query + key_value if copied else 0
-    if gathered and workload.gathers_keys_again and model.query_key_norm is None:
+    drops_rotated = workload.gathers_keys_again or not workload.attends_step_by_step
+    if gathered and drops_rotated and model.query_key_norm is None:
         new = query if copied else 0
     if not workload.attends_step_by_step:
         log_sum_exp = _FLOAT32 * workload.tokens * local.query // model.head_dim
         padding_mask = 0 if model.causal else a * workload.tokens
-        kept = qkv + new + (0 if workload.gathers_keys_again else gathered)
+        kept = qkv + new
+        if gathered and not workload.gathers_keys_again:
+            kept += gathered - key_value
         return kept, kept, log_sum_exp + padding_mask
     mask = workload.config.train.sequence_length**2 if model.causal else workload.tokens
     if gathered or workload.dense_mask_elements(range(layer, layer + 1)):

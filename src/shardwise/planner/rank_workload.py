@@ -235,6 +235,17 @@ class RankWorkload:
         """T·F/t: elements of a dropout mask inside the MLP, one byte each; 0 without dropout there."""
         return self.tokens * self.local.intermediate if self.model.ffn_dropout_p else 0
 
+    @property
+    def attends_by_document(self) -> bool:
+        """True if a kernel takes each document of a sample by itself, as accelerators are taken to have in bfloat16."""
+        is_asked = self.config.data.reset_attention_mask and not (self.cuts_samples or self.config.train.bitwise)
+        return is_asked and self.accelerator and self.precision.parameter == "bfloat16"
+
+    @property
+    def copies_heads(self) -> bool:
+        """True if attention keeps copies of q, k and v, as its kernel takes samples one after the other."""
+        return self.attends_by_document and self.config.train.micro_batch > 1
+
     def dense_mask_elements(self, layers: range) -> int:
         """Return the elements of the dense masks that blocks share: see `AttentionMask.form` in `models/masks.py`.
 
@@ -244,7 +255,7 @@ class RankWorkload:
         length = self.config.train.sequence_length
         context = self.layout.context
         eager = self.accelerator and not self.config.compile.enabled and length < LONG
-        if not eager and not self.model.attention_dropout_p:
+        if (not eager or self.attends_by_document) and not self.model.attention_dropout_p:
             return 0
         windows = {self.model.window(layer) for layer in layers}
         if self.config.data.reset_attention_mask:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -25,10 +26,12 @@ from shardwise.data.formats.common import PreparedData, make_batches
 from shardwise.data.samples.batch import Batch, Batches, eval_micro_batches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.loss import MicroBatch
+from shardwise.models.masks import DocumentSizes
+from shardwise.train.loss import MicroBatch, document_sizes
 
 _IntArray = npt.NDArray[np.int64]
 _COUNTS = "counts"
+_DOCUMENTS = "documents"
 _LENGTHS = "lengths"
 
 
@@ -173,26 +176,52 @@ class Feed:
         sizes = [array.size for array in blank.values()]
         # One tensor and one broadcast: each message costs its latency, and the arrays are small.
         if local is not None:
-            packed = [
-                np.concatenate([array.ravel() for array in _arrays(batch, has_padding).values()]) for batch in local
-            ]
-            numbers_MN = devices.to_device(torch.from_numpy(np.stack(packed)), self._mesh.device)
+            packed = np.stack(
+                [np.concatenate([array.ravel() for array in _arrays(batch, has_padding).values()]) for batch in local]
+            )
+            numbers_MN = devices.to_device(torch.from_numpy(packed), self._mesh.device)
         else:
             numbers_MN = torch.zeros(len(samples), sum(sizes), dtype=torch.int64, device=self._mesh.device)
         collectives.broadcast_(numbers_MN, self._mesh.tp)
         samples_MB = devices.to_device(torch.from_numpy(np.stack(samples)), self._mesh.device)
+        documents_M: list[DocumentSizes | None] = [None] * len(samples)
+        if _DOCUMENTS in blank and self._tells_documents:
+            # They are last. A rank that did not read them waits for the device, once.
+            sizes_M2 = numbers_MN[:, -2:] if local is None else packed[:, -2:]
+            documents_M = [DocumentSizes(number, longest) for number, longest in sizes_M2.tolist()]
         micro_batches = []
-        for numbers_N, sample_numbers, samples_B in zip(numbers_MN, samples, samples_MB, strict=True):
+        for numbers_N, sample_numbers, samples_B, documents in zip(
+            numbers_MN, samples, samples_MB, documents_M, strict=True
+        ):
             inputs = {}
             for (name, array), part in zip(blank.items(), numbers_N.split(sizes), strict=True):
                 inputs[name] = part.view(array.shape)
+            inputs.pop(_DOCUMENTS, None)
             lengths_B = inputs.pop(_LENGTHS, None)
-            batch = MicroBatch(inputs, inputs.pop(_COUNTS), sample_numbers, samples_B, lengths_B)
+            batch = MicroBatch(inputs, inputs.pop(_COUNTS), sample_numbers, samples_B, lengths_B, documents)
             micro_batches.append(batch.part(self._mesh.cp))
         return micro_batches
 
+    @cached_property
+    def _tells_documents(self) -> bool:
+        """True if attention may need the sizes of documents (`AttentionMask.form`)."""
+        config = self._config
+        device = self._mesh.device
+        if config.shapes is None or config.train.bitwise or self._mesh.cp.size > 1 or device.type == "cpu":
+            return False
+        dtype: torch.dtype = getattr(torch, config.precision.resolved(True).parameter)
+        return devices.attends_by_document(device, dtype, config.shapes.head_dim)
+
 
 def _arrays(batch: Batch, has_padding: bool) -> dict[str, _IntArray]:
-    """The arrays of a batch by name, in the same order on every rank; the lengths where sequences may be padded."""
-    lengths = {_LENGTHS: batch.lengths} if has_padding and batch.lengths is not None else {}
-    return {**dict(sorted(batch.inputs.items())), _COUNTS: batch.counts, **lengths}
+    """The arrays of a batch by name, in the same order on every rank.
+
+    The lengths are there where sequences may be padded, and the sizes of documents where these attend by themselves.
+    """
+    arrays = {**dict(sorted(batch.inputs.items())), _COUNTS: batch.counts}
+    if has_padding and batch.lengths is not None:
+        arrays[_LENGTHS] = batch.lengths
+    documents = document_sizes(batch)
+    if documents is not None:
+        arrays[_DOCUMENTS] = np.array(documents)
+    return arrays

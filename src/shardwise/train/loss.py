@@ -26,6 +26,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.layers.context import chunks_of_rank, cuts_samples
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import gives_losses
+from shardwise.models.masks import DocumentSizes
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class MicroBatch:
         samples: each sample's number in the run, [B], on the host.
         samples_B: the same numbers on the device.
         lengths_B: tokens of each sequence before its padding; None where no sequence is padded.
+        documents: sizes of the documents in whole samples; None where documents do not attend by themselves.
     """
 
     inputs: dict[str, Tensor]
@@ -45,6 +47,7 @@ class MicroBatch:
     samples: npt.NDArray[np.int64]
     samples_B: Tensor
     lengths_B: Tensor | None = None
+    documents: DocumentSizes | None = None
 
     @staticmethod
     def on(device: torch.device, batch: Batch) -> MicroBatch:
@@ -57,7 +60,8 @@ class MicroBatch:
         lengths_B = None
         if batch.lengths is not None and (batch.lengths < len(inputs["ids_SB"])).any():
             lengths_B = copied(batch.lengths)
-        return MicroBatch(inputs, copied(batch.counts), batch.samples, copied(batch.samples), lengths_B)
+        documents = document_sizes(batch)
+        return MicroBatch(inputs, copied(batch.counts), batch.samples, copied(batch.samples), lengths_B, documents)
 
     def part(self, group: Group) -> MicroBatch:
         """The tokens that this rank has of each sample, for a group that shares them (`layers/context.py`).
@@ -68,7 +72,7 @@ class MicroBatch:
             return self
         inputs = {name: chunks_of_rank(tensor, group) for name, tensor in self.inputs.items()}
         counts_K = (inputs["targets_SB"] != IGNORE).sum().view(1)
-        return replace(self, inputs=inputs, counts_K=counts_K)
+        return replace(self, inputs=inputs, counts_K=counts_K, documents=None)
 
     def empty_on(self, device: torch.device) -> MicroBatch:
         """A micro-batch of the same shapes on another device, with any numbers."""
@@ -87,7 +91,9 @@ class MicroBatch:
         return DropoutKey(train.seed, step, self.samples_B, int(self.samples[0]), train.dropout_mode)
 
     def call(self, part: nn.Module, x: Tensor | None = None, dropout: DropoutKey | None = None) -> Any:
-        """Call a part of a model with this micro-batch; `dropout` and `lengths_B` only if its forward names them.
+        """Call a part of a model with this micro-batch.
+
+        `dropout`, `lengths_B` and `documents` are given only if its forward names them.
 
         Args:
             x: output of the part before; None for the first part.
@@ -101,6 +107,8 @@ class MicroBatch:
             arguments["dropout"] = dropout
         if "lengths_B" in parameters and self.lengths_B is not None:
             arguments["lengths_B"] = self.lengths_B
+        if "documents" in parameters:
+            arguments["documents"] = self.documents
         if x is not None:
             arguments["x"] = x
         return part(*positional, **arguments)
@@ -137,6 +145,15 @@ class MicroBatch:
         targets_SB = self.inputs["targets_SB"]
         # No selection of targets, for whose number the host would wait.
         return (bytes_V[targets_SB.clamp(min=0)] * (targets_SB != IGNORE)).sum()
+
+
+def document_sizes(batch: Batch) -> DocumentSizes | None:
+    """The sizes of a batch's documents; None where documents do not attend by themselves."""
+    if "starts_SB" not in batch.inputs:
+        return None
+    starts_SB = batch.inputs["starts_SB"]
+    positions_SB = np.arange(len(starts_SB))[:, None] - starts_SB
+    return DocumentSizes(int(np.count_nonzero(positions_SB == 0)), int(positions_SB.max()) + 1)
 
 
 # A signature takes tens of microseconds, and is asked for each micro-batch and stage.

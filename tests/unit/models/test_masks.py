@@ -1,19 +1,27 @@
 """The keys that queries see, in each form of the mask, are those of the definition."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
+from shardwise.data.samples.batch import Batch
+from shardwise.distributed import devices
+from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients, fake_tensors
 from shardwise.models import attention_pieces
+from shardwise.models.attention_kernels import attention_by_document
 from shardwise.models.attention_pieces import attention_by_pieces, define_attention_by_pieces
-from shardwise.models.masks import BLOCK, AttentionMask, PiecesMask
+from shardwise.models.masks import BLOCK, AttentionMask, DocumentSizes, DocumentsMask, PiecesMask
 from shardwise.models.parameter_counts import LONG
+from shardwise.train.loss import document_sizes
 
 WINDOWS = (None, 1, 3, 64, 1000)
 
@@ -193,3 +201,71 @@ def test_the_form_of_a_mask(mask: AttentionMask, device: str, choices: dict[str,
     options = {"is_compiled": False, "is_fused": True} | choices
     found = mask.form(like, keys=mask.places[-1].stop, head_dim=16, **options)  # type: ignore[arg-type]
     assert found is None if form is None else isinstance(found, form)
+
+
+@pytest.mark.parametrize(
+    ("firsts", "sizes", "rows"),
+    [
+        ([[0]], (1, 300), 384),
+        ([[0, 7, 30], [0, 299]], (5, 299), 384),
+        ([[0, 1, 2, 100, 200], [0, 150]], (7, 150), 256),
+        ([[*range(300)], [*range(0, 300, 2)]], (450, 2), 256),
+    ],
+)
+def test_a_kernel_for_documents_is_told_where_each_begins(
+    firsts: list[list[int]], sizes: tuple[int, int], rows: int
+) -> None:
+    starts_SB = starts(300, firsts)
+    inputs = {"ids_SB": np.zeros((300, len(firsts)), dtype=np.int64), "starts_SB": starts_SB.numpy()}
+    found = document_sizes(Batch(inputs, np.zeros(1, dtype=np.int64), np.arange(len(firsts))))
+    assert found == sizes
+    mask = AttentionMask((range(300),), starts_SB, 150, documents=found).by_document(300, is_compiled=False)
+    begins = [300 * b + first for b, of_sample in enumerate(firsts) for first in of_sample]
+    ends = [300 * len(firsts)] * (1 + sizes[0] % 2)
+    assert mask.bounds.tolist() == begins + ends, "an even number of documents, the last one empty if need be"
+    assert mask.bounds.dtype == torch.int32
+    assert len(mask.rows) == rows
+    assert mask.window == 150
+
+
+KNOWN = AttentionMask((range(64),), starts(64, [[0, 7]]).to("meta"), documents=DocumentSizes(2, 57))
+
+
+@contextmanager
+def one_order() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_documents_go_to_their_kernel_where_the_device_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def form(mask: AttentionMask, **choices: bool) -> Any:
+        options = {"is_compiled": False, "is_fused": True} | choices
+        return mask.form(torch.empty((), device="meta"), keys=64, head_dim=16, **options)  # type: ignore[arg-type]
+
+    for device in ("cpu", "meta"):
+        assert not devices.attends_by_document(torch.device(device), torch.bfloat16, 64)
+    assert isinstance(form(KNOWN), Tensor)
+    monkeypatch.setattr(devices, "attends_by_document", lambda *_: True)
+    assert isinstance(form(KNOWN), DocumentsMask)
+    assert isinstance(form(KNOWN, is_compiled=True), DocumentsMask)
+    assert isinstance(form(replace(KNOWN, documents=None)), Tensor), "the host does not know them"
+    assert isinstance(form(KNOWN, is_fused=False), Tensor), "dropout of probabilities"
+    half = replace(KNOWN, places=(range(32, 64),), starts_SB=torch.zeros(32, 1, device="meta"))
+    assert isinstance(form(half), Tensor), "keys of other queries"
+    with one_order():
+        assert isinstance(form(KNOWN), Tensor)
+
+
+def test_torch_describes_the_kernel_for_documents_as_it_is_called() -> None:
+    with fake_tensors():
+        mask = replace(KNOWN, starts_SB=torch.zeros(64, 2, dtype=torch.int64), window=5).by_document(
+            64, is_compiled=False
+        )
+        inputs = [torch.empty(64, 2, heads, 16, dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)]
+        y = attention_by_document(*inputs, mask, 0.5)
+        gradients = torch.autograd.grad(y.flatten(2), inputs, torch.empty(64, 2, 64, dtype=torch.bfloat16))
+    assert (y.shape, y.dtype) == (inputs[0].shape, torch.bfloat16)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]

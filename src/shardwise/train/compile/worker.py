@@ -18,6 +18,7 @@ from shardwise.base.errors import ConfigError, RunError
 from shardwise.config import Config, Layout, check_layout, config_from
 from shardwise.data.formats.common import make_batches
 from shardwise.data.formats.text import random_text
+from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
 from shardwise.launch.local import die_with_parent
@@ -53,6 +54,8 @@ def play(
     config: Config, layout: Layout, device: torch.device, unit: str, *, training: bool, only_capture: bool
 ) -> Compilation:
     """Run one unit of the model on a micro-batch, so that its graph is captured; its name and mode choose the graph."""
+    if config.train.bitwise and device.type != "cpu":
+        devices.add_in_one_order(device, config.train.threads)
     mesh = Mesh(**config.parallel.degrees, device=device, grains=config.grains)
     # On CPU the ranks that will run the graph use gloo, where a group scatters by an all-to-all (`Group`).
     for group in (mesh.tp, mesh.cp):
