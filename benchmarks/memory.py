@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ranks
@@ -23,8 +25,11 @@ LAYOUTS = (
     ("TP 2 + SP × DP 2", 4, {"parallel.tensor": 2, "parallel.sequence": True}),
     ("DP 2, ZeRO-2", 2, {"optimizer.zero": 2}),
     ("DP 4, ZeRO-2", 4, {"optimizer.zero": 2}),
+    ("DP 4, ZeRO-2, reduced once a step", 4, {"optimizer.zero": 2, "optimizer.reduce": "step"}),
     ("DP 2, ZeRO-3", 2, {"optimizer.zero": 3}),
     ("DP 4, ZeRO-3", 4, {"optimizer.zero": 3}),
+    ("DP 4, ZeRO-3, reduced once a step", 4, {"optimizer.zero": 3, "optimizer.reduce": "step"}),
+    ("DP 4, ZeRO-3, gathered once a step", 4, {"optimizer.zero": 3, "optimizer.gather": "step"}),
     ("DP 4, ZeRO-3, replicate 2", 4, {"optimizer.zero": 3, "parallel.replicate": 2}),
     ("TP 2 + SP × DP 2, ZeRO-3", 4, {"parallel.tensor": 2, "parallel.sequence": True, "optimizer.zero": 3}),
     ("CP 2", 2, {"parallel.context": 2}),
@@ -32,6 +37,9 @@ LAYOUTS = (
     ("CP 2 × TP 2 + SP", 4, {"parallel.context": 2, "parallel.tensor": 2, "parallel.sequence": True}),
     ("CP 2 × DP 2, ZeRO-3", 4, {"parallel.context": 2, "optimizer.zero": 3}),
     ("CP 2, recompute full", 2, {"parallel.context": 2, "train.recompute": "full"}),
+    ("CP 2, ring", 2, {"parallel.context": 2, "parallel.context_keys": "ring"}),
+    ("CP 4, ring", 4, {"parallel.context": 4, "parallel.context_keys": "ring"}),
+    ("CP 2 × DP 2, ring, ZeRO-2", 4, {"parallel.context": 2, "parallel.context_keys": "ring", "optimizer.zero": 2}),
 )
 MIXED = ("DP 1", "DP 2", "DP 4", "DP 2, ZeRO-3")
 TINY = ("model.hidden_size=64", "model.intermediate_size=64", "model.vocab_size=512", "model.num_hidden_layers=1")
@@ -46,6 +54,7 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     A tiny model takes a step first: pages of the libraries that a step touches belong to Python and torch, not to the
     model. The tensors are those of a further trainer, of which no step is the first.
     """
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     from shardwise.config import check_layout, load_config
     from shardwise.distributed.mesh import Mesh, join
     from shardwise.models.parameter_counts import local_parameter_count
@@ -65,6 +74,9 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     del trainer
     with LiveTensors() as live:
         trainer = _train(config, mesh, 1)
+        # ZeRO-2 and 3 resize the storages of buckets.
+        live.watch(flat for bucket in trainer.optimizer.buckets for flat in (bucket.values, bucket.gradients))
+        live.settled()
         live.peak = 0
         trainer.step()
     return {
@@ -103,8 +115,8 @@ def run(rounds: int) -> Report:
         shards //= int(keys.get("parallel.replicate", 1))
         settings = {"parallel.tensor": 1, "parallel.sequence": False, "precision.mode": mode, **keys}
         # bfloat16 matmuls are slow on many CPUs: one sequence shows the same state.
-        micro_batch = 8 if mode == "float32" else 1
-        settings |= {"train.micro_batch": micro_batch, "train.global_batch": micro_batch * data}
+        micro_batch = 4 if mode == "float32" else 1
+        settings |= {"train.micro_batch": micro_batch, "train.global_batch": 2 * micro_batch * data}
         overrides = [f"{key}={str(value).lower()}" for key, value in settings.items()]
         steps = 3 if mode == "float32" else 2
         result = ranks.run("memory", "measure", world, variables=ranks.OWN_PAGES, overrides=overrides, steps=steps)
@@ -146,9 +158,9 @@ def run(rounds: int) -> Report:
             ),
         ],
         [
-            "llama-small's model, 256 tokens a sequence, 8 sequences a micro-batch in float32 and 1 in mixed; the "
-            "rank with most. P: parameters on the rank, n: ranks over which ZeRO cuts. State: AdamW's two moments, "
-            "and in mixed the float32 masters.",
+            "llama-small's model, 256 tokens a sequence, two micro-batches a step, of 4 sequences in float32 and 1 in "
+            "mixed; the rank with most. P: parameters on the rank, n: ranks over which ZeRO cuts. State: AdamW's two "
+            "moments, and in mixed the float32 masters.",
             "Tensors: the most bytes of live tensors in a step that is not the first. Expected: "
             "`shardwise.planner.memory.expected_memory`. Process: the peak of resident memory above Python, torch, the "
             "joined processes and a step of a tiny model. A process holds more where its C library keeps a fragmented "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -44,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
         shared_device.use_everywhere()
     elif device != "cpu":
         os.environ["TEST_DEVICE"] = device
+    if hasattr(config, "workerinput") and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        config.args = _in_turn(config.rootpath / "tests", config.workerinput)
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
@@ -51,6 +55,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Where the environment forbids bytecode, each worker would rewrite the asserts of all tests in every run: for 5 s.
 sys.dont_write_bytecode = False
+
+# Nothing here loses power, and a busy disk takes milliseconds for each of thousands of files.
+os.fsync = lambda _file: None
+
+
+def _in_turn(tests: Path, worker: dict[str, Any]) -> list[str]:
+    """All parts of the tests: each worker begins with others, whose rewritten asserts its peers then find on disk."""
+    parts = sorted(part for part in (*tests.iterdir(), *(tests / "unit").iterdir()) if part.name != "unit")
+    named = [str(part) for part in parts if part.match("test_*.py") or (part.is_dir() and part.name[0] not in "._")]
+    begin = len(named) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    return named[begin:] + named[:begin]
+
 
 _LONGEST_FIRST = ("dist", "golden", "cluster", "e2e", "fake")
 
@@ -62,14 +78,15 @@ _POOLED = ("dist", "golden")
 class PoolsOnce(LoadFileScheduling):
     """Files by turns in the order of collection, but one worker alone starts the pools of ranks.
 
-    One worker has all tests of the strict device, too, as others would wait while it is built, and all of SLURM.
+    One worker has all tests of the strict device, too, as others would wait while it is built, all of SLURM, and all
+    that parse the whole project.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         folder = _folder(nodeid)
         if folder in _POOLED:
             return "ranks"
-        return folder if folder in ("cluster", "strict") else super()._split_scope(nodeid)
+        return folder if folder in ("arch", "cluster", "strict") else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsOnce:
@@ -79,8 +96,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsOnce:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The folders that take longest come first, so that no worker is left with one of their files at the end."""
-    folders = [*_LONGEST_FIRST, *dict.fromkeys(_folder(item.nodeid) for item in items)]
-    items.sort(key=lambda item: folders.index(_folder(item.nodeid)))
+    folders = [*_LONGEST_FIRST, *sorted({_folder(item.nodeid) for item in items})]
+    items.sort(key=lambda item: (folders.index(_folder(item.nodeid)), item.path))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while all tests are imported, nor look for it among what they have imported ever after."""
+    gc.disable()
+    result = yield
+    gc.enable()
+    gc.freeze()
+    return result
 
 
 def _folder(nodeid: str) -> str:

@@ -67,6 +67,8 @@ class Submission:
 
     def processes(self, program: bytes, rank: int | None = None) -> list[int]:
         found = []
+        job = f"SLURM_JOB_ID={self.id}".encode()
+        cluster = f"SLURM_CONF={self.slurm.variables['SLURM_CONF']}".encode()  # jobs of others have the same numbers
         for folder in Path("/proc").iterdir():
             try:
                 variables = (folder / "environ").read_bytes().split(b"\0")
@@ -74,7 +76,7 @@ class Submission:
             except OSError:
                 continue
             is_rank = rank is None or f"RANK={rank}".encode() in variables
-            if f"SLURM_JOB_ID={self.id}".encode() in variables and program in command and is_rank:
+            if cluster in variables and job in variables and program in command and is_rank:
                 found.append(int(folder.name))
         return sorted(found)
 

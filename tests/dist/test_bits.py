@@ -42,7 +42,7 @@ SHARED = tuple(
         (replace(LLAMA, context=2, tensor=2, sequence=True, zero=1), 4),
         (replace(LLAMA, context=4, zero=3), 4),
         (replace(DOCUMENTS, context=2, data=2, zero=2, recompute="selective"), 2),
-        (replace(GPT, context=2, tensor=2, sequence=True, recompute="full"), 4),
+        (replace(GPT, context=2, tensor=2, sequence=True, recompute="full", layers=2, batch=4), 4),
         (replace(GPT_NEOX, schedule="zbv", pipeline=2, context=2, layers=4), 4),
         (replace(GEMMA3, context=2, tensor=2, sequence=True), 4),
         (replace(OLMO2, tensor=4), 2),

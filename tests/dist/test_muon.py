@@ -202,13 +202,14 @@ def test_eight_ranks_train_like_one_process(cell: str, ranks: Any) -> None:
     assert max(work) - min(work) <= largest
 
 
-def test_bfloat16_is_equal_to_the_bit_where_training_is_bitwise(ranks: Any) -> None:
+@pytest.mark.parametrize("steps", [4, pytest.param(LONG, marks=pytest.mark.slow)])
+def test_bfloat16_is_equal_to_the_bit_where_training_is_bitwise(steps: int, ranks: Any) -> None:
     options = {"ns_dtype": "bfloat16"}
     keys = {"bitwise": True, "data_grain": 8}
     grain = {"grain": 8}
-    wanted, _ = losses_and_iterations(configuration("llama", grain, 0, options, **keys), LONG)
+    wanted, _ = losses_and_iterations(configuration("llama", grain, 0, options, **keys), steps)
     layout = {"tensor": 2, "sequence": True, "pipeline": 2, **grain}
-    for losses, _ in ranks(8).run(losses_and_iterations, configuration("llama", layout, 1, options, **keys), LONG):
+    for losses, _ in ranks(8).run(losses_and_iterations, configuration("llama", layout, 1, options, **keys), steps):
         assert losses == wanted
 
 

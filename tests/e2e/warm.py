@@ -1,8 +1,9 @@
 """Commands in processes that have imported torch already, which otherwise takes longer than most of what they do.
 
 A server imports all that the commands do, and forks a process for each. In such a process, what starts another Python
-(the launcher, torchrun's agent) forks as well. There are the same processes with the same parents, sessions, signals
-and exit codes as ever, and no state that two commands share; only `exec` and the imports are left out. Linux alone.
+(the launcher, torchrun's agent, a chat) forks as well. There are the same processes with the same parents, sessions,
+signals and exit codes as ever, and no state that two commands share; only `exec` and the imports are left out. Linux
+alone.
 
 Run as a program, this is the server. It ends when its standard input does.
 """
@@ -41,7 +42,8 @@ _IMPORTED = (
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local", "s3fs",
     "shardwise.checkpoint.importing", "shardwise.train", "shardwise.launch.local", "shardwise.data.prepare",
     "shardwise.train.run", "shardwise.verify.verification", "shardwise.cli.run_preparation",
-    "shardwise.launch.rank_process",
+    "shardwise.launch.rank_process", "shardwise.pipeline.schedule",
+    "shardwise.cli.chat", "shardwise.cli.converse",
     *(
         f"shardwise.cli.{name}"
         for name in ("train", "stop", "evaluate", "generate", "verify", "checkpoint", "data", "recipes")
@@ -117,6 +119,7 @@ def _server() -> str:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYDANTIC_DISABLE_PLUGINS": "__all__",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # read as the compiler is imported; tests/e2e/test_compile.py says why
     }
     command = [sys.executable, "-P", __file__, place]
     process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -144,6 +147,7 @@ def _serve(place: str) -> None:
     sys.stderr = _Stderr()
     for name in _IMPORTED:
         importlib.import_module(name)
+    os.fsync = lambda _file: None  # as in tests/conftest.py
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1
@@ -216,9 +220,10 @@ def _become(program: Sequence[str], files: Sequence[int], variables: Mapping[str
         sys.modules.pop("sitecustomize", None)
         if any(Path(entry, "sitecustomize.py").exists() for entry in given):
             importlib.import_module("sitecustomize")
-        starters = importlib.import_module("shardwise.launch.local"), importlib.import_module(_TORCHS_HANDLER)
-        starters[0].subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": _start})
-        starters[1].Popen = _start
+        for name in ("shardwise.launch.local", "shardwise.cli.chat"):
+            starter = importlib.import_module(name)
+            starter.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": _start})  # type: ignore[attr-defined]
+        importlib.import_module(_TORCHS_HANDLER).Popen = _start
         code = _run(sys.argv[0], program[begin] == "-m")
     finally:
         os._exit(code)
@@ -271,12 +276,16 @@ class _Fork:
             time.sleep(0.01)
         return code
 
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
     def kill(self) -> None:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _start(args: Sequence[str], env: Mapping[str, str], stdin: int | None = None, **options: Any) -> Any:
+def _start(args: Sequence[str], env: Mapping[str, str] = os.environ, stdin: int | None = None, **options: Any) -> Any:
     """What stands for `subprocess.Popen` in the launchers: a fork where a Python runs a module or script."""
     program = tuple(map(os.fspath, args))
     plain = {name: value for name, value in options.items() if value is not None} == {"start_new_session": True}

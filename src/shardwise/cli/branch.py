@@ -23,7 +23,7 @@ from shardwise.base.files import write_atomic
 from shardwise.checkpoint.storage.checkpoint_folders import glance, link_checkpoint, step_name, steps
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.cli import output, train
-from shardwise.config import Config, changed_lengths, check_layout, dump_yaml, fixed_changes, resume_changes
+from shardwise.config import Config, changed_stages, check_layout, dump_yaml, fixed_changes, resume_changes
 from shardwise.config.load import apply_overrides, config_from
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory, json_text, new_run_path, read_config
@@ -134,12 +134,8 @@ def _choose_checkpoint(parent: RunDirectory, root: Root, text: str | None) -> Ma
 
 def _check_stages(config: Config, manifest: Manifest) -> None:
     """Raise ConfigError if a stage would change what the parent has read."""
-    if problems := changed_lengths(manifest.config, config, manifest.step):
+    if problems := changed_stages(manifest.config, config, manifest.step):
         raise ConfigError(problems)
-    if config.data.mixture:
-        from shardwise.data.formats.mixture import continued_stages  # most branches need nothing of the data
-
-        continued_stages(config, manifest.rng["stream"]["stages"], manifest.step, manifest.position)
 
 
 def _branch_config(parent: Config, overrides: list[str], step: int) -> Config:

@@ -29,6 +29,7 @@ from shardwise.config.recipe_files import carried_comments, is_without_data, own
 from shardwise.planner.device_specs import MOST_FAILURES, Price, shipped_text
 from shardwise.planner.plan import Plan, distinct
 from shardwise.planner.proposals import OBJECTIVES
+from shardwise.planner.run_stages import run_with_layout
 
 _MOST_ROWS = 10
 """Rows of the list without `--all`."""
@@ -124,11 +125,6 @@ def run(arguments: argparse.Namespace) -> int:
     def answered(device: str) -> Answer:
         return answer(arguments, _machines(arguments, device, price_of[device]), config, fixed)
 
-    if arguments.write is not None and config.run is not config:
-        raise ConfigError(
-            f"--write ({arguments.write}) must be left out with stages of other sizes (data.stages), each of which has "
-            "a batch of its own: set the keys of a layout of the list in the recipe"
-        )
     if arguments.layout is not None and arguments.write is None:
         raise ConfigError(f"--layout ({arguments.layout}) must go with --write FILE: it chooses what is written")
     if len(devices) > 1:
@@ -244,13 +240,14 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
     if not 1 <= number <= len(plans):
         raise ConfigError(f"--layout ({number}) must be a layout of the list, 1 to {len(plans)}")
     plan = plans[number - 1]
+    config = run_with_layout(plan.config, plan.layout)
     which = "as `shardwise plan` predicts it fastest" if number == 1 else f"layout {number} of `shardwise plan`{choice}"
-    text = f"# {recipe_name(recipe)} on {plan.cluster}: {plan.text()}, {which}\n{carried_comments(recipe, plan.config)}"
+    text = f"# {recipe_name(recipe)} on {plan.cluster}: {plan.text()}, {which}\n{carried_comments(recipe, config)}"
     # Keys that the recipe left out stay out: a later release may have a better default for them.
-    values = plan.config.with_tokens(plan.config.model_dump(mode="json", exclude_unset=True))
+    values = config.with_tokens(config.model_dump(mode="json", exclude_unset=True))
     if not plan.calendar.is_given:
-        # The list assumes the interval that costs least.
-        values.setdefault("checkpoint", {})["every_minutes"] = round(plan.calendar.interval / 60, 1)
+        # The list assumes the interval that costs least; of a training of seconds it would be 0.
+        values.setdefault("checkpoint", {})["every_minutes"] = max(0.1, round(plan.calendar.interval / 60, 1))
     files.write_new(path, text + dump_yaml(values), "--write")
     nodes = plan.cluster.nodes
     command = f"shardwise train {path}"

@@ -195,31 +195,54 @@ def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) 
 
 def _for_a_price(nodes_of: _Nodes, budget: str, most: float, currency: str) -> tuple[Plan, str]:
     """Return the fastest plan that costs at most so much."""
-    affordable: list[Plan] = []
-    costs: list[Plan] = []
-    for plan in nodes_of.growing():
-        price = plan.cluster.device.price
-        if plan.cost is None or price is None or price.currency != currency:
-            named = "which is not known" if price is None else f"which is in {price.currency}"
-            raise ConfigError(
-                f"--budget ({budget}) must go with a price in {currency} of {plan.cluster.device.name}, {named}: give "
-                f"--price, such as --price '2.50 {currency}'"
-            )
-        costs.append(plan)
-        if plan.cost <= most:
-            affordable.append(plan)
-        elif affordable or len(costs) > 2:
-            # More nodes cost more, but for the first of them, where memory is short.
-            break
+
+    def costs_too_much(nodes: int) -> bool:
+        plan = nodes_of.plan(nodes)
+        return plan is None or _cost_in(plan, currency, budget) > most
+
+    counts = nodes_of.tried_first()
+    # The first numbers of nodes may cost too much because memory is short.
+    is_last = (not costs_too_much(nodes) or len(nodes_of.plans()) > 2 for nodes in counts)
+    place = next((place for place, ends in enumerate(is_last) if ends), len(counts) - 1)
+    between = counts[: place + 1]
+    if not costs_too_much(counts[place]):
+        # From here on, more nodes cost more.
+        beyond = len(counts)
+        while beyond - place > 1:
+            middle = (place + beyond) // 2
+            if costs_too_much(counts[middle]):
+                beyond = middle
+            else:
+                place = middle
+        between = counts[beyond : beyond + 1]
+    for nodes in between:
+        nodes_of.plan_before(nodes)
+    tried = nodes_of.plans()
+    affordable = [plan for plan in tried if _cost_in(plan, currency, budget) <= most]
     if not affordable:
-        cheapest = min(costs, key=lambda plan: plan.device_hours, default=None)
+        cheapest = min(tried, key=lambda plan: plan.device_hours, default=None)
         text = "nothing fits" if cheapest is None else f"{cost_text(cheapest)} on {cheapest.cluster}"
         raise ConfigError(f"--budget ({budget}) must be higher: the cheapest training found costs {text}")
     fastest = min(affordable, key=lambda plan: plan.calendar.seconds)
-    nodes = fastest.cluster.nodes
-    verb = "trains" if nodes == 1 else "train"
+    verb = "trains" if fastest.cluster.nodes == 1 else "train"
     time = units.duration(fastest.calendar.seconds)
-    return fastest, f"{units.counted(nodes, 'node')} {verb} it for {budget} in {time}"
+    return fastest, f"{units.counted(fastest.cluster.nodes, 'node')} {verb} it for {budget} in {time}"
+
+
+def _cost_in(plan: Plan, currency: str, budget: str) -> float:
+    """Return what a training costs in a currency.
+
+    Raises:
+        ConfigError: the price of its device is not known in this currency.
+    """
+    price = plan.cluster.device.price
+    if plan.cost is None or price is None or price.currency != currency:
+        named = "which is not known" if price is None else f"which is in {price.currency}"
+        raise ConfigError(
+            f"--budget ({budget}) must go with a price in {currency} of {plan.cluster.device.name}, {named}: give "
+            f"--price, such as --price '2.50 {currency}'"
+        )
+    return plan.cost
 
 
 class _Nodes:
@@ -240,28 +263,30 @@ class _Nodes:
         fewer = 0
         for nodes in self._counts():
             if self._is_enough(nodes, seconds):
-                step = 1 if nodes <= _EXACT_NODES else nodes // 16
-                between = range(fewer + step, nodes, step)
+                between = _between(fewer, nodes)
                 return self._plans[next((n for n in between if self._is_enough(n, seconds)), nodes)]
             fewer = nodes
         return None
 
     def on_most(self) -> Plan | None:
         """Return the plan on the most nodes that a layout fits."""
-        return next(filter(None, map(self._plan, reversed(list(self._counts())))), None)
+        return next(filter(None, map(self.plan, reversed(list(self._counts())))), None)
 
     def best(self, fewest: int, objective: Objective) -> Plan:
         """Return the plan with the least of the objective on these nodes or somewhat more."""
         counts = {fewest, *(nodes for nodes in self._counts() if fewest < nodes <= _MOST_MORE * fewest)}
-        plans = [plan for nodes in sorted(counts) if (plan := self._plan(nodes)) is not None]
+        plans = [plan for nodes in sorted(counts) if (plan := self.plan(nodes)) is not None]
         return min(plans, key=lambda plan: objective_of(plan, objective))
 
-    def growing(self) -> Iterator[Plan]:
-        """Yield the plans on more and more nodes."""
-        for nodes in self._counts():
-            plan = self._plan(nodes)
-            if plan is not None:
-                yield plan
+    def tried_first(self) -> list[int]:
+        """Return the numbers of nodes that are tried first."""
+        return list(self._counts())
+
+    def plan_before(self, nodes: int) -> None:
+        """Plan the numbers between these nodes and the next smaller number that is tried first."""
+        fewer = max((count for count in _NODE_COUNTS if count < nodes), default=0)
+        for between in _between(fewer, nodes):
+            self.plan(between)
 
     def _counts(self) -> Iterator[int]:
         for nodes in _NODE_COUNTS:
@@ -272,7 +297,8 @@ class _Nodes:
                 return
             yield nodes
 
-    def _plan(self, nodes: int) -> Plan | None:
+    def plan(self, nodes: int) -> Plan | None:
+        """Return the fastest plan on so many nodes; None if no layout fits."""
         if nodes not in self._plans:
             try:
                 # One plan tells whether the time suffices. The whole list is made for the chosen number alone.
@@ -287,7 +313,7 @@ class _Nodes:
     def _is_enough(self, nodes: int, seconds: float) -> bool:
         if self._least_seconds(nodes) > seconds:
             return False
-        plan = self._plan(nodes)
+        plan = self.plan(nodes)
         return plan is not None and plan.calendar.seconds <= seconds
 
     def _least_seconds(self, nodes: int) -> float:
@@ -301,6 +327,12 @@ class _Nodes:
         device = machines.device
         peak = max(device.bfloat16, device.float32, device.fp8 or 0.0)
         return flops * tokens_of_run(config) / (peak * machines.world)
+
+
+def _between(smaller: int, larger: int) -> range:
+    """Return the numbers of nodes between two that are tried first."""
+    step = 1 if larger <= _EXACT_NODES else larger // 16
+    return range(smaller + step, larger, step)
 
 
 def _nodes_text(enough: Cluster, safe: Cluster | None, budget: str, is_in_doubt: bool) -> str:

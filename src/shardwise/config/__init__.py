@@ -31,7 +31,7 @@ from shardwise.config.sections import (
     TrainConfig,
 )
 from shardwise.config.size_stages import (
-    changed_lengths,
+    changed_stages,
     largest_stage,
     position_after,
     samples_between,
@@ -75,7 +75,7 @@ __all__ = [
     "TrainConfig",
     "UserModelConfig",
     "apply_overrides",
-    "changed_lengths",
+    "changed_stages",
     "check_changes",
     "check_layout",
     "config_from",

@@ -115,12 +115,40 @@ def stage_problems(stages: list[Config]) -> list[str]:
     return problems
 
 
-def changed_lengths(stored: Mapping[str, Any], config: Config, step: int) -> list[str]:
+def changed_stages(stored: Mapping[str, Any], config: Config, step: int) -> list[str]:
     """The reasons why a run with other stages cannot go on after `step` steps: its order of the data would be another.
 
     Args:
         stored: values of the configuration of the run so far.
     """
+    return _changed_lengths(stored, config, step) + _changed_weights(stored, config, step)
+
+
+def _changed_weights(stored: Mapping[str, Any], config: Config, step: int) -> list[str]:
+    """The problem of a mixture whose weights before `step` are others; none where all its sources are others."""
+    then, now = (values.get("data", {}) for values in (stored, config.recorded()))
+    weights = _weights_before(step, then)
+    is_other = not (then.get("mixture") or {}).keys() & (now.get("mixture") or {}).keys()
+    if is_other or weights == _weights_before(step, now):
+        return []
+    earlier = [{"at": at, "weights": named} for at, named in weights]
+    return [
+        f"the stages before step {step:,}, from which the run goes on, must stay: the weights of data.mixture "
+        f"({earlier[0]['weights']}) and data.stages ({earlier[1:]}); a stage that is changed or added must begin "
+        f"at {step:,} or later"
+    ]
+
+
+def _weights_before(step: int, data: Mapping[str, Any]) -> list[tuple[int, dict[str, float]]]:
+    """The steps before each stage of a mixture that begins before `step`, with the weights of its sources."""
+    sources = data.get("mixture") or {}
+    first = {name: source["weight"] for name, source in sources.items() if source.get("weight") is not None}
+    stages = [(stage["at"], stage["weights"]) for stage in data.get("stages") or () if stage.get("weights")]
+    return [(0, first), *((at, weights) for at, weights in stages if at < step)]
+
+
+def _changed_lengths(stored: Mapping[str, Any], config: Config, step: int) -> list[str]:
+    """The problem of stages whose lengths before `step` are others, or keep other blocks together."""
     now = stages_of(config)
     if len(now) == 1 and not _has_sizes(stored):
         return []

@@ -376,7 +376,8 @@ def _core(workload: RankWorkload, layer: int, *, copied: bool) -> tuple[int, int
     copied, or if norms of q and k save their input, the whole output of QKV stays.
 
     With keys gathered over context parallelism, a core step by step has keys and values of all c·T tokens. A fused one
-    saves none of them where they are gathered again: a rank's k is kept as it was before rotation.
+    saves none of them where they are gathered again: a rank's k is kept as it was before rotation. Where it saves those
+    of all tokens, q, k and v of a rank's parts are tensors by themselves, and its own v is free.
     """
     model = workload.model
     local = workload.local
@@ -387,12 +388,15 @@ def _core(workload: RankWorkload, layer: int, *, copied: bool) -> tuple[int, int
     context = workload.layout.context
     gathered = 2 * context * key_value if workload.gathers_keys else 0
     new = query + key_value if copied else 0
-    if gathered and workload.gathers_keys_again and model.query_key_norm is None:
+    drops_rotated = workload.gathers_keys_again or not workload.attends_step_by_step
+    if gathered and drops_rotated and model.query_key_norm is None:
         new = query if copied else 0
     if not workload.attends_step_by_step:
         log_sum_exp = _FLOAT32 * workload.tokens * local.query // model.head_dim
         padding_mask = 0 if model.causal else a * workload.tokens
-        kept = qkv + new + (0 if workload.gathers_keys_again else gathered)
+        kept = qkv + new
+        if gathered and not workload.gathers_keys_again:
+            kept += gathered - key_value
         return kept, kept, log_sum_exp + padding_mask
     mask = workload.config.train.sequence_length**2 if model.causal else workload.tokens
     if gathered or workload.dense_mask_elements(range(layer, layer + 1)):

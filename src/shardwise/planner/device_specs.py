@@ -125,8 +125,9 @@ class Reliability:
 
     The defaults are assumptions. Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100
     (arXiv:2407.21783, section 3.3.4), which is 0.17 for each device and year; OPT-175B had about 105 restarts in two
-    months on 992 A100 (arXiv:2205.01068, section 2.5), which is 0.6. MegaScale finds a fault within 10 minutes, and has
-    caught up within 15 (arXiv:2402.15627, section 6.3).
+    months on 992 A100 (arXiv:2205.01068, section 2.5), which is 0.6. MegaScale finds and diagnoses a fault in less than
+    10 minutes on average, and has repeated the work since its last checkpoint within 15 (arXiv:2402.15627, section
+    6.3).
 
     Attributes:
         failures_per_year: failures of one device, with its part of the machine and the network, that end the run.

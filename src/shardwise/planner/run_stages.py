@@ -20,6 +20,28 @@ def stages_with_layout(config: Config, layout: Layout) -> list[Config]:
     ]
 
 
+def run_with_layout(config: Config, layout: Layout) -> Config:
+    """Return the whole run with the layout of `config`, one of its stages, and the micro-batch of each stage."""
+    stages = stages_with_layout(config, layout)
+    if len(stages) == 1:
+        return config
+    run = config.run
+    micro_batches = {stage.steps_before: stage.train.micro_batch for stage in stages}
+    later = tuple(
+        stage.model_copy(update={"micro_batch": micro_batches[stage.at]}) if stage.sizes else stage
+        for stage in run.data.stages
+    )
+    return run.model_copy(
+        update={
+            "parallel": config.parallel,
+            "optimizer": config.optimizer,
+            "compile": config.compile,
+            "train": stages[0].train,
+            "data": run.data.model_copy(update={"stages": later}),
+        }
+    )
+
+
 def check_other_stages(config: Config, layout: Layout) -> None:
     """Raise ConfigError if the rules forbid the layout of `config` in another stage of its run."""
     for stage in stages_with_layout(config, layout):

@@ -13,7 +13,7 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, glance, survey
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import is_inside, original_of, require_ownership
-from shardwise.config import Config, changed_lengths
+from shardwise.config import Config, changed_stages
 from shardwise.runs.folder import RunDirectory
 
 _WENT_BACK = "went_back"
@@ -56,7 +56,7 @@ def look_for_checkpoints(
         _require_none_elsewhere(root, directory, stored)
     candidates = choose(present, config, root, is_resumed=stored is not None)
     if stored is not None:
-        _require_kept_lengths(config, stored, candidates)
+        _require_kept_stages(config, stored, candidates)
     run = run or directory.stored_id()
     # A copied folder has the id of its original: by the id alone both runs could save at one place.
     original = original_of(root, run, directory.path)
@@ -65,15 +65,15 @@ def look_for_checkpoints(
     return FoundCheckpoints(root, tuple(present), tuple(candidates), original)
 
 
-def _require_kept_lengths(config: Config, stored: Mapping[str, Any], candidates: Sequence[StepFolder]) -> None:
-    """Raise ConfigError where `data.stages` changes the lengths before the first intact candidate."""
+def _require_kept_stages(config: Config, stored: Mapping[str, Any], candidates: Sequence[StepFolder]) -> None:
+    """Raise ConfigError where lengths or weights of stages before the first intact candidate change."""
     for candidate in candidates:
         # The manifest has the last word, and is large: it is read only if the stored configuration differs.
-        if not changed_lengths(stored, config, candidate.step):
+        if not changed_stages(stored, config, candidate.step):
             return
         glanced = glance(candidate.folder, candidate.step)
         if glanced.manifest is not None and glanced.problem is None:
-            if problems := changed_lengths(glanced.manifest.config, config, candidate.step):
+            if problems := changed_stages(glanced.manifest.config, config, candidate.step):
                 raise ConfigError(problems)
             return
 

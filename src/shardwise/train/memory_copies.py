@@ -263,6 +263,9 @@ class MemoryCopies:
         optimizer = {key: config["optimizer"][key] for key in _LAYOUT_KEYS}
         facts = [config["model"], config["parallel"], config["precision"], optimizer]
         facts += [self._run, self._described["data"]["fingerprint"]]
+        # The order of the data: a run with other stages goes on from the disk, where those that have begun are checked.
+        run = self._config.recorded()["data"]
+        facts += [run["stages"], {name: source["weight"] for name, source in run["mixture"].items()}]
         text = json.dumps([*facts, __version__, self._mesh.world.size], sort_keys=True)
         return xxhash.xxh3_128_hexdigest(text.encode())
 

@@ -36,7 +36,7 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
     step_name,
 )
 from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require_writable
-from shardwise.config import Config, changed_lengths, position_after
+from shardwise.config import Config, changed_stages, position_after
 from shardwise.data.formats.common import PreparedData
 from shardwise.data.formats.mixture import continued_stages
 from shardwise.data.samples.batch import Batches, BlendedBatches
@@ -205,7 +205,8 @@ def continue_data(manifest: Manifest, data: PreparedData, batches: Batches, prog
         ConfigError: the text or its tokens are not those that the run began with; or a stage that has begun is not
             that of the run.
     """
-    if problems := changed_lengths(manifest.config, config, manifest.step):
+    # A copy in memory has no configuration, and fits one with the same stages alone.
+    if manifest.config and (problems := changed_stages(manifest.config, config, manifest.step)):
         raise ConfigError(problems)
     stored = manifest.data.get("sources") or {_ALL_DATA: manifest.data.get("fingerprint")}
     now = data.source_fingerprints or {_ALL_DATA: data.fingerprint}

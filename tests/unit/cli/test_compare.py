@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
 import pytest
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -389,6 +388,8 @@ def test_a_difference_that_grows_from_rounding_is_told(
 def test_a_plot_shows_both_curves_and_their_difference() -> None:
     run("run", *EVENTS)
     Path("golden.txt").write_text("4\n3.2\n2.5\n7\n")
+    import matplotlib.image  # only where a plot is drawn
+
     for plot in ("plot.png", "plot.svg", "again.svg"):
         assert main(["compare", "run", "golden.txt", "--plot", plot]) == 1, "a plot must not change the exit code"
     assert matplotlib.image.imread("plot.png").shape[:2] == (900, 1200)

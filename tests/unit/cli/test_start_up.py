@@ -33,13 +33,19 @@ OF_NEWER_PYTHONS = 14_000
 SLOW = ("torch", "numpy", "tokenizers", "safetensors", "fsspec", "transformers", "rich", "multiprocessing", "asyncio")
 
 
-def started(arguments: list[str], tmp_path: Path) -> tuple[int, set[str]]:
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the script, and for the bytecode that all commands share."""
+    return tmp_path_factory.mktemp("start")
+
+
+def started(arguments: list[str], at: Path) -> tuple[int, set[str]]:
     """How many functions a command calls, and which packages it imports."""
-    script = tmp_path / "start.py"
+    script = at / "start.py"
     script.write_text(COUNTED)
     command = [sys.executable, str(script), *arguments]
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    variables["PYTHONPYCACHEPREFIX"] = str(tmp_path / "bytecode")
+    variables["PYTHONPYCACHEPREFIX"] = str(at / "bytecode")
     for _ in range(2):  # the first run compiles to bytecode, as the first one after an installation does
         run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=True)
     calls, modules = json.loads(run.stderr)
@@ -50,16 +56,16 @@ def started(arguments: list[str], tmp_path: Path) -> tuple[int, set[str]]:
     "arguments",
     [pytest.param(command, marks=pytest.mark.slow if command in ("recipes", "ls") else ()) for command in MOST_CALLS],
 )
-def test_a_command_starts_with_little(arguments: str, tmp_path: Path) -> None:
-    calls, packages = started(arguments.split(), tmp_path)
+def test_a_command_starts_with_little(arguments: str, at: Path) -> None:
+    calls, packages = started(arguments.split(), at)
     most = MOST_CALLS[arguments] + (OF_NEWER_PYTHONS if sys.version_info >= (3, 14) else 0)
     assert calls <= most, f"{calls:,} calls of functions"
     assert not packages & set(SLOW), "what takes long is imported"
 
 
-def test_a_dry_run_that_looks_at_data_imports_what_reads_them_alone(tmp_path: Path) -> None:
-    (tmp_path / "corpus.jsonl").write_text('{"text": "some text"}\n')
-    command = ["train", "quickstart", f"data.path={tmp_path / 'corpus.jsonl'}", "model.vocab_size=257", "--dry-run"]
-    _, packages = started(command, tmp_path)
+def test_a_dry_run_that_looks_at_data_imports_what_reads_them_alone(at: Path) -> None:
+    (at / "corpus.jsonl").write_text('{"text": "some text"}\n')
+    command = ["train", "quickstart", f"data.path={at / 'corpus.jsonl'}", "model.vocab_size=257", "--dry-run"]
+    _, packages = started(command, at)
     assert "shardwise" in packages
     assert not packages & {*SLOW, "huggingface_hub", "datasets", "pyarrow", "h5py"} - {"numpy", "tokenizers"}

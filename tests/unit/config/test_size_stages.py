@@ -5,7 +5,7 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.config import (
     Config,
-    changed_lengths,
+    changed_stages,
     check_layout,
     config_from,
     largest_stage,
@@ -148,11 +148,11 @@ def test_every_stage_must_suit_the_layout() -> None:
 def test_stages_of_a_run_that_goes_on_keep_its_order() -> None:
     stored = config(LONG, MIDDLE).recorded()
     later = MIDDLE.replace("at: 6", "at: 7")
-    assert changed_lengths(stored, stages_of(config(LONG, later))[1], 6) == []
-    (problem,) = changed_lengths(stored, config(LONG, later), 7)
+    assert changed_stages(stored, stages_of(config(LONG, later))[1], 6) == []
+    (problem,) = changed_stages(stored, config(LONG, later), 7)
     assert "the sequence lengths before step 7, from which the run goes on, must stay" in problem
-    (problem,) = changed_lengths(stored, config(LONG, MIDDLE.replace("32", "256")), 5)
+    (problem,) = changed_stages(stored, config(LONG, MIDDLE.replace("32", "256")), 5)
     assert "must keep 128 tokens together" in problem
     plain = load_config("llama2-tiny", ["train.steps=8"])
-    assert changed_lengths({}, plain, 4) == []
-    assert changed_lengths(plain.recorded(), config(LONG), 4), "the order of a run without stages is that of samples"
+    assert changed_stages({}, plain, 4) == []
+    assert changed_stages(plain.recorded(), config(LONG), 4), "the order of a run without stages is that of samples"

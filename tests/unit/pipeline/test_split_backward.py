@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input
 
 from shardwise.distributed.torch_private import add_weight_gradients
 
@@ -39,6 +38,8 @@ def twice(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [both, second, twice])
 def test_a_weight_has_its_whole_gradient_once(function: Any) -> None:
+    from torch.distributed.pipelining._backward import stage_backward_input  # with it, torch's compiler is imported
+
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(4, 4))
     x = torch.randn(2, 4, requires_grad=True)

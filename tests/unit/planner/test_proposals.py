@@ -31,6 +31,11 @@ def test_each_proposal_is_the_best_in_its_respect(plans: list[Plan]) -> None:
     tight = [plan for plan in plans if plan.is_tight]
     assert tight, "some layouts leave little memory"
     assert "no layout has a tenth of the memory free" in proposals(tight)[-1].reason
+    fast, slow = named["fastest"], named["cheapest"]
+    full = replace(fast, memory=replace(fast.memory, activations=fast.memory.activations + int(fast.headroom)))
+    roomy = replace(slow, memory=replace(slow.memory, activations=0))
+    (robust,) = (proposal.plan for proposal in proposals([full, roomy]) if "most robust" in proposal.names)
+    assert robust is roomy, "the faster one has no memory left"
 
 
 def test_equal_proposals_are_one(plans: list[Plan]) -> None:

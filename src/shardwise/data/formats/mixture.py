@@ -8,7 +8,6 @@ from typing import Any
 
 import xxhash
 
-from shardwise.base.errors import ConfigError
 from shardwise.config import Config, samples_between
 from shardwise.data import split
 from shardwise.data.formats import common
@@ -80,22 +79,9 @@ def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step
     before.
 
     Args:
-        recorded: stages in the checkpoint.
-
-    Raises:
-        ConfigError: the configuration has other stages before this step than the run had.
+        recorded: stages in the checkpoint, whose weights are those of the configuration (`size_stages.changed_stages`).
     """
     begun = [Stage(**stage) for stage in recorded if stage["step"] < step]
-    expected = [(stage.step, dict(stage.weights)) for stage in begun]
-    given = [(0, _first_weights(config))]
-    given += [(stage.at, dict(stage.weights)) for stage in config.data.stages if stage.weights and stage.at < step]
-    if given != expected:
-        earlier = [{"at": at, "weights": weights} for at, weights in expected]
-        raise ConfigError(
-            f"the stages before step {step:,}, from which the run goes on, must stay: the weights of data.mixture "
-            f"({earlier[0]['weights']}) and data.stages ({earlier[1:]}); a stage that is changed or added must begin "
-            f"at {step:,} or later"
-        )
     return [*begun, *_later_stages(config, step, position)]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.base.errors import ConfigError, DataError
-from shardwise.config import Config, config_from
+from shardwise.base.errors import DataError
+from shardwise.config import Config, changed_stages, config_from
 from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.mixture import PreparedMixture, continued_stages, first_stages
 from shardwise.data.open_data import glance, prepare
@@ -196,6 +196,9 @@ def test_a_stage_begins_after_its_steps_where_batches_are_skipped() -> None:
     assert continued_stages(chosen, RECORDED, step=3, position=8 * BATCH)[1:] == later
 
 
+STORED = config(MIXTURE, [{"at": 4, "weights": {"code": 1}}, LATER]).recorded()
+
+
 @pytest.mark.parametrize(
     "stages",
     [
@@ -206,11 +209,16 @@ def test_a_stage_begins_after_its_steps_where_batches_are_skipped() -> None:
     ],
 )
 def test_a_stage_in_the_past_is_refused(stages: list[dict[str, Any]]) -> None:
-    with pytest.raises(ConfigError, match=r"the stages before step 5, .* must begin at 5 or later"):
-        continued_stages(config(MIXTURE, stages), RECORDED, step=5, position=60)
+    (problem,) = changed_stages(STORED, config(MIXTURE, stages), 5)
+    assert problem.startswith("the stages before step 5, ")
+    assert problem.endswith(" must begin at 5 or later")
 
 
 def test_the_weights_of_the_beginning_stay() -> None:
     mixture = MIXTURE | {"web": {"path": "web", "weight": 2}}
-    with pytest.raises(ConfigError, match=r"the weights of data\.mixture \(\{'code': 1\.0, 'web': 3\.0\}\)"):
-        continued_stages(config(mixture, [LATER]), RECORDED[:1], step=5, position=60)
+    (problem,) = changed_stages(STORED, config(mixture, [LATER]), 4)
+    assert "the weights of data.mixture ({'web': 3.0, 'code': 1.0})" in problem
+    assert changed_stages(STORED, config(MIXTURE, [LATER]), 4) == []
+    renamed = {name.upper(): source for name, source in mixture.items()}
+    other = {"at": 6, "weights": {"MATH": 1}}
+    assert changed_stages(STORED, config(renamed, [other]), 5) == [], "other data, which --change allows"

@@ -36,7 +36,6 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shardwise.data.reading.text_sources.PIECE_CHARACTERS", 150)
     monkeypatch.setattr("shardwise.data.tokens.windows.MARGINS", (60,))
     monkeypatch.setattr("shardwise.data.tokens.windows.SHIFT", 13)
-    monkeypatch.setattr("os.fsync", lambda _file: None)  # nothing here loses power, and a busy disk takes its time
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 
 
