@@ -61,8 +61,10 @@ FULLY_SHARDED = ProgramTraits(loss_ahead=False, updates_in_one_pass=True)
 # (`_runtime_utils.py`). Composer takes two metrics of each micro-batch (`LanguageCrossEntropy`, `LanguagePerplexity`),
 # each of which copies the logits to float32 (6 bytes) and computes the logarithm of their softmax (8 bytes), after a
 # fused loss that reads the logits, and backward reads them and writes their gradient. The eight functions that
-# `DecoupledAdamW` calls read and write 20 values of an element, and clipping reads and writes the gradient. fp8 is
-# Transformer Engine's, with scales of earlier steps.
+# `DecoupledAdamW` calls read and write 20 values of an element, and clipping reads and writes the gradient. After each
+# step Composer computes the two metrics (`_compute_and_log_metrics`), each of which gathers two numbers of all ranks
+# (`_simple_gather_all_tensors` of torchmetrics 0.11 to 1.0): a tensor of zeros for each rank, and a copy to it from the
+# gathered one. fp8 is Transformer Engine's, with scales of earlier steps.
 COMPOSER = replace(
     FULLY_SHARDED,
     flattens_gradients=True,
@@ -71,6 +73,7 @@ COMPOSER = replace(
     rounding_bytes=4,
     logits_bytes=(2 + 2 + 2 * 14, 2 + 2),
     update_values=22,
+    gathered_metrics=4,
 )
 # Parts of the peak that attention in Triton (`--attn_impl triton`) reaches forward and backward: 30 to 50%, and 25 to
 # 35%, on an A100 (arXiv:2307.08691, introduction). Like FlashAttention-2, whose part forward is 0.6 on an A100 and 0.34

@@ -11,6 +11,7 @@ import torch
 from shardwise.config import Config
 from shardwise.train.generation import Sampler, generate
 from tests.dist.checkpoints import PLACE, canonical_state, load, make_saver, make_trainer, run, save, step_folder
+from tests.dist.test_compiled_training import SIZES
 from tests.dist.training import make_config
 from tests.rank_pool import RankPool
 from tests.strict.ranks import default_device
@@ -109,8 +110,9 @@ def save_behind_steps(config: Config, root: str, waits: bool) -> tuple[str | Non
         (1, {"precision": {"mode": "mixed"}}),
         (2, {"precision": {"mode": "mixed"}, "optimizer": {"zero": 3}}),
         (2, {"parallel": {"tensor": 2}}),
+        (1, {"model": {**SIZES, "family": "gpt", "num_hidden_layers": 6}}),
     ],
-    ids=["mixed", "ZeRO-3, mixed", "TP 2"],
+    ids=["mixed", "ZeRO-3, mixed", "TP 2", "gpt, whose QKV is put together"],
 )
 def test_copies_run_behind_the_next_step(
     world: int, sections: dict[str, dict[str, object]], strict: Strict, tmp_path: Path

@@ -64,7 +64,6 @@ class WeightPlan:
         is_freed = optimizer is not None and any(bucket.frees_values for bucket in optimizer.buckets)
         # All ranks of a stage together have each weight once, or all tensor-parallel ranks of a replica have.
         self._ranks = mesh.stage if collectives.any_rank(is_freed, mesh.world) else mesh.tp
-        self.collects = self._ranks.size > 1
         self._local: dict[tuple[str, Box], Tensor] = {}
         """Canonical name and box of each part on this rank → its values."""
         local_boxes: list[tuple[PlannedPiece, Box, bool]] = []
@@ -84,6 +83,9 @@ class WeightPlan:
                 if is_first_copy:
                     boxes.setdefault(weight.name, []).append(box)
             self._boxes.append(boxes)
+        # One rank may hold a weight in several pieces, as GPT's of Q, K and V.
+        has_pieces = any(len(boxes) > 1 for by_name in self._boxes for boxes in by_name.values())
+        self.collects = has_pieces or self._ranks.size > 1
         self.files = tuple(self._plan(list(weights.values()), max_shard_bytes))
 
     def collect(self) -> Iterator[tuple[PlannedPiece, Box, Tensor]]:

@@ -34,6 +34,11 @@ _FUSED_BACKWARD_PRODUCTS = 5 / 2
 # attention. arXiv:2307.08691 reports up to 63% of the peak backward and 73% forward.
 _FUSED_BACKWARD_RATE = 0.85
 
+# Tokens of the longer side of a tile of fused attention, which leaves out masked scores by whole tiles, and computes
+# those on the diagonal in whole: BLOCK in `flash_attn_triton.py` of FlashAttention's first generation; in the second,
+# `flash_fwd_launch_template.h` and `flash_bwd_launch_template.h` have it for heads of 64 and 128 on an A100.
+_ATTENTION_TILE = 128
+
 # Kernels that the host starts; estimates, but for those of a block, which `ProgramTraits.kernels` has.
 _BACKWARD_KERNELS = 1.6  # for each kernel of the forward pass: matrix products have two, others one
 _STEPWISE_ATTENTION_KERNELS = 6  # two products, scale, mask, softmax and dropout in place of one fused kernel
@@ -457,7 +462,10 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
     heads = s.batch * (s.local.query // head_dim)
     if program.fused_attention:
         # Two products of 2·head_dim operations for each token and each that it attends to, the mean of all blocks.
-        operations = 4.0 * heads * s.queries * attended_tokens(s.model, s.length) * head_dim
+        attended = attended_tokens(s.model, s.length)
+        if s.model.causal and device.is_accelerator:
+            attended += min(_ATTENTION_TILE, s.length) / 2
+        operations = 4.0 * heads * s.queries * attended * head_dim
         shares = program.fused_shares or (c.fused_attention, _FUSED_BACKWARD_RATE * c.fused_attention)
         seconds = operations / peak
         return _CoreSeconds(seconds / shares[0], _FUSED_BACKWARD_PRODUCTS * seconds / shares[1], 0)

@@ -43,6 +43,8 @@ class ProgramTraits:
             block's last product is not computed again.
         unpads_attention: True if fused attention takes copies of the rows of q, k and v, and its output is copied back.
         update_values: values of an element that the optimizer's step reads and writes; None: those of this package's.
+        gathered_metrics: numbers that each rank gathers from all ranks at the end of a step. The host fills a tensor
+            for each rank's number and copies it there, while the device waits.
         graphs: True if a CUDA graph starts the kernels, so that the device does not wait for the host.
     """
 
@@ -69,4 +71,5 @@ class ProgramTraits:
     stops_recompute: bool = False
     unpads_attention: bool = False
     update_values: int | None = None
+    gathered_metrics: int = 0
     graphs: bool = False

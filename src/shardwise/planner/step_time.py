@@ -423,6 +423,9 @@ class _StepInputs:
                 values=self.program.update_values,
             )
         update = self.constants.step
+        if self.layout.world > 1:
+            # Two kernels for each number of each rank.
+            update += 2 * self.program.gathered_metrics * self.layout.world * self.constants.host
         if self.config.optimizer.offload and device.is_accelerator:
             by_device = 2 * elements * DTYPE_BYTES[precision.gradient]
             by_host = (touched - by_device) * min(self.layout.world, self.cluster.per_node) / _HOST_BANDWIDTH
