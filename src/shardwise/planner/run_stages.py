@@ -31,15 +31,11 @@ def run_with_layout(config: Config, layout: Layout) -> Config:
         stage.model_copy(update={"micro_batch": micro_batches[stage.at]}) if stage.sizes else stage
         for stage in run.data.stages
     )
-    return run.model_copy(
-        update={
-            "parallel": config.parallel,
-            "optimizer": config.optimizer,
-            "compile": config.compile,
-            "train": stages[0].train,
-            "data": run.data.model_copy(update={"stages": later}),
-        }
-    )
+    # A section that neither the recipe nor the layout sets stays so: it is not written.
+    planned = {"parallel", "optimizer", "compile"} & config.model_fields_set
+    update = {name: getattr(config, name) for name in planned}
+    update |= {"train": stages[0].train, "data": run.data.model_copy(update={"stages": later})}
+    return run.model_copy(update=update)
 
 
 def check_other_stages(config: Config, layout: Layout) -> None:

@@ -15,6 +15,7 @@ from shardwise.cli.plan_rows import LEAST_RATIO, MOST_RATIO, RANGE
 from shardwise.config import check_layout, load_config, stages_of
 from shardwise.planner import device_specs
 from shardwise.planner.memory import expected_memory
+from shardwise.planner.run_stages import run_with_layout
 
 _REPLACED = "train it with (replace YOUR_… by the paths of your data)"
 FEW = ("parallel.tensor=8", "train.micro_batch=1", "parallel.schedule=1f1b", "optimizer.zero=1")
@@ -365,6 +366,9 @@ def test_a_run_in_stages_is_written_with_the_micro_batch_of_each(tmp_path: Path)
     assert [(train.sequence_length, train.global_batch) for train in trains] == [(64, 256), (64, 256), (2048, 8)]
     assert [train.micro_batch for train in trains] == [4, 4, 1]
     assert [stage.rope_theta for stage in written.data.stages] == [1000.0, None]
+    longest = stages_of(load_config("llama3-tiny", [*sizes, stages]))[-1]
+    planned = run_with_layout(longest, check_layout(longest, 8))
+    assert "compile" not in planned.model_fields_set, "neither the recipe nor this layout sets it"
 
 
 def test_offloaded_state_lets_a_large_model_fit_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:

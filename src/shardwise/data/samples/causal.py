@@ -84,12 +84,13 @@ def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends
     ids_SB = rows_BS[:, :-1].T.copy()
     inputs = {"ids_SB": ids_SB, "targets_SB": targets_SB}
     if ends is not None:
-        ended_SB = ids_SB == ends.token
+        places_S1 = np.arange(length)[:, None]
+        # Padding may have the id of an end: it would be a document for each of its places.
+        ended_SB = (ids_SB == ends.token) & (places_S1 < targets_B)
         if ends.mask_loss:
             targets_SB[ended_SB] = IGNORE
         # A document begins at the place after an end. The largest of the beginnings up to a place is that of its own
         # document; the first document of a sample counts from place 0.
-        places_S1 = np.arange(length)[:, None]
         begins_SB = np.zeros_like(ids_SB)
         begins_SB[1:] = np.where(ended_SB[:-1], places_S1[1:], 0)
         starts_SB = np.maximum.accumulate(begins_SB, axis=0)

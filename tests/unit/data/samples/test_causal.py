@@ -29,8 +29,8 @@ def test_each_token_by_hand(rows: list[list[int]], masks: bool, targets: int) ->
     for column, row in enumerate(rows):
         start = 0
         for place, token in enumerate(row[:-1]):
-            if place and row[place - 1] == END:
-                start = place
+            if 0 < place <= targets and row[place - 1] == END:
+                start = place  # behind the last token no document begins: there is padding
             counts = place < targets and not (masks and token == END)
             counted += counts
             found = {name: array[place, column] for name, array in batch.inputs.items()}
