@@ -186,6 +186,8 @@ def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int)
             (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
         # Each query has the mean of its own value and of the one before, if that is of its document.
         return out[:, 0, 0].tolist() == [1.0, 2.0, 3.0, 6.0] and dv[:, 0, 0].tolist() == [2.0, 3.0, 2.0, 1.0]
+    except torch.OutOfMemoryError:
+        raise
     except (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError):
         return False
 

@@ -24,6 +24,8 @@ BLOCK = 128
 """Queries and keys of one block, as torch's kernels have them by default."""
 _BEYOND = 2**62
 """A place behind all tokens of any sequence."""
+_MOST_DOCUMENTS = 2**16 - 2
+"""Documents of one call: CUDA starts no more blocks of threads along a grid's second dimension than 65,535."""
 
 
 class DocumentSizes(NamedTuple):
@@ -188,6 +190,8 @@ class AttentionMask:
         keys. With one order of sums its backward pass holds a gradient of q for each of many groups of thread blocks.
         """
         if self.documents is None or self.places != (range(keys),) or torch.are_deterministic_algorithms_enabled():
+            return False
+        if self.documents.number > _MOST_DOCUMENTS:
             return False
         return devices.attends_by_document(like.device, like.dtype, head_dim)
 

@@ -255,6 +255,8 @@ def test_documents_go_to_their_kernel_where_the_device_has_one(monkeypatch: pyte
     assert isinstance(form(KNOWN, is_fused=False), Tensor), "dropout of probabilities"
     half = replace(KNOWN, places=(range(32, 64),), starts_SB=torch.zeros(32, 1, device="meta"))
     assert isinstance(form(half), Tensor), "keys of other queries"
+    for number, expected in ((2**16 - 2, DocumentsMask), (2**16 - 1, Tensor)):
+        assert isinstance(form(replace(KNOWN, documents=DocumentSizes(number, 57))), expected), "blocks along a grid"
     with one_order():
         assert isinstance(form(KNOWN), Tensor)
 
