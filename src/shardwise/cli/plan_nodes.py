@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -206,15 +207,11 @@ def _for_a_price(nodes_of: _Nodes, budget: str, most: float, currency: str) -> t
     place = next((place for place, ends in enumerate(is_last) if ends), len(counts) - 1)
     between = counts[: place + 1]
     if not costs_too_much(counts[place]):
-        # From here on, more nodes cost more.
-        beyond = len(counts)
-        while beyond - place > 1:
-            middle = (place + beyond) // 2
-            if costs_too_much(counts[middle]):
-                beyond = middle
-            else:
-                place = middle
-        between = counts[beyond : beyond + 1]
+        # From here on, more nodes cost more: of the powers of two, and of three times these, which divide batches and
+        # layers less well.
+        chains = (counts[place::2], counts[place + 1 :: 2])
+        most_nodes = max(n for chain in chains for n in chain[: bisect_left(chain, True, key=costs_too_much)])
+        between = [nodes for nodes in counts if nodes > most_nodes][:1]
     for nodes in between:
         nodes_of.plan_before(nodes)
     tried = nodes_of.plans()

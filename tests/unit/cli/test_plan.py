@@ -486,13 +486,15 @@ def test_several_numbers_of_nodes_are_compared_by_the_objective(capsys: pytest.C
 
 
 def test_a_budget_in_money_finds_the_fastest_cluster_for_it(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "gpt3-23b", "--device", "h100:8", "--price", "2 USD", "train.global_batch=64", *FEW, "--json"]
-    assert main([*command, "--nodes", "8"]) == 0
-    eight = json.loads(capsys.readouterr().out)["plans"][0]["cost"]
-    assert main([*command, "--budget", f"{eight + 1:,.0f} USD"]) == 0
+    """No layout fits 12 nodes or 24, as three times a power of two does not divide the batch."""
+    few = [*FEW, "parallel.pipeline=2", "train.global_batch=32"]
+    command = ["plan", "gpt3-23b", "--device", "h100:8", "--price", "2 USD", *few, "--json"]
+    assert main([*command, "--nodes", "32"]) == 0
+    cost = json.loads(capsys.readouterr().out)["plans"][0]["cost"]
+    assert main([*command, "--budget", f"{cost + 1:,.0f} USD"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["plans"][0]["nodes"] == 8
-    assert re.match(r"8 nodes train it for [\d,]+ USD in \d+ d \d\d h$", facts["budget"])
+    assert facts["plans"][0]["nodes"] == 32
+    assert re.match(r"32 nodes train it for [\d,]+ USD in \d+ d \d\d h$", facts["budget"])
 
 
 @pytest.mark.parametrize(
