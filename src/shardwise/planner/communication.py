@@ -201,9 +201,9 @@ def _over_tensor(workload: RankWorkload, kind: Kind, size: int, tensor: str, cou
 def _samples(workload: RankWorkload) -> Transfer:
     """One rank reads whole samples for its tensor-parallel group and broadcasts 64-bit integers.
 
-    Token ids and targets, [2·c·T]; one row more for each kind of document table, [c·T]. BERT has ids, token types and
-    mask, [3·T], positions and targets of predicted tokens, [2·P·B], and labels, [B]. And the number of targets of each
-    loss.
+    Token ids and targets, [2·c·T]; one row more for each kind of document table, [c·T], and the number of documents
+    and the longest one where they attend by themselves. BERT has ids, token types and mask, [3·T], positions and
+    targets of predicted tokens, [2·P·B], and labels, [B]. And the number of targets of each loss.
     """
     model = workload.model
     data = workload.config.data
@@ -211,7 +211,7 @@ def _samples(workload: RankWorkload) -> Transfer:
         numbers = 3 * workload.tokens + 2 * workload.predicted + workload.config.train.micro_batch
     else:
         tables = 2 + data.reset_position_ids + data.reset_attention_mask
-        numbers = tables * workload.layout.context * workload.tokens
+        numbers = tables * workload.layout.context * workload.tokens + 2 * data.reset_attention_mask
     return _over_tensor(workload, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
 
 

@@ -19,7 +19,7 @@ from shardwise.pipeline.makespan import makespan
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
 from shardwise.planner import block_seconds, device_seconds
-from shardwise.planner.block_seconds import BlockShape, PartSeconds, PassSeconds
+from shardwise.planner.block_shape import BlockShape
 from shardwise.planner.device_seconds import Constants, RankGroup, constants_of, group
 from shardwise.planner.device_specs import Cluster
 from shardwise.planner.program_traits import ProgramTraits
@@ -112,8 +112,8 @@ class StageWork:
     """
 
     stage: Stage
-    block: PassSeconds
-    ends: tuple[PassSeconds, ...]
+    block: block_seconds.PassSeconds
+    ends: tuple[block_seconds.PassSeconds, ...]
     action: float = 0.0
 
     @cached_property
@@ -265,7 +265,7 @@ def stage_works(
     action = constants.action if layout.pipeline > 1 else 0.0
     works = []
     for stage in stage_plan(config, layout):
-        ends: list[PassSeconds] = []
+        ends: list[block_seconds.PassSeconds] = []
         if stage.is_first:
             ends.append(embedding)
         if stage.is_last:
@@ -298,11 +298,13 @@ def _busy_seconds(works: Sequence[StageWork], times: Sequence[StageTimes], ranks
     return busy
 
 
-def _block_sums(works: Sequence[StageWork]) -> tuple[PartSeconds, PartSeconds, PartSeconds]:
+def _block_sums(
+    works: Sequence[StageWork],
+) -> tuple[block_seconds.PartSeconds, block_seconds.PartSeconds, block_seconds.PartSeconds]:
     """Return the seconds of all blocks of a rank: forward, backward, and the recompute within backward."""
-    forward = PartSeconds()
-    backward = PartSeconds()
-    recompute = PartSeconds()
+    forward = block_seconds.PartSeconds()
+    backward = block_seconds.PartSeconds()
+    recompute = block_seconds.PartSeconds()
     for work in works:
         layers = len(work.stage.layers)
         forward = forward.plus(work.block.forward, layers)

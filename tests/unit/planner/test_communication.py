@@ -283,7 +283,7 @@ def test_of_a_model_of_your_own_nothing_is_known() -> None:
     assert wire_bytes(evaluation_transfers(config_from(own), Layout(2))) is None
 
 
-def test_documents_within_a_sample_bring_their_positions_and_starts() -> None:
+def test_documents_within_a_sample_bring_their_positions_starts_and_sizes() -> None:
     resets = {"data": {"reset_position_ids": True, "reset_attention_mask": True, "eod_token": 0}}
     layout = Layout(2, tensor=2)
     plain, more = (
@@ -291,5 +291,5 @@ def test_documents_within_a_sample_bring_their_positions_and_starts() -> None:
         by_tensor(make_config(section("llama", num_key_value_heads=KV_HEADS), **resets), layout),
     )
     what = "token ids and targets"
-    assert more.pop(what) - plain.pop(what) == 4 * 8 * 2 * S * B / 2
+    assert more.pop(what) - plain.pop(what) == 4 * 8 * (2 * S * B + 2) / 2
     assert more == plain
