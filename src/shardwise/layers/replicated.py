@@ -199,8 +199,8 @@ class _SumsOverParts:
         if self._group.size == 1:
             return gradients
         totals = []
-        for few in _runs(gradients):
-            totals += _sum_over_ranks(few, self._group)
+        for run in _runs(gradients):
+            totals += _sum_over_ranks(run, self._group)
         return totals if self._group.rank == 0 else [total.zero_() for total in totals]
 
 
