@@ -47,7 +47,7 @@ def train(recipe: str, cache: str, mode: str, rounding: str | None = None) -> An
         start = time.perf_counter()
         trainer.step()
         yield time.perf_counter() - start
-    yield trainer.evaluate()[0]
+    yield trainer.evaluator.held_out()[0]
 
 
 def run(rounds: int) -> Report:

@@ -46,7 +46,7 @@ def train(cell: Cell, backend: str | None = None) -> Bits:
     bits = Bits(
         [record.losses or {"loss": record.loss} for record in records],
         [(record.grad_norm, record.param_norm) for record in records],
-        trainer.evaluate(),
+        trainer.evaluator.held_out(),
     )
     if mesh.replicas.rank == mesh.tp.rank == 0:
         bits.weights = {name: weight.cpu() for name, weight in weights.items()}

@@ -402,7 +402,7 @@ def measure(cell: Cell, steps: int) -> Measured:
     if cell.uneven:
         uncount(trainer.feed.batches)
     weights = canonical_weights(trainer.model, optimizer=trainer.optimizer)
-    before = trainer.evaluate() if mesh.world.size == 1 else None
+    before = trainer.evaluator.held_out() if mesh.world.size == 1 else None
     record, gradients = step_with_gradients(trainer)
     records = [record]
     sent(mesh)
@@ -411,7 +411,7 @@ def measure(cell: Cell, steps: int) -> Measured:
     records += [trainer.step() for _ in range(steps - 2)]
     check_replicas(trainer.model, mesh, steps)
     sent(mesh)
-    after = trainer.evaluate()
+    after = trainer.evaluator.held_out()
     evaluation, more_calls = sent(mesh)
     buckets, state = trainer.optimizer.buckets, trainer.optimizer.state_bytes()
     found = Measured(

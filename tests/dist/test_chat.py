@@ -47,9 +47,14 @@ def prepared() -> PreparedChat:
 def losses(config: Config) -> list[float]:
     """The losses before, in and after some steps, and the norms of their gradients."""
     trainer = build_trainer(config, shared_mesh(config.parallel.tensor, config.parallel.pipeline), prepared())
-    before = trainer.evaluate()
+    before = trainer.evaluator.held_out()
     records = [trainer.step() for _ in range(STEPS)]
-    return [*before, *(record.loss for record in records), *(r.grad_norm for r in records), *trainer.evaluate()]
+    return [
+        *before,
+        *(record.loss for record in records),
+        *(r.grad_norm for r in records),
+        *trainer.evaluator.held_out(),
+    ]
 
 
 def test_the_batches_count_differently() -> None:

@@ -87,8 +87,8 @@ def losses(cell: Cell, backend: str | None, steps: int) -> tuple[list[float], Co
     mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline, context=config.parallel.context)
     pairs = "nsp" in config.model.objectives
     trainer = build_trainer(config, mesh, make_data(length=16, pairs=pairs))
-    found = [trainer.step().loss, trainer.evaluate()[0]]
-    found += [*(trainer.step().loss for _ in range(steps - 1)), trainer.evaluate()[0]]
+    found = [trainer.step().loss, trainer.evaluator.held_out()[0]]
+    found += [*(trainer.step().loss for _ in range(steps - 1)), trainer.evaluator.held_out()[0]]
     trainer.feed.close()
     graphs = trainer.compilation.graphs if trainer.compilation is not None else []
     return found, Counter((graph.unit, graph.training) for graph in graphs)

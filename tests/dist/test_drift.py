@@ -1,5 +1,7 @@
 """Copies that drift apart are found, bit by bit, and named with the ranks at fault."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,8 +9,7 @@ import torch
 
 from shardwise.base.errors import RunError
 from shardwise.models.build import build_model
-from shardwise.train import trainer
-from shardwise.train.build import build_trainer
+from shardwise.train import build
 from shardwise.train.model_checks import check_replicas
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import MODEL, make_config, make_data
@@ -84,7 +85,10 @@ def test_head_sizes_are_what_the_cases_assume() -> None:
 
 def test_a_run_compares_every_few_steps_and_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
-    monkeypatch.setattr(trainer, "check_replicas", lambda _model, _mesh, step, _optimizer: compared.append(step))
+    monkeypatch.setattr(build, "check_replicas", lambda _model, _mesh, step, _optimizer: compared.append(step))
     config = make_config(log={"drift_every": 2}, train={"stop_after": 5, "eval_every": 0})
-    build_trainer(config, shared_mesh(1), make_data()).run()
+    trainer = build.build_trainer(config, shared_mesh(1), make_data())
+    reporter: Any = SimpleNamespace(is_logged=lambda _: False, step=lambda _: None)
+    unsaved: Any = SimpleNamespace(flags=None, stopped_by=None, state_hashes=None, after_step=lambda *_: None)
+    trainer.run(build.build_observers(config, trainer, reporter, unsaved, None), unsaved, lambda _: nullcontext())
     assert compared == [2, 4, 5]

@@ -78,7 +78,7 @@ def curve(recipe: str, overrides: list[str], cache: Path, divided_by: int = 1) -
     def counted(*given: Any) -> Pending:
         return Pending(count_targets(*given).wait() * divided_by)
 
-    with mock.patch("shardwise.train.trainer.count_targets", counted):
+    with mock.patch("shardwise.train.passes.count_targets", counted):
         records = [trainer.step() for _ in range(STEPS)]
     return [record.loss * divided_by for record in records], [record.grad_norm for record in records]
 

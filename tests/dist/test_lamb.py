@@ -15,7 +15,6 @@ from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece, make_parameter, placements
 from shardwise.models.build import build_model
 from shardwise.train.build import build_trainer, decay_groups
-from shardwise.train.loss import count_targets
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random
 from tests.dist.training import make_config, make_data
@@ -241,7 +240,7 @@ def roundtrip(mode: str) -> list[Any]:
     batches = [made[0].feed.at(24 + 8 * i) for i in range(3)]
     for trainer in made:
         for batch in batches:
-            trainer._forward_backward(batch, count_targets(batch, trainer.mesh.dp))
+            trainer.passes.run(batch, step=1)
             trainer.optimizer.step()
     same = [torch.equal(a, b) for a, b in zip(made[0].model.parameters(), made[1].model.parameters(), strict=True)]
     sizes = made[0].optimizer.state_bytes()

@@ -1,7 +1,6 @@
 """Norms and partial gradients of a model that is cut, over every layout."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import nn
 
 from shardwise import GQAQKVColumnParallelLinear, ZeroRedundancyOptimizer
 from shardwise.train.build import build_trainer
-from shardwise.train.loss import count_targets
 from shardwise.verify.canonical_values import canonical_gradients, canonical_weights
 from tests.dist.checkpoints import make_trainer
 from tests.dist.dense import mesh as shared_mesh
@@ -23,8 +21,7 @@ def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[
     mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, mesh, make_data())
     micro_batches = trainer.feed.at(0)
-    counted = count_targets(micro_batches, trainer.mesh.dp)
-    trainer._forward_backward(micro_batches, counted)
+    trainer.passes.run(micro_batches, step=1)
     meters = [meter for group in (mesh.tp,) for meter in group.meters.values()]
     before = sum(meter.calls["all_reduce"] for meter in meters)
     found = [float(norm) for norm in trainer.optimizer.norms()]
@@ -65,7 +62,7 @@ def recorded_norms(every: int | None) -> list[tuple[float, float | None]]:
     """Norms in the records of four steps, of which a reporter logs each `every`th; None: there is no reporter."""
     trainer = make_trainer(make_config(parallel={"tensor": 2}))
     if every is not None:
-        trainer.reporter = cast(Any, SimpleNamespace(is_logged=lambda step: step % every == 0))
+        trainer.is_logged = lambda step: step % every == 0
     records = [trainer.step() for _ in range(4)]
     return [(record.grad_norm, record.param_norm) for record in records]
 

@@ -6,6 +6,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.train.build import build_trainer
+from shardwise.train.model_checks import mean_text
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
@@ -36,7 +37,7 @@ def test_plain_dropout_differs_between_replicas_micro_batches_and_steps_and_can_
 
 def test_the_key_is_none_in_evaluation() -> None:
     made = trainer("NeedsKey")
-    made.evaluate()
+    made.evaluator.held_out()
     evaluated = len(made.model.keys)
     made.step()
     assert evaluated
@@ -46,25 +47,13 @@ def test_the_key_is_none_in_evaluation() -> None:
 
 @pytest.mark.parametrize(("name", "warned"), [("Mean", True), ("Dropping", False)])
 def test_a_mean_is_not_taken_for_a_sum(name: str, warned: bool) -> None:
-    made, said = trainer(name), []
-
-    class Reporter:
-        def is_logged(self, step: int) -> bool:
-            return False
-
-        def step(self, record: Any) -> None: ...
-
-        def warning(self, text: str) -> None:
-            said.append(text)
-
-    made.reporter = Reporter()
-    made.config = made.config.model_copy(update={"train": made.config.train.model_copy(update={"stop_after": 2})})
-    made.run()
-    assert bool(said) == warned
-    if warned:
-        assert (
-            "ids and targets [sequence, batch], must return the sum of its targets' losses, not their mean" in said[0]
-        )
+    made = trainer(name)
+    text = mean_text(made.config, made.step().loss)
+    if not warned:
+        assert text is None
+        return
+    assert text is not None
+    assert "ids and targets [sequence, batch], must return the sum of its targets' losses, not their mean" in text
 
 
 def test_a_model_that_swaps_sequence_and_batch_is_refused() -> None:
@@ -77,7 +66,7 @@ def test_a_model_is_in_evaluation_mode_for_an_evaluation_alone() -> None:
     """What a user's own dropout layers go by."""
     made, modes = trainer("Dropping"), []
     made.model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
-    made.evaluate()
+    made.evaluator.held_out()
     assert set(modes) == {False}
     modes.clear()
     made.step()

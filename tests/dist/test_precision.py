@@ -34,10 +34,10 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     def train(mode: str) -> tuple[float, float]:
         config = load_config("llama2-tiny", [*overrides, *modes[mode]])
         trainer = build_trainer(config, shared_mesh(1), prepare(config, cache))
-        before, _ = trainer.evaluate()
+        before, _ = trainer.evaluator.held_out()
         for _ in range(config.train.steps):
             trainer.step()
-        return before, trainer.evaluate()[0]
+        return before, trainer.evaluator.held_out()[0]
 
     return train
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from shardwise.layers import weight_gradients
 from shardwise.layers.linear import weights_of
 from shardwise.optim.buckets import Bucket
-from shardwise.train.loss import count_targets
 from shardwise.verify.canonical_values import canonical_gradients
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import make_config
@@ -42,7 +41,7 @@ def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[
         patch.object(Bucket, "start_reduction", noted),
         patch.object(weight_gradients, "add_product_", side_effect=add_product_) as added,
     ):
-        trainer._forward_backward(micro_batches, count_targets(micro_batches, trainer.mesh.dp))
+        trainer.passes.run(micro_batches, step=1)
         reduced_in_backward = list(order)
     gradients = canonical_gradients(trainer.model, trainer.optimizer)
     trainer.optimizer.zero_grad()

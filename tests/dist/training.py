@@ -10,7 +10,6 @@ from shardwise.config import Config, config_from
 from shardwise.data.formats.text import random_text as make_data
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.train.build import build_trainer
-from shardwise.train.loss import count_targets
 from shardwise.verify.canonical_values import canonical_gradients, canonical_weights
 from tests.dist.dense import mesh as shared_mesh
 
@@ -80,14 +79,14 @@ def train(config: Config, steps: int = 4, uneven: bool = False, bodies: bool = T
     trainer = build_trainer(config, mesh, data)
     if uneven:
         uncount(trainer.feed.batches)
-    before = trainer.evaluate()
+    before = trainer.evaluator.held_out()
     weights = {n: t.clone() for n, t in canonical_weights(trainer.model, optimizer=trainer.optimizer).items()}
     micro_batches = trainer.feed.at(0)
-    trainer._forward_backward(micro_batches, count_targets(micro_batches, trainer.mesh.dp))
+    trainer.passes.run(micro_batches, step=1)
     gradients = canonical_gradients(trainer.model, trainer.optimizer)
     trainer.optimizer.zero_grad()
     records = [trainer.step() for _ in range(steps)]
-    outcome = Outcome([r.loss for r in records], [r.grad_norm for r in records], before, trainer.evaluate())
+    outcome = Outcome([r.loss for r in records], [r.grad_norm for r in records], before, trainer.evaluator.held_out())
     if mesh.dp.rank == mesh.tp.rank == 0 and bodies:
         outcome.weights, outcome.gradients = weights, gradients
     return outcome

@@ -28,9 +28,9 @@ if os.environ.get("EVENTS") and os.environ.get("RANK") == os.environ.get("EVENTS
     from shardwise.train.trainer import Trainer
     events = dict(each.split(":") for each in os.environ["EVENTS"].split(","))
     free_bytes, step, run, filler = Root.free_bytes, Trainer.step, Trainer.run, Path("disk/filler")
-    def running(self, saving=None, *further):
+    def running(self, observers, saving, traced):
         self.saving = saving
-        return run(self, saving, *further)
+        return run(self, observers, saving, traced)
     def untrue(self):
         Root.free_bytes = free_bytes
         return 2**40

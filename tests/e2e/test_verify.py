@@ -25,9 +25,9 @@ import os
 
 if "RANK" in os.environ:
     from shardwise.optim.buckets import Bucket
-    from shardwise.train.trainer import Trainer
+    from shardwise.train.passes import Passes
 
-    start, forward = Bucket.start_reduction, Trainer._forward_backward
+    start, forward = Bucket.start_reduction, Passes.run
 
     def scaled(self):  # at DP 2 alone: other buckets are of one rank
         if self.group.size == 2:
@@ -35,11 +35,11 @@ if "RANK" in os.environ:
         start(self)
 
     def failing(self, *arguments, **options):
-        if self.mesh.tp.size == 2:
+        if self._mesh.tp.size == 2:
             raise RuntimeError("no such kernel")
         return forward(self, *arguments, **options)
 
-    Bucket.start_reduction, Trainer._forward_backward = scaled, failing
+    Bucket.start_reduction, Passes.run = scaled, failing
 """
 """What a rank imports first: gradients of DP 2 are 1 % too large, and TP 2 fails."""
 

@@ -44,7 +44,7 @@ def test_loops_that_name_no_device(test: Callable[[Any], None], strict: Strict) 
 
 def steps(config: Config) -> list[float]:
     trainer = make_trainer(config)
-    return [*(trainer.step().loss for _ in range(3)), *trainer.evaluate()]
+    return [*(trainer.step().loss for _ in range(3)), *trainer.evaluator.held_out()]
 
 
 def state_after_a_step() -> bool:

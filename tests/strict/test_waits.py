@@ -12,7 +12,7 @@ from tests.rank_pool import RankPool
 from tests.strict import device
 from tests.strict.ranks import default_device
 
-WAITS = {"Trainer._read_numbers": 1}
+WAITS = {"_read_together": 1}
 """By the function that makes the host wait."""
 
 
@@ -23,8 +23,8 @@ def step(config: Config, default: bool) -> device.Counters:
     """
     with default_device(default):
         trainer = make_trainer(config)
-        begin = trainer.clock.begin
-        trainer.clock.begin = lambda **_: begin(measures=True)
+        begin = trainer.meters.clock.begin
+        trainer.meters.clock.begin = lambda **_: begin(measures=True)
         trainer.step()
         device.reset_counters()
         record = trainer.step()

@@ -20,7 +20,7 @@ from shardwise.runs.folder import JsonLines
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed"]
 _NOT_FINITE = "must be finite"
-"""Words of the trainer's error on a loss or gradient (`Trainer._stop_non_finite`)."""
+"""Words of the trainer's error on a loss or gradient (`Passes.non_finite_error`)."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -35,18 +36,21 @@ from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.stages import build_stages
 from shardwise.planner.memory import expected_memory
 from shardwise.train.checkpoint_choice import went_back
+from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.compile.units import compile_units, products_add, products_add_in_graphs
+from shardwise.train.evaluator import Evaluator
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import use_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
-from shardwise.train.model_checks import check_axes
+from shardwise.train.model_checks import check_axes, check_replicas
+from shardwise.train.observers import Observer
 from shardwise.train.rank_agreement import raised_on_every_rank, versions
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed
 from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.start import OpenedRun
 from shardwise.train.state_hashes import StateHashes
-from shardwise.train.step_record import Progress
+from shardwise.train.step_record import Progress, StepRecord
 from shardwise.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -96,9 +100,10 @@ def build_trainer(
     if config.shapes is None and compilation is None:
         with optimizer.gathered(all_units=False):
             check_axes(model, feed.batches, mesh.device, config.model.vocab_size)
-    state_hashes = None
-    if config.log.state_hash_every and reporter is not None:
-        state_hashes = StateHashes(model, optimizer, mesh, config, reporter)
+    progress = progress or Progress()
+    evaluator = Evaluator(
+        config, layout, mesh, model, optimizer, feed, progress, reporter, tokenizer_path=data.tokenizer_path
+    )
     return Trainer(
         config=config,
         layout=layout,
@@ -106,12 +111,11 @@ def build_trainer(
         model=model,
         optimizer=optimizer,
         feed=feed,
-        reporter=reporter,
-        progress=progress or Progress(),
+        progress=progress,
+        evaluator=evaluator,
+        is_logged=None if reporter is None else reporter.is_logged,
         pipeline=build_pipeline(config, layout, mesh, model, dtype),
         compilation=compilation,
-        state_hashes=state_hashes,
-        tokenizer_path=data.tokenizer_path,
     )
 
 
@@ -196,6 +200,9 @@ def build_checkpoints(
     config = opened.config
     mesh = opened.mesh
     settings = config.checkpoint
+    state_hashes = None
+    if config.log.state_hash_every:
+        state_hashes = StateHashes(trainer.model, trainer.optimizer, mesh, config, reporter)
     saver = Saver(
         opened.folder.checkpoints.root,
         trainer.model,
@@ -221,8 +228,47 @@ def build_checkpoints(
         batches=trainer.feed.batches,
         copies=copies,
         followed=opened.followed,
-        state_hashes=trainer.state_hashes,
+        state_hashes=state_hashes,
     )
+
+
+def build_observers(
+    config: Config, trainer: Trainer, reporter: Reporter, checkpoints: Checkpoints, graphs: RunGraphs | None
+) -> list[Observer]:
+    """What a run does after its steps, in this order."""
+    progress = trainer.progress
+
+    def report(record: StepRecord, _: bool) -> None:
+        if reporter.is_logged(record.step):
+            record = replace(record, checkpoint_seconds=checkpoints.take_seconds())
+        reporter.step(record)
+
+    def keep_graphs(record: StepRecord, is_last: bool) -> None:
+        # All graphs of training are captured in a run's first step, and those of evaluation in an evaluation.
+        is_evaluated = config.train.eval_every and (is_last or record.step % config.train.eval_every == 0)
+        if graphs is not None and (is_evaluated or record.step == progress.before + 1):
+            reporter.captured(graphs.keep_new())
+
+    def compare_replicas(record: StepRecord, _: bool) -> None:
+        progress.phase = "comparison of replicas"
+        # Parameters that are still under way would differ without a fault.
+        trainer.optimizer.gathers.wait()
+        check_replicas(trainer.model, trainer.mesh, record.step, trainer.optimizer)
+
+    def hash_state(*_: object) -> None:
+        progress.phase = "hash of the state"
+        if checkpoints.state_hashes is not None:
+            checkpoints.state_hashes.now(progress)
+
+    return [
+        Observer(1, report),
+        Observer(config.log.state_hash_every, hash_state),
+        Observer(config.log.drift_every, compare_replicas, takes_long=True),
+        Observer(config.train.eval_every, trainer.evaluator.texts, takes_long=True),
+        Observer(1, keep_graphs),
+        Observer(config.evaluation.tasks_every, trainer.evaluator.tasks, takes_long=True),
+        Observer(1, lambda record, is_last: checkpoints.after_step(progress, is_last, record.agreed_flags)),
+    ]
 
 
 def build_memory_copies(opened: OpenedRun, trainer: Trainer) -> MemoryCopies | None:

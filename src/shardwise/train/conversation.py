@@ -24,7 +24,7 @@ from shardwise.launch.channel import Channel
 from shardwise.models.blocks import Stages
 from shardwise.train.generation import Detokenizer, Generator, Reader, Sampler, generate, open_reader
 from shardwise.train.inference_jobs import joined_mesh, load_model
-from shardwise.train.saving import agree_to_stop
+from shardwise.train.rank_agreement import agree_to_stop
 
 _LONGEST_WAIT = 20.0
 """Seconds for which rank 0 waits for the person before it tells the other ranks that there is no request yet."""

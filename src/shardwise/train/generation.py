@@ -29,7 +29,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.models.blocks import KeyValueCache, Stages
 from shardwise.models.causal import CausalLM
 from shardwise.pipeline.stages import relay
-from shardwise.train.saving import agree_to_stop
+from shardwise.train.rank_agreement import agree_to_stop
 
 PREFILL_CHUNK = 1024
 """Tokens of a prompt that are read at once: this bounds the memory of their activations."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, RunError, see
+from shardwise.config import Config
 from shardwise.data.samples.batch import IGNORE, Batches
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
@@ -19,6 +20,8 @@ from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.train.loss import MicroBatch
 
 _WIDTH_TO_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FAR_BELOW_A_GUESS = 10
+"""A first loss that is lower by this factor is no sum over targets: a model that was just drawn knows only to guess."""
 _CHUNK = 1 << 22
 """Elements widened to 64 bits at a time: 64 MiB with their positions, 2 × 8 bytes for each of 2^22."""
 
@@ -47,7 +50,7 @@ def check_axes(model: nn.Module, batches: Batches, device: torch.device, vocab_s
     def loss(ids_SB: Tensor) -> Tensor:
         inputs = {**batch.inputs, "ids_SB": ids_SB, "targets_SB": targets_SB}
         changed = replace(batch, inputs=inputs, lengths_B=None)
-        return changed.result(model, changed.call(model))
+        return changed.result(model, changed.call_of(model)())
 
     in_training = [module for module in model.modules() if module.training]
     model.eval()
@@ -61,6 +64,24 @@ def check_axes(model: nn.Module, batches: Batches, device: torch.device, vocab_s
             "depends on the other samples and not on the earlier tokens of its own: transpose both at the start of "
             f"forward, and return the sum of the losses{see('training#swapped-axes')}"
         )
+
+
+def mean_text(config: Config, first_loss: float) -> str | None:
+    """The warning that a model or a loss of the user's own may return a mean; None for another first loss."""
+    model = config.model
+    source = (
+        f"forward of {model.family}, which gets ids and targets [sequence, batch],"
+        if config.shapes is None
+        else config.hooks.loss
+    )
+    # Equal probabilities of all V tokens give a loss of ln V.
+    guess = math.log(model.vocab_size)
+    if source is None or first_loss >= guess / _FAR_BELOW_A_GUESS:
+        return None
+    return (
+        f"the first loss ({first_loss:.3g}) is far below that of a guess, ln(model.vocab_size) ({guess:.3g}): "
+        f"{source} must return the sum of its targets' losses, not their mean{see('training#first-loss-too-low')}"
+    )
 
 
 @torch.no_grad()

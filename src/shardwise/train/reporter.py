@@ -32,6 +32,7 @@ from shardwise.train.compile.run_graphs import CapturedGraphs
 from shardwise.train.evaluation import Evaluation
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
+from shardwise.train.model_checks import mean_text
 from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_notebook, parts_of_loss
 from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
 from shardwise.train.start_screen import print_pipeline, print_summary
@@ -314,6 +315,8 @@ class Reporter:
 
     def _warn(self, record: StepRecord) -> None:
         """Warn of a loss that is far off, and of a rank that is slow, once each time that it begins."""
+        if record.step == 1 and (text := mean_text(self.config, record.loss)) is not None:
+            self.warning(text)
         if self._spike.begins(record.loss_spike):
             self.warning(
                 f"step {record.step:,}: the loss ({record.loss:.4f}) is {record.loss_spike:.0f} standard deviations "

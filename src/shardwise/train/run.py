@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +27,13 @@ from shardwise.launch.failed_run import continuing_command
 from shardwise.optim.learning_rate import moved_end_text
 from shardwise.planner.memory import neediest_stage
 from shardwise.runs.lost_time import NEXT_STAGE
-from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
+from shardwise.train.build import (
+    build_checkpoints,
+    build_memory_copies,
+    build_observers,
+    build_reporter,
+    build_run_trainer,
+)
 from shardwise.train.checkpoint_choice import goes_back
 from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.generation import draw_sample
@@ -45,6 +51,7 @@ from shardwise.train.resume import (
 from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.start import OpenedRun, open_run
 from shardwise.train.step_record import Progress, StartTotals
+from shardwise.train.trace import Trace
 from shardwise.train.trainer import Trainer
 
 _EPOCHS_WITHOUT_WARNING = 3
@@ -78,7 +85,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             if isinstance(stage, _Turn):
                 turn = stage
                 continue
-            stopped_by = stage.trainer.run(stage.checkpoints, stage.graphs)
+            stopped_by = _train(stage)
             turn = _end_stage(stage, stopped_by)
         if not turn.is_last:
             del stage
@@ -86,6 +93,15 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     leave()
     assert turn.path is not None
     return turn.path
+
+
+def _train(stage: _OpenedStage) -> str | None:
+    """Train to the last step of a stage; returns who asked the run to stop before it."""
+    config = stage.opened.config
+    trainer = stage.trainer
+    observers = build_observers(config, trainer, stage.reporter, stage.checkpoints, stage.graphs)
+    with closing(Trace.of(config, trainer.mesh, stage.reporter.run)) as trace:
+        return trainer.run(observers, stage.checkpoints, trace.step)
 
 
 @dataclass(frozen=True)

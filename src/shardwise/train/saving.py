@@ -12,22 +12,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from shardwise.base.errors import LostPeerError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
 from shardwise.data.samples.batch import Batches
-from shardwise.distributed import collectives, devices
+from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import joined
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.runs.folder import FollowedFolder, RunDirectory
 from shardwise.train.memory_copies import MemoryCopies, steps_between
+from shardwise.train.rank_agreement import first_reason, largest_of_ranks
 from shardwise.train.reporter import Reporter
 from shardwise.train.state_hashes import StateHashes
 from shardwise.train.step_record import Progress
@@ -48,26 +46,6 @@ class SaveFlags(NamedTuple):
 
     stop: float
     save: float
-
-
-def largest_of_ranks(numbers: Sequence[float], mesh: Mesh) -> Tensor:
-    """The largest of all ranks' numbers, one by one, on the device. Collective; the host does not wait."""
-    return collectives.all_reduce_(devices.to_device(torch.tensor(numbers), mesh.device), mesh.world, op="max")
-
-
-def agree_to_stop(reason: str | None, mesh: Mesh, is_complete: bool) -> tuple[str | None, bool]:
-    """The first rank's reason to stop, and whether the work of any rank is complete; the same on every rank."""
-    if mesh.world.size == 1:
-        return reason, is_complete
-    # Two numbers in each call; the texts, which take a slower exchange of objects, travel only when there is one.
-    stop, complete = largest_of_ranks((float(reason is not None), float(is_complete)), mesh).tolist()
-    return _first_reason(reason, mesh) if stop else None, bool(complete)
-
-
-def _first_reason(reason: str | None, mesh: Mesh) -> str | None:
-    """The reason of the first rank that has one, the same on every rank."""
-    reasons = collectives.all_gather_objects(reason, mesh.world)
-    return next((text for text in reasons if text is not None), None)
 
 
 def make_stop_check(directory: RunDirectory) -> Callable[[], str | None]:
@@ -92,6 +70,7 @@ class Checkpoints:
         copies: copies of the state in the memory of the nodes.
         followed: folder of the run, on rank 0.
         state_hashes: hashes of the state, which manifests have where the run has some.
+        stopped_by: who asked the run to stop after its last step so far; None if nobody did.
     """
 
     saver: Saver
@@ -104,6 +83,8 @@ class Checkpoints:
     copies: MemoryCopies | None = None
     followed: FollowedFolder | None = None
     state_hashes: StateHashes | None = None
+    stopped_by: str | None = field(default=None, init=False)
+    _seconds: float = field(default=0.0, init=False)
     _saved_at: float = field(default_factory=time.monotonic, init=False)
     _reported_name: Path | None = field(default=None, init=False)
 
@@ -117,8 +98,8 @@ class Checkpoints:
             save=float(is_due and self.mesh.world.rank == 0),
         )
 
-    def after_step(self, progress: Progress, is_last: bool, agreed_flags: Sequence[float] | None = None) -> str | None:
-        """Save if a checkpoint is due; returns who asked the run to stop, the same on every rank.
+    def after_step(self, progress: Progress, is_last: bool, agreed_flags: Sequence[float] | None = None) -> None:
+        """Save if a checkpoint is due, and set `stopped_by`, the same on every rank.
 
         Args:
             agreed_flags: largest of all ranks' `flags` during the step; None exchanges them now.
@@ -126,25 +107,33 @@ class Checkpoints:
         Raises:
             RunError: something else has the name of the run's folder; raised on every rank, with a checkpoint saved.
         """
+        progress.phase = "checkpoint"
+        start = time.perf_counter()
         # A save of an earlier step may have ended since, in the thread that writes.
         self._report()
         if agreed_flags is None:
             agreed_flags = largest_of_ranks(self.flags(), self.mesh).tolist()
         stop, save = agreed_flags
         # None in spite of the flag: no rank has a reason of its own, and the folder was displaced.
-        stopped_by = _first_reason(self.reason_to_stop(), self.mesh) if stop else None
+        self.stopped_by = first_reason(self.reason_to_stop(), self.mesh) if stop else None
         if stop:
             self._end_if_displaced(progress)
         every = self.config.checkpoint.every
-        if stopped_by is not None or save or is_last or (every and progress.step % every == 0):
+        if self.stopped_by is not None or save or is_last or (every and progress.step % every == 0):
             self._save(progress)
             self._saved_at = time.monotonic()
         copy_every = steps_between(self.config)
         is_copied = copy_every and progress.step % copy_every == 0
         # The disk has the state of a last step: a copy of it would never be read.
-        if self.copies is not None and is_copied and not (is_last or stopped_by):
+        if self.copies is not None and is_copied and not (is_last or self.stopped_by):
             self.copies.copy(progress.step, self._described(progress))
-        return stopped_by
+        self._seconds += time.perf_counter() - start
+
+    def take_seconds(self) -> float:
+        """The time for which training has waited for checkpoints and copies since the last call."""
+        seconds = self._seconds
+        self._seconds = 0.0
+        return seconds
 
     def follow(self) -> None:
         """Go on in the run's folder where it was renamed, and tell the user; on rank 0.

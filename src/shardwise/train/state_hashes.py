@@ -17,7 +17,6 @@ class StateHashes:
     """Makes the hashes that `log.state_hash_every` asks for, and one for each checkpoint.
 
     Args:
-        config: `log.state_hash_every` is greater than 0.
         reporter: records the hashes.
     """
 
@@ -25,16 +24,9 @@ class StateHashes:
         self, model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh, config: Config, reporter: Reporter
     ) -> None:
         self._sums = StateSums(model, optimizer, mesh)
-        self._every = config.log.state_hash_every
         self._seed = config.train.seed
         self._reporter = reporter
         self._last: StateHash | None = None
-
-    def after_step(self, progress: Progress, *, is_last: bool) -> None:
-        """Record the hash if one is due after this step. Collective."""
-        if is_last or progress.step % self._every == 0:
-            progress.phase = "hash of the state"
-            self.now(progress)
 
     def now(self, progress: Progress) -> StateHash:
         """The hash of the present state, which is recorded unless this step's is. Collective."""

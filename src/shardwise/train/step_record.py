@@ -107,12 +107,13 @@ class StepRecord:
             since the last step that is logged.
         communication_bytes: bytes that this rank sent in the step, by axis of the mesh; `pp` has the messages between
             stages.
-        memory: bytes in use on this rank, by kind.
+        memory: bytes in use on this rank, by kind, in steps that are logged.
         loss_spike: standard deviations by which the loss is above the mean of the steps before.
         straggler: slowest rank.
         allocator: bytes by `devices.allocator_bytes`, on an accelerator.
         sources: numbers of each source of a mixture, in steps that are logged.
-        agreed_flags: largest of all ranks' flags, which were read with the step's numbers (`Trainer.step`).
+        agreed_flags: largest of all ranks' flags, which were read with the step's numbers (`Trainer.step`); None where
+            there were none, or where much time has passed since then.
     """
 
     step: int
@@ -137,7 +138,7 @@ class StepRecord:
     straggler: Straggler | None = None
     allocator: Mapping[str, int] = field(default_factory=dict)
     sources: Mapping[str, SourceRecord] = field(default_factory=dict)
-    agreed_flags: tuple[float, ...] = ()
+    agreed_flags: tuple[float, ...] | None = None
 
     @property
     def work_seconds(self) -> float | None:

@@ -11,6 +11,7 @@ import torch
 import torch.profiler
 
 from shardwise.config import Config
+from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import named_messages
 from shardwise.pipeline.clock import message_name
 from shardwise.runs.folder import RunDirectory
@@ -48,6 +49,15 @@ class Trace:
         self._pipelined = pipelined
         self._recording = ExitStack()
         self._has_begun = False
+
+    @staticmethod
+    def of(config: Config, mesh: Mesh, run: RunDirectory) -> Trace:
+        """The trace that `log.profile` asks of this rank."""
+        ranks = config.log.profile_ranks
+        rank = mesh.world.rank
+        if config.log.profile_steps is None or (ranks is not None and rank not in ranks):
+            return Trace(range(0), None, pipelined=False)
+        return Trace(config.log.profile_steps, run.trace(rank), pipelined=mesh.pp.size > 1)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

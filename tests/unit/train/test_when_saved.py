@@ -37,7 +37,8 @@ def saved(every: int, stopped_at: int | None = None) -> tuple[dict[int, Any], st
     )  # type: ignore[arg-type]
     for step in range(1, 6):
         progress.step, progress.samples, progress.position = step, 8 * step, 8 * step + 24
-        stop = checkpoints.after_step(progress, step == 5)
+        checkpoints.after_step(progress, step == 5)
+        stop = checkpoints.stopped_by
         if stop is not None:
             break
     return made.saved, stop

@@ -1,0 +1,173 @@
+"""The forward and backward passes of a step over its micro-batches.
+
+Shapes: K = objectives of the loss; N = terms of a rank's losses: 1, or with `train.bitwise` one for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from shardwise.base.errors import RunError, see
+from shardwise.config import Config
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Mesh
+from shardwise.layers.replicated import ReplicatedParameters
+from shardwise.layers.units import units
+from shardwise.models.blocks import gives_losses
+from shardwise.models.fp8_blocks import WeightScales
+from shardwise.optim.zero import ZeroRedundancyOptimizer
+from shardwise.pipeline.clock import BACKWARD, FORWARD
+from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets
+from shardwise.train.model_checks import find_non_finite
+from shardwise.train.step_clock import PIPELINE
+from shardwise.train.step_meters import StepMeters
+
+if TYPE_CHECKING:
+    from shardwise.pipeline.schedule import Pipeline  # imports torch's compiler, which is slow
+
+_WHOLE_MODEL = (-2, 0, 0)
+"""A place in the model, for `DropoutKey`: layer, site and shard."""
+
+
+class Passes:
+    """Computes the losses and gradients of global batches on one rank.
+
+    Args:
+        pipeline: runs the stages of this rank, where the model is cut into stages.
+        meters: measure the passes, and add up the losses of a mixture's sources.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        model: nn.Module,
+        optimizer: ZeroRedundancyOptimizer,
+        pipeline: Pipeline | None,
+        meters: StepMeters,
+    ) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._model = model
+        self._optimizer = optimizer
+        self._pipeline = pipeline
+        self._clock = meters.clock
+        self._sources = meters.sources
+        self._replicated: dict[nn.Module, ReplicatedParameters] = defaultdict(ReplicatedParameters)
+        self._weight_scales = WeightScales(model)
+        self._groups = config.train.groups_apart(mesh.dp.size) if config.train.bitwise else 1
+
+    def run(self, micro_batches: list[MicroBatch], step: int, *, last: bool = True) -> Tensor:
+        """Add the gradients of the global mean loss; returns this rank's terms of each objective's mean, [N, K].
+
+        A stage without a loss has the terms 0. With `last` the gradients are complete afterwards, and each bucket's
+        reduction starts during the backward pass. Collective.
+
+        Args:
+            step: number of the step, of which random numbers are a function.
+        """
+        # New weights may still be on their way on the same communicator: the forward pass waits for each as it needs
+        # it, and only the loss waits for these numbers, which come behind all weights.
+        counts = count_targets(micro_batches, self._mesh.replicas)
+        sums: list[Tensor] = []
+
+        def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
+            batch = micro_batches[number]
+            dropout = batch.dropout_key(self._config.train, step)
+            # Random numbers of a user's own layers are a function of step and samples too.
+            recording = nullcontext() if self._sources is None else self._sources.record(batch)
+            with dropout.seeded(self._mesh.device, *_WHOLE_MODEL), self._forward_pass(part), recording:
+                out = batch.result(part, batch.call_of(part, x, dropout)())
+            if not gives_losses(part):
+                return out
+            # Divided by the targets of the global batch, not of this micro-batch: gradients need no factor afterwards.
+            sums.append(out.detach())
+            return mean_over_targets(out, counts.wait())
+
+        group_length = len(micro_batches) // self._groups
+
+        def ends_group(number: int) -> bool:
+            return (number + 1) % group_length == 0 and number + 1 < len(micro_batches)
+
+        def end_group(number: int, leaves: Iterable[Tensor]) -> None:
+            if ends_group(number):
+                self._optimizer.end_group(leaves)
+
+        with self._weight_scales.kept():
+            if self._pipeline is not None:
+                # Schedules that split the backward pass fire no hooks: the pipeline says which gradients are complete.
+                if self._config.splits_backward:
+                    self._optimizer.provide_gradients()
+                ready = self._optimizer.gradient_ready if last and not self._optimizer.reduces_each_pass else None
+                with self._optimizer.accumulate(), self._clock.phase(PIPELINE):
+                    self._pipeline.step(compute, ready, end_group)
+                return self._loss_terms(sums, counts.wait(), len(micro_batches))
+            for number in range(len(micro_batches)):
+                with self._optimizer.accumulate(last=last and number == len(micro_batches) - 1):
+                    with record_function(f"forward, micro-batch {number}"), self._clock.phase(FORWARD):
+                        loss = compute(self._model, None, number).sum()
+                    with record_function(f"backward, micro-batch {number}"), self._clock.phase(BACKWARD):
+                        loss.backward()
+                    if ends_group(number):
+                        self._optimizer.end_group()
+            return self._loss_terms(sums, counts.wait(), len(micro_batches))
+
+    def over_ranks(self, losses_NK: Tensor) -> Tensor:
+        """The terms of the global batch's losses from those of `run`, whose sum is rounded once. Collective."""
+        # Each replica has the losses of its samples, and in a pipeline only the last stage has them.
+        if self._mesh.dp.grain is None:
+            losses = collectives.all_reduce_(losses_NK, self._mesh.replicas)
+        else:
+            losses = collectives.all_gather(losses_NK, self._mesh.dp)
+        return collectives.all_reduce_(losses, self._mesh.pp)
+
+    def gathers_behind_forward(self) -> AbstractContextManager[None]:
+        """Let new parameters travel during the next forward pass, where the device computes during its collectives.
+
+        A model of the user's own may read a parameter wherever it likes: its gathers end with the step.
+        """
+        if self._mesh.device.type == "cpu" or self._config.shapes is None:
+            return nullcontext()
+        return self._optimizer.gathers.behind_forward(units(self._model), self._optimizer.buckets)
+
+    def non_finite_error(
+        self, micro_batches: list[MicroBatch], step: int, loss: float, gradient_norm: float
+    ) -> RunError:
+        """The error on a loss or norm that is not finite, with the rank and parameter at fault. Collective.
+
+        The reduction has mixed the ranks' gradients, so each rank computes and examines its own once more.
+        """
+        self._optimizer.zero_grad()
+        with self._optimizer.local_gradients(), self._optimizer.gathered():
+            rank_loss = float(self.run(micro_batches, step, last=False).sum())
+            faults = collectives.all_gather_objects(find_non_finite(self._model, rank_loss), self._mesh.world)
+        place = "each rank's own part is: their sum overflowed"
+        # In a pipeline a value that is not finite travels on: of all ranks' findings the nearest cause counts.
+        for _, rank, text in sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)[:1]:
+            place = f"on rank {rank}, {text}"
+        return RunError(
+            f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite; {place}. "
+            "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
+            f"{see('training#loss-not-finite')}"
+        )
+
+    def _forward_pass(self, part: nn.Module) -> AbstractContextManager[None]:
+        # A backward pass in two parts computes the gradient of each parameter by itself.
+        if self._config.splits_backward:
+            return nullcontext()
+        return self._replicated[part].forward_pass()
+
+    def _loss_terms(self, sums: list[Tensor], counts_K: Tensor, micro_batches: int) -> Tensor:
+        missing = torch.zeros_like(counts_K, dtype=torch.float32)
+        if self._mesh.dp.grain is None:
+            shares = [mean_over_targets(sums_K, counts_K) for sums_K in sums]
+            return torch.stack([missing, *shares]).sum(dim=0, keepdim=True)
+        sums_NK = torch.stack(sums or [missing] * micro_batches).float()
+        return mean_over_targets(collectives.all_reduce_(sums_NK, self._mesh.cp), counts_K)
