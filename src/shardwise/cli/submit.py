@@ -28,7 +28,7 @@ from shardwise.cli.jobs import follow
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.config import Config, Layout, check_layout, load_config, recipe_name, recipe_text, require_data
 from shardwise.launch.slurm import commands, submission
-from shardwise.launch.slurm.script import JobPlan, compile_script, job_log, job_script, job_set, ranks_per_node
+from shardwise.launch.slurm.script import JobPlan, compile_script, job_log, job_script, ranks_per_node
 from shardwise.planner.device_specs import Cluster, cluster
 from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
 from shardwise.runs.summary import last_step, newest_checkpoint
@@ -65,9 +65,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="interrupt the job after its first steps as a preemption does, show that it resumes, and end it",
     )
     parser.add_argument("--ssh", metavar="HOST[:DIR]", help="submit on HOST, in the same folder or in DIR")
-    parser.add_argument(
-        "--kubernetes", metavar="IMAGE", help="print a JobSet manifest for Kubernetes, and submit nothing"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,16 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
-    is_shown_only = arguments.dry_run or arguments.kubernetes is not None
     # A job whose files alone are written may run on another machine, as one that is only shown.
-    is_elsewhere = is_shown_only or arguments.write_only
+    is_elsewhere = arguments.dry_run or arguments.write_only
     checked = _checked(arguments, load_config(recipe, _overrides(arguments)), is_elsewhere)
     # What only shows the job reserves no folder for it.
-    name = run_path or (RUNS / recipe_name(recipe) if is_shown_only else new_run_path(recipe))
+    name = run_path or (RUNS / recipe_name(recipe) if arguments.dry_run else new_run_path(recipe))
     job = replace(checked.job, run_path=name.absolute())
-    if arguments.kubernetes is not None:
-        output.raw(job_set(job, arguments.kubernetes))
-        return 0
     # The job reads the copy of the recipe in its folder: it may wait for days, and the user edits the original.
     job = replace(job, recipe=str(job.run_path / submission.RECIPE))
     try:
@@ -101,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.dry_run and (arguments.yes or _is_wanted()):
             return _submit(job, arguments)
     finally:
-        if run_path is None and not is_shown_only:
+        if run_path is None and not arguments.dry_run:
             # The folder that was reserved is removed only while it is empty: otherwise a job uses it.
             with contextlib.suppress(OSError):
                 name.rmdir()
@@ -115,14 +108,13 @@ def _check_options(arguments: argparse.Namespace) -> None:
     if arguments.write_only:
         others = {
             "--dry-run": arguments.dry_run,
-            "--kubernetes": arguments.kubernetes is not None,
             "--precompile": arguments.precompile,
             "--rehearse-preemption": arguments.rehearse_preemption,
         }
         given = [option for option, is_given in others.items() if is_given]
         if given:
             raise ConfigError(f"--write-only must go without {listing(given)}: it writes the files of one job")
-    elif not arguments.dry_run and arguments.kubernetes is None:
+    elif not arguments.dry_run:
         commands.require()
         if not arguments.yes and not sys.stdin.isatty():
             raise ConfigError("-y must be given where no terminal can ask whether to submit")
@@ -191,7 +183,7 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
     with problems:
         submission.check_run_folder(folder, config)
         warnings = _disk_warnings(folder, config, is_elsewhere)
-    inputs, input_problems = ([], []) if arguments.kubernetes is not None else glance_at_inputs(recipe, config)
+    inputs, input_problems = glance_at_inputs(recipe, config)
     if not is_elsewhere:
         problems.texts += input_problems
     problems.require_none(input_problems)

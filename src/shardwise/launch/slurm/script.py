@@ -1,4 +1,4 @@
-"""The script of a job for `sbatch`, and a manifest for Kubernetes; each setting stands with its reason.
+"""The script of a job for `sbatch`; each setting stands with its reason.
 
 A text of the user's passes through `in_one_line`, `operand`, `shell` or `header` before it enters a script: it
 could end the line that holds it, or be taken for an option.
@@ -13,14 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, see
 from shardwise.config import Config
 from shardwise.config.base_section import utf8_text
 from shardwise.launch.slurm import commands
-from shardwise.launch.slurm.commands import MARK, gpus_of
+from shardwise.launch.slurm.commands import MARK
 
 _REPLACED = '%\\"'
 """Characters that SLURM replaces in the path of a log."""
@@ -214,56 +213,6 @@ def _name(job: JobPlan) -> str:
     return in_one_line("--run-dir", job.run_path.name)
 
 
-def job_set(job: JobPlan, image: str) -> str:
-    """Write a JobSet of Kubernetes (jobset.x-k8s.io/v1alpha2) with one pod a node, which torchrun joins to one job."""
-    import yaml
-
-    launch = job.config.launch
-    name = _dns_name(job.run_path.name)
-    nodes = job.nodes[1]
-    gpus = job.ranks_per_node if gpus_of(job.gres or "") else 0
-    train = ["train", job.recipe, *job.overrides, "--run-dir", str(job.run_path)]
-    torchrun = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={job.ranks_per_node}", "--rdzv-backend=c10d"]
-    torchrun += [f"--rdzv-endpoint={name}-ranks-0-0.{name}:29500", f"--rdzv-id={name}-$(RESTART)", "-m", "shardwise"]
-    attempt = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
-    container: dict[str, Any] = {
-        "name": "ranks",
-        "image": operand("--kubernetes", image),
-        "workingDir": in_one_line("the current directory", str(job.directory)),
-        "command": [*torchrun, *(container_argument(word) for word in train)],
-        "env": [
-            {"name": "RESTART", "valueFrom": attempt},
-            *({"name": key, "value": container_argument(value)} for key, value in sorted(launch.environment.items())),
-        ],
-        "volumeMounts": [{"name": "shared", "mountPath": str(job.directory)}],
-    }
-    if gpus:
-        container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
-    volume = {"name": "shared", "persistentVolumeClaim": {"claimName": "shardwise"}}
-    pod = {"restartPolicy": "Never", "containers": [container], "volumes": [volume]}
-    # Exit code 2 is wrong input, which another start would meet again.
-    policy = {"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}]}
-    work = {"parallelism": nodes, "completions": nodes, "completionMode": "Indexed", "backoffLimit": 0}
-    spec = {**work, "podFailurePolicy": policy, "template": {"spec": pod}}
-    manifest = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": name},
-        "spec": {
-            "failurePolicy": {"maxRestarts": launch.max_restarts},
-            "replicatedJobs": [{"name": "ranks", "replicas": 1, "template": {"spec": spec}}],
-        },
-    }
-    text: str = yaml.safe_dump(manifest, sort_keys=False, width=120)
-    return text
-
-
-def _dns_name(name: str) -> str:
-    """Make a name for Kubernetes: lower case letters, digits and hyphens, a letter first; the end of a long one."""
-    plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower())[-40:].strip("-")
-    return plain if plain[:1].isalpha() else f"run-{plain}".rstrip("-")
-
-
 _LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Control characters, other ends of a line, and bytes that are no text."""
 
@@ -311,8 +260,3 @@ def header(option: str, text: str | None = None, *, name: str | None = None) -> 
     if not re.fullmatch(r"[\w@%+=:,./\[\]()*&|!-]+", value):
         value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
     return f"#SBATCH {option}={value}"
-
-
-def container_argument(text: str) -> str:
-    """Escape a text for a container: Kubernetes replaces `$(NAME)` and reads `$$` as one sign."""
-    return text.replace("$", "$$")

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
 from shardwise.launch.slurm import script
-from shardwise.launch.slurm.script import JobPlan, compile_script, job_script, job_set
+from shardwise.launch.slurm.script import JobPlan, compile_script, job_script
 
 
 def plan(*overrides: str, nodes: tuple[int, int] = (2, 4)) -> JobPlan:
@@ -97,20 +96,6 @@ def test_fault_20_a_line_break_in_a_header_is_refused(
         make(replace(plan(), **changed))
 
 
-def test_fault_20_kubernetes_gets_texts_as_they_are() -> None:
-    """It replaces `$(NAME)` in a container's command and variables."""
-    job = replace(plan("launch.environment={A: $(B)}"), recipe="$(RESTART).yaml", run_path=Path("/runs/7"))
-    manifest = yaml.safe_load(job_set(job, "image"))
-    assert manifest["metadata"]["name"] == "run-7"
-    (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
-    assert "$$(RESTART).yaml" in container["command"]
-    assert "--rdzv-id=run-7-$(RESTART)" in container["command"]
-    assert {"name": "A", "value": "$$(B)"} in container["env"]
-    for image in ("", "-x", "a b", "a\nb"):
-        with pytest.raises(ConfigError, match=r"--kubernetes \("):
-            job_set(job, image)
-
-
 SUPERVISOR = """\
 import os, signal, sys
 from pathlib import Path
@@ -157,17 +142,3 @@ def test_the_graphs_are_compiled_for_the_fewest_ranks_on_one_machine() -> None:
     assert "#SBATCH --nodes=1\n" in text
     assert text.endswith("-P -m shardwise compile llama2-7b compile.enabled=true --nproc 16\n")
     assert "--requeue" not in text
-
-
-def test_a_job_set_has_a_pod_for_each_machine() -> None:
-    manifest = yaml.safe_load(job_set(plan("launch.gres=gpu:8", nodes=(4, 4)), "my/image:1"))
-    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert manifest["metadata"]["name"] == "a-b"
-    (job,) = manifest["spec"]["replicatedJobs"]
-    spec = job["template"]["spec"]
-    assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (4, 4, "Indexed")
-    (container,) = spec["template"]["spec"]["containers"]
-    assert container["image"] == "my/image:1"
-    assert container["command"][:3] == ["torchrun", "--nnodes=4", "--nproc-per-node=8"]
-    assert "--rdzv-endpoint=a-b-ranks-0-0.a-b:29500" in container["command"]
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
