@@ -60,10 +60,10 @@ def lowered(text: str, found: Counter[str]) -> str:
     return _ROW.sub(row, text)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lower", action="store_true", help="write the lines that the rooms have into BUDGET")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     found = lines_by_room()
     text = BUDGET.read_text(encoding="utf-8")
     texts = problems(found, limits(text))
