@@ -243,10 +243,8 @@ class Verified:
             )
         if self.config.shapes is None:
             fields["model"] = f"{self.name}, as it is: shardwise does not know how to shrink {self.config.model.family}"
-        for number, reason in enumerate(self.refused):
-            fields[f"left out{' ' * number}"] = reason
-        for name, text in fields.items():
-            _show_wrapped(text, f"{name.strip():9}  ", " " * 11)
+        for name, text in (*fields.items(), *(("left out", reason) for reason in self.refused)):
+            _show_wrapped(text, f"{name:9}  ", " " * 11)
 
     def _show_verdict(self) -> None:
         broken = self.result.broken

@@ -140,11 +140,11 @@ def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
         opened.config,
         mesh,
         opened.data,
-        reporter,
-        opened.progress,
-        opened.weights,
-        opened.layout,
-        opened.sets,
+        reporter=reporter,
+        progress=opened.progress,
+        weights=opened.weights,
+        layout=opened.layout,
+        sets=opened.sets,
     )
     if reporter.parameters is not None:
         return trainer
