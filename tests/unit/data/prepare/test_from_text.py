@@ -292,6 +292,16 @@ def test_what_was_not_prepared_here_is_never_removed(folder: Folder, format_: Fo
     with pytest.raises(DataError, match="was not prepared here: remove it, or name another OUTPUT"):
         folder.run(folder.job(format_, "out"), force=True)
     assert mine.read_text() == "{}"
+    if format_ == "megatron":
+        mine = mine.rename(folder.at / "out.bin")  # of a model, or raw tokens
+    else:
+        mine.unlink()
+        folder.run(folder.job(format_, "out"))
+        mine.write_text("{}")
+        assert folder.run(folder.job(format_, "out")).was_there
+    with pytest.raises(DataError, match=rf"{mine} is there, and was not prepared here: remove it, or name another"):
+        folder.run(folder.job(format_, "out"), force=True)
+    assert mine.read_text() == "{}"
 
 
 def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
