@@ -218,8 +218,8 @@ def _refuse_tiktoken(file: Path) -> None:
     """Raises DataError for a vocabulary of tiktoken, such as Llama 3's tokenizer.model: a token and its rank a line."""
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", read_bytes(file)[:1024]):
         raise DataError(
-            f"{file} is a vocabulary of tiktoken, which does not say how text is split: take the model's {JSON}, or "
-            "write one by convert_tiktoken_to_fast(ENCODING, FOLDER) of transformers.integrations.tiktoken"
+            f"{file} is a vocabulary of tiktoken, which says neither how text is split nor the ids of special tokens: "
+            f"take the {JSON} of a model with that encoding, which the hub has"
         )
 
 

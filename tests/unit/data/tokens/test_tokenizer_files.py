@@ -266,9 +266,9 @@ def test_other_models_are_refused(options: dict[str, object], text: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "cl100k_base.tiktoken", "tokenizer.json"])
-def test_a_vocabulary_of_tiktoken_is_told_how_to_convert_it(name: str, tmp_path: Path) -> None:
+def test_a_vocabulary_of_tiktoken_is_told_what_to_take(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"IQ== 0\nIg== 1\nICB0aGU= 2\n")
-    said = rf"{name} is a vocabulary of tiktoken, .* or write one by convert_tiktoken_to_fast\(ENCODING, FOLDER\)"
+    said = rf"{name} is a vocabulary of tiktoken, .*: take the tokenizer\.json of a model with that encoding, which the"
     with pytest.raises(DataError, match=said):
         Tokenizer.load(tmp_path / name)
 
