@@ -123,7 +123,7 @@ def _looks_like(path: Path, head: bytes) -> str:
         raise DataError(f"{path} is {kind}, not raw tokens: leave it out, or say by --token-dtype that it holds ids")
     size = path.stat().st_size
     with path.open("rb") as file:
-        words = np.frombuffer(file.read(min(_LOOKED_AT, size // 8 * 8)), "<u2")
+        words = np.frombuffer(file.read(min(_LOOKED_AT, size // 4 * 4)), "<u2")
     unclear = []
     for dtype, width, limit in (("int64", 4, 1), ("uint32", 2, _HIGH_HALVES)):
         if size % (2 * width) or not size:

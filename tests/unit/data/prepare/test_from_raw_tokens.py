@@ -86,6 +86,7 @@ def test_the_dtype_of_raw_tokens_is_derived_and_said(ids: list[int], dtype: str,
         ([*range(12)] * 400, "uint32", "uint16 or uint32"),
         ([*range(12)] * 33, "int64", "uint16, uint32 or int64"),
         ([700, 90, 0, 0] * 5, "uint16", "uint16 or int64"),
+        ([300], "uint32", "uint16 or uint32"),
     ],
 )
 def test_bytes_that_fit_several_dtypes_are_asked_about(ids: list[int], dtype: str, dtypes: str, tmp_path: Path) -> None:
