@@ -35,7 +35,7 @@ _LEAST_HELD_OUT = 3 / 4
 def part_bounds(number: int, weights: Sequence[float]) -> list[int]:
     """The first document (or row) of each part, then `number`.
 
-    The bounds are cumulative shares, each rounded, as Megatron-LM cuts.
+    The bounds are cumulative shares, each rounded, as Megatron-LM cuts the documents of BERT and the sequences of GPT.
     """
     total = sum(weights)
     share = 0.0

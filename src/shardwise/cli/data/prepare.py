@@ -2,7 +2,7 @@
 
 INPUT is a text file, JSON lines or parquet, the first two also packed (gzip, zstd, xz, bzip2, lz4); a folder of such
 files, or a folder that datasets saved; a data set on the Hugging Face hub; or built-in text: stories, python, tiny. It
-may also be raw tokens: a .bin that holds only ids, as nanoGPT writes it, which becomes Megatron's .bin and .idx. Beside
+may also be raw tokens, in a .bin, .npy or .ds as nanoGPT and llm.c write it, which become Megatron's files. Beside
 OUTPUT is a manifest of its source and tokenizer: a run with another tokenizer is refused. A preparation that was
 interrupted leaves nothing that a run would read, and the same command continues it. Complete output is not made again.
 """
@@ -24,7 +24,7 @@ from shardwise.config.data import MASKED_FRACTION
 if TYPE_CHECKING:
     from shardwise.data.prepare.outputs import PreparationOutcome
 
-DTYPES = ("uint16", "uint32")
+DTYPES = ("uint16", "uint32", "int64")
 # The names of `prepare.from_text.FORMATS`, which help does not import.
 FORMATS = ("megatron", "arrow", "hdf5")
 _PATH_ENDS = ("/", ".txt", ".json", ".jsonl", ".parquet", ".csv", ".gz", ".zst", ".xz", ".bz2")
@@ -59,13 +59,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace an OUTPUT of other text or options")
     raw = parser.add_argument_group("options of raw tokens")
     raw.add_argument(
-        "--token-dtype", choices=DTYPES, help="dtype of the ids in INPUT (default: guessed from its bytes)"
+        "--token-dtype", choices=DTYPES, help="dtype of the ids in INPUT (default: by its header or its bytes)"
     )
     raw.add_argument(
         "--eod-token",
         metavar="ID",
         type=int,
-        help="id that ends each document (default: that of the tokenizer, if --tokenizer is given)",
+        help="id that separates documents (default: the one of llm.c's header or of --tokenizer)",
     )
     made = parser.add_argument_group("options of megatron and arrow")
     add_marks(made)
@@ -91,7 +91,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from shardwise.data.prepare.from_raw_tokens import RawJob, convert_raw
     from shardwise.data.prepare.from_text import TextJob, convert_text
-    from shardwise.data.reading.megatron_files import is_raw_tokens, prefix_of
+    from shardwise.data.reading.megatron_files import prefix_of
+    from shardwise.data.reading.raw_tokens import is_raw_tokens
 
     source = Path(arguments.input).expanduser()
     target = Path(arguments.output).expanduser()

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from shardwise.data import cache, hub
 from shardwise.data.formats import common, datasets, inspecting
 from shardwise.data.held_out import HeldOut
 from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations, conversations_of_table
-from shardwise.data.reading.text_sources import ColumnSource, FileSource, is_small, open_source
+from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, is_small, open_source
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
 from shardwise.data.samples.order import IntArray
 from shardwise.data.split import PART_NAMES, PARTS, Part, describe_sizes, plan_split
@@ -89,7 +89,7 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
     content = cache.known_content(root, known)
     scan = None
     if content is None:
-        scan = _scan(source)
+        scan = _scan(source, announce)
         content = scan.content
         cache.remember_content(root, known, content)
     key = cache.entry_key(root, _key(content, config, config.data.tokenizer))
@@ -152,16 +152,29 @@ def _left_out_note(source: _Source) -> str:
 
 
 def _conversations(source: _Source) -> Iterator[Chat]:
+    """All conversations; those without messages are left out, and counted."""
     if isinstance(source, ColumnSource):
-        yield from conversations_of_table(source)
-        return
-    for file, reading in zip(source.files, source.readings, strict=True):
-        yield from conversations(file, reading.kind, source.text_key)
+        chats = conversations_of_table(source)
+    else:
+        files = zip(source.files, source.readings, strict=True)
+        chats = chain.from_iterable(conversations(file, reading.kind, source.text_key) for file, reading in files)
+    chat = None
+    empty = 0
+    for where, messages in chats:
+        if messages:
+            chat = where, messages
+            yield chat
+        else:
+            empty += 1
+    source.empty[source.name] = empty
+    if chat is None:
+        raise DataError(f"{source.name} holds no messages: all of its conversations are empty")
 
 
-def _scan(source: _Source) -> _Scan:
+def _scan(source: _Source, announce: common.Announce = None) -> _Scan:
     digest = _ContentDigest()
     characters = [*map(_characters, digest.watch(_conversations(source)))]
+    announce_empty(source, announce, "empty conversation")
     return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
@@ -379,7 +392,8 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     template = None
     if data.tokenizer is not None:
         template = ChatTemplate.or_built_in(hub.resolve_tokenizer(data.tokenizer), data.tokenizer)
-    scan = _scan(source)
+    notes: list[str] = []
+    scan = _scan(source, notes.append)
     total = sum(path.stat().st_size for path in source.files)
     number = len(scan.characters)
     rows = [("files", f"{len(source.files):,}, {source.described()}"), ("conversations", f"{number:,}")]
@@ -407,6 +421,7 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
         counts,
         lengths,
         [inspecting.InspectedSample(n, text[: inspecting.SAMPLE_CHARACTERS], None) for n, text in enumerate(shown)],
+        notes=notes,
     )
 
 

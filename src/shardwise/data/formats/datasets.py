@@ -18,9 +18,9 @@ from shardwise.config import BUILT_IN_TEXTS, Config, DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, inspecting, packed, text
 from shardwise.data.reading.content import first_line
-from shardwise.data.reading.dataset_tables import TOKENS, DataSet, library, require_library
+from shardwise.data.reading.dataset_tables import DataSet, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
-from shardwise.data.reading.text_files import require_sound
+from shardwise.data.reading.text_files import TOKENS, require_sound
 from shardwise.data.reading.text_sources import ColumnSource
 from shardwise.data.split import PART_NAMES, PARTS, Part, TextSplit, describe_sizes, plan_split
 from shardwise.data.tokens.encoding import token_writers

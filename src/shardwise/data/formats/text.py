@@ -23,7 +23,15 @@ from shardwise.config import Config, DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, inspecting, packed
 from shardwise.data.held_out import END_OF_TEXT, WHOLE_DOCUMENTS, WHOLE_DOCUMENTS_OR_END, HeldOut
-from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, is_small, open_source
+from shardwise.data.reading.text_sources import (
+    ColumnSource,
+    FileSource,
+    Source,
+    TextPiece,
+    announce_empty,
+    is_small,
+    open_source,
+)
 from shardwise.data.samples.causal import DocumentEnds
 from shardwise.data.samples.order import mix_integer
 from shardwise.data.samples.sentences import Sentences
@@ -99,6 +107,7 @@ def _content(root: Path, source: Source, announce: common.Announce) -> tuple[str
                 announce(f"preparing the data {source.name}: reading them")
         scan = _scan(source)
         cache.remember_content(root, stamp, scan.content)
+    announce_empty(source, announce)
     return scan.content, scan
 
 
@@ -375,6 +384,8 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     if isinstance(source, FileSource):
         files = source.files
         described = source.described()
+    notes: list[str] = []
+    announce_empty(source, notes.append)
     number = len(text.lengths) if text.is_complete else None
     limit = "" if text.is_complete else f" in the first {size(text.bytes)} of text"
     counts: dict[str, Any] = {
@@ -405,6 +416,7 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
         counts,
         inspecting.Lengths.of("characters of a document", np.array(text.lengths), number),
         [inspecting.InspectedSample(number, beginning, None) for number, beginning in enumerate(text.beginnings)],
+        notes=notes,
     )
 
 

@@ -1,4 +1,4 @@
-"""A flat file of raw token ids, as the scripts of nanoGPT write it, becomes Megatron's .bin and .idx."""
+"""A file of raw token ids, as the scripts of nanoGPT and llm.c write it, becomes Megatron's .bin and .idx."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import reason_of, to_disk
 from shardwise.data.prepare import outputs, tokenizing, work_folder
 from shardwise.data.reading.megatron_files import UnfinishedIndex, prefix_of, written_dtype
+from shardwise.data.reading.raw_tokens import RawTokens
 from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
 
-DTYPES = ("uint16", "uint32")
 # Ids that are read at once.
 _BLOCK = 1 << 22
 # A longer document becomes several sequences, as the index has 31 bits for the size of a sequence.
 _LONGEST_SEQUENCE = 1 << 30
-# Ids of a vocabulary have a high half below this: no vocabulary has 16 · 2^16 tokens.
-_HIGH_HALVES = 16
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,10 @@ class RawJob:
     """A file of ids that is to be converted.
 
     Attributes:
-        path: file of little-endian ids, back to back.
+        path: file of ids, see `RawTokens`.
         output: prefix of the data set.
-        dtype: dtype of the ids; None: the bytes decide.
-        eod_token: id that ends each document; None: the tokenizer's, and without a tokenizer the file is one document.
+        dtype: dtype of the ids; None: the header or the bytes decide.
+        eod_token: id that ends each document; None: the header's or the tokenizer's, else the file is one document.
         tokenizer: tokenizer that made the ids; None if it is unknown.
     """
 
@@ -68,15 +66,18 @@ class _RawConversion:
         self.job = job
         self.announce = announce
         self.tokenizer: Tokenizer | None = None
-        self.end = job.eod_token
+        raw = RawTokens.open(job.path, job.dtype)
+        self.tokens = raw.tokens
+        self.dtype = raw.tokens.dtype.name
+        self.end = raw.end if job.eod_token is None else job.eod_token
         if job.tokenizer is not None:
             self.tokenizer = open_user_tokenizer(job.tokenizer, outputs.ANY_VOCABULARY)
             if self.end is None:
                 self.end = self.tokenizer.end_of_document_id
-        self.dtype = job.dtype or _looks_like(job.path)
-        if job.dtype is None:
-            announce(f"reading {job.path} as {self.dtype}, as its bytes look; --token-dtype says otherwise")
-        self.tokens = _open(job.path, self.dtype)
+        if raw.reading is not None:
+            announce(f"reading {job.path} as {raw.reading}")
+        if raw.end is not None and job.eod_token is None:
+            announce(f"its documents are separated by {raw.end}; --eod-token names another id")
         options: dict[str, Any] = {"token_dtype": self.dtype}
         if self.end is not None:
             options["eod_token"] = self.end
@@ -146,24 +147,3 @@ class _RawConversion:
 
     def _blocks(self) -> list[npt.NDArray[np.integer[Any]]]:
         return [self.tokens[start : start + _BLOCK] for start in range(0, len(self.tokens), _BLOCK)]
-
-
-def _looks_like(path: Path) -> str:
-    """The dtype that the ids seem to have: in 32-bit ids, every other 16-bit half is near 0."""
-    with path.open("rb") as file:
-        beginning = file.read(_BLOCK)
-    halves = np.frombuffer(beginning[: len(beginning) // 4 * 4], dtype="<u2")[1::2]
-    is_wide = path.stat().st_size % 4 == 0 and len(halves) > 0 and int(halves.max()) < _HIGH_HALVES
-    return DTYPES[is_wide]
-
-
-def _open(path: Path, dtype: str) -> npt.NDArray[np.integer[Any]]:
-    read = np.dtype(dtype).newbyteorder("<")
-    size = path.stat().st_size
-    if size == 0 or size % read.itemsize:
-        raise DataError(
-            f"the size of {path} ({size} bytes) must be above 0 and a multiple of {read.itemsize}, for ids of {dtype}: "
-            "the file is cut off, or holds something else"
-        )
-    tokens: npt.NDArray[np.integer[Any]] = np.asarray(np.memmap(path, dtype=read, mode="r"))
-    return tokens

@@ -23,7 +23,7 @@ from shardwise.data.prepare.to_arrow import ARROW
 from shardwise.data.prepare.to_hdf5 import HDF5
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.data.reading.megatron_files import written_dtype
-from shardwise.data.reading.text_sources import FileSource, open_source
+from shardwise.data.reading.text_sources import FileSource, announce_empty, open_source
 from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks
 from shardwise.data.tokens.tokenizer import announce_note, open_user_tokenizer
 
@@ -129,6 +129,7 @@ class _TextConversion:
         small = estimate is not None and estimate.bytes < tokenizing.SMALL_BYTES
         with tokenizing.Workers.for_tokenizing(str(self.path), self.tokenizer, small=small) as workers:
             progress = self._tokenize(workers, begin, estimate)
+        announce_empty(self.source, self.announce)
         read = progress.read
         job = outputs.FormatJob(
             prefix=self.work.folder / tokenizing.PREFIX,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from shardwise.base.files import sync_folder, to_disk
 from shardwise.data.prepare.tokenizing import PREFIX, WrittenCounts
 from shardwise.data.prepare.work_folder import Estimate, WorkFolder
 from shardwise.data.reading import manifest
-from shardwise.data.reading.megatron_files import written_dtype
+from shardwise.data.reading.megatron_files import count_sequences, written_dtype
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 FormatName = Literal["megatron", "arrow", "hdf5"]
@@ -21,6 +23,11 @@ VERSION = 2
 """Belongs to the identity of prepared data: raise it when the same text and options become other bytes."""
 ANY_VOCABULARY = 1 << 31
 """More tokens than a vocabulary may have: a tokenizer that is opened with it may be of any size."""
+
+# Files in folders of all formats.
+_WRITTEN = re.compile(
+    rf"{re.escape(manifest.NAME)}|(state|dataset_info)\.json|data-\d+-of-\d+\.arrow|.*_training_\d+\.hdf5"
+)
 
 Advance = Callable[[int], None]
 """Called with the amount of work that was done."""
@@ -226,10 +233,9 @@ class Output:
         paths = [path for path in paths if path.exists()]
         if not paths:
             return None
-        # Without a manifest, what stands in the place of a folder is never replaced; a .bin or .idx is, by --force.
         made = manifest.read_manifest(self.manifest)
-        if made is None and (self.manifest in paths or self.format.is_folder):
-            raise DataError(f"{paths[0]} is there, and was not prepared here: remove it, or name another OUTPUT")
+        if (made is None or force) and (own := self._own_file(made, paths)) is not None:
+            raise DataError(f"{own} is there, and was not prepared here: remove it, or name another OUTPUT")
         if force:
             return None
         if made is None:
@@ -243,6 +249,17 @@ class Output:
             f"{paths[0]} was prepared from {made['source'].get('name')} with {tokenizer}, and now "
             f"{listing(different)} {verb} another: name another OUTPUT, or replace it by --force"
         )
+
+    def _own_file(self, made: Mapping[str, Any] | None, paths: Sequence[Path]) -> Path | None:
+        """A file of the user in the place of the data, which is never replaced; a Megatron data set is, by --force."""
+        if made is not None:
+            files = self.path.rglob("*") if self.format.is_folder else ()
+            return next((file for file in files if not _WRITTEN.fullmatch(file.name)), None)
+        if not self.format.is_folder and self.manifest not in paths:
+            with contextlib.suppress(DataError):
+                count_sequences(self.path)
+                return None
+        return paths[0]
 
     def _differences(self, made: Mapping[str, Any], content: Callable[[], str]) -> list[str]:
         """The differences between these data and those of a manifest, of the first kind that there is.

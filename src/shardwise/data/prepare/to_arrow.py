@@ -15,8 +15,8 @@ from shardwise.base.files import sync_folder, to_disk
 from shardwise.data.prepare.outputs import FormatJob, OutputFormat
 from shardwise.data.prepare.work_folder import Estimate
 from shardwise.data.reading.content import optional_library
-from shardwise.data.reading.dataset_tables import TOKENS
 from shardwise.data.reading.megatron_files import IndexedFile
+from shardwise.data.reading.text_files import TOKENS
 
 # Tokens of a file of the folder: 512 MiB of int32, about the size of the files that `datasets` writes.
 _SHARD_TOKENS = 1 << 27

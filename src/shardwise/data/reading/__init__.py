@@ -10,6 +10,7 @@ Text, in the order in which it is read:
 
 Tokens:
 
+    raw_tokens.py        flat files of ids, alone or behind a header that is known
     megatron_files.py    Megatron's .bin and .idx, read and written
     hdf5_files.py        HDF5 shards of masked sentence pairs
     manifest.py          the record that `shardwise data prepare` leaves beside its files

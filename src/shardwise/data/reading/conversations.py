@@ -24,7 +24,7 @@ _ROWS = 64
 
 
 def conversations(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
-    """The conversations of a file, in its lines or rows.
+    """The conversations of a file, in its lines or rows; one may have no messages.
 
     Args:
         key: field or column that holds the messages.
@@ -44,7 +44,7 @@ def conversations(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
 
 
 def conversations_of_table(dataset: DataSet) -> Iterator[Chat]:
-    """The conversations of a data set's column, one split after another.
+    """The conversations of a data set's column, one split after another; one may have no messages.
 
     Raises:
         DataError: there is no such column, or a row holds no conversation with an answer; names it.
@@ -87,11 +87,13 @@ def _in_rows(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
 
 
 def _conversation(values: Any, where: Callable[[], str], key: str) -> Conversation:
-    if not isinstance(values, list) or not values:
+    if not isinstance(values, list):
         raise DataError(
             f"{where()}: the field {key!r} must hold a list of messages, each with a role and a content, and it holds "
-            f"{'an empty list' if values == [] else type(values).__name__}: mend or remove it"
+            f"{type(values).__name__}: mend or remove it"
         )
+    if not values:
+        return []
     messages = [_message(value, where, f"{key}.{number}") for number, value in enumerate(values)]
     if all(message["role"] != ASSISTANT for message in messages):
         raise DataError(

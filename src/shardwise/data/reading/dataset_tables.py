@@ -25,10 +25,8 @@ from shardwise.base.parsing import json_value
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import hub
 from shardwise.data.reading.content import first_line, optional_library, readable
-from shardwise.data.reading.text_files import require_sound
+from shardwise.data.reading.text_files import TOKENS, require_sound
 
-TOKENS = "input_ids"
-"""The column that is read if there is no text."""
 _STATE = "state.json"
 _INFO = "dataset_info.json"
 _SPLITS = "dataset_dict.json"

@@ -48,7 +48,7 @@ _COLUMNS_WITHIN = re.compile(rf'\s*\{{\s*{_STRING}\s*:\s*\{{\s*"\d+"\s*:')
 _AS_TEXT = "set data.format=text to read it as plain text"
 _MARK = rb"(?i:(?:\xef\xbb\xbf)?\s*<"
 """The beginning of a text that is marked up, after which the name of its first mark and a parenthesis must follow."""
-_FOREIGN: Sequence[tuple[bytes, str, str]] = (
+FOREIGN: Sequence[tuple[bytes, str, str]] = (
     (rb"%PDF-", "a PDF document", "extract its text, for example with pdftotext"),
     (
         # The name of an archive's first file stands at byte 30.
@@ -164,7 +164,7 @@ def _recognized(path: Path | HubFile, content: Content, key: str) -> Kind:
                 f"{path} is a parquet file packed by {content.packing}, which cannot be read in parts: unpack it"
             )
         return "parquet"
-    for magic, format, advice in _FOREIGN:
+    for magic, format, advice in FOREIGN:
         if re.match(magic, head, re.DOTALL):
             raise DataError(f"{path} is {format}, not plain text: {advice}, or leave it out")
     if head[257:262] == b"ustar":

@@ -35,7 +35,7 @@ from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import reason_of, sync_folder, to_disk
 from shardwise.data.cache import spread_digest
 from shardwise.data.reading.content import readable
-from shardwise.data.reading.text_files import convert_command
+from shardwise.data.reading.raw_tokens import way_to_read
 from shardwise.data.samples.order import IntArray
 from shardwise.data.samples.sentences import Sentences
 
@@ -72,11 +72,6 @@ def is_indexed(path: str | Path) -> bool:
     if named.suffix in (".bin", ".idx"):
         return not named.is_dir()
     return not named.exists() and any(file.is_file() for file in _files(named))
-
-
-def is_raw_tokens(path: Path) -> bool:
-    """True if `path` is named as raw token ids are: a .bin without the .idx of a Megatron data set."""
-    return path.suffix == ".bin" and path.is_file() and not path.with_suffix(".idx").exists()
 
 
 def _files(prefix: Path) -> tuple[Path, Path]:
@@ -249,7 +244,7 @@ def _existing_files(prefix: Path) -> tuple[Path, Path]:
         if not file.is_file()
     ]
     if bin_path.is_file() and problems:
-        problems[0] += f"; of raw tokens, {convert_command(bin_path)}"
+        problems[0] += f"; {way_to_read(bin_path)}"
     if problems:
         raise DataError(problems)
     return bin_path, idx_path

@@ -27,6 +27,8 @@ from shardwise.data.reading.file_kinds import Kind, field_names, field_of, other
 # Rows that are decoded at once, so that long texts take little memory too.
 _ROWS = 64
 _PAGE_BYTES = 1 << 20
+TOKENS = "input_ids"
+"""The field or column of token ids in tables that other programs tokenized."""
 # A larger file holds a text, or is a parquet file of very many columns; it is not opened to see that it is empty.
 _EMPTY_BYTES = 1 << 6
 _EMPTY_PARQUET_BYTES = 1 << 16
@@ -38,20 +40,18 @@ def documents(
     key: str,
     start: int = 0,
     *,
-    empty: bool = False,
     longest: int | None = None,
 ) -> Iterator[tuple[int, Iterable[str]]]:
     """The documents of a file, as blocks of their text, with the place of the next document.
 
     A document is the whole file, a line's field `key`, or a row's column `key`. It begins at 0, at a byte (of the
     unpacked content) or at a row. Its blocks must be read before the next document. Memory is bounded by the longest
-    line, and by a page of a parquet file.
+    line, and by a page of a parquet file. A document without text has no blocks.
 
     Args:
         kind: kind of the file; None: its content decides.
         start: place of the first document. A packed file is still unpacked from its beginning; a parquet file is read
             from the row group that holds the row.
-        empty: True if lines and rows may have no text; they are left out.
         longest: number of characters at which a plain text is cut into several documents, each of which begins at a
             byte; None: a plain text is one document.
 
@@ -61,9 +61,9 @@ def documents(
     if kind is None:
         kind = reading_of(file, None, key).kind
     if kind == "parquet":
-        yield from _rows(file, key, start, empty)
+        yield from _rows(file, key, start)
     elif kind == "jsonl":
-        yield from _lines(file, key, start, empty)
+        yield from _lines(file, key, start)
     elif longest is not None:
         yield from _parts(file, start, longest)
     elif start == 0:
@@ -94,11 +94,6 @@ def slices(text: str) -> Iterator[str]:
     """`text` in blocks."""
     for start in range(0, len(text), BLOCK):
         yield text[start : start + BLOCK]
-
-
-def convert_command(path: object) -> str:
-    """The command that converts a file of raw tokens, which lacks an index, to data that runs read."""
-    return f"`shardwise data prepare {path} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx"
 
 
 def _parts(path: Path | HubFile, start: int, longest: int) -> Iterator[tuple[int, list[str]]]:
@@ -143,7 +138,7 @@ def _decoded(path: Path | HubFile, start: int = 0) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path} is empty: remove it or put text into it")
 
 
-def _lines(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[tuple[int, Iterable[str]]]:
+def _lines(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, Iterable[str]]]:
     is_empty_file = start == 0
     stop = start
     with opened(path, start) as content:
@@ -151,8 +146,7 @@ def _lines(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[
             stop += len(line)
             if line.strip():
                 is_empty_file = False
-                if text := _line_text(line, partial(line_name, path, start, number), key, empty):
-                    yield stop, slices(text)
+                yield stop, slices(_line_text(path, line, partial(line_name, path, start, number), key))
     if is_empty_file:
         raise DataError(f"{path} is empty: remove it or put one JSON object on each line")
 
@@ -170,15 +164,30 @@ def line_name(path: Path | HubFile, start: int, number: int) -> str:
     return f"{path}: line {before + number}"
 
 
-def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> str:
+def _holds_tokens(path: Path | HubFile, key: str, library: str) -> DataError:
+    """The error about a file whose field or column `key` holds ids where text is read.
+
+    Args:
+        library: name that `datasets.load_dataset` has for such files.
+    """
+    if isinstance(path, HubFile) or path.suffix == ".arrow":
+        way = "set data.streaming=false, and they are read as tokens"
+    else:
+        program = f"datasets.load_dataset({library!r}, data_files={str(path)!r}, split='train').save_to_disk('FOLDER')"
+        way = f'name the folder that `python -c "import datasets; {program}"` makes, which is read as tokens'
+    return DataError(f"{path} holds token ids in {key!r}, not text: {way}")
+
+
+def _line_text(path: Path | HubFile, line: bytes, where: Callable[[], str], key: str) -> str:
     record = line_record(line, where, key)
+    ids = key if key in record else TOKENS
+    if isinstance(values := record.get(ids), list) and values and {*map(type, values)} == {int}:
+        raise _holds_tokens(path, ids, "json")
     text = record_field(record, where, key, "text")
     if isinstance(text, dict | list) and (layout := other_layout(record, key)) is not None:
         raise DataError(f"{where()} {layout}")
     if not isinstance(text, str):
         raise DataError(f"{where()}: the field {key!r} must hold text, not {type(text).__name__} (data.text_key)")
-    if not (text or empty):
-        raise DataError(f"{where()}: the field {key!r} is empty: remove the line")
     require_characters(text, where, key)
     return text
 
@@ -223,7 +232,7 @@ def require_characters(text: str, where: Callable[[], str], key: str) -> None:
         ) from None
 
 
-def _rows(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[tuple[int, Iterable[str]]]:
+def _rows(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, Iterable[str]]]:
     arrow = _arrow("pyarrow")
     parquet = _arrow("pyarrow.parquet")
     with readable(path), path.open("rb") as opened:
@@ -248,10 +257,9 @@ def _rows(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[t
                 skipped = min(max(start - row, 0), len(batch))
                 row += skipped
                 for value in column_at(batch, place).slice(skipped):
-                    text = row_text(value, f"{path}: row {row}", key, empty=empty)
+                    text = row_text(value, f"{path}: row {row}", key)
                     row += 1
-                    if text:
-                        yield row, slices(text)
+                    yield row, slices(text)
         except (arrow.ArrowException, OSError) as error:
             # An error of the system has a number; those of pyarrow have none.
             if isinstance(error, OSError) and error.errno:
@@ -259,7 +267,7 @@ def _rows(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[t
             raise DataError(f"{path} is damaged ({_first_sentence(error)}): fetch or copy it again") from None
 
 
-def require_text(arrow: Any, path: object, schema: Any, key: str) -> list[str]:
+def require_text(arrow: Any, path: Path | HubFile, schema: Any, key: str) -> list[str]:
     """The name of a table's column of text, and the names of the fields in which the text lies within it.
 
     Raises:
@@ -267,6 +275,9 @@ def require_text(arrow: Any, path: object, schema: Any, key: str) -> list[str]:
     """
     types = arrow.types
     place, type_ = _find_column(types, schema, key)
+    ids, ids_type = (key, type_) if type_ is not None else (TOKENS, _find_column(types, schema, TOKENS)[1])
+    if ids_type is not None and hasattr(ids_type, "value_type") and types.is_integer(ids_type.value_type):
+        raise _holds_tokens(path, ids, "parquet")
     if type_ is None:
         raise DataError(
             f"{path} has no column {key!r}: set data.text_key to the column that holds the text "
@@ -317,16 +328,14 @@ def require_sound(array: Any, where: str, key: str) -> None:
         ) from None
 
 
-def row_text(value: Any, where: str, key: str, *, empty: bool = False) -> str:
-    """The text of an arrow scalar of column `key`; DataError if it is null, not UTF-8, or empty unless `empty`."""
+def row_text(value: Any, where: str, key: str) -> str:
+    """The text of an arrow scalar of column `key`; DataError if it is null or not UTF-8."""
     try:
         text: str | None = value.as_py()
     except UnicodeDecodeError as error:
         raise _not_utf8(f"{where}, byte {error.start} of the column {key!r}", error) from None
     if text is None:
         raise DataError(f"{where}: the column {key!r} is null: remove the row")
-    if not (text or empty):
-        raise DataError(f"{where}: the column {key!r} is empty: remove the row")
     return text
 
 

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DataError, RunError, ShardwiseError, listing
+from shardwise.base.units import counted
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
-from shardwise.data.reading import stories, text_files
+from shardwise.data.reading import raw_tokens, stories, text_files
 from shardwise.data.reading.content import BLOCK, HubFile, first_line, readable, unpacked_name
 from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
 from shardwise.data.reading.file_kinds import LINES, FileReading, Kind, chosen_kind, described, reading_of
@@ -131,15 +132,37 @@ class FileSource:
         """A digest that changes when the text may have changed, without reading it; None: read it to know."""
         return _stamp(self.files, ["files", self.kind or "by content", self.text_key])
 
+    @cached_property
+    def empty(self) -> dict[str, int]:
+        """The documents without text in each file that was read."""
+        return {}
+
     def pieces(self) -> Iterator[TextPiece]:
-        """All documents in a fixed order, from the first one in each call; a DataError names file, line or offset."""
+        """All documents in a fixed order, from the first one in each call; a DataError names file, line or offset.
+
+        Documents without text are left out, and counted.
+        """
+        documents = 0
         for path in self.files:
+            empty = 0
             for _, blocks in text_files.documents(path, self.kind, self.text_key):
-                yield from cut_document(blocks)
+                piece = None
+                for piece in cut_document(blocks):
+                    yield piece
+                documents += 1
+                empty += piece is None
+            self.empty[str(path)] = empty
+        if documents == sum(self.empty.values()):
+            raise DataError(f"{self.name} holds no text: all of its documents are empty")
 
 
 class ColumnSource(DataSet):
     """The texts of a data set's column, one split after another."""
+
+    @cached_property
+    def empty(self) -> dict[str, int]:
+        """The rows without text in each split that was read."""
+        return {}
 
     def pieces(self) -> Iterator[TextPiece]:
         for split in self.splits:
@@ -149,15 +172,17 @@ class ColumnSource(DataSet):
         """All documents of one split; rows without text are left out."""
         if self.holds_tokens:
             raise DataError(
-                f"the column {self.column!r} of {self.shown} must hold text where text is read, and it holds tokens: "
-                "set data.text_key"
+                f"the column {self.column!r} of {self.shown} must hold text, and it holds tokens, which a run reads as "
+                "they are: train on the data set itself, or name another column by data.text_key"
             )
-        row = 0
+        row = empty = 0
         for array in self.arrays(split):
             for value in array:
-                text = text_files.row_text(value, f"{self.where(split)}: row {row}", self.column, empty=True)
+                text = text_files.row_text(value, f"{self.where(split)}: row {row}", self.column)
                 yield from cut_document(text_files.slices(text))
                 row += 1
+                empty += not text
+        self.empty[split] = empty
 
 
 @dataclass(frozen=True)
@@ -202,6 +227,12 @@ Source = FileSource | ColumnSource | PythonSource | StorySource
 """A text of many documents."""
 
 
+def announce_empty(source: Source, announce: Callable[[str], None] | None, what: str = "empty document") -> None:
+    """Tells the user how many documents of a text that was read are left out, as they are empty."""
+    if announce is not None and isinstance(source, FileSource | ColumnSource) and (empty := sum(source.empty.values())):
+        announce(f"{source.name}: {counted(empty, what)} left out")
+
+
 def is_small(source: Source) -> bool:
     """Return whether all of a text can be read in a moment."""
     if isinstance(source, FileSource):
@@ -233,6 +264,7 @@ def _built_in_source(name: str, text_key: str) -> Source:
 def _user_source(path: Path, data: DataConfig) -> FileSource:
     kind = chosen_kind(data.format)
     if path.is_file():
+        _refuse_tokens((path,), kind)
         return FileSource(str(data.path), (path,), kind, data.text_key)
     if path.is_dir():
         files, left_out = _data_files(path, kind, data.text_key)
@@ -243,13 +275,7 @@ def _user_source(path: Path, data: DataConfig) -> FileSource:
             raise DataError(
                 f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none{besides}"
             )
-        # As text, the tokens of a .bin would be refused at some byte, or even be read.
-        for file in files:
-            if kind is not None or file.suffix != ".bin":
-                continue
-            if file.with_suffix(".idx").exists():
-                raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
-            raise DataError(f"{file} holds raw tokens, not text: {text_files.convert_command(file)}, which runs read")
+        _refuse_tokens(files, kind)
         return FileSource(str(data.path), files, kind, data.text_key, left_out)
     if path.exists():
         raise DataError(f"data.path ({data.path}) must be a file or a folder; it is neither")
@@ -257,6 +283,16 @@ def _user_source(path: Path, data: DataConfig) -> FileSource:
     raise DataError(
         f"data.path ({data.path}) does not exist{where}: name a text file, a .jsonl, a .parquet or a folder of them"
     )
+
+
+def _refuse_tokens(files: Iterable[Path], kind: Kind | None) -> None:
+    """Raises DataError for tokens, which as text would be refused at some byte, or even be read."""
+    for file in files:
+        if kind is not None or file.suffix not in raw_tokens.SUFFIXES:
+            continue
+        if file.with_suffix(".idx").exists():
+            raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
+        raise DataError(f"{file} holds raw tokens, not text: {raw_tokens.way_to_read(file)}")
 
 
 def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
@@ -383,7 +419,7 @@ BLOCK_CHARACTERS = 1 << 26
 
 @dataclass(frozen=True)
 class FileShard:
-    """A file of text that a stream reads, on this machine or on the hub; lines and rows without text are left out."""
+    """A file of text that a stream reads, on this machine or on the hub."""
 
     path: Path | HubFile
     kind: Kind | None
@@ -396,22 +432,19 @@ class FileShard:
             DataError: a document cannot be read; names file and line, row or byte.
             RunError: the hub does not answer.
         """
-        on_hub = isinstance(self.path, HubFile)
         try:
-            yield from text_files.documents(
-                self.path, self.kind, self.text_key, start, empty=on_hub, longest=BLOCK_CHARACTERS
-            )
+            yield from text_files.documents(self.path, self.kind, self.text_key, start, longest=BLOCK_CHARACTERS)
         except ShardwiseError:
             raise
         except Exception as error:
-            if not on_hub:
+            if not isinstance(self.path, HubFile):
                 raise
             raise RunError(f"{self.path} cannot be read: {type(error).__name__}: {first_line(error)}") from None
 
 
 @dataclass(frozen=True)
 class TableShard:
-    """A file of a data set's table that a stream reads, mapped into memory; rows without text are left out."""
+    """A file of a data set's table that a stream reads, mapped into memory."""
 
     path: Path
     column: str
@@ -421,10 +454,9 @@ class TableShard:
         for array in self._values.slice(start).chunks:
             text_files.require_sound(array, f"{self.path}: rows {row} to {row + len(array) - 1}", self.column)
             for value in array:
-                text = text_files.row_text(value, f"{self.path}: row {row}", self.column, empty=True)
+                text = text_files.row_text(value, f"{self.path}: row {row}", self.column)
                 row += 1
-                if text:
-                    yield row, text_files.slices(text)
+                yield row, text_files.slices(text)
 
     @cached_property
     def _values(self) -> Any:

@@ -200,11 +200,14 @@ class TextStream:
 def read_documents(shard: TextShard, start: int) -> Iterator[tuple[int, list[TextPiece]]]:
     """The documents of a shard from the one that begins at `start` on, in pieces, with the place of the next one.
 
+    Documents without text are left out.
+
     Raises:
         DataError, RunError: it cannot be read.
     """
     for stop, blocks in shard.documents(start):
-        yield stop, list(cut_document(blocks))
+        if pieces := list(cut_document(blocks)):
+            yield stop, pieces
 
 
 class StreamBatches(Batches):

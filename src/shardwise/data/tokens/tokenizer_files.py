@@ -12,6 +12,7 @@ Functions import `tokenizers`, as a dry run comes here and opens no tokenizer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -205,11 +206,21 @@ def _companions(folder: Path) -> tuple[Path, ...]:
 def _open_json(file: Path) -> tokenizers.Tokenizer:
     import tokenizers
 
+    _refuse_tiktoken(file)
     text = _text(file, "JSON")
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:
         raise DataError(f"{file} is not a tokenizer that Hugging Face tokenizers can read: {error}") from error
+
+
+def _refuse_tiktoken(file: Path) -> None:
+    """Raises DataError for a vocabulary of tiktoken, such as Llama 3's tokenizer.model: a token and its rank a line."""
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", read_bytes(file)[:1024]):
+        raise DataError(
+            f"{file} is a vocabulary of tiktoken, which says neither how text is split nor the ids of special tokens: "
+            f"take the {JSON} of a model with that encoding, which the hub has"
+        )
 
 
 def _open_words(file: Path, options: Mapping[str, Any], special: Iterable[str]) -> tokenizers.Tokenizer:
@@ -305,6 +316,7 @@ def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 def _piece_model(file: Path) -> Any:
     """The parsed file."""
+    _refuse_tiktoken(file)
     try:
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
         from sentencepiece import sentencepiece_model_pb2

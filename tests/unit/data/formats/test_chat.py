@@ -138,7 +138,6 @@ LINES = {
     "[]": 'line 2 is JSON but not an object: each line must read like {"messages"',
     '{"text": "a"}': "line 2 has no field 'messages': set data.text_key to the field that holds the messages (text)",
     '{"messages": "a"}': "line 2: the field 'messages' must hold a list of messages, each with a role and a",
-    '{"messages": []}': "and it holds an empty list: mend or remove it",
     '{"messages": [1]}': "line 2: messages.0 must be an object with a role and a content, not int",
     '{"messages": [{"content": "a"}]}': "line 2: messages.0 has no role, and it must be system, user or assistant",
     '{"messages": [{"role": "bot", "content": "a"}]}': "line 2: messages.0 has the role 'bot', and it must be system",
@@ -157,6 +156,21 @@ def test_a_line_that_holds_no_conversation_is_refused(tmp_path: Path, line: str)
     assert LINES[line] in str(error.value)
     assert path in str(error.value)
     assert len(error.value.problems) == 1
+
+
+def test_empty_conversations_are_left_out_and_counted(tmp_path: Path) -> None:
+    path = written(tmp_path / "chat.jsonl", {"messages": GOOD}, {"messages": []}, {"messages": []})
+    base = tmp_path / "base"
+    train_tokenizer(["Who are you? A model. " * 20], 262, "base", chat=True).save(base)
+    said: list[str] = []
+    data = prepare(config(path=path, format="chat", split="1,0", tokenizer=str(base)), tmp_path, said.append)
+    assert f"{path}: 2 empty conversations left out" in said
+    assert f"{path}: 1 conversation," in data.summary
+    inspection = inspect(path, 3, {"format": "chat"})
+    assert (inspection.counts["conversations"], inspection.notes) == (1, [f"{path}: 2 empty conversations left out"])
+    written(tmp_path / "chat.jsonl", {"messages": []})
+    with pytest.raises(DataError, match="holds no messages: all of its conversations are empty"):
+        inspect(path, 3, {"format": "chat"})
 
 
 def test_rows_of_parquet_are_read_as_lines(tmp_path: Path) -> None:

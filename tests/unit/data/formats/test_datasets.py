@@ -342,6 +342,6 @@ def test_values_that_lie_beyond_the_file(column: str, tmp_path: Path) -> None:
 def test_tokens_where_text_is_needed(tmp_path: Path) -> None:
     path = save(tmp_path / "saved", input_ids=ROWS)
     source = open_source(DataConfig(path=str(path)))
-    with pytest.raises(DataError, match=r"the column 'input_ids' of .* must hold text where text is read, and"):
+    with pytest.raises(DataError, match=r"the column 'input_ids' of .* must hold text, and it holds tokens, which"):
         next(source.pieces())
     assert DataSet.open(DataConfig(path=str(path))).holds_tokens

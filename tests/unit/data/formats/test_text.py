@@ -25,11 +25,11 @@ from shardwise.data.open_data import prepare
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 
-def config(**data: str) -> Config:
+def config(**data: str | None) -> Config:
     return sized(512, 64, 0, **data)
 
 
-def sized(vocab_size: int, sequence_length: int, eval_every: int, **data: str) -> Config:
+def sized(vocab_size: int, sequence_length: int, eval_every: int, **data: str | None) -> Config:
     return config_from(
         {
             "model": {
@@ -102,6 +102,15 @@ def test_the_second_call_opens_what_the_first_built(tmp_path: Path) -> None:
     assert prepare(sized(400, 64, 0), tmp_path).fingerprint != first.fingerprint
     assert prepare(config(split="90,10"), tmp_path).fingerprint != first.fingerprint
     assert prepare(sized(512, 32, 0, split="19,1"), tmp_path).tokenizer_path == first.tokenizer_path
+
+
+def test_the_start_says_how_many_documents_are_empty(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", *stories(), ""]), encoding="utf-8")
+    said: list[str] = []
+    data = prepare(config(dataset=None, path=str(path)), tmp_path / "cache", announce=said.append)
+    assert f"{path}: 2 empty documents left out" in said
+    assert data.fingerprint == prepare(config(), tmp_path / "cache").fingerprint
 
 
 def test_an_evaluation_opens_what_the_training_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.open_data import inspect
 from shardwise.data.prepare import from_raw_tokens
 from shardwise.data.prepare.from_raw_tokens import RawJob, convert_raw
-from shardwise.data.reading.megatron_files import IndexedFile, is_raw_tokens
+from shardwise.data.reading.megatron_files import IndexedFile
+from shardwise.data.reading.raw_tokens import is_raw_tokens
 from shardwise.data.tokens.tokenizer import train_tokenizer
 
 END = 9
@@ -63,9 +64,10 @@ def test_raw_tokens_without_an_end_token_are_one_document(tmp_path: Path, monkey
     ("ids", "dtype", "found"),
     [
         (IDS, "<u2", "uint16"),
-        (IDS, "<u4", "uint32"),
-        ([128_000, 5, 90_000, 7], "<u4", "uint32"),
+        (IDS * 16, "<u4", "uint32"),
+        ([128_000, 5, 90_000, 7] * 16, "<u4", "uint32"),
         ([50_256, 5, 198], "<u2", "uint16"),
+        (IDS * 16, "<i8", "int64"),  # what numpy makes of a list of ids
     ],
 )
 def test_the_dtype_of_raw_tokens_is_derived_and_said(ids: list[int], dtype: str, found: str, tmp_path: Path) -> None:
@@ -75,6 +77,86 @@ def test_the_dtype_of_raw_tokens_is_derived_and_said(ids: list[int], dtype: str,
     assert said[0] == f"reading {path} as {found}, as its bytes look; --token-dtype says otherwise"
     assert outcome.manifest["options"] == {"token_dtype": found}
     assert IndexedFile.open(tmp_path / "out").tokens.tolist() == ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "dtype", "dtypes"),
+    [
+        ([*range(12)] * 400, "uint16", "uint16 or uint32"),
+        ([*range(12)] * 400, "uint32", "uint16 or uint32"),
+        ([*range(12)] * 33, "int64", "uint16, uint32 or int64"),
+        ([700, 90, 0, 0] * 5, "uint16", "uint16 or int64"),
+        ([300], "uint32", "uint16 or uint32"),
+    ],
+)
+def test_bytes_that_fit_several_dtypes_are_asked_about(ids: list[int], dtype: str, dtypes: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "train.bin", ids, np.dtype(dtype).newbyteorder("<").str)
+    with pytest.raises(DataError, match=rf"train\.bin may be ids of {dtypes}: say which by --token-dtype"):
+        converted(path)
+    assert converted(path, dtype=dtype) == [ids]
+
+
+SHARDS = {(20240520, 1): ("uint16", 50256), (20240801, 7): ("uint32", 128000)}
+"""llm.c's magic and version → the dtype of its ids, and the token before each document."""
+
+
+def shard(path: Path, magic: int, version: int, ids: list[int], number: int | None = None) -> Path:
+    """A shard as llm.c's `write_datafile` lays it out."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(ids) if number is None else number
+    dtype = SHARDS.get((magic, version), ("uint16", 0))[0]
+    path.write_bytes(header.tobytes() + np.array(ids, dtype=dtype).tobytes())
+    return path
+
+
+@pytest.mark.parametrize("version", SHARDS)
+def test_a_shard_of_llm_c_is_documents(version: tuple[int, int], tmp_path: Path) -> None:
+    dtype, end = SHARDS[version]
+    ids = [end, 5, 600, end, 700, end, 300, 8]
+    path = shard(tmp_path / "fineweb_val_000000.bin", *version, ids)
+    assert converted(path) == [[end], [5, 600, end], [700, end], [300, 8]]
+    said: list[str] = []
+    convert_raw(RawJob(path, tmp_path / "mine", eod_token=600), force=False, announce=said.append)
+    assert said[0] == f"reading {path} as a shard of llm.c, of {dtype}"
+    assert IndexedFile.open(tmp_path / "mine").sizes.tolist() == [3, 5]
+    other = "uint32" if dtype == "uint16" else "uint16"
+    with pytest.raises(DataError, match=rf"--token-dtype \({other}\) must be {dtype}, which .* is by its header"):
+        converted(path, dtype=other)
+    shard(path, *version, ids, number=9)
+    with pytest.raises(DataError, match=rf"\(8 ids of {dtype}\) must have 9, as the header of llm\.c says: copy it"):
+        converted(path)
+
+
+@pytest.mark.parametrize("dtype", ["<u2", ">u2", "<i4", "<i8"])
+def test_an_array_of_numpy_is_read_by_its_header(dtype: str, tmp_path: Path) -> None:
+    with (tmp_path / "train.bin").open("wb") as file:
+        np.save(file, np.array(IDS, dtype=dtype))
+    assert converted(tmp_path / "train.bin", eod_token=END) == DOCUMENTS
+
+
+NO_IDS = {
+    "two rows": (np.ones((2, 3), dtype=np.uint16), "must be a row of integers, and it is an array of numpy of uint16"),
+    "numbers": (np.ones(3), r"an array of numpy of float64 and shape \(3,\): save its ids alone, in one row"),
+    "objects": (np.array([[1], [2, 3]], dtype=object), r"cannot be read \(.*: save it again"),
+}
+
+
+@pytest.mark.parametrize("case", NO_IDS)
+def test_another_array_is_refused(case: str, tmp_path: Path) -> None:
+    array, says = NO_IDS[case]
+    np.save(tmp_path / "train.npy", array)
+    with pytest.raises(DataError, match=rf"train\.npy .*{says}"):
+        converted(tmp_path / "train.npy")
+
+
+def test_other_files_of_that_name_are_refused(tmp_path: Path) -> None:
+    path = shard(tmp_path / "hellaswag_val.bin", 20240522, 1, IDS)
+    with pytest.raises(DataError, match=r"is a file of llm\.c that holds no shard of text \(magic 20240522\): leave"):
+        converted(path)
+    path.write_bytes(b"PK\x03\x04" + bytes(26) + b"archive/data.pkl" + bytes(100))
+    with pytest.raises(DataError, match=r"is a file of torch\.save or .*, not raw tokens: leave it out, or say by"):
+        converted(path)
+    assert converted(path, dtype="uint16"), "the user knows better"
 
 
 def test_the_tokenizer_of_raw_tokens_ends_their_documents_and_checks_them(tmp_path: Path) -> None:

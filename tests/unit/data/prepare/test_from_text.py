@@ -282,6 +282,19 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Fo
     assert not list(folder.at.glob(".*preparing"))
 
 
+def test_empty_documents_are_left_out_and_said(folder: Folder) -> None:
+    folder.run(folder.job("megatron", "out"))
+    before = folder.left("out.bin"), folder.left("out.idx")
+    write_jsonl(folder.at / "text.jsonl", ["", *folder.documents])
+    told = Told()
+    folder.run(folder.job("megatron", "again"), told=told)
+    assert f"{folder.at}/text.jsonl: 1 empty document left out" in told.lines
+    assert [*before[0].values(), *before[1].values()] == [
+        *folder.left("again.bin").values(),
+        *folder.left("again.idx").values(),
+    ]
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 def test_what_was_not_prepared_here_is_never_removed(folder: Folder, format_: FormatName) -> None:
     if format_ == "arrow":
@@ -290,6 +303,16 @@ def test_what_was_not_prepared_here_is_never_removed(folder: Folder, format_: Fo
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("{}")
     with pytest.raises(DataError, match="was not prepared here: remove it, or name another OUTPUT"):
+        folder.run(folder.job(format_, "out"), force=True)
+    assert mine.read_text() == "{}"
+    if format_ == "megatron":
+        mine = mine.rename(folder.at / "out.bin")  # of a model, or raw tokens
+    else:
+        mine.unlink()
+        folder.run(folder.job(format_, "out"))
+        mine.write_text("{}")
+        assert folder.run(folder.job(format_, "out")).was_there
+    with pytest.raises(DataError, match=rf"{mine} is there, and was not prepared here: remove it, or name another"):
         folder.run(folder.job(format_, "out"), force=True)
     assert mine.read_text() == "{}"
 

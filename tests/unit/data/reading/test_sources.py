@@ -4,9 +4,11 @@ import gzip
 import itertools
 import json
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +17,7 @@ from shardwise.base.errors import DataError
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedFile
+from shardwise.data.reading.raw_tokens import RawTokens, is_raw_tokens
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, TextPiece, open_shard, open_source
 
 
@@ -209,7 +212,6 @@ def test_invalid_utf8_is_placed(tmp_path: Path, before: int, bad: bytes) -> None
         ),
         (b"{}", "(no fields)"),
         (b'{"text": 3}', "line 2: the field 'text' must hold text, not int"),
-        (b'{"text": ""}', "line 2: the field 'text' is empty"),
         (b'{"text": "\xe9"}', "line 2, byte 10 (0xe9) is not UTF-8"),
         (b'{"text": "\\ud800"}', "half a surrogate pair"),
     ],
@@ -284,13 +286,50 @@ def test_raw_tokens_in_a_folder_are_told_how_to_convert_them(tmp_path: Path) -> 
     (tmp_path / "notes.txt").write_text("text")
     file = tmp_path / "train.bin"
     file.write_bytes(b"\x05\x00\x20\x00")
-    command = f"`shardwise data prepare {file} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx"
-    assert failure(tmp_path) == f"{file} holds raw tokens, not text: {command}, which runs read"
+    command = f"`shardwise data prepare {file} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx of raw tokens"
+    assert failure(tmp_path) == f"{file} holds raw tokens, not text: {command}"
     with pytest.raises(DataError) as caught:
         IndexedFile.open(file)
-    assert str(caught.value).endswith(f"reads train.bin and train.idx together; of raw tokens, {command}")
+    assert str(caught.value).endswith(f"reads train.bin and train.idx together; {command}")
     (tmp_path / "train.idx").touch()
     assert failure(tmp_path) == f"{file} holds tokens, not text: name the data by their prefix, {tmp_path / 'train'}"
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.ds"])
+def test_raw_tokens_of_any_name_are_told_how_to_convert_them(name: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "saved.npy", np.arange(9, dtype=np.uint16))
+    (tmp_path / "saved.npy").rename(tmp_path / name)
+    assert failure(tmp_path) == failure(tmp_path / name)
+    assert f"`shardwise data prepare {tmp_path / name} PREFIX --format megatron` makes" in failure(tmp_path)
+    assert is_raw_tokens(tmp_path / name)
+
+
+def test_chunks_of_samples_are_not_sent_to_the_command_for_raw_tokens(tmp_path: Path) -> None:
+    """A chunk as litdata 0.2.76 writes it: the number of items, where they begin and the last ends, and the items."""
+    for name in ("chunk-0-0.bin", "shard.00000.mds"):
+        file = tmp_path / name
+        file.write_bytes(struct.pack("<I3I5H", 2, 16, 20, 26, *range(5)))
+        said = "it begins with a table of its items, as a chunk of litdata or a shard of streaming does; prepare the"
+        assert failure(tmp_path).startswith(f"{file} holds raw tokens, not text: {said}")
+        with pytest.raises(DataError, match=rf"{name} holds no raw tokens: {said}"):
+            RawTokens.open(file, "uint16")
+        if file.suffix == ".bin":
+            with pytest.raises(DataError, match=said):
+                IndexedFile.open(file)
+        file.unlink()
+
+
+def test_token_ids_in_a_table_are_told_how_to_read_them(tmp_path: Path) -> None:
+    rows = [[5, 6, 7], [8, 9]]
+    pq.write_table(pa.table({"labels": rows, "input_ids": pa.array(rows, pa.large_list(pa.int32()))}), tmp_path / "a")
+    (tmp_path / "b").write_text("".join(json.dumps({"input_ids": row, "id": 1}) + "\n" for row in rows))
+    for name, library in (("a", "parquet"), ("b", "json")):
+        file = tmp_path / name
+        program = f"load_dataset('{library}', data_files='{file}', split='train').save_to_disk('FOLDER')"
+        for key in ("text", "input_ids"):
+            said = failure(file, text_key=key)
+            assert said.startswith(f"{file} holds token ids in 'input_ids', not text: name the folder that `python -c")
+            assert program in said
 
 
 def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardwise.base.errors import see
-from shardwise.data.reading.text_sources import PIECE_CHARACTERS, open_shard, open_source
+from shardwise.data.open_data import inspect
+from shardwise.data.reading.text_sources import PIECE_CHARACTERS, announce_empty, open_shard, open_source
+from shardwise.data.samples.streaming import read_documents
 from tests.unit.data.reading.test_sources import DataConfig, failure, read
 
 TEXTS = ["one\n", "two – zwei", "x" * (PIECE_CHARACTERS + 5), "four"]
@@ -89,17 +91,31 @@ def test_bad_gzip(tmp_path: Path) -> None:
     for empty in (b"", gzipped(b"\n")):
         file.write_bytes(empty)
         assert failure(file) == f"{file} is empty: remove it or put one JSON object on each line"
-    file.write_bytes(gzipped(jsonl(["fine"]) + b'{"text": ""}\n'))
-    assert failure(file) == f"{file}: line 2: the field 'text' is empty: remove the line"
     file.write_bytes(gzipped(b"\xe9"))
     assert failure(file, format="text").startswith(f"{file}: byte 0 (0xe9) is not UTF-8")
+
+
+def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
+    texts = ["", "a", "", "b", ""]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzipped(jsonl(texts)))
+    write_parquet(tmp_path / "b.parquet", texts)
+    source = open_source(DataConfig(path=str(tmp_path)))
+    assert [piece.text for piece in source.pieces()] == ["a", "b"] * 2
+    said: list[str] = []
+    announce_empty(source, said.append)
+    assert said == [f"{tmp_path}: 6 empty documents left out"]
+    for file in tmp_path.iterdir():
+        shard = open_shard(str(file), DataConfig(path="x"))
+        assert [pieces[0].text for _, pieces in read_documents(shard, 0)] == ["a", "b"]
+        assert inspect(str(file), 3, {}).notes == [f"{file}: 3 empty documents left out"]
+    (tmp_path / "c.jsonl").write_bytes(jsonl(["", ""]))
+    assert failure(tmp_path / "c.jsonl") == f"{tmp_path}/c.jsonl holds no text: all of its documents are empty"
 
 
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
         (["a"] * 70 + [None], ": row 70: the column 'text' is null: remove the row"),
-        (["a", ""], ": row 1: the column 'text' is empty: remove the row"),
         ([1, 2], ": the column 'text' must hold text, not int64 (data.text_key)"),
         ([["a"], ["b"]], ": the column 'text' must hold text, not list<element: string> (data.text_key)"),
         ([b"a", b"b"], ": the column 'text' must hold text, not binary (data.text_key)"),

@@ -265,7 +265,15 @@ def test_other_models_are_refused(options: dict[str, object], text: str, tmp_pat
         Tokenizer.load(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"IQ== 0\nIg== 1\n", b"\x00\xff nonsense"])
+@pytest.mark.parametrize("name", ["tokenizer.model", "cl100k_base.tiktoken", "tokenizer.json"])
+def test_a_vocabulary_of_tiktoken_is_told_what_to_take(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"IQ== 0\nIg== 1\nICB0aGU= 2\n")
+    said = rf"{name} is a vocabulary of tiktoken, .*: take the tokenizer\.json of a model with that encoding, which the"
+    with pytest.raises(DataError, match=said):
+        Tokenizer.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff nonsense"])
 def test_no_sentencepiece_model(content: bytes, tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
     (tmp_path / "tokenizer.model").write_bytes(content)
