@@ -75,7 +75,7 @@ def state_of(job: Submitted, run: Path, present: commands.SlurmJob | None) -> Jo
     event = last_event(run, "step", until=ended) or {}
     # The steps before are those of another job of the run.
     step: dict[str, Any] = event if job.kind == "train" and seconds_of(event) >= began else {}
-    state = endings[-1].how if endings else "ended"
+    state: str = endings[-1].how if endings else "ended"
     reason = ""
     if present is not None:
         reason = present.reason
