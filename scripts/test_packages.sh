@@ -8,6 +8,7 @@ missing=()
 command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v srun >/dev/null || missing+=(slurm-wlm)
 command -v munged >/dev/null || missing+=(munge)
 command -v mpirun >/dev/null || missing+=(openmpi-bin)
+command -v mpiexec.mpich >/dev/null || missing+=(mpich)
 command -v ip >/dev/null || missing+=(iproute2)
 command -v chromium >/dev/null || command -v google-chrome >/dev/null || missing+=(chromium)
 if [ ${#missing[@]} -eq 0 ] || [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then

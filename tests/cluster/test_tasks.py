@@ -63,6 +63,19 @@ def test_tasks_train_as_local_ranks_do_and_stop_with_a_checkpoint(slurm: Slurm, 
     assert losses(run)[:4] == losses(tmp_path / "local"), "bit by bit"
 
 
+def test_a_file_of_hosts_has_the_address_of_rank_0_set(slurm: Slurm, tmp_path: Path) -> None:
+    """Task 0 runs on its first host, and SLURM sorts the list of nodes."""
+    (tmp_path / "hosts").write_text("n2\nn1\n")
+    program = ("srun", "--ntasks=2", "--distribution=arbitrary", *ALONE)
+    variables = {**slurm.variables, "SLURM_HOSTFILE": str(tmp_path / "hosts")}
+    ended = shardwise("train", miniature(tmp_path), *LAYOUT, at=tmp_path, program=program, **variables)
+    assert ended.code == 2, ended.err
+    assert ended.err.count("MASTER_ADDR must be set where a file of hosts (SLURM_DISTRIBUTION=arbitrary)") == 1, (
+        ended.err
+    )
+    assert "may be any of n[1-2]" in ended.err
+
+
 def test_wrong_input_is_told_once_for_all_tasks(slurm: Slurm, tmp_path: Path) -> None:
     ended = shardwise("train", miniature(tmp_path), "parallel.tensor=3", at=tmp_path, program=PAIR, **slurm.variables)
     assert ended.code == 2, ended.err
@@ -126,3 +139,19 @@ def test_processes_of_mpirun_train(tmp_path: Path) -> None:
     done.succeeded()
     assert done.out.count("TP 2 × PP 1 × DP 1 = 2 ranks") == 1
     assert len(losses(tmp_path / "run")) == 4
+
+
+def test_two_jobs_of_mpich_on_one_machine(tmp_path: Path) -> None:
+    """Its mpiexec names no job, and waits for the other ranks where one has failed."""
+    if shutil.which("mpiexec.mpich") is None and not os.environ.get("CI"):
+        pytest.skip("there is no mpiexec.mpich (Debian: apt-get install mpich)")
+    mpiexec = ("mpiexec.mpich", "-n", "2", *ALONE)
+    recipe = miniature(tmp_path)
+    other = start("train", recipe, *LAYOUT, "--run-dir", "other", at=tmp_path, program=mpiexec)
+    shardwise("train", recipe, *LAYOUT, "--run-dir", "run", at=tmp_path, program=mpiexec).succeeded()
+    ended = outcome(other, 60)
+    assert ended.code == 0, ended.err
+    assert losses(tmp_path / "run") == losses(tmp_path / "other"), "bit by bit"
+    refused = shardwise("train", recipe, "parallel.tensor=3", at=tmp_path, program=mpiexec)
+    assert refused.code == 2
+    assert refused.err.count("must be a multiple of parallel.tensor (3)") == 1, refused.err

@@ -11,6 +11,7 @@ import contextlib
 import sys
 import time
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, RunError, listing
@@ -93,7 +94,8 @@ def _near(run: Path) -> str:
 
 
 def _show(state: jobs.JobState) -> None:
-    endings = [ending for ending in history(state.run) if ending.job == state.id]
+    all_endings = history(state.run)
+    endings = [ending for ending in all_endings if ending.job == state.id]
     rows = [("job", state.id), ("state", _state(state)), ("run", str(state.run))]
     if state.job is not None:
         limit = f"{state.job.elapsed} of {state.job.limit}"
@@ -105,12 +107,16 @@ def _show(state: jobs.JobState) -> None:
         rows.append(("step", f"{state.step:,}, loss {state.loss:.4f}, {state.seconds or 0:.3g} s a step"))
     rows += [(f"start {number}", _told(ending)) for number, ending in enumerate(endings, 1)]
     began = endings[0].began if endings else 0.0
-    resumed = [event for event in RunDirectory(state.run).events("resume") if seconds_of(event) >= began]
+    # The next job of the run has failures and loads of its own.
+    ended = min(
+        (ending.began for ending in all_endings if ending.began > began and ending.job != state.id), default=inf
+    )
+    resumed = [event for event in RunDirectory(state.run).events("resume") if began <= seconds_of(event) < ended]
     loading = sum(event.get("load_seconds") or 0.0 for event in resumed)
     output.table([*rows, *jobs.goodput(endings, loading)])
     failure = open_run(state.run, all_steps=False).failure if RunDirectory(state.run).holds_run else None
-    # A failure of an earlier job of the run is told by the record of that job's starts.
-    if failure is not None and seconds_of(asdict(failure)) >= began:
+    # A failure of another job of the run is told by the record of that job's starts.
+    if failure is not None and began <= seconds_of(asdict(failure)) < ended:
         for line in failure.lines(state.run):
             output.line(line)
 

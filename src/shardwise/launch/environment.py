@@ -32,7 +32,13 @@ _BOUNDS = (
     ("LOCAL_WORLD_SIZE", "WORLD_SIZE", 0),
 )
 """Pairs of variables, and the least difference by which the second must be larger."""
-TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK")
+RANKS_ALONE = (
+    "PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE", "MPT_MPI_RANK",
+    "MPI_LOCALRANKID",
+)  # fmt: skip
+"""Ranks of PMIx, HPE PALS, Flux, jsrun, aprun, HPE MPT and Hydra, which say that there are several processes, and not
+how many: none of them may train alone."""
+TASK_RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", *RANKS_ALONE)
 TASK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """Rank and number of tasks, as srun and the mpirun of Open MPI, MVAPICH2, MPICH and Intel MPI set them for each task
 (`external_launchers.py`)."""

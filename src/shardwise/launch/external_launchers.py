@@ -1,8 +1,9 @@
 """One task for each rank, as `srun` or `mpirun` starts them: their variables become those of torchrun.
 
 Rank 0's host and a port must be known to all tasks before they can talk. The host is the first of the step's nodes, by
-SLURM's own list; the port follows from the job's, the step's and the requeue's numbers, so that two jobs that share a
-host do not meet, and a requeued job does not meet what is left of itself. MASTER_ADDR and MASTER_PORT take precedence.
+SLURM's own list; the port follows from the job's, the step's and the requeue's numbers, or from what names a job of
+mpirun, so that two jobs that share a host do not meet, and a requeued job does not meet what is left of itself.
+MASTER_ADDR and MASTER_PORT take precedence.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import os
 import re
 import shutil
 import socket
+import stat
 import subprocess
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwise.base.errors import ConfigError, listing, see
-from shardwise.launch.environment import TASK_COUNTS, TASK_RANKS, keep_own, may_be_a_task
+from shardwise.launch.environment import RANKS_ALONE, TASK_COUNTS, TASK_RANKS, keep_own, may_be_a_task
 from shardwise.launch.first_failure import Failure
 
 _OR_SET = (
@@ -28,18 +32,18 @@ _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",),
      ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",),
-     ("PMI_ID",)),
+     ("MPIRUN_ID",)),
     ("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-     ("PMI_JOBID", "PALS_APID")),
+     ("PMI_JOBID", "PALS_APID", "I_MPI_HYDRA_UUID")),
 )  # fmt: skip
 """Variables of Open MPI, of MVAPICH2, and of MPICH and Intel MPI: rank, number of ranks, names of the rank on one
-machine, names of their number there, and names of the job's id."""
+machine, names of their number there, and names of the job's id, which MPICH does not give."""
 _FIRST_PORT = 15000
 _PORTS = 17000
 """Below the ports that Linux gives to outgoing connections (32768 and above)."""
 _SIGNALS = {ConfigError.exit_code: "TERM"}
 _TIME_TO_TELL = 1.0
-"""Seconds in which srun prints the text of this task, and the other tasks find the same wrong input."""
+"""Seconds in which the launcher prints the text of this task, and the other tasks find the same wrong input."""
 _TURNS = 6
 """Factor by which the last task waits longer for its turn in `show_failure`."""
 
@@ -77,8 +81,13 @@ def adopt_task(variables: MutableMapping[str, str] = os.environ) -> None:
         WORLD_SIZE=str(task.world),
         LOCAL_WORLD_SIZE=str(task.local_world),
     )
-    if "MASTER_ADDR" not in variables:
-        variables["MASTER_ADDR"] = _first_host(task, variables)
+    if task.world == task.local_world:
+        variables.setdefault("MASTER_ADDR", "127.0.0.1")
+    elif task.launcher == "srun":
+        if "MASTER_ADDR" not in variables:
+            variables["MASTER_ADDR"] = _first_host(variables)
+    else:
+        _require_rendezvous(task, variables)
     variables.setdefault("MASTER_PORT", str(_FIRST_PORT + zlib.crc32(task.job.encode()) % _PORTS))
     keep_own(variables)
 
@@ -97,36 +106,50 @@ def task_of(variables: Mapping[str, str]) -> LauncherTask | None:
     task = _of_mpirun(variables) or _of_srun(variables)
     if task is not None:
         _require_order(task)
-    elif "PMIX_RANK" in variables and not any(variables.get(name) == "1" for name in (*TASK_COUNTS, "SLURM_NTASKS")):
+        return task
+    rank = next((name for name in RANKS_ALONE if name in variables), None)
+    if rank is not None and not any(variables.get(name) == "1" for name in (*TASK_COUNTS, "SLURM_NTASKS")):
         raise ConfigError(
-            f"the number of ranks must be set beside PMIX_RANK ({variables['PMIX_RANK']}): start them by mpirun or "
-            f"srun, {_OR_SET}"
+            f"the number of ranks must be set beside {rank} ({variables[rank]}): start them by mpirun or srun, "
+            f"{_OR_SET}"
         )
-    return task
+    return None
 
 
 def end_step(failure: Failure, variables: Mapping[str, str] = os.environ) -> None:
     """End the other tasks of the step that this task of `srun` belongs to: it has failed, and they may wait for it.
 
-    torchrun and mpirun do so themselves, and srun only with --kill-on-bad-exit. Tasks with the same wrong input wait
-    for their turn to say so (`first_failure.show_failure`), and end by SIGTERM with its exit code; others are killed.
+    torchrun and Open MPI do so themselves, srun only with --kill-on-bad-exit, and the mpiexec of MPICH and Intel MPI
+    where a task asks for it by PMI. Tasks with the same wrong input wait for their turn to say so
+    (`first_failure.show_failure`), and srun ends them by SIGTERM with its exit code; others are killed.
 
     Args:
         failure: failure of this task. One that lost another task waits until that one has told why.
     """
-    scancel = shutil.which("scancel")
-    step = ".".join(variables.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     if "TORCHELASTIC_RUN_ID" in variables:
         # srun has started the agent of this rank, which ends the others, and tells why or starts them again.
         return
-    if not _is_of_srun(variables) or not re.fullmatch(r"\d+\.\d+", step) or scancel is None:
+    scancel = shutil.which("scancel")
+    step = ".".join(variables.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    quiet = to = subprocess.DEVNULL
+    if _is_of_srun(variables) and re.fullmatch(r"\d+\.\d+", step) and scancel is not None:
+        request = [scancel, f"--signal={_SIGNALS.get(failure.exit_code, 'KILL')}", step]
+    elif "PMI_RANK" in variables and _is_socket(variables.get("PMI_FD", "")):
+        request, to = ["echo", f"cmd=abort exitcode={failure.exit_code}"], int(variables["PMI_FD"])
+    else:
         return
     seconds = _TIME_TO_TELL * (_TURNS if failure.waited else 1)
-    name = _SIGNALS.get(failure.exit_code, "KILL")
     # In a process of its own: this one ends at once, so that whoever waits for it notices.
-    command = ["sh", "-c", 'sleep "$0"; exec "$@"', f"{seconds:g}", scancel, f"--signal={name}", step]
-    quiet = subprocess.DEVNULL
-    subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+    command = ["sh", "-c", 'sleep "$0"; exec "$@"', f"{seconds:g}", *request]
+    subprocess.Popen(command, stdin=quiet, stdout=to, stderr=quiet, start_new_session=True)
+
+
+def _is_socket(descriptor: str) -> bool:
+    """Return True for the number of an open socket, which it need not be in a process that a script started."""
+    try:
+        return stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode)
+    except (ValueError, OSError):
+        return False
 
 
 def _is_of_srun(variables: Mapping[str, str]) -> bool:
@@ -177,9 +200,28 @@ def _of_mpirun(variables: Mapping[str, str]) -> LauncherTask | None:
             # srun --mpi=pmi2 sets a part of them for its own tasks.
             continue
         number, local_number, world, local_world = _numbers(variables, names, "mpirun")
-        namespace = next((variables[name] for name in job if variables.get(name)), "")
-        return LauncherTask(number, local_number, world, local_world, "mpirun", namespace)
+        names_of_job = [variables[name] for name in job if variables.get(name)]
+        if not names_of_job and world == local_world:
+            names_of_job = [_process_of_mpirun(rank)]
+        return LauncherTask(number, local_number, world, local_world, "mpirun", "".join(names_of_job[:1]))
     return None
+
+
+def _process_of_mpirun(rank: str) -> str:
+    """Return the id of the process that started the ranks of this machine, which no other job has.
+
+    It is the nearest ancestor without the variable `rank`: scripts may stand between the two.
+    """
+    process = os.getppid()
+    with suppress(FileNotFoundError):
+        while process:
+            folder = Path("/proc", str(process))
+            # What may not be read is a container's runtime, which runs as another user.
+            with suppress(PermissionError):
+                if not re.search(rf"(^|\0){rank}=".encode(), (folder / "environ").read_bytes()):
+                    break
+            process = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    return str(process)
 
 
 def _numbers(variables: Mapping[str, str], names: Sequence[str], launcher: str) -> list[int]:
@@ -212,16 +254,29 @@ def tasks_of_nodes(counts: str) -> list[int]:
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
 
 
-def _first_host(task: LauncherTask, variables: Mapping[str, str]) -> str:
-    if task.world == task.local_world:
-        return "127.0.0.1"
-    if task.launcher != "srun":
+def _require_rendezvous(task: LauncherTask, variables: Mapping[str, str]) -> None:
+    """Refuse ranks of mpirun on several machines that do not know where they meet."""
+    needed = ("MASTER_ADDR",) if task.job else ("MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in variables]
+    if missing:
+        port = " and a free port of it" if "MASTER_PORT" in missing else ""
         raise ConfigError(
-            f"MASTER_ADDR must be set where mpirun starts ranks on several machines: the address of rank 0's machine, "
-            f"as in mpirun -x MASTER_ADDR={socket.gethostname()} (Open MPI) or mpiexec -genv MASTER_ADDR … (MPICH)"
+            f"{listing(missing)} must be set where mpirun starts ranks on several machines: the address of rank 0's "
+            f"machine{port}, as in mpirun -x MASTER_ADDR={socket.gethostname()} (Open MPI) or mpiexec -genv "
+            f"{missing[-1]} … (MPICH){see('runs#first-node-not-found')}"
+        )
+
+
+def _first_host(variables: Mapping[str, str]) -> str:
+    """Return the address of the node of rank 0: the first of SLURM's list, which is sorted."""
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    if variables.get("SLURM_DISTRIBUTION", "").startswith("arbitrary") or "SLURM_HET_SIZE" in variables:
+        raise ConfigError(
+            f"MASTER_ADDR must be set where a file of hosts (SLURM_DISTRIBUTION=arbitrary) or a heterogeneous job "
+            f"(SLURM_HET_SIZE) orders the ranks: the address of rank 0's node, which may be any of {nodes}"
             f"{see('runs#first-node-not-found')}"
         )
-    return address_of(first_name(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")))
+    return address_of(first_name(nodes))
 
 
 def address_of(name: str) -> str:

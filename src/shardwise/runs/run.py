@@ -292,11 +292,16 @@ class RunView:
     def _goes_on(self) -> bool:
         """True if the run was started again after its last event, which recorded its end.
 
-        A process takes the lock long before its ranks record their "start" event.
+        A process takes the lock long before its ranks record their "start" event. The supervisor of a job keeps it: it
+        has recorded how its last start ended, and records a failure of the run where it does not start it again.
         """
         holder = RunLock.holder(self.path) or {}
         ended = seconds_of(self.events[-1] if self.failure is None else asdict(self.failure))
-        return seconds_of({"time": holder.get("started")}) > ended and RunLock.is_held(self.path)
+        is_new = seconds_of({"time": holder.get("started")}) > ended
+        if not is_new and self.failure is None and self.reason.startswith("failed"):
+            last = (self.restarts() or [{}])[-1]
+            is_new = number(last.get("began"), math.nan) + number(last.get("seconds"), math.nan) >= ended
+        return is_new and RunLock.is_held(self.path)
 
     def _is_alive(self) -> bool:
         """True if the run's process exists, on this host or on another one."""

@@ -6,6 +6,7 @@ Names of fields are stable within `SCHEMA`.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from shardwise.base.files import open_plain
 from shardwise.base.parsing import record_of
 from shardwise.runs.failure import FailureRecord, failure_of
 from shardwise.runs.folder import RunDirectory, event_mark
+from shardwise.runs.lost_time import seconds_of
 from shardwise.runs.rank_views import NodeView, RankView
 from shardwise.runs.run import RunView, Unreadable
 from shardwise.runs.step_metrics import STEP_METRIC_NAMES
@@ -159,11 +161,6 @@ def newest_checkpoint(run_path: Path) -> int:
     return _last_step(run_path, "checkpoint", "resume")
 
 
-def last_step_event(run_path: Path) -> dict[str, Any] | None:
-    """Return the last "step" event that a run has recorded; None without one."""
-    return last_event(run_path, "step")
-
-
 def last_step(run_path: Path) -> int:
     """Return the last step that a run has recorded; 0 without one."""
     return _last_step(run_path, "step", "checkpoint", "resume")
@@ -185,12 +182,12 @@ def last_failure(run_path: Path) -> FailureRecord | None:
     return failure_of(RunDirectory(run_path).recorded_failure(), last_event(run_path, "start") or {})
 
 
-def last_event(run_path: Path, *kinds: str) -> dict[str, Any] | None:
-    """Return the last event of these kinds in metrics.jsonl."""
-    return last_line(RunDirectory(run_path).metrics, *kinds)
+def last_event(run_path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any] | None:
+    """Return the last event of these kinds in metrics.jsonl, not later than `until` in seconds since the epoch."""
+    return last_line(RunDirectory(run_path).metrics, *kinds, until=until)
 
 
-def last_line(path: Path, *kinds: str) -> dict[str, Any] | None:
+def last_line(path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any] | None:
     """Return the last event of these kinds. The file is searched from its end, because it may have gigabytes."""
     try:
         with open_plain(path) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
@@ -201,7 +198,7 @@ def last_line(path: Path, *kinds: str) -> dict[str, Any] | None:
                 # A crash cut the line short.
                 with contextlib.suppress(ValueError):
                     event = record_of(lines.readline())
-                    if event.get("event") in kinds:
+                    if event.get("event") in kinds and not seconds_of(event) > until:
                         return event
     except (OSError, ValueError):
         # ValueError: an empty file cannot be mapped.

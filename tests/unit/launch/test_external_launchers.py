@@ -1,5 +1,11 @@
 """What tasks of srun and mpirun know of their job."""
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from shardwise.base.errors import ConfigError
@@ -60,8 +66,19 @@ def test_a_host_that_cannot_be_known_is_refused_and_never_guessed() -> None:
     with pytest.raises(ConfigError, match=r"MASTER_ADDR must be set .* its name \(cpu1\) does not resolve"):
         external_launchers.adopt_task(variables)
     assert joined(variables) == Rank(rank=3, local_rank=0, world=5), "all tasks would tell it at once"
-    with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR="):
-        external_launchers.adopt_task({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+    alone = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PMIX_NAMESPACE": "1234"}
+    with pytest.raises(ConfigError, match=r"^MASTER_ADDR must be set .* mpirun -x MASTER_ADDR="):
+        external_launchers.adopt_task(alone)
+
+
+@pytest.mark.parametrize("cause", [{"SLURM_DISTRIBUTION": "arbitrary"}, {"SLURM_HET_SIZE": "2"}])
+def test_where_rank_0_need_not_be_on_the_first_node_its_address_is_asked_for(cause: dict[str, str]) -> None:
+    """SLURM sorts the list of nodes; a file of hosts and the parts of a heterogeneous job have their own order."""
+    variables = {**SRUN, **cause}
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR must be set .* may be any of gpu\[3,7-9\]"):
+        external_launchers.adopt_task(dict(variables))
+    external_launchers.adopt_task({**variables, "MASTER_ADDR": "gpu9"})
+    external_launchers.adopt_task({**variables, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"})
 
 
 def test_processes_of_mpirun_on_one_machine() -> None:
@@ -71,7 +88,45 @@ def test_processes_of_mpirun_on_one_machine() -> None:
     assert variables["MASTER_ADDR"] == "127.0.0.1"
 
 
+def test_two_jobs_of_one_machine_have_ports_of_their_own_where_mpiexec_names_no_job() -> None:
+    """The tasks of a job share mpiexec, whatever scripts stand between, and no number that it passes on."""
+    code = (
+        "from shardwise.launch.external_launchers import *; adopt_task(v := dict(os.environ)); print(v['MASTER_PORT'])"
+    )
+    mpiexec = ["sh", "-c", """for MPI_LOCALRANKID in 0 1; do
+        export MPI_LOCALRANKID; PMI_RANK=$MPI_LOCALRANKID sh -c '"$@"; exit $?' - "$@"; done""", "-"]  # fmt: skip
+    variables = {"PATH": os.environ["PATH"], "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+    jobs = [
+        subprocess.Popen([*mpiexec, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=variables)
+        for _ in range(2)
+    ]
+    ports = [job.communicate()[0].split() for job in jobs]
+    assert all(first == second for first, second in ports)
+    assert ports[0] != ports[1]
+
+
+def test_the_ranks_of_mvapich2_meet() -> None:
+    ports = set()
+    for rank in "01":
+        names = ("PMI_ID", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK")))
+        variables = {**dict.fromkeys(names, rank), **{f"MV2_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}}
+        external_launchers.adopt_task(variables)
+        ports.add(variables["MASTER_PORT"])
+    assert len(ports) == 1
+
+
+def test_on_several_machines_a_job_without_a_name_is_asked_for_its_port() -> None:
+    variables = {name: value for name, value in MPICH.items() if name != "MASTER_PORT"}
+    with pytest.raises(ConfigError, match=r"^MASTER_PORT must be set .* and a free port of it"):
+        external_launchers.adopt_task(dict(variables))
+    external_launchers.adopt_task({**variables, "I_MPI_HYDRA_UUID": "af3a"})
+    del variables["MASTER_ADDR"]
+    with pytest.raises(ConfigError, match=r"^MASTER_ADDR and MASTER_PORT must be set"):
+        external_launchers.adopt_task(variables)
+
+
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "a"}
+MPICH["MASTER_PORT"] = "15000"
 JOB = {**dict(list(SRUN.items())[2:5]), "SLURM_NTASKS": "5", "SLURM_TASKS_PER_NODE": "2,1(x2),1"}
 JOB["SLURM_JOB_NODELIST"] = SRUN["SLURM_STEP_NODELIST"]
 
@@ -98,7 +153,21 @@ def test_fault_14_a_task_of_each_launcher_joins(variables: dict[str, str], place
     ("variables", "told"),
     [
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "MPI_LOCALRANKID and MPI_LOCALNRANKS must be set beside PMI_RANK (1) and"),
-        ({"PMIX_RANK": "1"}, "the number of ranks must be set beside PMIX_RANK (1)"),
+        *(
+            ({name: "1"}, f"the number of ranks must be set beside {name} (1)")
+            for name in (
+                "PMIX_RANK",
+                "PALS_RANKID",
+                "FLUX_TASK_RANK",
+                "JSM_NAMESPACE_RANK",
+                "ALPS_APP_PE",
+                "MPT_MPI_RANK",
+            )
+        ),
+        (
+            {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_ID": "1", "PMI_PORT": "vm:34945"},
+            "the number of ranks must be set beside MPI_LOCALRANKID (1)",
+        ),
         ({"SLURM_PROCID": "1"}, "SLURM_LOCALID, SLURM_NTASKS and SLURM_NODEID must be set beside SLURM_PROCID (1)"),
         ({**JOB, "ENVIRONMENT": "BATCH"}, "SLURM_STEP_NUM_TASKS must be set beside SLURM_PROCID (3)"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": ""}, "SLURM_STEP_NUM_TASKS ('') must be a whole number, as srun does"),
@@ -136,8 +205,9 @@ def test_fault_14_a_task_that_cannot_know_its_place_is_told_what_to_set(variable
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"},
         {"SLURM_PROCID": "0"},
         {"PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
     ],
-    ids=["script-of-a-job", "one-task", "no-number", "mpirun"],
+    ids=["script-of-a-job", "one-task", "no-number", "mpirun", "mpiexec"],
 )
 def test_fault_14_a_process_that_is_alone_stays_so(variables: dict[str, str]) -> None:
     own = dict(variables)
@@ -180,3 +250,19 @@ def test_fault_19_a_rank_of_an_agent_does_not_end_the_step_of_all_agents(
     monkeypatch.setattr(external_launchers.subprocess, "Popen", lambda command, **_: started.append(command))
     external_launchers.end_step(Failure(0, "", 1), {**SRUN, **further})
     assert len(started) == ended
+
+
+def test_a_task_of_mpich_asks_for_the_end_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mpiexec waits for them otherwise, and each of them tells the same wrong input."""
+    monkeypatch.setattr(external_launchers, "_TIME_TO_TELL", 0.0)
+    started, real = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *parts, **further: started.append(real(*parts, **further)))
+    own, mpiexec = socket.socketpair()
+    with own, mpiexec, Path(os.devnull).open("rb") as other:
+        for variables in ({"PMI_RANK": "0"}, {"PMI_FD": str(own.fileno())}, {"PMI_RANK": "0", "PMI_FD": "99999"}):
+            external_launchers.end_step(Failure(0, "", 1), variables)
+        external_launchers.end_step(Failure(0, "", 1), {"PMI_RANK": "0", "PMI_FD": str(other.fileno())})
+        external_launchers.end_step(Failure(0, "", 2), {"PMI_RANK": "0", "PMI_FD": str(own.fileno())})
+        (request,) = started
+        assert request.wait() == 0
+        assert mpiexec.recv(64) == b"cmd=abort exitcode=2\n"

@@ -14,13 +14,14 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.cli import main
-from shardwise.runs.folder import FORMAT, RunLock, json_text
+from shardwise.runs.failure import FailureRecord
+from shardwise.runs.folder import FORMAT, JsonLines, RunDirectory, RunLock, json_text
 from shardwise.runs.report.numbers import report_of
 from shardwise.runs.run import RunView, Unreadable, folders, open_run, runs_at
 from shardwise.runs.screen.frame import Reader, frame_of
 from shardwise.runs.screen.panels import told_event
 from shardwise.runs.summary import snapshot
-from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, ending, loss_of, write_big, write_run
+from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, ending, loss_of, stamp, write_big, write_run
 
 RESTARTED = [Start(0, 27, "failed: RunError: a rank ended"), Start(20, 25, None), Start(20, 130)]
 
@@ -162,6 +163,26 @@ def test_the_state_of_a_run_that_goes_on(tmp_path: Path) -> None:
             run.refresh()
             assert run.state == state
     assert run.state == "killed"
+
+
+def test_a_job_that_starts_its_ranks_again_has_not_failed(tmp_path: Path) -> None:
+    """Its supervisor has the folder's lock since the first start, and has recorded how that one ended."""
+    path = write_run(tmp_path / "run", [Start(0, 5, None)], steps=9)
+    stop = time.time() + 60
+    with RunLock(path):
+        append(path, {"event": "stop", "time": stamp(stop), "step": 5, "reason": "failed: rank 0 lost the connection"})
+        (path / "restarts.jsonl").write_text(json_text(ending("failed", stop - 3600, 30.0, 5)) + "\n")
+        run = RunView(path, all_steps=False)
+        assert run.state == "failed", "the record is of an earlier start"
+        with JsonLines(path / "restarts.jsonl") as file:
+            file.write(ending("failed", stop - 30, 31.0, 5))
+        assert run.state == "starting"
+        FailureRecord(stamp(stop + 1), "rank 1 was killed", step=5).write(RunDirectory(path))
+        run.refresh()
+        assert run.state == "failed", "it is not started again"
+    (path / "failure.json").unlink()
+    run.refresh()
+    assert run.state == "failed", "nobody is at work"
 
 
 def test_a_lock_of_another_host_that_is_not_seen_here(tmp_path: Path) -> None:

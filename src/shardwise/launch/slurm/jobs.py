@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from shardwise.base import units
 from shardwise.launch.restarts import AttemptEnding, history
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.submission import Submitted, submitted
-from shardwise.runs.folder import RunDirectory
-from shardwise.runs.summary import last_step_event
+from shardwise.runs.lost_time import seconds_of
+from shardwise.runs.summary import last_event
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,12 @@ def _without_folder(job: commands.SlurmJob, run: Path) -> JobState:
 
 def state_of(job: Submitted, run: Path, present: commands.SlurmJob | None) -> JobState:
     """Describe a job. `present`: SLURM's facts; None for a job that has ended."""
-    step: dict[str, Any] = (last_step_event(run) or {}) if job.kind == "train" else {}
     endings = [ending for ending in history(run) if ending.job == job.id]
-    state = _end_state(run, job, endings)
+    began, ended = span(job, run, present)
+    event = last_event(run, "step", until=ended) or {}
+    # The steps before are those of another job of the run.
+    step: dict[str, Any] = event if job.kind == "train" and seconds_of(event) >= began else {}
+    state: str = endings[-1].how if endings else "ended"
     reason = ""
     if present is not None:
         reason = present.reason
@@ -79,7 +83,8 @@ def state_of(job: Submitted, run: Path, present: commands.SlurmJob | None) -> Jo
             state = "requeued" if endings or commands.restarts(job.id) else "queued"
         elif present.state == "RUNNING":
             reason = ""
-            state = "running" if _steps_since(run, commands.seconds(present.elapsed)) else "starting"
+            started = time.time() - commands.seconds(present.elapsed)
+            state = "running" if step and seconds_of(step) >= started else "starting"
         else:
             state = present.state.lower()
     loss = step.get("loss")
@@ -136,15 +141,16 @@ def goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tupl
     ]
 
 
-def _end_state(run: Path, job: Submitted, endings: list[AttemptEnding]) -> str:
-    if job.kind == "compile":
-        return "ended"
-    if RunDirectory(run).finished_steps() is not None:
-        return "finished"
-    return endings[-1].how if endings else "ended"
+def span(job: Submitted, run: Path, present: commands.SlurmJob | None) -> tuple[float, float]:
+    """Return when a job began and ended, in seconds since the epoch: a run may have had several jobs.
 
-
-def _steps_since(run: Path, seconds: float) -> bool:
-    """Return True if the run has recorded a step within some seconds."""
-    metrics = RunDirectory(run).metrics
-    return metrics.exists() and last_step_event(run) is not None and time.time() - metrics.stat().st_mtime < seconds
+    A job that a kill left no record of its end lasts until the next one began.
+    """
+    endings = history(run)
+    own = [ending for ending in endings if ending.job == job.id]
+    if present is not None:
+        return own[0].began if own else time.time() - commands.seconds(present.elapsed), math.inf
+    if own:
+        return own[0].began, own[-1].began + own[-1].seconds
+    submission = seconds_of(asdict(job))
+    return submission, min((ending.began for ending in endings if ending.began > submission), default=math.inf)
