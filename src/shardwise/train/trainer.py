@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from shardwise.base.errors import RunError, see
+from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.config import Config, Layout
 from shardwise.data.samples.batch import Batches, BlendedBatches
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -490,10 +490,16 @@ class Trainer:
         self.progress.phase = "evaluation on tasks"
         tokenizer = Tokenizer.load(self.tokenizer_path)
         stop = frozenset(() if tokenizer.end_of_document_id is None else (tokenizer.end_of_document_id,))
+        results = None
         with self.optimizer.gathered(all_units=False):
-            results = evaluate_tasks(
-                self.config, self.model.eval(), self.mesh, tokenizer, stop, in_step=self.optimizer.gathers_in_passes
-            )
+            try:
+                results = evaluate_tasks(
+                    self.config, self.model.eval(), self.mesh, tokenizer, stop, in_step=self.optimizer.gathers_in_passes
+                )
+            except ConfigError as error:
+                # A document that cannot be scored must not end a training.
+                if self.reporter is not None:
+                    self.reporter.warning(f"evaluation.tasks have no scores at step {self.progress.step}: {error}")
         self.model.train()
         if results is not None and self.reporter is not None:
             self.reporter.tasks(self.progress.step, results["results"])
