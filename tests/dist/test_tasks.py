@@ -221,7 +221,10 @@ def test_a_training_goes_on_without_scores(tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path / "tasks")
     rows = tasks / "rows.jsonl"
     rows.write_text(rows.read_text(encoding="utf-8").replace('" keys"', f'"{" keys" * 999}"'), encoding="utf-8")
-    config = make_config(evaluation={"tasks": ["choice"], "tasks_path": str(tasks), "tasks_every": 1})
+    config = make_config(
+        model={"max_position_embeddings": 48},
+        evaluation={"tasks": ["choice"], "tasks_path": str(tasks), "tasks_every": 1},
+    )
     trainer = build_trainer(config, mesh(1), make_data(config.model.vocab_size))
     trainer.tokenizer_path = folders("llama")[0]
     told: list[str] = []
