@@ -131,6 +131,7 @@ class Reporter:
         epochs: str = "",
         seconds_before: float | None = None,
         totals: StartTotals | None = None,
+        went_back: bool = False,
     ) -> None:
         """Print the summary and begin the progress line.
 
@@ -140,6 +141,7 @@ class Reporter:
             epochs: text on how often the training reads its data.
             seconds_before: time of all that came before the training; None: since the process began.
             totals: totals of the stages before in this process; None in the first one.
+            went_back: this start undoes steps, as `checkpoint.resume` asks.
         """
         began = time.perf_counter()
         self._steps_before = steps_before
@@ -155,10 +157,14 @@ class Reporter:
         self._rank_file.start()
         if self._metrics is None:
             return
-        self._trackers = ExperimentTrackers(self.config, self.run, self.run.stored_id(), steps_before + 1, self.warning)
+        returns = went_back + sum(event.get("went_back") is True for event in self.run.events("start"))
+        self._trackers = ExperimentTrackers(
+            self.config, self.run, self.run.stored_id(), steps_before + 1, self.warning, returns
+        )
         self._event(
             "start",
             **self._facts(),
+            went_back=went_back,
             memory_expected_bytes=self.memory,
             steps=self.config.train.steps,
             steps_before=steps_before,
