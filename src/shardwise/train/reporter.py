@@ -443,7 +443,8 @@ class Reporter:
                 self._log.write(f"failed: {type(error).__name__}: {text}\n")
         # Only a run without a reason so far: neither finished, nor stopped, nor failed.
         self.stop("closed")
-        for file in (self._rank_file, self._log, self._metrics, self._trackers):
+        # The trackers first: what they could not send is told in the log and the metrics.
+        for file in (self._trackers, self._rank_file, self._log, self._metrics):
             if file is not None:
                 file.close()
 

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +179,20 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypa
     assert len(told) == 1
     assert told[0].startswith("log.trackers: wandb failed and records no more of this run (https://")
     assert "hunter2" not in told[0]
+
+
+def test_a_return_to_an_earlier_step_counts_for_all_later_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    monkeypatch.setattr(experiment_trackers, "_start_tracker", lambda _, run, __: found.append(run.key))
+    (tmp_path / "run").mkdir()
+    run = RunDirectory(tmp_path / "run").id(uuid.UUID(ID * 2).hex)
+    for went_back in (False, True, False, True):
+        made, _ = reporter(tmp_path, config(tensorboard=False, trackers=["wandb"]))
+        with made:
+            made.start(went_back=went_back)
+    assert found == [run, f"{run}-2", f"{run}-2", f"{run}-3"]
 
 
 def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
