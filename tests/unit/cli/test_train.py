@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -151,10 +152,8 @@ def test_a_dry_run_looks_at_evaluation_sets_task_files_and_trackers(
 ) -> None:
     sets = "evaluation.sets={small: {dataset: tiny}, own: {path: /nope.txt}}"
     tasks = ["evaluation.tasks=[places]", "evaluation.tasks_every=5", "evaluation.tasks_path=/nope"]
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, find=importlib.util.find_spec: name != "trackio" and find(name)
-    )
     trackers = "log.trackers=[trackio]"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "trackio" else find_spec(name))
     assert main(["train", "llama2-tiny", "--dry-run", "train.eval_every=5", sets, *tasks, trackers]) == 2
     captured = capsys.readouterr()
     assert "# set, small     tiny: 1 file," in captured.out

@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,15 +183,26 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypa
 def test_a_return_to_an_earlier_step_counts_for_all_later_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
-    monkeypatch.setattr(experiment_trackers, "_start_tracker", lambda _, run, __: found.append(run.key))
-    (tmp_path / "run").mkdir()
-    run = RunDirectory(tmp_path / "run").id(uuid.UUID(ID * 2).hex)
+    """And an error at the end is told in the run's files."""
+
+    class Failing:
+        def __init__(self, _name: str, run: Any, _warn: Any) -> None:
+            found.append(run.key)
+
+        def finish(self) -> None:
+            raise TimeoutError("no answer")
+
+    found: list[str] = []
+    monkeypatch.setattr(experiment_trackers, "_start_tracker", Failing)
+    directory = RunDirectory(tmp_path / "run").create()
+    key = directory.id(ID * 2)
     for went_back in (False, True, False, True):
         made, _ = reporter(tmp_path, config(tensorboard=False, trackers=["wandb"]))
         with made:
             made.start(went_back=went_back)
-    assert found == [run, f"{run}-2", f"{run}-2", f"{run}-3"]
+    assert found == [key, f"{key}-2", f"{key}-2", f"{key}-3"]
+    told = [event["text"] for event in directory.events("warning")]
+    assert told == ["log.trackers: wandb failed and records no more of this run (no answer)"] * 4
 
 
 def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
