@@ -398,6 +398,13 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
             require_lm_eval(config.evaluation)
         except ConfigError as error:
             problems += error.problems
+    if config.log.trackers:
+        from shardwise.train.experiment_trackers import require_trackers
+
+        try:
+            rows += [("trackers", note) for note in require_trackers(config)]
+        except ConfigError as error:
+            problems += error.problems
     if config.companions is not None:
         from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 

@@ -132,6 +132,7 @@ class Reporter:
         epochs: str = "",
         seconds_before: float | None = None,
         totals: StartTotals | None = None,
+        went_back: bool = False,
     ) -> None:
         """Print the summary and begin the progress line.
 
@@ -141,6 +142,7 @@ class Reporter:
             epochs: text on how often the training reads its data.
             seconds_before: time of all that came before the training; None: since the process began.
             totals: totals of the stages before in this process; None in the first one.
+            went_back: this start undoes steps, as `checkpoint.resume` asks.
         """
         began = time.perf_counter()
         self._steps_before = steps_before
@@ -156,10 +158,14 @@ class Reporter:
         self._rank_file.start()
         if self._metrics is None:
             return
-        self._trackers = ExperimentTrackers(self.config, self.run, self.run.stored_id(), steps_before + 1, self.warning)
+        returns = went_back + sum(event.get("went_back") is True for event in self.run.events("start"))
+        self._trackers = ExperimentTrackers(
+            self.config, self.run, self.run.stored_id(), steps_before + 1, self.warning, returns
+        )
         self._event(
             "start",
             **self._facts(),
+            went_back=went_back,
             memory_expected_bytes=self.memory,
             steps=self.config.train.steps,
             steps_before=steps_before,
@@ -440,7 +446,8 @@ class Reporter:
                 self._log.write(f"failed: {type(error).__name__}: {text}\n")
         # Only a run without a reason so far: neither finished, nor stopped, nor failed.
         self.stop("closed")
-        for file in (self._rank_file, self._log, self._metrics, self._trackers):
+        # The trackers first: what they could not send is told in the log and the metrics.
+        for file in (self._trackers, self._rank_file, self._log, self._metrics):
             if file is not None:
                 file.close()
 

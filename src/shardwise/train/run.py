@@ -301,6 +301,7 @@ def _begin(
         epochs=trainer.feed.batches.epochs(opened.progress.end_position(config)),
         seconds_before=None if turn.began is None else time.perf_counter() - turn.began,
         totals=turn.totals,
+        went_back=resumed is not None and goes_back(config, resumed.manifest),
     )
     reporter.message(f"data: {opened.data.summary}")
     _warn_of_repeats(trainer.feed.batches, opened.progress.end_position(config), reporter)

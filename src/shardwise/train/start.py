@@ -44,7 +44,7 @@ class RunFolder:
         key: text that tells this folder from copies of it, which may have the same id.
         checkpoints: checkpoints that the run can continue from.
         changes: keys whose values differ from those of the earlier run of this folder, one line each.
-        notes: remarks for the user on files of the earlier run that were rebuilt.
+        notes: remarks for the user on files of the earlier run that were rebuilt, and on trackers.
         batch_note: remark on a global batch that is kept from the earlier run; None where the configured one is used.
         began: steps that were done when each earlier start of the run began to train.
         former_steps: `train.steps` of the earlier run of this folder; None where there was none.
@@ -170,19 +170,19 @@ def _open(
     earlier = earlier_run(directory, config)
     stored = None if earlier is None else earlier.config
     run_id = None if earlier is None else earlier.id
-    require_trackers(config)
+    tracker_notes = require_trackers(config)
     # Before anything is written: a folder that is refused must not look like that of a run.
     checkpoints = find_checkpoints(config, directory, stored, run_id)
     companions = _companions(config, checkpoints, stored, weights, tokenizer)
     directory.create()
     changes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes = tracker_notes
     batch_note = None
     former_steps = None
     if earlier is not None:
         former_steps = earlier.config["train"]["steps"]
         changes = tuple(resume_changes(earlier.config, resolved))
-        notes = earlier.notes
+        notes += earlier.notes
         batch_note = kept_batch_note(earlier.config, config)
     if checkpoints.original is not None:
         run_id = uuid.uuid4().hex

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -146,13 +147,18 @@ def test_a_dry_run_tells_a_refused_resume_with_the_other_problems(capsys: pytest
     assert "\n- hooks.callbacks" in err
 
 
-def test_a_dry_run_looks_at_evaluation_sets_and_task_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_looks_at_evaluation_sets_task_files_and_trackers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sets = "evaluation.sets={small: {dataset: tiny}, own: {path: /nope.txt}}"
     tasks = ["evaluation.tasks=[places]", "evaluation.tasks_every=5", "evaluation.tasks_path=/nope"]
-    assert main(["train", "llama2-tiny", "--dry-run", "train.eval_every=5", sets, *tasks]) == 2
+    trackers = "log.trackers=[trackio]"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "trackio" else find_spec(name))
+    assert main(["train", "llama2-tiny", "--dry-run", "train.eval_every=5", sets, *tasks, trackers]) == 2
     captured = capsys.readouterr()
     assert "# set, small     tiny: 1 file," in captured.out
     assert "evaluation.sets.own.path (/nope.txt) does not exist" in captured.err
+    assert "log.trackers (trackio) needs the package trackio: pip install" in captured.err
     pytest.importorskip("lm_eval")
     assert "evaluation.tasks_path (/nope) must be a folder of task files (.yaml), and it is none" in captured.err
 
