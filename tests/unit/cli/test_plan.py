@@ -202,6 +202,23 @@ def test_a_price_for_each_device_or_one_for_all(capsys: pytest.CaptureFixture[st
     assert "--price (EUR and USD) must have one currency for all devices" in capsys.readouterr().err
 
 
+def test_a_price_is_of_a_device_a_chip_or_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "llama2-7b", "train.global_batch=64", "parallel.tensor=8", "--device", "trn2", "--nodes", "2"]
+    for price, an_hour in (
+        ("1 USD", 128),
+        ("1 USD/hour", 128),
+        ("1 USD/device", 128),
+        ("4 USD/chip", 128),
+        ("40 USD/node/hour", 80),
+    ):
+        assert main([*command, "--price", price, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)["plans"][0]
+        assert plan["cost"] == pytest.approx(an_hour * plan["device_hours"] / 128)
+    assert main([*command, "--price", "40 USD/node"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Price: 40 USD for an hour of a node, 80 USD for one of 2 nodes. A node has 64 devices." in out
+
+
 def test_a_price_of_one_device_adds_a_column(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["plan", "llama2-7b", "train.global_batch=64", "parallel.pipeline=1", "--device", "h100:8"]
     assert main([*small, "train.steps=1000000", "--price", "2 CHF"]) == 0
@@ -222,7 +239,11 @@ def test_a_price_of_one_device_adds_a_column(capsys: pytest.CaptureFixture[str])
             r"--price \(1 USD,2 USD,3 USD\) must be one price, or one for each of the 2 devices of --device "
             r"\(h100:8,b200:8\)",
         ),
-        ("2.50 USD,", r"--price \(\) must be a price of a device for an hour, from 0 to 1,000,000, with its currency"),
+        (
+            "2.50 USD,",
+            r"--price \(\) must be a price of a device, a chip or a node for an hour, from 0 to 1,000,000",
+        ),
+        ("2 USD/rack", r"--price \(2 USD/rack\) must be a price of a device, a chip or a node"),
         ("-1 USD", r"--price \(-1 USD\) must be a price"),
         ("nan", r"--price \(nan\) must be a price"),
         ("2.50", r"--price \(2\.50\) must name its currency, as in '2\.50 USD'"),
