@@ -421,7 +421,6 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
             topology=str(flat[f"{key}.topology"]),
         )
 
-    constants = [key for key in given if key.startswith(_CONSTANT)]
     return Device(
         key=device_key,
         name=str(flat["name"]),
@@ -438,7 +437,7 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         sources=tuple(sources),
         is_accelerator=kind != "cpu",
         is_cuda=kind == _CUDA,
-        constants=tuple((key.removeprefix(_CONSTANT), float(numbers[key])) for key in constants),
+        constants=tuple((key[len(_CONSTANT) :], float(numbers[key])) for key in given if key.startswith(_CONSTANT)),
         price=price,
         per_chip=numbers.get(_PER_CHIP, 1),
         watts=numbers.get(_WATTS),
