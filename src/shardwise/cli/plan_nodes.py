@@ -36,7 +36,7 @@ class Machines:
 
     Attributes:
         device: value of `--device`.
-        price: price of one device for an hour; None: that of its file.
+        price: price for an hour; None: that of the device's file.
         failures_per_year: failures of one device; None: those of its file.
         restart: seconds of a restart; None: those of its file.
     """

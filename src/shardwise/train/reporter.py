@@ -20,13 +20,13 @@ from rich.text import Text
 
 from shardwise.base import units
 from shardwise.base.errors import see, visible
-from shardwise.base.hardware import peak_flops
 from shardwise.base.redaction import redacted
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, Precision
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
 from shardwise.optim.state_digest import StateHash
+from shardwise.planner.device_peaks import peak_flops
 from shardwise.runs.folder import RunDirectory, now
 from shardwise.train.compile.run_graphs import CapturedGraphs
 from shardwise.train.evaluation import Evaluation
