@@ -87,4 +87,27 @@ def test_a_run_compares_every_few_steps_and_after_the_last(monkeypatch: pytest.M
     monkeypatch.setattr(trainer, "check_replicas", lambda _model, _mesh, step, _optimizer: compared.append(step))
     config = make_config(log={"drift_every": 2}, train={"stop_after": 5, "eval_every": 0})
     build_trainer(config, shared_mesh(1), make_data()).run()
-    assert compared == [2, 4, 5]
+    assert compared == [0, 2, 4, 5]
+
+
+def drifted_start(step: int) -> str | None:
+    """Train after `step` steps where the last of four ranks has another bit in the part that rank 1 owns too."""
+    config = make_config(parallel={"replicate": 2}, optimizer={"zero": 3}, log={"drift_every": 0})
+    its_trainer = build_trainer(config, shared_mesh(1), make_data())
+    its_trainer.progress.step = step
+    if its_trainer.mesh.world.rank == 3:
+        flip(next(bucket for bucket in its_trainer.optimizer.buckets if bucket.frees_values).shard, 0, 0)
+    try:
+        its_trainer.run()
+    except RunError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_ranks_that_begin_with_other_weights_take_no_step(step: int, ranks: Any) -> None:
+    """Copies of parts that ZeRO-3 keeps, also where a run makes no other comparison."""
+    (text,) = set(ranks(4).run(drifted_start, step))
+    assert text is not None
+    assert text.startswith(f"step {step}: ")
+    assert "on ranks [3] differs from rank 1" in text

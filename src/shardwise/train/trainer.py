@@ -130,6 +130,8 @@ class Trainer:
             self._gathers_behind_forward(),
             SteppedCollection() as garbage,
         ):
+            # Whatever made the weights: ranks that begin with others would train another model.
+            self._compare_replicas()
             if self.config.train.eval_every and not self.progress.step:
                 self._evaluate_before_steps()
             for step in range(first, last + 1):
@@ -175,10 +177,7 @@ class Trainer:
         if self.state_hashes is not None:
             self.state_hashes.after_step(self.progress, is_last=is_last)
         if drift_every and (is_last or step % drift_every == 0):
-            self.progress.phase = "comparison of replicas"
-            # Parameters that are still under way would differ without a fault.
-            self.optimizer.gathers.wait()
-            check_replicas(self.model, self.mesh, step, self.optimizer)
+            self._compare_replicas()
             # Much time has passed since the flags were read: the checkpoints ask all ranks again.
             agreed_flags = None
         if eval_every and (is_last or step % eval_every == 0):
@@ -196,6 +195,12 @@ class Trainer:
         stopped_by = checkpoints.after_step(self.progress, is_last, agreed_flags)
         self._checkpoint_seconds += time.perf_counter() - start
         return stopped_by
+
+    def _compare_replicas(self) -> None:
+        self.progress.phase = "comparison of replicas"
+        # Parameters that are still under way would differ without a fault.
+        self.optimizer.gathers.wait()
+        check_replicas(self.model, self.mesh, self.progress.step, self.optimizer)
 
     def _keep_graphs(self, graphs: RunGraphs | None) -> None:
         """Keep the graphs that were compiled since the last call, and report all that were captured."""
