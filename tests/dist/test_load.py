@@ -155,6 +155,23 @@ def test_copies_begin_with_all_of_a_folder(
         assert found == pytest.approx(numbers, rel=1e-5 if mode == "float32" else 1e-2)
 
 
+def complaint(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        begin(folder, 1, 3, 2, "float32")
+    return str(caught.value)
+
+
+def test_values_that_copies_own_are_counted_once(ranks: Any, tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][-2:, 0] = torch.inf
+    weights["model.norm.weight"][:3] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    (text,) = set(ranks(4).run(complaint, tmp_path))
+    assert "model.embed_tokens.weight (2)" in text
+    assert "model.norm.weight (3)" in text
+
+
 def elements_read(folder: Path, tensor: int) -> tuple[int, int]:
     """Elements that this rank reads, and that it holds."""
     read, numbers = StoredTensors.read, []
