@@ -437,7 +437,9 @@ class LogConfig(Section):
         "there is no terminal; null = a record of each step, and about 20 lines a run; the last step has both",
     )
     drift_every: int = step_field(
-        100, ge=0, description="steps between comparisons of replicated parameters over ranks; 0 = never"
+        100,
+        ge=0,
+        description="steps between comparisons of replicated parameters over ranks; 0 = only before the first step",
     )
     state_hash_every: int = step_field(
         0,

@@ -36,9 +36,11 @@ from shardwise.train.build import (
 )
 from shardwise.train.checkpoint_choice import goes_back
 from shardwise.train.compile.run_graphs import RunGraphs
+from shardwise.train.garbage import SteppedCollection
 from shardwise.train.generation import draw_sample
 from shardwise.train.memory import fitted_to_devices, out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
+from shardwise.train.observers import Observer
 from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import (
@@ -85,8 +87,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             if isinstance(stage, _Turn):
                 turn = stage
                 continue
-            stopped_by = _train(stage)
-            turn = _end_stage(stage, stopped_by)
+            turn = _end_stage(stage, _train(stage))
         if not turn.is_last:
             del stage
             _forget_model()
@@ -100,7 +101,8 @@ def _train(stage: _OpenedStage) -> str | None:
     config = stage.opened.config
     trainer = stage.trainer
     observers = build_observers(config, trainer, stage.reporter, stage.checkpoints, stage.graphs)
-    with closing(Trace.of(config, trainer.mesh, stage.reporter.run)) as trace:
+    with closing(Trace.of(config, trainer.mesh, stage.reporter.run)) as trace, SteppedCollection() as garbage:
+        observers.insert(0, Observer(1, garbage.after_step))
         return trainer.run(observers, stage.checkpoints, trace.step)
 
 
