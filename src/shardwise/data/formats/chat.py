@@ -125,15 +125,10 @@ def _key(content: str, config: Config, tokenizer: str | None) -> str:
 
 
 def _require_fitting(config: Config) -> None:
-    """Raises DataError if the model cannot be trained on conversations, or its ids would get other meanings."""
-    data = config.data
-    load = config.checkpoint.load
+    """Raises DataError if the model cannot be trained on conversations."""
     if config.model.objectives != ("lm",):
-        raise DataError(f"model.family ({config.model.family}) must predict the next token to learn from {data.name}")
-    if load is not None and data.tokenizer is None:
         raise DataError(
-            f"data.tokenizer must be that of the weights in checkpoint.load ({load}), to which other ids have no "
-            "meaning: name the folder of the checkpoint, or of the model"
+            f"model.family ({config.model.family}) must predict the next token to learn from {config.data.name}"
         )
 
 

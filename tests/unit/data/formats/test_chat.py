@@ -227,16 +227,6 @@ def test_a_model_that_masks_tokens_is_refused(tmp_path: Path) -> None:
         prepare(settings, tmp_path)
 
 
-def test_weights_need_their_tokenizer(tmp_path: Path) -> None:
-    settings = config()
-    settings = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"load": "runs/base"})})
-    message = "data.tokenizer must be that of the weights in checkpoint.load (runs/base), to which other ids"
-    with pytest.raises(DataError) as error:
-        prepare(settings, tmp_path)
-    assert message in str(error.value)
-    assert message in glance(settings).problems[0]
-
-
 def test_a_text_reader_names_the_format_of_conversations(tmp_path: Path) -> None:
     path = written(tmp_path / "chat.jsonl", {"messages": GOOD})
     with pytest.raises(DataError, match=r"holds a conversation in 'messages', which data\.format=chat reads"):
