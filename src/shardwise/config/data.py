@@ -101,7 +101,7 @@ class SourceConfig(Section):
         description="the field of JSON lines, or the column of a .parquet or data set, that holds the text; meta.body "
         "is the field body within meta; in a data set it may hold tokens (lists of integers) instead, and if "
         "the data set has no column text, input_ids is read; for conversations, the field of the messages, by "
-        "default messages",
+        "default messages, else conversations, else prompt and completion",
     )
     split: str = Field(
         default="95,5",
