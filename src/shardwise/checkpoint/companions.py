@@ -7,6 +7,7 @@ token, so ids are kept only where the tokenizer of the data has the same tokens 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,12 @@ from shardwise.config import Config, ModelConfig, shapes_of
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.hub import GENERATION
 from shardwise.data.tokens.chat_template import ChatTemplate
-from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids
+from shardwise.data.tokens.tokenizer import PLAIN_CLASS, Tokenizer, plain_settings, special_token_ids
+from shardwise.data.tokens.tokenizer_files import CONFIG as TOKENIZER_CONFIG
+from shardwise.data.tokens.tokenizer_files import JSON
+
+_QWEN2_SPLIT = json.dumps(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|")[1:-1]
+"""The beginning of the expression by which Qwen 2's class of transformers splits text."""
 
 
 def model_files(
@@ -58,7 +64,31 @@ def model_files(
     ends = {name: ids[name] for name in (BEGIN_ID, END_ID) if ids.get(name) is not None}
     if family is not None and family.causal and ends:
         generation[GENERATION] = to_json(ends)
-    return {**generation, **companions.files, **tokenizer_files, CONFIG: to_json(described)}
+    beside = _read_as_it_is({**companions.files, **tokenizer_files}, pairs=not config.causal)
+    return {**generation, **beside, CONFIG: to_json(described)}
+
+
+def _read_as_it_is(files: dict[str, bytes], *, pairs: bool) -> dict[str, bytes]:
+    """The files beside weights, of which transformers reads a `tokenizer.json` as it is."""
+    if JSON in files:
+        settings = json_value(files.get(TOKENIZER_CONFIG, b"{}"))
+        if settings.get("tokenizer_class") not in (PLAIN_CLASS["tokenizer_class"], "TokenizersBackend"):
+            files[TOKENIZER_CONFIG] = to_json(plain_settings(settings, pairs=pairs))
+    return files
+
+
+def _qwen2_note(config: Config, tokenizer: Path | None) -> tuple[str, ...]:
+    """A note where transformers takes its own class for the model whatever the files say, and gives other ids."""
+    family = config.shapes
+    if tokenizer is None or family is None or to_hugging_face(family)["model_type"] != "qwen2":
+        return ()
+    described = json_value((tokenizer / JSON).read_text(encoding="utf-8"))
+    if described["normalizer"] == {"type": "NFC"} and _QWEN2_SPLIT in json.dumps(described["pre_tokenizer"]):
+        return ()
+    return (
+        "AutoTokenizer of transformers 5 splits text for model_type qwen2 by rules of its own, and gives other ids "
+        "than the tokenizer of the data: open it by PreTrainedTokenizerFast.from_pretrained",
+    )
 
 
 @dataclass(frozen=True)
@@ -101,6 +131,7 @@ def find_companions(config: Config, weights: Root | None, tokenizer: Path | None
             "generation_config.json or tokenizer, and it holds none of them: name a model's folder, or a run's"
         )
     companions = _first_fitting(sources, tokenizer)
+    companions = replace(companions, notes=(*companions.notes, *_qwen2_note(config, tokenizer)))
     if tokenizer is None or not config.data.holds_chat:
         return companions
     return _with_ends_of_answers(companions, tokenizer)
