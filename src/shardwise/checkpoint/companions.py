@@ -17,7 +17,7 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import json_value
-from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids
+from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids, read_as_it_is
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -25,8 +25,7 @@ from shardwise.config import Config, ModelConfig, shapes_of
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.hub import GENERATION
 from shardwise.data.tokens.chat_template import ChatTemplate
-from shardwise.data.tokens.tokenizer import PLAIN_CLASS, Tokenizer, plain_settings, special_token_ids
-from shardwise.data.tokens.tokenizer_files import CONFIG as TOKENIZER_CONFIG
+from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids
 from shardwise.data.tokens.tokenizer_files import JSON
 
 _QWEN2_SPLIT = json.dumps(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|")[1:-1]
@@ -64,17 +63,8 @@ def model_files(
     ends = {name: ids[name] for name in (BEGIN_ID, END_ID) if ids.get(name) is not None}
     if family is not None and family.causal and ends:
         generation[GENERATION] = to_json(ends)
-    beside = _read_as_it_is({**companions.files, **tokenizer_files}, pairs=not config.causal)
+    beside = read_as_it_is({**companions.files, **tokenizer_files}, pairs=not config.causal)
     return {**generation, **beside, CONFIG: to_json(described)}
-
-
-def _read_as_it_is(files: dict[str, bytes], *, pairs: bool) -> dict[str, bytes]:
-    """The files beside weights, of which transformers reads a `tokenizer.json` as it is."""
-    if JSON in files:
-        settings = json_value(files.get(TOKENIZER_CONFIG, b"{}"))
-        if settings.get("tokenizer_class") not in (PLAIN_CLASS["tokenizer_class"], "TokenizersBackend"):
-            files[TOKENIZER_CONFIG] = to_json(plain_settings(settings, pairs=pairs))
-    return files
 
 
 def _qwen2_note(config: Config, tokenizer: Path | None) -> tuple[str, ...]:

@@ -287,7 +287,7 @@ class Tokenizer:
         }
         if CONFIG in copies:
             if self.pair_names is None:
-                special = {"eos_token": end} if end in self.added_tokens.values() else {}
+                special = {"eos_token": end} if end is not None and end in self.added_tokens.values() else {}
             made = {
                 CONFIG: plain_settings({**special, **read_object(copies[CONFIG])}, pairs=self.pair_names is not None)
             }
