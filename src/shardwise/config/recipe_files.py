@@ -49,11 +49,19 @@ def recipe_text(recipe: str) -> str:
             f"the recipe file {recipe} is a run's folder: `shardwise train --run-dir {recipe}` continues the run, and "
             f"{recipe}/config.yaml is its configuration"
         )
+    model = path.parent if path.name == "config.json" else path
+    if is_file and (model / "config.json").is_file():
+        raise ConfigError(
+            f"RECIPE ({recipe}) must be a recipe, and it is a model: `shardwise train RECIPE model.config={model} "
+            f"checkpoint.load={model}` trains that further, with its tokenizer"
+        )
     try:
         with path.open("rb") as file:  # it may be a pipe, as the shell makes of <(command)
             return read_small(file, path).decode()
     except FileNotFoundError:
-        raise ConfigError(f"there is no recipe file {recipe}") from None
+        is_model = recipe.count("/") == 1 and not recipe.startswith((".", "/", "~"))
+        hint = f"; a model of the hub is named by checkpoint.load={recipe} beside a recipe" if is_model else ""
+        raise ConfigError(f"there is no recipe file {recipe}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe file {recipe} cannot be read: {error}") from None
 

@@ -180,6 +180,15 @@ def format_of(data: DataConfig) -> DataFormat:
         return FORMATS["text"]
 
 
+def trains_tokenizer(config: Config) -> bool:
+    """True if the data are text, for which a tokenizer is trained where `data.tokenizer` names none."""
+    data = config.data
+    if data.mixture:
+        return any(trains_tokenizer(mixture.config_of_source(config, name)) for name in data.sources_read)
+    is_read = data.is_named and config.hooks.data is None
+    return is_read and format_of(data).contents in ("text", "conversations")
+
+
 def prepare(
     config: Config, cache_dir: Path | None = None, announce: common.Announce = None, *, any_size: bool = False
 ) -> common.PreparedData:
@@ -393,6 +402,8 @@ def _glance_at_tokenizer(config: Config, contents: Contents, *, may_train: bool)
     vocabulary = config.model.vocab_size
     if config.data.tokenizer is not None:
         return _glance_at_user_tokenizer(config, config.data.tokenizer, contents)
+    if config.checkpoint.load is not None:
+        return f"that of the weights in {config.checkpoint.load}"
     if contents in ("text", "conversations"):
         trained_special_tokens(vocabulary, pairs=common.in_pairs(config), chat=contents == "conversations")
         is_sure = may_train and format_of(config.data).has_vocabulary(config)

@@ -15,8 +15,9 @@ import torch
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, LostPeerError, RunError, StoppedError, listing, see
 from shardwise.base.user_code import error_text
-from shardwise.checkpoint.format.model_files import differ_in_tokens, differences
+from shardwise.checkpoint.format.model_files import differences
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
+from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, Layout, UserModelConfig, check_layout, stage_after, stages_of
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, BlendedBatches
@@ -402,7 +403,6 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
 def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
     """Tell what a run that begins has changed, and from which weights it begins."""
     weights = opened.weights
-    tokenizer = opened.data.tokenizer_path
     changes = opened.folder.changes
     # Rank 0 alone prints: no other rank reads the configuration of the weights, which may be far away.
     if weights is not None and opened.mesh.world.rank == 0:
@@ -411,11 +411,9 @@ def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
     if weights is None:
         return
     reporter.message(f"weights: those of {weights}")
-    if tokenizer is not None and weights.is_local and differ_in_tokens(weights.local(), tokenizer):
-        reporter.warning(
-            f"the tokenizer of the data has other ids than that of the loaded weights ({weights}): to keep "
-            f"what they learned, set data.tokenizer={weights}"
-        )
+    warning = other_tokenizer_text(weights, opened.data.tokenizer_path)
+    if warning is not None:
+        reporter.warning(warning)
 
 
 def _tell_memory(reporter: Reporter, shortage: str | None, choice: str | None) -> None:

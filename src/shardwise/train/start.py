@@ -14,6 +14,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
 from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
+from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, earlier_run, record_owner
 from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
@@ -101,9 +102,9 @@ def open_run(
         ConfigError: one of them is wrong; on every rank.
     """
     # Before the folder: data that are refused must leave no folder that looks like that of a run.
-    data = while_others_wait(lambda: prepare(config), mesh.world)
-    sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
     weights = _find_weights(config, mesh)
+    data = while_others_wait(lambda: prepare(with_model_tokenizer(config, weights)), mesh.world)
+    sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
     base_model = _base_model(config)
     folder, companions = _open_folder(config, run_path, recipe, mesh, weights, data.tokenizer_path)

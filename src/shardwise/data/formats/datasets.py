@@ -47,7 +47,7 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
                 root, key, lambda folder: _build(folder, dataset, config), f"{dataset.name}: once", announce
             )
             return packed.packed_text(config, root, _prepared(entry, dataset, config, root, any_size), announce)
-    if any_size and config.data.tokenizer is None:
+    if config.data.tokenizer is None and (any_size or config.checkpoint.load is not None):
         raise DataError(
             f"{dataset.shown} holds text, which is read with the model's tokenizer: name it by data.tokenizer"
         )

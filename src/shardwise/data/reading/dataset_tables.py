@@ -13,7 +13,7 @@ import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -364,6 +364,21 @@ class DataSet:
         if split == _UNNAMED:
             return self.shown
         return f"{self.shown}, split {split}"
+
+    def column_names(self, split: str) -> list[str]:
+        """The names of a split's columns."""
+        names: list[str] = self._splits[split].column_names
+        return names
+
+    def records(self, split: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The rows of a split, of which these columns are read."""
+        row = 0
+        for batch in self._splits[split].select_columns(columns).with_format("arrow").iter(batch_size=_ROWS):
+            for name in columns:
+                for array in batch.column(name).chunks:
+                    require_sound(array, f"{self.where(split)}: rows {row} to {row + len(array) - 1}", name)
+            yield from batch.to_pylist()
+            row += batch.num_rows
 
     def arrays(self, split: str) -> Iterator[Any]:
         """The values of the column: arrow arrays of many rows each."""

@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 
 LARGEST_TRAINED = 2**20
 """Largest vocabulary of a tokenizer that is trained here: the trainer reserves memory for all of it at its start."""
-_LLAMA = "LlamaTokenizer"
+PLAIN_CLASS: Mapping[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+"""The class of transformers that reads a `tokenizer.json` and nothing else.
+
+Others take its vocabulary and merges alone, and split text by rules of their own, so that a text may have other ids.
+"""
 
 
 @dataclass(frozen=True)
@@ -277,22 +281,16 @@ class Tokenizer:
         else:
             names = {f"{role}_token": name for role, name in self.pair_names.items()}
         special = {role: name for role, name in names.items() if name is not None}
-        # The class of transformers that reads a tokenizer.json and nothing else.
-        plain_class = {"tokenizer_class": "PreTrainedTokenizerFast"}
         made = {
-            CONFIG: {**plain_class, "add_prefix_space": False, "clean_up_tokenization_spaces": False, **special},
+            CONFIG: {**PLAIN_CLASS, "add_prefix_space": False, "clean_up_tokenization_spaces": False, **special},
             SPECIAL: special,
         }
         if CONFIG in copies:
-            settings = read_object(copies[CONFIG])
-            # Without a class, transformers takes the model's. Its class for Llama reads no more than the vocabulary and
-            # the merges of a tokenizer.json, and gives other ids if a text has two spaces in a row.
-            made = {}
-            if str(settings.get("tokenizer_class", _LLAMA)).removesuffix("Fast") == _LLAMA:
-                defaults: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
-                if end in self.added_tokens.values():
-                    defaults["eos_token"] = end
-                made = {CONFIG: {**defaults, **settings, **plain_class}}
+            if self.pair_names is None:
+                special = {"eos_token": end} if end is not None and end in self.added_tokens.values() else {}
+            made = {
+                CONFIG: plain_settings({**special, **read_object(copies[CONFIG])}, pairs=self.pair_names is not None)
+            }
         for name in made.keys() - (copies.keys() - {CONFIG}):
             (folder / name).write_text(json.dumps(made[name], indent=2) + "\n", encoding="utf-8")
 
@@ -301,6 +299,17 @@ class Tokenizer:
         assert self.pair_names is not None
         ids: dict[str, Any] = {role: self.token_id(name) for role, name in self.pair_names.items()}
         return PairTokens(**ids)
+
+
+def plain_settings(settings: Mapping[str, Any], *, pairs: bool) -> dict[str, Any]:
+    """A `tokenizer_config.json` by which transformers reads the `tokenizer.json` beside it as it is.
+
+    Args:
+        pairs: True if the model reads the types of tokens.
+    """
+    inputs = {} if pairs else {"model_input_names": ["input_ids", "attention_mask"]}
+    kept = {name: value for name, value in settings.items() if name != "auto_map"}  # which names a class in a file
+    return {**inputs, **kept, **PLAIN_CLASS}
 
 
 def _bytes_of_piece(piece: str) -> int:
