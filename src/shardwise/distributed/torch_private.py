@@ -10,7 +10,6 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from threading import RLock
 from typing import Any, cast
 
@@ -47,8 +46,8 @@ def scaled_matmul(
 ) -> Tensor:
     """`a b` of fp8 numbers with scales `[]`: a `[M, K]`, b `[K, N]`; any strides; no gradient.
 
-    With `fast`, an NVIDIA GPU adds with fewer bits. A CPU multiplies and adds in float32, which holds each product of two
-    fp8 numbers exactly.
+    With `fast`, an NVIDIA GPU adds with fewer bits. A CPU multiplies and adds in float32, which holds each product of
+    two fp8 numbers exactly.
     """
     if a.device.type == "cpu":
         product: Tensor = torch.ops.shardwise.scaled_matmul(a, b, scale_a, scale_b, dtype)
@@ -303,13 +302,6 @@ def tensors_in(output: object) -> list[Tensor]:
     from torch.utils._pytree import tree_leaves
 
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-
-
-def set_timeout(group: ProcessGroup, limit: timedelta) -> None:
-    """Set how long collectives of a group over gloo wait; torch gives 30 minutes to the groups of a `DeviceMesh`."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(limit, group)
 
 
 @contextmanager
