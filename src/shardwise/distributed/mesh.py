@@ -29,7 +29,7 @@ from shardwise.base.errors import ArgumentError, count_problems
 from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, PIPELINE, Axis, is_named, replicas_name
 from shardwise.distributed import devices, rendezvous
 from shardwise.distributed.rendezvous import meet
-from shardwise.distributed.torch_private import register_group_name, set_timeout
+from shardwise.distributed.torch_private import register_group_name
 
 
 @dataclass
@@ -99,7 +99,8 @@ class Group:
         self._subgroups: dict[int | tuple[int, ...], Group] = {}
         _open_groups.add(self)
         if process_group is not None and rendezvous.is_watching():
-            set_timeout(process_group, rendezvous.NEVER)
+            # Torch gives 30 minutes to the groups of a `DeviceMesh`.
+            process_group.set_timeout(rendezvous.NEVER)
         # gloo's own reduce-scatter is an all-reduce and a copy; an all-to-all summed in rank order takes a third of its
         # time (benchmarks/collectives.py). Other backends have a native one. The configuration is a text such as
         # "cpu:gloo,cuda:nccl"; after a bare init_process_group() torch's `get_backend` says "undefined".

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from shardwise import __version__
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import NoLocksError, cache_root, free_bytes, lock, reason_of
-from shardwise.base.hardware import accelerators, available_memory, cpu_count
+from shardwise.base.hardware import accelerators, available_memory, cpu_count, torch_version
 from shardwise.base.units import counted, size
 from shardwise.launch.environment import joined, unjoined
 from shardwise.launch.external_launchers import task_of
@@ -64,7 +64,8 @@ def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
         yield Check(
             "devices",
             "warning",
-            f"{shown}: trainings here run on the CPU, as torch {_torch_version()} or the environment hides them",
+            f"{shown}: trainings here run on the CPU, as torch {torch_version() or '(not installed)'} or the "
+            "environment hides them",
             "install a torch that is built for them, or unset CUDA_VISIBLE_DEVICES or NEURON_RT_VISIBLE_CORES",
         )
     else:
@@ -79,13 +80,6 @@ def _described(device: LocalDevice) -> str:
     if device.cores is not None:
         facts.append(counted(device.cores, "core"))
     return ", ".join([*facts, *device.links])
-
-
-def _torch_version() -> str:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def fabric(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
