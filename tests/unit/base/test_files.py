@@ -24,6 +24,7 @@ from shardwise.base.files import (
     open_folder,
     open_lock,
     open_own,
+    path_refusal,
     require_trusted,
     write_atomic,
 )
@@ -322,6 +323,14 @@ def test_fault_16_folders_are_made_so_that_no_other_user_can_write_them(shared: 
     finally:
         os.umask(umask)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (shared / "cache", shared / "cache/tokens")] == [0o700, 0o775]
+
+
+def test_a_path_that_may_not_be_used_is_refused_and_other_errors_are_not() -> None:
+    for code in (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ESTALE):
+        refusal = path_refusal(OSError(code, os.strerror(code), b"runs/\xff"))
+        assert str(refusal) == f"the path runs/\\udcff cannot be used: {os.strerror(code)}"
+    assert path_refusal(OSError(errno.EACCES, "of no path")) is None
+    assert path_refusal(FileNotFoundError(errno.ENOENT, "a fault of ours", "x")) is None
 
 
 def test_fault_15_a_path_that_is_no_utf8_does_not_end_a_write(tmp_path: Path) -> None:

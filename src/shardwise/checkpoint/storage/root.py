@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from shardwise.base.errors import ConfigError, RunError, listing, see
-from shardwise.base.files import free_bytes, name_problem, sync_folder, write_atomic
+from shardwise.base.files import free_bytes, name_problem, sync_folder, user_path, write_atomic
 from shardwise.base.redaction import redacted
 from shardwise.base.units import size as size_text
 
@@ -120,7 +120,7 @@ class Root:
                 "other places are read without credentials unless their address has some"
             )
         if not separator or scheme in _LOCAL_SCHEMES:
-            path = Path(address if separator else text).expanduser().absolute()
+            path = user_path(address if separator else text).absolute()
             return Root(str(path), text.rstrip("/") or "/", "file")
         shown = redacted(text)
         # The import takes 0.1 s, which local places need not wait for.
