@@ -189,6 +189,15 @@ def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None)
     raise OSError(errno.ELOOP, f"{path.name} is a link or no plain file, and links are not followed: remove it")
 
 
+def open_to_append(path: Path) -> int:
+    """A descriptor of the regular file at `path`, which is made where there is none; each write goes to its end.
+
+    Raises:
+        OSError: as `open_own`.
+    """
+    return open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
 def _require_trusted(folder: int, entry: os.stat_result, path: Path) -> None:
     """Raise UntrustedError where a user who is not trusted put an entry into a folder that anyone may write."""
     around = os.fstat(folder)
@@ -407,6 +416,20 @@ def write_new(path: Path, text: str, option: str) -> None:
         raise ConfigError(f"{option} {path}: the file exists already; choose another name or remove it") from None
     except OSError as error:
         raise ConfigError(f"{option} {path}: {reason_of(error)}") from None
+
+
+def require_writable(folder: Path) -> None:
+    """Write a small file into a folder. It has no name, and so is gone with the process, however that ends.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # Costly to import, for a training alone.
+    import tempfile
+
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(4096))
+        to_disk(file)
 
 
 def free_bytes(path: Path) -> int:

@@ -31,7 +31,7 @@ from shardwise.base.files import (
 from shardwise.checkpoint.storage.root import Root
 from shardwise.data import cache
 from shardwise.data.prepare.work_folder import WorkFolder
-from shardwise.runs.folder import RunDirectory, RunLock, json_text
+from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, json_text, open_log
 
 
 @pytest.fixture(params=["symbolic", "dangling", "hard"])
@@ -100,6 +100,24 @@ def test_no_lock_of_a_preparation_is_a_link(tmp_path: Path, plant: Callable[[Pat
     ):
         pass
     assert untouched(victim)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ranks/rank-0000.jsonl", "logs/rank-0000.log"])
+def test_no_file_that_a_run_appends_to_is_a_link(name: str, tmp_path: Path, plant: Callable[[Path], Path]) -> None:
+    victim = plant(tmp_path / "run" / name)
+    opens = open_log if name.endswith("log") else JsonLines
+    with pytest.raises(ConfigError, match=rf"{name} cannot be made: .* is a link or no plain file"):
+        opens(tmp_path / "run" / name)
+    assert untouched(victim)
+
+
+def test_no_copy_of_a_former_configuration_is_a_link(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    run.write_config("run: 1\n")
+    (tmp_path / "config-0001.yaml").symlink_to(tmp_path / "victim")
+    run.write_config("run: 2\n")
+    assert (tmp_path / "config-0001.yaml").read_text() == "run: 1\n"
+    assert not (tmp_path / "victim").exists()
 
 
 def test_no_temporary_file_is_a_link(tmp_path: Path, plant: Callable[[Path], Path]) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from shardwise.base import files
 from shardwise.base.errors import ConfigError, RunError, listing, see
 from shardwise.base.files import free_bytes, name_problem, sync_folder, user_path, write_atomic
 from shardwise.base.redaction import redacted
@@ -457,8 +458,13 @@ def require_writable(root: Root) -> None:
     Raises:
         StoreError: why that is not possible.
     """
-    probe = root / f".probe-{platform.node()}-{os.getpid()}"
     root.make()
+    if root.is_local:
+        with root.store_errors("written"):
+            files.require_writable(root.local())
+        return
+    # One name for each machine: a process that is killed leaves it to the next one.
+    probe = root / f".probe-{platform.node()}"
     probe.write(b"shardwise")
     probe.remove()
 
