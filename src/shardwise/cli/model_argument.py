@@ -24,7 +24,7 @@ from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_fr
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
 from shardwise.config.model import UserModelConfig
-from shardwise.config.suggestions import suggestion
+from shardwise.config.suggestions import suggestions
 from shardwise.data import hub
 from shardwise.data.open_data import format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -117,7 +117,7 @@ def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: s
         key, separator, _ = override.partition("=")
         key = key.strip()
         if separator and key not in keys and not key.startswith(sections):
-            near = suggestion(key, keys, options=())
+            near = listing(suggestions(key, keys, options=()), "or")
             names = listing(f"{name}*" if name in sections else name for name in allowed)
             problems.append(f"{key}: did you mean {near}?" if near else f"{key}: {command} reads {names}")
     problems += apply_overrides(values, overrides)

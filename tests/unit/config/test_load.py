@@ -43,6 +43,21 @@ def test_no_name_of_another_library_is_advice_for_an_own_model() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optimizer.name=AdamW", "adamw"),
+        ("parallel.schedule=1F1B", "1f1b"),
+        ("precision.mode=BFloat16", "bfloat16"),
+        ("checkpoint.resume=Auto", "auto"),
+        ("log.trackers=[WandB, MLflow]", ("wandb", "mlflow")),
+    ],
+)
+def test_a_choice_may_have_any_case(override: str, value: object) -> None:
+    section, name = override.partition("=")[0].split(".")
+    assert getattr(getattr(load_config("llama2-tiny", [override]), section), name) == value
+
+
 def test_a_section_may_be_opened_by_an_override() -> None:
     assert load_config("quickstart", ["precision.mode=bfloat16"]).precision.mode == "bfloat16"
 
