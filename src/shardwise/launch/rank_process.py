@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -178,13 +178,13 @@ def _words(failure: first_failure.Failure, place: Rank | None, run_path: Path | 
 
 
 def _write_traceback(error: BaseException, log: Path | None) -> bool:
-    """Add a traceback to the rank's log; returns False if it has none."""
+    """Add a traceback to the rank's log; returns False if it has none, or one that cannot be opened."""
     if log is None:
         return False
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8", errors="replace") as file:
+    with suppress(ConfigError), folder.open_log(log) as file:
         file.write(redaction.redacted("".join(traceback.format_exception(error))))
-    return True
+        return True
+    return False
 
 
 def _report_stop(place: Rank | None, text: str) -> int:

@@ -27,7 +27,7 @@ from shardwise.config import Config, Layout, Precision
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
 from shardwise.optim.state_digest import StateHash
 from shardwise.planner.device_peaks import peak_flops
-from shardwise.runs.folder import RunDirectory, now
+from shardwise.runs.folder import RunDirectory, now, open_log
 from shardwise.train.compile.run_graphs import CapturedGraphs
 from shardwise.train.evaluation import Evaluation
 from shardwise.train.experiment_trackers import ExperimentTrackers
@@ -108,8 +108,7 @@ class Reporter:
         self._consoles: list[Console] = []
         self._in_notebook = False
         if rank == 0:
-            run.log(0).parent.mkdir(parents=True, exist_ok=True)
-            self._log = run.log(0).open("a", encoding="utf-8", errors="replace", buffering=1)
+            self._log = open_log(run.log(0))
             # In a notebook rich would make a display of each line, whatever the file.
             self._in_notebook = stream is None and in_notebook()
             shown = _plain_console(sys.stdout)

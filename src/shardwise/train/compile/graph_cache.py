@@ -185,9 +185,7 @@ class GraphCache:
             OSError: the folder cannot be written.
         """
         self._make()
-        probe = self.root / f".{os.getpid()}.zip.probe.tmp"
-        files.write_atomic(probe, bytes(4096))
-        probe.unlink()
+        files.require_writable(self.root)
 
     def require_trusted(self) -> None:
         """Raise ConfigError where any user may have put programs there; a folder that is not there yet passes."""
