@@ -290,11 +290,12 @@ def tensors_in(output: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def set_timeout(group: ProcessGroup, limit: timedelta) -> None:
-    """Set how long collectives of a group over gloo wait; torch gives 30 minutes to the groups of a `DeviceMesh`."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+def set_default_timeout(limit: timedelta) -> None:
+    """Set how long groups that are made from here on wait; torch gives those of a `DeviceMesh` 10 or 30 minutes."""
+    from torch.distributed import distributed_c10d
 
-    _set_pg_timeout(limit, group)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, limit)
 
 
 @contextmanager
