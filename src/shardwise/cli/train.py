@@ -547,5 +547,5 @@ def _launch(arguments: argparse.Namespace, world: int) -> int:
     try:
         launch(_command_of_rank(arguments, world), world, arguments.run_dir)
     except EndedError as error:
-        raise EndedError(f"{error}; {what_is_saved(arguments.run_dir)}") from None
+        raise EndedError(f"{error}; {what_is_saved(arguments.run_dir)}", error.exit_code) from None
     return 0

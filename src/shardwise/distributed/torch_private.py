@@ -304,6 +304,14 @@ def tensors_in(output: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
+def set_default_timeout(limit: timedelta) -> None:
+    """Set how long groups that are made from here on wait; torch gives those of a `DeviceMesh` 10 or 30 minutes."""
+    from torch.distributed import distributed_c10d
+
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, limit)
+
+
 @contextmanager
 def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
     """Inside, the profiler shows each message of a pipeline's schedule by name: its send and its wait.

@@ -156,7 +156,12 @@ def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path |
         return first_failure.Failure(rank, first_failure.error_text(error), error.exit_code, waited)
     if isinstance(error, KeyboardInterrupt):
         stopped = f"stopped by {str(error) or first_failure.signal_name(signal.SIGINT)}"
-        text = stopped if run_path is None else f"the run was {stopped}; {summary.what_is_saved(run_path)}"
+        if run_path is not None:
+            text = f"the run was {stopped}; {summary.what_is_saved(run_path)}"
+            # Nothing is lost at the start: the same command continues, as after a stop with a checkpoint.
+            code = RunError.exit_code if stop_requests.is_installed() else StoppedError.exit_code
+            return first_failure.Failure(rank, text, code)
+        text = stopped
     elif isinstance(error, BrokenPipeError) and run_path is None:
         text = "the reader of the output has closed it"
     else:
