@@ -201,7 +201,9 @@ def _step_peak(workload: RankWorkload, in_flight: InFlight | None = None) -> Ste
     """Return the peak of a step, without or with what is in flight at stages 2 and 3 of ZeRO."""
     order = action_order(workload.config.parallel, workload.micro_batches, workload.pipeline_rank, workload.recompute)
     passes = {stage.index: _pass(workload, stage, in_flight) for stage in workload.stages}
-    peak = step_peak(order, passes, workload.micro_batches, frees_onwards=_frees_onwards())
+    # A single stage counts nothing as sent, and the version of torch takes long to find out.
+    frees_onwards = len(workload.stages) > 1 and _frees_onwards()
+    peak = step_peak(order, passes, workload.micro_batches, frees_onwards=frees_onwards)
     return peak if in_flight is None else replace(peak, whole=peak.whole + in_flight.constant)
 
 
