@@ -24,7 +24,7 @@ from shardwise.base.files import cache_root, reason_of
 from shardwise.base.hardware import accelerators, cpu_count, torch_type
 from shardwise.cli import output
 from shardwise.config import Config, Layout, check_layout, load_config, stages_of
-from shardwise.train.compile.graph_cache import Facts, GraphCache, key_of, name_of, write_errors_explained
+from shardwise.train.compile.graph_cache import Facts, GraphCache, key_of, name_of
 
 if TYPE_CHECKING:
     from shardwise.train.compile.ahead_of_time import GraphOutcome  # imports torch
@@ -75,14 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.export is not None and arguments.export.is_dir():
         raise ConfigError(f"--export {arguments.export} must name a file, and is a folder")
     if arguments.clean:
-        with write_errors_explained(cache.root):
-            number, size = cache.clean()
+        number, size = cache.clean()
         output.line(f"removed {units.counted(number, 'graph')}, {units.size(size)}, from {cache.root}")
         return 0
     cache.require_trusted()
     if arguments.imported is not None:
-        with write_errors_explained(cache.root):
-            taken = cache.take_in(arguments.imported)
+        taken = cache.take_in(arguments.imported)
         output.line(f"{units.counted(len(taken), 'graph')} of {arguments.imported} are in {cache.root}")
     code = 0
     if config is not None:
@@ -113,7 +111,7 @@ def _list(cache: GraphCache) -> None:
         tensor = f"TP {facts.get('parallel.tensor', '?')}{sequence}"
         size = units.size(entry.bytes)
         torch = facts.get("torch", "?")
-        rows.append((_name(facts), tensor, shape, where, torch, entry.key[:12], size, age))
+        rows.append((_name(facts), tensor, shape, where, torch, entry.path.stem[:12], size, age))
     if rows:
         output.table(rows, ("graph", "tensor", "micro-batch", "device", "torch", "key", "size", "used"))
     total = sum(entry.bytes for entry in entries)
@@ -154,8 +152,7 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
         graphs |= {key_of(facts): (plan, facts) for facts in plan.facts}
     if not only_capture:
         # Before anything is compiled for a folder that cannot be written.
-        with write_errors_explained(cache.root):
-            cache.require_writable()
+        cache.require_writable()
     missing = []
     done = failed = 0
     for plan, facts in graphs.values():
@@ -172,8 +169,6 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
         if outcome.problem is not None:
             failed += 1
             problems.append(f"{_name(outcome.facts)}: {outcome.problem}")
-        if outcome.log is not None:
-            problems.append(f"log: {outcome.log}")
         output.line(f"[{done}/{len(graphs)}] {_name(outcome.facts)}: {_result(outcome)}")
     # The graphs of this training stay whatever the limit is: it is about to read them.
     removed = cache.prune(config.compile.cache_gib * 2**30, kept=[facts for _, facts in graphs.values()])

@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 
 from shardwise.base import files
+from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
 from shardwise.config import Config, Layout
-from shardwise.train.compile.graph_cache import CachedGraph, Facts, GraphCache, not_written
+from shardwise.train.compile.graph_cache import CachedGraph, Facts, GraphCache
 from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
 from shardwise.train.compile.run_graphs import FOLDER_PREFIX, FOLDER_VARIABLE, compiled_files
 from shardwise.train.compile.units import HEAD, check_backend
@@ -70,15 +71,13 @@ class GraphOutcome:
     Attributes:
         seconds: time of the compilation.
         entry: graph in the cache; None where it was only captured, or failed.
-        problem: reason of the failure; None without one.
-        log: file with the output of a compilation that failed.
+        problem: reason of the failure, and the file with all output; None without one.
     """
 
     facts: Facts
     seconds: float
     entry: CachedGraph | None = None
     problem: str | None = None
-    log: Path | None = None
 
 
 def compile_graphs(
@@ -141,16 +140,11 @@ def _compile(plan: CompilationPlan, facts: Facts, cache: GraphCache, workers: in
         else:
             try:
                 return replace(outcome, entry=cache.store(facts, Path(folder), compiled))
-            except OSError as error:
-                return replace(outcome, problem=not_written(cache.root, error))
-        return replace(outcome, problem=problem, log=_log(facts, cache, process.stdout))
-
-
-def _log(facts: Facts, cache: GraphCache, text: str) -> Path | None:
-    """Keep the output of a compilation that failed, where the cache can be written."""
-    log = cache.log_of(facts)
-    with contextlib.suppress(OSError):
-        files.make_folder(log.parent)
-        files.write_atomic(log, text)
-        return log
-    return None
+            except ConfigError as error:
+                return replace(outcome, problem=str(error))
+        log = cache.log_of(facts)
+        with contextlib.suppress(OSError):
+            files.make_folder(log.parent)
+            files.write_atomic(log, process.stdout)
+            problem += f"\nlog: {log}"
+        return replace(outcome, problem=problem)

@@ -68,17 +68,26 @@ class CachedGraph:
     bytes: int
     used: float
 
-    @property
-    def key(self) -> str:
-        """The hash of the facts."""
-        return self.path.stem
-
 
 class GraphCache:
-    """The graphs in a folder, which need not exist yet."""
+    """The graphs in a folder, which need not exist yet.
+
+    Raises:
+        ConfigError: the folder cannot be written, by the methods that do.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = files.reason_of(error)
+            raise ConfigError(
+                f"compile.cache_dir ({self.root}) cannot be written: {reason}; set it to another folder"
+            ) from error
 
     def find(self, facts: Facts) -> CachedGraph | None:
         """The graph with exactly these facts."""
@@ -120,11 +129,7 @@ class GraphCache:
             (self.root / f"{key_of(facts)}.zip").unlink()
 
     def store(self, facts: Facts, folder: Path, compiled: Iterable[Path]) -> CachedGraph:
-        """Keep files of a folder as the graph with these facts.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Keep files of a folder as the graph with these facts."""
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
             archive.writestr(FACTS, json.dumps(facts, sort_keys=True))
@@ -135,8 +140,9 @@ class GraphCache:
     def _write(self, facts: Facts, content: bytes) -> CachedGraph:
         self.require_writable()
         path = self.root / f"{key_of(facts)}.zip"
-        files.write_atomic(path, content, mode=0o664)
-        self.log_of(facts).unlink(missing_ok=True)
+        with self._writing():
+            files.write_atomic(path, content, mode=0o664)
+            self.log_of(facts).unlink(missing_ok=True)
         return CachedGraph(path, facts, len(content), time.time())
 
     def prune(self, most_bytes: float, kept: Iterable[Facts] = ()) -> list[CachedGraph]:
@@ -149,23 +155,20 @@ class GraphCache:
         size = 0
         removed = []
         # The kept ones are counted first; the sort leaves all others in the order of their last use.
-        for entry in sorted(self.entries(), key=lambda entry: entry.key not in kept_keys):
+        for entry in sorted(self.entries(), key=lambda entry: entry.path.stem not in kept_keys):
             size += entry.bytes
-            if size > most_bytes and entry.key not in kept_keys:
+            if size > most_bytes and entry.path.stem not in kept_keys:
                 with contextlib.suppress(OSError):
                     entry.path.unlink()
                     removed.append(entry)
         return removed
 
     def require_writable(self) -> None:
-        """Make the folder.
-
-        Raises:
-            OSError: it cannot be written, or not be trusted.
-        """
-        files.make_folder(self.root)
-        files.require_trusted(self.root, files.ANYONE_WRITES)
-        tempfile.TemporaryFile(dir=self.root).close()
+        """Make the folder, and a file in it."""
+        with self._writing():
+            files.make_folder(self.root)
+            files.require_trusted(self.root, files.ANYONE_WRITES)
+            tempfile.TemporaryFile(dir=self.root).close()
 
     def require_trusted(self) -> None:
         """Raise ConfigError where any user may have put programs there; a folder that is not there yet passes."""
@@ -179,10 +182,11 @@ class GraphCache:
 
     def clean(self) -> tuple[int, int]:
         """Remove all graphs, logs and parts of files; returns the number of graphs and their bytes."""
-        names = [path for path in self.root.glob("*.zip") if _NAME.fullmatch(path.name)]
-        size = sum(path.stat().st_size for path in names)
-        for path in (*names, *self.root.glob(".*.zip.*.tmp"), *(self.root / LOGS).glob("*.log")):
-            path.unlink(missing_ok=True)
+        with self._writing():
+            names = [path for path in self.root.glob("*.zip") if _NAME.fullmatch(path.name)]
+            size = sum(path.stat().st_size for path in names)
+            for path in (*names, *self.root.glob(".*.zip.*.tmp"), *(self.root / LOGS).glob("*.log")):
+                path.unlink(missing_ok=True)
         return len(names), size
 
     def log_of(self, facts: Facts) -> Path:
@@ -211,7 +215,6 @@ class GraphCache:
 
         Raises:
             ConfigError: the file is no export, or is damaged; nothing is added then.
-            OSError: the graphs cannot be written.
         """
         wrong = f"{source} must be a file that `shardwise compile --export` wrote"
         try:
@@ -247,17 +250,3 @@ def _facts(archive_file: BinaryIO) -> Facts:
     if not isinstance(facts, dict) or not {"unit", "training"} <= facts.keys():
         raise ValueError("it has no facts of a graph")
     return facts
-
-
-@contextlib.contextmanager
-def write_errors_explained(root: Path) -> Iterator[None]:
-    """Turn a failure to write the folder into a ConfigError."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(not_written(root, error)) from error
-
-
-def not_written(root: Path, error: OSError) -> str:
-    """The sentence on a folder of graphs that cannot be written."""
-    return f"compile.cache_dir ({root}) cannot be written: {files.reason_of(error)}; set it to another folder"

@@ -11,7 +11,6 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,7 +21,7 @@ from shardwise.config import Config, Layout
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import agree, union
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.compile.graph_cache import Facts, GraphCache, differing, name_of, not_written
+from shardwise.train.compile.graph_cache import Facts, GraphCache, differing, name_of
 from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
 from shardwise.train.compile.units import CapturedGraph, Compilation
 
@@ -31,19 +30,6 @@ FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 FOLDER_PREFIX = "shardwise-graphs-"
 _SHOWN = 3
 """Most facts that are listed as different from the nearest graph."""
-
-
-@dataclass(frozen=True)
-class CapturedGraphs:
-    """The graphs that all ranks of a run have captured since the last question.
-
-    Attributes:
-        graphs: graphs of all ranks; each rank captures its own.
-        problem: reason why compiled graphs could not be kept; None if they were, or if there were none.
-    """
-
-    graphs: list[CapturedGraph]
-    problem: str | None
 
 
 class RunGraphs:
@@ -127,8 +113,11 @@ class RunGraphs:
                 archive.extractall(folder)
         return missing
 
-    def keep_new(self) -> CapturedGraphs:
-        """Add graphs that were compiled since the last call to the cache; returns all that were captured.
+    def keep_new(self) -> tuple[list[CapturedGraph], str | None]:
+        """Add graphs that were compiled since the last call to the cache.
+
+        Returns:
+            The graphs that were captured, each rank's own, and the reason why compiled ones could not be kept.
 
         Raises:
             ConfigError: a graph was compiled, with `compile.require_cached`; raised on every rank.
@@ -155,7 +144,7 @@ class RunGraphs:
         if self._stores:
             problem = self._store({key for machine, key in compiled if machine == self._machine})
         problems = union([] if problem is None else [problem], self._mesh.world)
-        return CapturedGraphs(captured, problems[0] if problems else None)
+        return captured, problems[0] if problems else None
 
     def _store(self, compiled: set[tuple[str, bool]]) -> str | None:
         """Add graphs that ranks of this machine have compiled to the cache; returns the reason if that failed.
@@ -172,8 +161,8 @@ class RunGraphs:
             for key in keys:
                 self._cache.store(self._facts[key], self._work_path, new_files)
             self._cache.prune(self._config.compile.cache_gib * 2**30, kept=self._facts.values())
-        except OSError as error:
-            return f"compiled graphs are not kept: {not_written(self._cache.root, error)}"
+        except ConfigError as error:
+            return f"compiled graphs are not kept: {error}"
         return None
 
 
