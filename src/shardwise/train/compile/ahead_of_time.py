@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -25,7 +24,7 @@ from shardwise.base.hardware import cpu_count
 from shardwise.config import Config, Layout
 from shardwise.train.compile.graph_cache import CachedGraph, Facts, GraphCache
 from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
-from shardwise.train.compile.run_graphs import FOLDER_PREFIX, FOLDER_VARIABLE, compiled_files
+from shardwise.train.compile.run_graphs import FOLDER_VARIABLE, compiled_files, compiler_folder
 from shardwise.train.compile.units import HEAD, check_backend
 
 _SHOWN = 3
@@ -107,7 +106,7 @@ def _compile(plan: CompilationPlan, facts: Facts, cache: GraphCache, workers: in
         "device": plan.device,
         "only_capture": plan.only_capture,
     }
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
+    with compiler_folder() as folder:
         # A number of the compiler's threads that the user has set takes precedence.
         environment = {
             "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cpu_count() // workers)),

@@ -27,7 +27,6 @@ from shardwise.train.compile.units import CapturedGraph, Compilation
 
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """The environment variable that names the compiler's folder."""
-FOLDER_PREFIX = "shardwise-graphs-"
 _SHOWN = 3
 """Most facts that are listed as different from the nearest graph."""
 
@@ -65,7 +64,7 @@ class RunGraphs:
                     self._facts[unit, training] = graph_facts(config, layout, mesh.device, unit, training)
                 if self._stores:
                     self._cache.require_trusted()
-                    path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)))
+                    path = Path(stack.enter_context(compiler_folder()))
                     missing = self._unpack(path)
             except ConfigError as error:
                 problems += error.problems
@@ -179,6 +178,11 @@ def _missing(cache: GraphCache, facts: Facts, *, is_damaged: bool) -> str:
     listed = [f"{key} is {facts.get(key)} here, and {nearest.get(key)} there" for key in keys[:_SHOWN]]
     suffix = f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return f"compile: {name} is not in {cache.root}; the nearest graph there differs: {'; '.join(listed)}{suffix}"
+
+
+def compiler_folder() -> tempfile.TemporaryDirectory[str]:
+    """A new folder for a compiler until the end of a `with` statement."""
+    return tempfile.TemporaryDirectory(prefix="shardwise-graphs-", ignore_cleanup_errors=True)
 
 
 def compiled_files(folder: Path) -> set[Path]:
