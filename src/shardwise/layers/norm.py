@@ -257,11 +257,9 @@ class QueryKeyNorm(placement.PlacedModule):
         self.over = over
         self.query_weight = self._weight(maker, names[0], sizes[0], head_dim)
         self.key_weight = self._weight(maker, names[1], sizes[1], head_dim)
-        # The ranks that add gradients of the same weights of queries, and of keys. A view of a weight has no record of
-        # them, and a compiler cannot capture the making of a group.
-        weights = (self.query_weight, self.key_weight)
+        # The ranks with the same queries' weights, and keys': a view has no record of them, and no graph makes a group.
         has_parts = self.group.grain is not None
-        self._copies = [of_or_whole(weight).pieces[0].copies if has_parts else Group() for weight in weights]
+        self._copies = [of_or_whole(w).pieces[0].copies if has_parts else Group() for w in self.parameters()]
 
     def _weight(self, maker: ParameterMaker, name: str, size: int, head_dim: int) -> nn.Parameter:
         """Make the weight of the queries or of the keys."""
