@@ -35,11 +35,11 @@ def train(tensor: int, rounds: int, shapes: Sequence[str] = (), device: str | No
     """
     import torch
 
-    from shardwise.base.hardware import peak_flops
     from shardwise.data.formats.text import random_text
     from shardwise.distributed import devices
     from shardwise.distributed.mesh import Mesh, join
     from shardwise.models.parameter_counts import flops_per_token
+    from shardwise.planner.device_peaks import peak_flops
     from shardwise.train.build import build_trainer
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints each of its starts and stops

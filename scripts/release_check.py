@@ -1,6 +1,7 @@
 """Check what a release publishes: `make release-check`.
 
-1. The version is the same in the package, in CITATION.cff and in a dated section of CHANGELOG.md (not with `--draft`).
+1. The version is the same in the package, in CITATION.cff and in a dated section of CHANGELOG.md, and pyproject.toml
+   has the addresses of the repository and its issues (not with `--draft`).
 2. The sdist builds in an isolated environment, and the wheel from the sdist; `twine check --strict` accepts both.
 3. The wheel holds every file of the package and nothing else.
 4. Each of them installs into an empty environment of every supported Python that this machine has, where `pip check` is
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,8 +44,8 @@ def version() -> str:
     return found[1]
 
 
-def text_problems(wanted: str, changelog: str, citation: str) -> list[str]:
-    """What CHANGELOG.md and CITATION.cff must still say of a version."""
+def text_problems(wanted: str, changelog: str, citation: str, project: str) -> list[str]:
+    """What CHANGELOG.md, CITATION.cff and pyproject.toml must still say of a version."""
     problems = []
     if not re.search(rf"^## \[{re.escape(wanted)}\] - \d{{4}}-\d{{2}}-\d{{2}}$", changelog, re.MULTILINE):
         problems.append(f"CHANGELOG.md must have a section '## [{wanted}] - DATE': move what is under Unreleased there")
@@ -52,6 +54,8 @@ def text_problems(wanted: str, changelog: str, citation: str) -> list[str]:
         problems.append("the section Unreleased of CHANGELOG.md must be empty")
     if f"\nversion: {wanted}\n" not in citation:
         problems.append(f"version in CITATION.cff must be {wanted}")
+    if not tomllib.loads(project)["project"].get("urls", {}).keys() >= {"Repository", "Issues"}:
+        problems.append("[project.urls] of pyproject.toml must have the addresses Repository and Issues")
     return problems
 
 
@@ -131,10 +135,10 @@ def checks(draft: bool, named: Sequence[str], folder: Path) -> Iterator[str]:
         ReleaseError: one did not pass.
     """
     wanted = version()
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff")]
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff", "pyproject.toml")]
     if not draft and (problems := text_problems(wanted, *texts)):
         raise ReleaseError("\n".join(problems))
-    yield f"version {wanted}" + (": the changelog was not looked at (--draft)" if draft else " in all files")
+    yield f"version {wanted}" + (": changelog and addresses were not looked at (--draft)" if draft else " in all files")
     sdist, wheel = build(folder)
     with zipfile.ZipFile(wheel) as archive:
         if problems := wheel_problems(archive.namelist(), package_files()):

@@ -12,9 +12,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from scripts.write_docs import API, NAME_OF_API
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "build" / "pages"
@@ -34,9 +37,20 @@ def main() -> None:
         for file in sorted(source.rglob("*")) if source.is_dir() else [source]:
             if file.is_file():
                 _copy(file)
+    api = PAGES / API.relative_to(ROOT)
+    api.write_text(NAME_OF_API.sub(r"\1\n", api.read_text(encoding="utf-8")), encoding="utf-8")
     for page in sorted(PAGES.rglob("*.md")):
         _relink(page)
     (PAGES / "llms.txt").write_text("\n".join(_index()) + "\n", encoding="utf-8")
+
+
+def on_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Set the site's address and its link to the repository from `[project.urls]`; MkDocs calls it before a build."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
+    repository = urls.get("Repository")
+    name = repository and repository.rstrip("/").rpartition("/")[2]
+    config |= {"repo_url": repository, "repo_name": name, "site_url": urls.get("Documentation")}
+    return config
 
 
 def on_post_build(config: Mapping[str, Any]) -> None:

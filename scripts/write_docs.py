@@ -1,14 +1,16 @@
 """Write the documentation that comes from the code and from results.
 
-These are docs/configuration.md and docs/model-keys.md, from the schema of the configuration, and the table of
-docs/devices.md.
+These are docs/configuration.md and docs/model-keys.md, from the schema of the configuration, the table of
+docs/devices.md, and the signatures in docs/api.md.
 """
 
 import inspect
 import json
+import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import get_args, get_origin, is_typeddict
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -20,6 +22,9 @@ from shardwise.config.model import FAMILIES
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 MODEL_PAGE = ROOT / "docs" / "model-keys.md"
+API = ROOT / "docs" / "api.md"
+NAME_OF_API = re.compile(r"<!-- (::: (\S+)\.(\w+)) -->\n.*?<!-- end -->\n", re.DOTALL)
+"""A public name of docs/api.md. The site has mkdocstrings write its text in place of the text between the comments."""
 DEVICES = ROOT / "docs" / "devices.md"
 RESULTS = ROOT / "benchmarks" / "results" / "devices.json"
 """What `make test-device` found (scripts/device_tests.py)."""
@@ -198,7 +203,62 @@ def devices_page() -> str:
     return f"{head}{_BEGIN}" + "\n".join(lines) + f"\n{_END}{rest.partition(_END)[2]}"
 
 
+def api_page() -> str:
+    """docs/api.md, with the signature and the first paragraph of each public name, and the methods of classes."""
+
+    def written(found: re.Match[str]) -> str:
+        value = getattr(import_module(found[2]), found[3])
+        lines = [f"<!-- {found[1]} -->", f"### {found[3]}", "", "```python", _signature(found[3], value), "```", ""]
+        lines.append(_first_paragraph(value))
+        own = vars(value).items() if inspect.isclass(value) else ()
+        methods = {name: getattr(raw, "__func__", raw) for name, raw in own if not name.startswith("_")}
+        listed = [
+            f"- `{_signature(name, raw, width=10_000)}`: {_first_paragraph(raw)}"
+            for name, raw in methods.items()
+            if inspect.isfunction(raw) and raw.__doc__
+        ]
+        return "\n".join([*lines, *([""] if listed else []), *listed, "<!-- end -->", ""])
+
+    return NAME_OF_API.sub(written, API.read_text(encoding="utf-8"))
+
+
+class _Plain(str):
+    """A text that `inspect` would put into quotes."""
+
+    __repr__ = str.__str__
+
+
+def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter without quotes around its annotation, and without the address of a function."""
+    if isinstance(parameter.annotation, str):
+        parameter = parameter.replace(annotation=_Plain(parameter.annotation))
+    return parameter.replace(default=_Plain("…")) if inspect.isfunction(parameter.default) else parameter
+
+
+def _signature(name: str, value: object, width: int = 100) -> str:
+    """A call of a function or class as Python code, or the keywords of a group of them."""
+    if is_typeddict(value):
+        return f"{name}({', '.join(f'{key}=…' for key in value.__annotations__)})"
+    found = inspect.signature(value)
+    own = [_plain(parameter) for name, parameter in found.parameters.items() if name not in ("self", "cls")]
+    returns = found.return_annotation
+    shown = "" if returns is found.empty or inspect.isclass(value) else f" -> {returns}"
+    call = str(found.replace(parameters=own, return_annotation=found.empty))
+    if len(name + call + shown) <= width:
+        return f"{name}{call}{shown}"
+    star = next((place for place, each in enumerate(own) if each.kind is each.KEYWORD_ONLY), None)
+    parts = [str(each) for each in own]
+    if star is not None and not any(each.kind is each.VAR_POSITIONAL for each in own):
+        parts.insert(star, "*")
+    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){shown}"
+
+
+def _first_paragraph(value: object) -> str:
+    return " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+
+
 if __name__ == "__main__":
+    API.write_text(api_page(), encoding="utf-8")
     DEVICES.write_text(devices_page(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     MODEL_PAGE.write_text(model_page(), encoding="utf-8")

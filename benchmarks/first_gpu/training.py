@@ -12,11 +12,11 @@ from device import ROOM
 
 from first_gpu.session import Figures, Session, weights_drawn_on_device
 from first_gpu.timing import Clocks
-from shardwise.base.hardware import peak_flops
 from shardwise.config import Config, check_layout
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.parameter_counts import flops_per_token
+from shardwise.planner.device_peaks import peak_flops
 from shardwise.planner.device_specs import cluster
 from shardwise.planner.memory import expected_memory
 from shardwise.planner.step_time import step_time

@@ -9,7 +9,8 @@ import yaml
 
 import shardwise as shardwise_package
 from scripts import site
-from scripts.write_docs import DEVICES, MODEL_PAGE, PAGE, devices_page, model_page, page
+from scripts.write_docs import API, DEVICES, MODEL_PAGE, NAME_OF_API, PAGE, api_page, devices_page, model_page, page
+from shardwise.config import load_config, recipe_names
 from tests.arch.source import ROOT, config_fields, headings
 from tests.arch.test_audit import is_command
 from tests.e2e.command import shardwise
@@ -47,6 +48,12 @@ def test_readme_keys_exist() -> None:
     assert named <= {*config_fields(), "model.config"}  # it becomes the fields of a family before they are checked
 
 
+def test_readme_names_the_families_of_the_recipes() -> None:
+    (named,) = re.findall(r"^shardwise recipes +# (.*), published or tiny$", README, re.MULTILINE)
+    families = {load_config(name).model.family.replace("_", "-") for name in recipe_names()}
+    assert {word.lower() for word in re.split(r", | and ", named)} == families
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):(?!=)", makefile, re.MULTILINE))
@@ -59,6 +66,7 @@ def test_generated_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `make pages`"
     assert MODEL_PAGE.read_text(encoding="utf-8") == model_page(), "run `make pages`"
     assert DEVICES.read_text(encoding="utf-8") == devices_page(), "run `make pages`"
+    assert API.read_text(encoding="utf-8") == api_page(), "run `make pages`"
 
 
 def test_the_index_lists_every_page_once_with_a_sentence() -> None:
@@ -82,7 +90,7 @@ def test_the_site_has_a_short_menu_and_every_public_name() -> None:
     pages = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if (page in menu) == page.startswith(tuple(others))] == []
     assert all(any(page.startswith(name) for page in pages) for name in others)
-    named = re.findall(r"^::: \S+\.(\w+)$", (ROOT / "docs/api.md").read_text("utf-8"), re.MULTILINE)
+    named = [found[3] for found in NAME_OF_API.finditer(API.read_text("utf-8"))]
     assert sorted(named) == sorted(set(shardwise_package.__all__) - {"Config"}), (
         "docs/configuration.md has Config's keys"
     )
@@ -144,6 +152,26 @@ def test_the_site_has_an_index_for_programs_and_each_page_as_markdown(
         assert (tmp_path / "site" / name).is_file(), f"the site has no {name}"
     assert "skills/diagnose/SKILL.md" in linked
     assert not list((tmp_path / "site").rglob("*.svg"))
+    api = (tmp_path / "pages/docs/api.md").read_text(encoding="utf-8")
+    assert "\n::: shardwise.api.runs.train\n" in api
+    assert "```" not in api, "the site has the text of mkdocstrings alone"
+
+
+@pytest.mark.parametrize(
+    ("urls", "links"),
+    [
+        ("", (None, None, None)),
+        ("[project.urls]\nRepository = 'https://host.example/us/ours'", ("https://host.example/us/ours", "ours", None)),
+        ("[project.urls]\nDocumentation = 'https://docs.example'", (None, None, "https://docs.example")),
+    ],
+)
+def test_the_site_links_what_the_project_names(
+    urls: str, links: tuple[str | None, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(f"[project]\nname = 'shardwise'\n{urls}\n", encoding="utf-8")
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    config = site.on_config({"site_name": "shardwise"})
+    assert (config["repo_url"], config["repo_name"], config["site_url"]) == links
 
 
 def test_commands_in_the_text_exist() -> None:

@@ -65,26 +65,34 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Result]:
 
 
 LAYOUTS = [
-    (ranks, tensor, sequence, zero)
+    (ranks, tensor, sequence, zero, replicate)
     for ranks in (1, 2, 4, 8, 16)
     for tensor in (1, 2, 4)
     if ranks % tensor == 0 and ranks // tensor <= 4
     for sequence in ((False, True) if tensor > 1 else (False,))
     for zero in (0, 1, 2, 3)
+    for replicate in ((1, 2) if zero and ranks // tensor == 4 else (1,))
 ]
-FEW = {(2, 1, False, 0), (4, 2, True, 0), (4, 2, False, 3), (4, 1, False, 2)}
+FEW = {(2, 1, False, 0, 1), (4, 2, True, 0, 1), (4, 2, False, 3, 1), (4, 1, False, 3, 2)}
 
 
 @pytest.mark.parametrize(
-    ("size", "tensor", "sequence", "zero"),
+    ("size", "tensor", "sequence", "zero", "replicate"),
     [pytest.param(*each, marks=() if each in FEW else pytest.mark.slow) for each in LAYOUTS],
 )
 def test_reshard(
-    size: int, tensor: int, sequence: bool, zero: int, written: tuple[str, Result], ranks: Any, tmp_path: Path
+    size: int,
+    tensor: int,
+    sequence: bool,
+    zero: int,
+    replicate: int,
+    written: tuple[str, Result],
+    ranks: Any,
+    tmp_path: Path,
 ) -> None:
     """One process → this layout: bit-equal, and trains on alike; this layout → one process: bit-equal again."""
     source, wanted = written
-    config = config_of(tensor, sequence, zero)
+    config = config_of(tensor, sequence, zero, parallel={"replicate": replicate})
     found, *_ = on_ranks(ranks, size, run, config, 0, STEPS_AFTER, source, str(tmp_path))
     assert found.saved[0].problem is None, found.saved[0].problem
     assert not differences(found.state, wanted.state), "after loading"

@@ -9,8 +9,9 @@ import torch
 
 from shardwise.base.errors import RunError
 from shardwise.models.build import build_model
-from shardwise.train import build
+from shardwise.train import build, trainer
 from shardwise.train.model_checks import check_replicas
+from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import MODEL, make_config, make_data
 from tests.rank_pool import RankPool
@@ -85,10 +86,38 @@ def test_head_sizes_are_what_the_cases_assume() -> None:
 
 def test_a_run_compares_every_few_steps_and_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
-    monkeypatch.setattr(build, "check_replicas", lambda _model, _mesh, step, _optimizer: compared.append(step))
+    monkeypatch.setattr(trainer, "check_replicas", lambda _model, _mesh, step, _optimizer: compared.append(step))
     config = make_config(log={"drift_every": 2}, train={"stop_after": 5, "eval_every": 0})
-    trainer = build.build_trainer(config, shared_mesh(1), make_data())
+    run(build.build_trainer(config, shared_mesh(1), make_data()))
+    assert compared == [0, 2, 4, 5]
+
+
+def run(trained: Trainer) -> None:
+    """A run that records and saves nothing."""
     reporter: Any = SimpleNamespace(is_logged=lambda _: False, step=lambda _: None)
     unsaved: Any = SimpleNamespace(flags=None, stopped_by=None, state_hashes=None, after_step=lambda *_: None)
-    trainer.run(build.build_observers(config, trainer, reporter, unsaved, None), unsaved, lambda _: nullcontext())
-    assert compared == [2, 4, 5]
+    observers = build.build_observers(trained.config, trained, reporter, unsaved, None)
+    trained.run(observers, unsaved, lambda _: nullcontext())
+
+
+def drifted_start(step: int) -> str | None:
+    """Train after `step` steps where the last of four ranks has another bit in the part that rank 1 owns too."""
+    config = make_config(parallel={"replicate": 2}, optimizer={"zero": 3}, log={"drift_every": 0})
+    trained = build.build_trainer(config, shared_mesh(1), make_data())
+    trained.progress.step = step
+    if trained.mesh.world.rank == 3:
+        flip(next(bucket for bucket in trained.optimizer.buckets if bucket.frees_values).shard, 0, 0)
+    try:
+        run(trained)
+    except RunError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_ranks_that_begin_with_other_weights_take_no_step(step: int, ranks: Any) -> None:
+    """Copies of parts that ZeRO-3 keeps, also where a run makes no other comparison."""
+    (text,) = set(ranks(4).run(drifted_start, step))
+    assert text is not None
+    assert text.startswith(f"step {step}: ")
+    assert "on ranks [3] differs from rank 1" in text

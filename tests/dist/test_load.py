@@ -12,13 +12,20 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.load_weights import load_hugging_face
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, check_layout, config_from
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import Box, placements
 from shardwise.models.build import build_model
+from shardwise.optim.state_digest import TensorSums
+from shardwise.optim.state_hash import StateSums
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.stages import build_stages
+from shardwise.train.build import build_trainer
+from shardwise.train.model_checks import check_replicas
+from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import make_data
 from tests.hugging_face import CASES, described, export_hugging_face, open_folder, save
 
 # (ranks, TP, sequence parallelism): what is not TP is data parallelism.
@@ -102,6 +109,67 @@ def test_in_and_out_of_a_pipeline(case: str, tensor: int, ranks: Any, tmp_path: 
     wanted = load_file(tmp_path / "theirs" / "model.safetensors")
     found = load_file(tmp_path / "many" / "model.safetensors")
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def begin(
+    folder: Path, tensor: int, zero: int, replicate: int, mode: str
+) -> tuple[dict[str, torch.Tensor], TensorSums, list[float]]:
+    """Weights, and their sums, with which a training of the folder begins on this rank; losses and norms of 2 steps."""
+    sections = configured(folder, tensor, replicate=replicate).model_dump(exclude_unset=True)
+    sections["train"] |= {"dropout_mode": "invariant"}
+    sections["optimizer"] |= {"zero": zero, "warmup_steps": 0}
+    config = config_from({**sections, "precision": {"mode": mode}})
+    trainer = build_trainer(config, shared_mesh(tensor), make_data(config.model.vocab_size), weights=Root.of(folder))
+    sums = StateSums(trainer.model, trainer.optimizer, trainer.mesh).measure()
+    weights = canonical_weights(trainer.model, optimizer=trainer.optimizer)
+    records = [trainer.step() for _ in range(2)]
+    check_replicas(trainer.model, trainer.mesh, 2, trainer.optimizer)
+    return weights, sums, [number for r in records for number in (r.loss, r.grad_norm, r.param_norm or 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("case", "tensor", "zero", "replicate", "mode"),
+    [
+        ("llama", 1, 3, 2, "float32"),
+        ("gpt", 1, 3, 2, "mixed"),
+        pytest.param("qwen3", 1, 3, 2, "mixed", marks=pytest.mark.slow),
+        pytest.param("gemma3", 1, 3, 2, "float32", marks=pytest.mark.slow),
+        pytest.param("llama", 1, 3, 4, "mixed", marks=pytest.mark.slow),
+        pytest.param("llama-tied", 2, 3, 2, "mixed", marks=pytest.mark.slow),
+        pytest.param("gpt", 1, 2, 2, "mixed", marks=pytest.mark.slow),
+        pytest.param("llama", 2, 0, 1, "mixed", marks=pytest.mark.slow),
+    ],
+)
+def test_copies_begin_with_all_of_a_folder(
+    case: str, tensor: int, zero: int, replicate: int, mode: str, ranks: Any, tmp_path: Path
+) -> None:
+    """Where several ranks own the same part: its weights, hashes, losses and norms are those of one process."""
+    save(case, tmp_path)
+    wanted = load_file(tmp_path / "model.safetensors")
+    _, sums, numbers = begin(tmp_path, 1, 0, 1, mode)
+    for weights, found_sums, found in ranks(4).run(begin, tmp_path, tensor, zero, replicate, mode):
+        assert [
+            name for name, weight in wanted.items() if not torch.equal(weights[name], weight.to(weights[name]))
+        ] == []
+        assert found_sums == sums
+        assert found == pytest.approx(numbers, rel=1e-5 if mode == "float32" else 1e-2)
+
+
+def complaint(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        begin(folder, 1, 3, 2, "float32")
+    return str(caught.value)
+
+
+def test_values_that_copies_own_are_counted_once(ranks: Any, tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][-2:, 0] = torch.inf
+    weights["model.norm.weight"][:3] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    (text,) = set(ranks(4).run(complaint, tmp_path))
+    assert "model.embed_tokens.weight (2)" in text
+    assert "model.norm.weight (3)" in text
 
 
 def elements_read(folder: Path, tensor: int) -> tuple[int, int]:

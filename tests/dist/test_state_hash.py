@@ -20,10 +20,12 @@ def sums(
     model: str, tensor: int, pipeline: int, mode: str, keys: dict[str, Any]
 ) -> tuple[TensorSums, dict[str, dict[str, int]]]:
     """The sums of a model whose weights and moments are functions of their names, and those of whole tensors."""
+    optimizer = dict(keys)
+    replicate = optimizer.pop("replicate", 1)
     config = make_config(
         model=MODELS[model],
-        parallel={"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline},
-        optimizer=keys,
+        parallel={"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline, "replicate": replicate},
+        optimizer=optimizer,
         precision={"mode": mode},
     )
     mesh = shared_mesh(tensor, pipeline)
@@ -48,6 +50,7 @@ def sums(
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "dp4-zero1": (1, 1, {}),
+    "dp4-replicate2-zero3": (1, 1, {"zero": 3, "replicate": 2}),
     "dp4-zero0-small-buckets": (1, 1, {"zero": 0, "bucket_mib": 0.002}),
     "tp2-dp2-zero3": (2, 1, {"zero": 3}),
     "tp2-pp2": (2, 2, {}),

@@ -2,17 +2,24 @@
 
 import functools
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import check_layout
+from shardwise.data.evaluation_tasks import longest_input
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.pipeline.stages import build_stages
 from shardwise.train import task_evaluation
@@ -20,9 +27,9 @@ from shardwise.train.build import build_optimizer
 from shardwise.train.task_requests import ScoreRequest, TaskModel
 from tests.dist.dense import mesh, run
 from tests.dist.own_models import Dropping
-from tests.dist.training import make_config
+from tests.dist.training import build_trainer, make_config, make_data
 from tests.hugging_face import described
-from tests.task_files import TASKS, VOCABULARY, write_model, write_tasks
+from tests.task_files import TASKS, VOCABULARY, WINDOW, write_model, write_tasks
 
 
 class Own(Dropping):
@@ -70,7 +77,6 @@ def recorded(model: type[Any], answers: dict[str, list[Any]]) -> type[Any]:
 def theirs(case: str) -> Scored:
     """The answers of `lm_eval --model hf`."""
     from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     model, tasks = folders(case)
@@ -147,6 +153,86 @@ def test_scores_are_those_of_lm_eval(case: str, layout: str, ranks: Any) -> None
         for name, value in wanted.metrics[task].items():
             if name.startswith(("acc", "exact_match")):
                 assert first.metrics[task][name] == value
+
+
+def answers(model: Path, parallel: dict[str, Any], ask: Callable[[task_evaluation.ShardedLM], Any]) -> Any:
+    """What a model at a layout answers to `ask`; None on all ranks but 0."""
+    config = make_config(model=described(model).model_dump(mode="json"), parallel=parallel)
+    ranks = mesh(config.parallel.tensor, config.parallel.pipeline)
+    stages = build_stages(config, check_layout(config, ranks.world.size), ranks)
+    load_hugging_face(stages, config.model, ranks, model)
+    answering = TaskModel(stages.eval(), ranks, config.parallel, Tokenizer.load(model), frozenset(), 1)
+    lm = task_evaluation.ShardedLM(answering, longest_input(config))
+    return answering.while_others_answer(lambda: ask(lm))
+
+
+def draws(count: int, lm: Any, **settings: Any) -> list[str]:
+    """Continuations of one prompt, as a task that repeats a request wants them."""
+    arguments = ("The ring of", {"do_sample": True, "until": [], **settings})
+    return list(lm.generate_until([Instance("generate_until", {}, arguments, row) for row in range(count)]))
+
+
+@pytest.mark.parametrize(("world", "parallel"), [(1, {}), (2, {}), (2, {"tensor": 2})])
+def test_each_repeat_of_a_request_has_draws_of_its_own_at_any_layout(
+    world: int, parallel: dict[str, Any], ranks: Any
+) -> None:
+    model, _ = folders("llama")
+    ask = functools.partial(draws, 6, temperature=0.7, max_gen_toks=8)
+    found = run(ranks, world, answers, model, parallel, ask)[0]
+    assert len(set(found)) == 6
+    assert found == answers(model, {}, ask)
+
+
+def test_draws_are_from_the_tokens_from_which_transformers_draws() -> None:
+    model, _ = folders("llama")
+    with torch.no_grad():
+        ids = torch.tensor([Tokenizer.load(model).encode("The ring of").tolist()])
+        likeliest = AutoModelForCausalLM.from_pretrained(model)(ids).logits[0, -1].topk(50).indices.tolist()
+    kept = {Tokenizer.load(model).decode([token], skips_special=True) for token in likeliest}
+    found = answers(model, {}, functools.partial(draws, 300, temperature=2.0, max_gen_toks=1))
+    assert set(found) <= kept
+    assert len(set(found)) > 25
+    assert set(answers(model, {}, functools.partial(draws, 300, temperature=2.0, max_gen_toks=1, top_k=0))) - kept
+    assert len(set(answers(model, {}, functools.partial(draws, 60, temperature=2.0, max_gen_toks=1, top_k=3)))) == 3
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        (("The ring", ""), r"a continuation in evaluation.tasks \(0 tokens: ''\) must have at least 1 token"),
+        (("", ""), r"\(0 tokens: ''\) must"),
+        (("  ", "ring"), r"after at least 1 token \(0 tokens: '  '\): leave its document or its task out"),
+        (("The ring", " a lock" * WINDOW), rf"at most as many as the model reads \({WINDOW}\)"),
+    ],
+)
+def test_what_lm_eval_refuses_has_no_score(texts: tuple[str, str], told: str) -> None:
+    def ask(lm: Any) -> Any:
+        return lm.loglikelihood([Instance("loglikelihood", {}, ("The", " ring"), 0)] * 2 + [request])
+
+    request = Instance("loglikelihood", {}, texts, 0)
+    model, _ = folders("llama")
+    with pytest.raises((AssertionError, IndexError)):
+        ask(HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=1))
+    with pytest.raises(ConfigError, match=told):
+        answers(model, {}, ask)
+
+
+def test_a_training_goes_on_without_scores(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path / "tasks")
+    rows = tasks / "rows.jsonl"
+    rows.write_text(rows.read_text(encoding="utf-8").replace('" keys"', f'"{" keys" * 999}"'), encoding="utf-8")
+    config = make_config(
+        model={"max_position_embeddings": 48},
+        evaluation={"tasks": ["choice"], "tasks_path": str(tasks), "tasks_every": 1},
+    )
+    trainer = build_trainer(config, mesh(1), make_data(config.model.vocab_size))
+    trainer.tokenizer_path = folders("llama")[0]
+    told: list[str] = []
+    trainer.reporter = SimpleNamespace(warning=told.append)  # type: ignore[assignment]
+    trainer._evaluate_tasks()
+    (text,) = told
+    assert text.startswith("evaluation.tasks have no scores at step 0: a continuation in evaluation.tasks (")
+    assert trainer.model.training
 
 
 @torch.no_grad()

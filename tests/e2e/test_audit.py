@@ -112,6 +112,20 @@ def test_an_audit_names_the_first_difference(place: Path) -> None:
     assert state.endswith("(exp_avg/lm_head.weight)")
 
 
+@pytest.mark.slow
+def test_an_audit_knows_keys_that_a_resumption_changed(place: Path) -> None:
+    """A return that leaves out a batch and has another learning rate is repeated, and explains earlier steps."""
+    back = ("checkpoint.resume=2", "train.skip_batches=1", "optimizer.lr=0.01")
+    copy_of(place, "back")
+    shardwise("train", miniature(place), *KEYS, *back, "--run-dir", "back", at=place).succeeded()
+    out = shardwise("audit", "back", "--from", "2", at=place).succeeded().out
+    assert out.startswith("equal to the bit: steps 3 to 4")
+    found = shardwise("audit", "back", "--from", "0", at=place)
+    assert found.code == 1
+    assert "the run changed keys after step 2, and the replay has its last ones from the beginning: " in found.out
+    assert "optimizer.lr 0.001 → 0.01" in found.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

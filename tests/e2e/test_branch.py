@@ -47,6 +47,10 @@ def test_the_page_runs(place: Path) -> None:
     assert "trunk@2" in printed[0]
     assert "trunk@4" in printed[0]
     assert [event["step"] for event in metrics(place / "runs/long", "step")] == [5, 6]
+    # Its first steps are the parent's, which other keys trained.
+    complaint = within("audit", "runs/long", "--from", "0", at=place).failed(2)
+    assert "--from (0) must be the step of a checkpoint, from 4 on, where this branch begins" in complaint
+    assert complaint.rstrip().endswith("runs/long has 4 and 6")
 
 
 def branch(place: Path, *words: str) -> Outcome:

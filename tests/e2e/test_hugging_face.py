@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from shardwise.data.formats.common import PreparedData
 from shardwise.data.open_data import prepare
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.e2e.command import UNDER_TORCHRUN, Outcome, environment, metrics, miniature, shardwise, within
 from tests.e2e.conftest import Trained
 from tests.loopback_hub import TOKEN, serve, user_of
@@ -107,6 +108,9 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = transformers.GPT2LMHeadModel(config)
     model.generation_config = transformers.GenerationConfig(**SPECIAL, do_sample=True, temperature=0.6)
     model.save_pretrained(folder)
+    tokenizer = prepared(load_config("gpt-tiny")).tokenizer_path
+    assert tokenizer is not None
+    shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
     return folder
 
 
@@ -170,9 +174,9 @@ def test_a_run_starts_from_a_revision_on_the_hub(pretrained: Path, tmp_path: Pat
 
 
 def test_a_run_starts_from_the_end_of_another(trained: Trained, tmp_path: Path) -> None:
-    """At another layout, with its tokenizer: no warning."""
+    """At another layout, with its tokenizer, which nothing names: no warning."""
     folder = weights(trained)
-    options = [f"checkpoint.load={folder}", f"data.tokenizer={folder}", "train.steps=1", "optimizer.lr=1e-30"]
+    options = [f"checkpoint.load={folder}", "train.steps=1", "optimizer.lr=1e-30"]
     options.append("precision.mode=float32")
     said = shardwise("train", miniature(tmp_path), "train.eval_every=1", *options, at=tmp_path).succeeded()
     assert "warning" not in said.out
@@ -183,11 +187,13 @@ def test_a_run_starts_from_the_end_of_another(trained: Trained, tmp_path: Path) 
 
 def test_another_tokenizer_than_that_of_the_weights_is_a_warning(trained: Trained, tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("\n".join(f"line {i} of another text {i * i}" for i in range(2000)))
+    train_tokenizer([(tmp_path / "own.txt").read_text()], 300, "own.txt").save(tmp_path / "other")
     folder = weights(trained)
-    options = [f"checkpoint.load={folder}", "data.path=own.txt", "train.stop_after=1", "log.sample_tokens=0"]
-    said = shardwise("train", miniature(tmp_path), *options, at=tmp_path).succeeded()
-    assert f"set data.tokenizer={folder}" in said.out
-    assert f"set data.tokenizer={folder}" in metrics(tmp_path / "runs/latest", "warning")[0]["text"]
+    options = ["data.path=own.txt", "data.tokenizer=other", "train.stop_after=1", "log.sample_tokens=0"]
+    said = shardwise("train", miniature(tmp_path), f"checkpoint.load={folder}", *options, at=tmp_path).succeeded()
+    warning = f"other ids than the tokenizer of the loaded weights ({folder}): leave it out"
+    assert warning in said.out
+    assert warning in metrics(tmp_path / "runs/latest", "warning")[0]["text"]
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_every_mismatch(pretrained: Path, tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ def test_a_run_that_is_stopped_around_the_border_has_the_same_bits(place: Path) 
         assert [event[name] for event in stopped] == [event[name] for event in alone]
     assert [event["tokens"] for event in alone] == [256 * step for step in range(1, 7)]
     assert [event["samples"] for event in alone] == [8, 16, 24, 28, 32, 36]
+    # The one start that goes back, and that of the next stage in its process.
+    returns = [event["went_back"] for event in metrics(place / "stopped", "start")]
+    assert (returns[-2:], sum(returns)) == ([True, False], 1)
 
 
 def test_a_run_at_other_layouts_has_the_same_losses(place: Path) -> None:

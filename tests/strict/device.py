@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -144,8 +144,8 @@ def synchronize(device: Any = None) -> None:
     torch.accelerator.synchronize(_index(device))
 
 
-def get_device_name(device: Any = None) -> str:
-    return "Strict test device"
+def get_device_properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(name="Strict test device")
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Finds out about this machine without torch: accelerators, their peak speed, memory, usable CPUs."""
+"""Finds out about this machine without torch: accelerators, memory, usable CPUs."""
 
 import os
 import re
@@ -7,40 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-
-_TERA = 1e12
-
-
-# Peak dense FLOP/s of one rank's device, in TFLOP/s: (words of the device name, bfloat16, float32).
-# Sparse figures of the data sheets are halved. float32 is the non-tensor-core rate: torch multiplies float32 matrices
-# at full precision ("highest") unless told otherwise, so TF32 would be the wrong denominator. None: the device has no
-# such units (V100 emulates bfloat16). The first row whose words all occur in the name wins: specific rows stand first.
-_PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
-    ("GB200", 2500.0, 80.0),  # NVIDIA GB200 NVL72 data sheet, divided by 72 (bfloat16 without sparsity)
-    ("B200", 2250.0, 75.0),  # NVIDIA HGX B200 data sheet, divided by 8 (bfloat16 without sparsity)
-    ("GH200", 989.5, 67.0),  # NVIDIA GH200 Grace Hopper Superchip data sheet
-    ("H200 NVL", 835.5, 60.0),  # NVIDIA H200 Tensor Core GPU data sheet, NVL column
-    ("H200", 989.5, 67.0),  # NVIDIA H200 Tensor Core GPU data sheet, SXM column
-    ("H100 PCIE", 756.5, 51.2),  # NVIDIA H100 Tensor Core GPU data sheet, PCIe column
-    ("H100 NVL", 835.5, 60.0),  # NVIDIA H100 Tensor Core GPU data sheet, NVL column
-    ("H100", 989.5, 67.0),  # NVIDIA H100 Tensor Core GPU data sheet, SXM column
-    ("H800 PCIE", 756.5, 51.2),  # as H100 PCIe: only FP64 and NVLink differ
-    ("H800", 989.5, 67.0),  # as H100 SXM: only FP64 and NVLink differ
-    ("A100", 312.0, 19.5),  # NVIDIA A100 80GB data sheet, SXM and PCIe alike
-    ("A800", 312.0, 19.5),  # as A100: only NVLink differs
-    ("A30", 165.0, 10.3),  # NVIDIA A30 data sheet
-    ("A10", 125.0, 31.2),  # NVIDIA A10 data sheet
-    ("A10G", 70.0, 35.0),  # NVIDIA A10G data sheet (Amazon EC2 G5)
-    ("L40S", 362.0, 91.6),  # NVIDIA L40S data sheet
-    ("L4", 121.0, 30.3),  # NVIDIA L4 data sheet
-    ("V100 PCIE", None, 14.0),  # NVIDIA V100 data sheet, PCIe column
-    ("V100", None, 15.7),  # NVIDIA V100 data sheet, SXM2 column
-    # A rank on Trainium is one NeuronCore. trn1: a chip has 2 cores and 190 / 47.5 TFLOP/s (AWS Neuron, "Trainium
-    # Architecture"). trn2: a chip has 8 physical cores and 667 / 181 TFLOP/s (AWS Neuron, "Trainium2 Architecture"),
-    # and a rank is by default a logical core made of two of them.
-    ("TRN1", 190.0 / 2, 47.5 / 2),
-    ("TRN2", 667.0 / 4, 181.0 / 4),
-)
 
 
 def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tuple[str, int]:
@@ -56,7 +22,7 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
     gpus = _numbered(dev, "nvidia")
     chips = _numbered(dev, "neuron")
     hints = sys.platform == "darwin" or any((dev / name).exists() for name in ("kfd", "dri", "dxg"))
-    build = _build_of_torch() if gpus or chips or hints else ""
+    build = torch_version().partition("+")[2] if gpus or chips or hints else ""
     if hints and sys.platform != "darwin" and not (dev / "dxg").exists():
         # Any computer with a screen has dev/dri, so the build of torch decides.
         hints = build.startswith(("rocm", "xpu"))
@@ -72,21 +38,6 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
 def torch_type(kind: str) -> str:
     """The type by which torch knows a kind of accelerators."""
     return "cuda" if kind == "nvidia" else kind
-
-
-def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Peak dense FLOP/s of one device for matrix products in `dtype` ("bfloat16" or "float32"); None if it is unknown.
-
-    A slice of a GPU (MIG) has no published peak.
-    """
-    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
-    if "MIG" in words:
-        return None
-    for device_words, bfloat16, float32 in _PEAKS:
-        if words.issuperset(device_words.split()):
-            tera = {"bfloat16": bfloat16, "float32": float32}.get(dtype)
-            return None if tera is None else tera * _TERA
-    return None
 
 
 def device_memory(kind: str) -> int | None:
@@ -183,12 +134,21 @@ def bfloat16_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     return "AVX512-BF16" if "avx512_bf16" in flags else ""
 
 
-def _build_of_torch() -> str:
-    """The platform of the installed torch, which its version has after "+": "cpu", "cu130", "rocm6.4", "xpu" or ""."""
+def torch_version() -> str:
+    """The version of the installed torch; "" if there is none.
+
+    What follows "+" is its platform, if it has one: "cpu", "cu130", "rocm6.4", "xpu".
+    """
     try:
-        return metadata.version("torch").partition("+")[2]
+        return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return ""
+
+
+@cache
+def torch_release() -> tuple[int, ...]:
+    """The first two numbers of the installed torch's version."""
+    return tuple(map(int, re.findall(r"\d+", torch_version())[:2]))
 
 
 def _has_plugin() -> bool:

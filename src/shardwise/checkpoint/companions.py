@@ -7,6 +7,7 @@ token, so ids are kept only where the tokenizer of the data has the same tokens 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.files import user_path
 from shardwise.base.parsing import json_value
-from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids
+from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids, read_as_it_is
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -25,6 +27,10 @@ from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.hub import GENERATION
 from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids
+from shardwise.data.tokens.tokenizer_files import JSON
+
+_QWEN2_SPLIT = json.dumps(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|")[1:-1]
+"""The beginning of the expression by which Qwen 2's class of transformers splits text."""
 
 
 def model_files(
@@ -58,7 +64,22 @@ def model_files(
     ends = {name: ids[name] for name in (BEGIN_ID, END_ID) if ids.get(name) is not None}
     if family is not None and family.causal and ends:
         generation[GENERATION] = to_json(ends)
-    return {**generation, **companions.files, **tokenizer_files, CONFIG: to_json(described)}
+    beside = read_as_it_is({**companions.files, **tokenizer_files}, pairs=not config.causal)
+    return {**generation, **beside, CONFIG: to_json(described)}
+
+
+def _qwen2_note(config: Config, tokenizer: Path | None) -> tuple[str, ...]:
+    """A note where transformers takes its own class for the model whatever the files say, and gives other ids."""
+    family = config.shapes
+    if tokenizer is None or family is None or to_hugging_face(family)["model_type"] != "qwen2":
+        return ()
+    described = json_value((tokenizer / JSON).read_text(encoding="utf-8"))
+    if described["normalizer"] == {"type": "NFC"} and _QWEN2_SPLIT in json.dumps(described["pre_tokenizer"]):
+        return ()
+    return (
+        "AutoTokenizer of transformers 5 splits text for model_type qwen2 by rules of its own, and gives other ids "
+        "than the tokenizer of the data: open it by PreTrainedTokenizerFast.from_pretrained",
+    )
 
 
 @dataclass(frozen=True)
@@ -101,6 +122,7 @@ def find_companions(config: Config, weights: Root | None, tokenizer: Path | None
             "generation_config.json or tokenizer, and it holds none of them: name a model's folder, or a run's"
         )
     companions = _first_fitting(sources, tokenizer)
+    companions = replace(companions, notes=(*companions.notes, *_qwen2_note(config, tokenizer)))
     if tokenizer is None or not config.data.holds_chat:
         return companions
     return _with_ends_of_answers(companions, tokenizer)
@@ -120,12 +142,12 @@ def _places(config: Config, weights: Root | None) -> list[Root]:
     places: list[Root] = []
     if config.checkpoint.companions is not None:
         places.append(companions_folder(config.checkpoint.companions))
-    elif config.companions is not None and Path(config.companions).expanduser().exists():
-        places.append(Root.of(Path(config.companions).expanduser()))
+    elif config.companions is not None and user_path(config.companions).exists():
+        places.append(Root.of(user_path(config.companions)))
     if weights is not None:
         places.append(weights)
     if config.data.tokenizer is not None:
-        tokenizer = Path(config.data.tokenizer).expanduser()
+        tokenizer = user_path(config.data.tokenizer)
         # A name that is no path is a hub id.
         if tokenizer.exists():
             places.append(Root.of(tokenizer if tokenizer.is_dir() else tokenizer.parent))

@@ -67,7 +67,7 @@ class WeightPlan:
         self._local: dict[tuple[str, Box], Tensor] = {}
         """Canonical name and box of each part on this rank → its values."""
         local_boxes: list[tuple[PlannedPiece, Box, bool]] = []
-        for piece, box, values, is_part in weight_slices(model, optimizer, mesh.tp):
+        for piece, box, values, is_part in weight_slices(model, optimizer, mesh.tp, only_share=True):
             self._local[piece.name, box] = values
             weight = PlannedPiece.weight(piece.name, piece.shape, DTYPE_NAMES[values.dtype])
             is_first = piece.copies.rank == 0 and (is_part or self._ranks is mesh.tp or mesh.replicas.rank == 0)

@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory
@@ -70,6 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         output.json({**facts, "equal": is_equal, "bitwise": config.train.bitwise, **asdict(comparison)})
         return int(not is_equal)
     _show(stretch, comparison)
+    if changes := [change for change in recorded.changes if not is_equal and change[0] > stretch.first]:
+        output.line(
+            f"the run changed keys after step {changes[-1][0]:,}, and the replay has its last ones from the beginning: "
+            f"{listing([text for _, text in changes], most=5)}; --from {changes[-1][0]} leaves out the steps before"
+        )
     if not config.train.bitwise:
         output.line("the run was trained without train.bitwise: it is repeated to the bit only at its own layout")
     return int(not is_equal)

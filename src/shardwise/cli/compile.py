@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
-from shardwise.base.files import cache_root, reason_of
+from shardwise.base.files import cache_root, reason_of, require_replaceable
 from shardwise.base.hardware import accelerators, cpu_count, torch_type
+from shardwise.base.parsing import whole_number
 from shardwise.cli import output
 from shardwise.config import Config, Layout, check_layout, load_config, stages_of
 from shardwise.train.compile.graph_cache import Facts, GraphCache, key_of, name_of
@@ -72,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     has_action = arguments.list or arguments.clean or arguments.export or arguments.imported
     if config is None and not has_action:
         raise ConfigError("RECIPE must be given, or one of --list, --clean, --export and --import")
-    if arguments.export is not None and arguments.export.is_dir():
-        raise ConfigError(f"--export {arguments.export} must name a file, and is a folder")
+    if arguments.export is not None:
+        require_replaceable(arguments.export, "--export")
     if arguments.clean:
         number, size = cache.clean()
         output.line(f"removed {units.counted(number, 'graph')}, {units.size(size)}, from {cache.root}")
@@ -201,9 +202,8 @@ def _threads(config: Config, layout: Layout, device: str) -> int:
     """The threads that `train` would give to each rank on this machine."""
     if config.train.bitwise and device == "cpu":
         return config.train.threads
-    given = os.environ.get("OMP_NUM_THREADS", "")
     ranks = layout.world if device == "cpu" else max(1, accelerators()[1])
-    return int(given) if given.isdigit() and int(given) else max(1, cpu_count() // ranks)
+    return whole_number(os.environ.get("OMP_NUM_THREADS", "")) or max(1, cpu_count() // ranks)
 
 
 def _positive(option: str, value: int | None) -> int | None:

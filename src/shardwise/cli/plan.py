@@ -53,8 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--price",
         metavar="PRICE",
-        help="price of a device for an hour with its currency, or one for each device, such as '2.50 USD'; adds the "
-        "price of the training",
+        help="price of a device for an hour with its currency, such as '2.50 USD', of a node ('40 USD/node') or of a "
+        "chip ('2 USD/chip'); or one for each device; adds the price of the training",
     )
     parser.add_argument(
         "--budget",

@@ -23,6 +23,7 @@ from shardwise.cli.plan_rows import (
     has_range,
     hours_text,
     plan_facts,
+    price_text,
     range_text,
     time_unit,
 )
@@ -107,6 +108,9 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], answe
     for device, text in (problems | unused).items():
         _prose(f"{device}: {text}", "  ")
     output.line()
+    for key, plan in plans.items():
+        if sentence := price_text(plan):
+            _prose(f"{key}: {sentence}")
     if any(plan.is_tight for plan in plans.values()):
         _prose(TIGHT)
     if any(plan.frees_parts for plan in plans.values()):

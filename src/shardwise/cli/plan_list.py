@@ -25,6 +25,7 @@ from shardwise.cli.plan_rows import (
     length_text,
     network_text,
     plan_facts,
+    price_text,
     range_text,
     time_unit,
     training_time,
@@ -134,6 +135,8 @@ def notes(listed: Sequence[Plan], unit: str) -> list[str]:
     sentences.append(f"Layout 1 takes {', '.join(changed)}.")
     sentences.append(f"Network: {network_text(best)}, of one device in one direction.")
     sentences.append(f'"{unit}" = on the calendar, with {calendar_text(best)}.')
+    if price := price_text(best):
+        sentences.append(price)
     if best.kilowatt_hours is not None:
         watts = best.cluster.device.watts
         sentences.append(

@@ -94,7 +94,7 @@ def _proposal(proposal: Proposal, listed: Sequence[Plan], unit: str) -> dict[str
         "title": proposal.title.capitalize(),
         "layout": f"{listed.index(plan) + 1}: {plan.text()}",
         "tiles": tiles,
-        "reason": proposal.reason.capitalize(),
+        "reason": f"{proposal.reason[0].upper()}{proposal.reason[1:]}",
     }
 
 

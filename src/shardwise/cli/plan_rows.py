@@ -90,6 +90,18 @@ def cost_text(plan: Plan) -> str:
     return f"{cost(plan)} {currency(plan)}".strip()
 
 
+def price_text(plan: Plan) -> str:
+    """Return what the price is for; empty if it is unknown."""
+    machines, price = plan.cluster, plan.cluster.device.price
+    if price is None:
+        return ""
+    number = units.counted(round(machines.priced_units), price.unit)
+    return (
+        f"Price: {price.amount:,.10g} {price.currency} for an hour of a {price.unit}, {machines.price_per_hour:,.10g} "
+        f"{price.currency} for one of {number}. A node has {units.counted(machines.per_node, 'device')}."
+    )
+
+
 def network_text(plan: Plan) -> str:
     """The links that a prediction assumes, of one device in one direction."""
     device = plan.cluster.device

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, ShardwiseError
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
+from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
+from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.cli import output
 from shardwise.config import Config, stages_of
@@ -127,10 +129,12 @@ def fetch_inputs(config: Config, announce: Callable[[str], None] | None) -> None
     Raises:
         ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
     """
+    weights = None
     if config.checkpoint.load is not None:
         load = load_location(config.checkpoint.load, announce)
-        if not hub.is_url(load):
-            hub.resolve(load, config.checkpoint.revision, announce=announce)
+        is_url = hub.is_url(load)
+        weights = Root.of(load if is_url else hub.resolve(load, config.checkpoint.revision, announce=announce))
+    config = with_model_tokenizer(config, weights)
     if config.data.tokenizer is not None:
         hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
     fetch_dataset(config.data, announce)

@@ -372,15 +372,20 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
     problems: list[str] = []
     data = config.data
     load = config.checkpoint.load
+    weight_rows: list[tuple[str, str]] = []
+    if load is not None and not Path(load).exists() and _names_weights(recipe, load):
+        weight_rows = [("weights", f"{load}: not there yet; the run that saves it comes first")]
+    elif load is not None:
+        config, weight_rows, problems = _glance_at_weights(load, config)
     is_built_in = data.is_built_in and config.hooks.data is None
-    has_tokenizer = data.tokenizer is None and config.model.vocab_size in _BUILT_IN_VOCABULARIES
+    has_tokenizer = data.tokenizer is None and load is None and config.model.vocab_size in _BUILT_IN_VOCABULARIES
     # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
     if not is_built_in or not has_tokenizer or data.packs_documents:
         from shardwise.data import open_data
 
         glance = open_data.glance(config)
         rows += glance.rows
-        problems += glance.problems
+        problems = [*glance.problems, *problems]
     else:
         from shardwise.data.held_out import BUILT_IN, held_out_text
 
@@ -398,6 +403,13 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
             require_lm_eval(config.evaluation)
         except ConfigError as error:
             problems += error.problems
+    if config.log.trackers:
+        from shardwise.train.experiment_trackers import require_trackers
+
+        try:
+            rows += [("trackers", note) for note in require_trackers(config)]
+        except ConfigError as error:
+            problems += error.problems
     if config.companions is not None:
         from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 
@@ -405,33 +417,39 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
             rows.append(("special tokens", f"those of {companions_folder(config.companions)}"))
         except ConfigError as error:
             problems += error.problems
-    if load is not None and not Path(load).exists() and _names_weights(recipe, load):
-        rows.append(("weights", f"{load}: not there yet; the run that saves it comes first"))
-    elif load is not None:
-        weight_rows, weight_problems = _glance_at_weights(load, config)
-        rows += weight_rows
-        problems += weight_problems
-    return rows, problems
+    return [*rows, *weight_rows], problems
 
 
-def _glance_at_weights(load: str, config: Config) -> tuple[list[tuple[str, str]], list[str]]:
-    """Rows on the weights that a run would load, with changes of their model by the recipe; and problems of loading."""
+def _glance_at_weights(load: str, config: Config) -> tuple[Config, list[tuple[str, str]], list[str]]:
+    """`config` with the tokenizer of the weights that a run would load; rows on them; and problems of loading.
+
+    Rows tell the changes of their model by the recipe.
+    """
     from shardwise.checkpoint.format.model_files import differences
     from shardwise.checkpoint.storage.checkpoint_folders import glance_at_weights
+    from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text, with_model_tokenizer
     from shardwise.checkpoint.storage.root import StoreError
 
-    try:
-        text, folder = glance_at_weights(load, config.checkpoint.revision)
-        if folder is None:
-            return [("weights", text)], []
-        difference = differences(config.model, folder)
-    except ConfigError as error:
-        return [], error.problems
-    except StoreError as error:
-        return [], [f"checkpoint.load: {error}"]
-    rows = [("weights", text)]
-    rows += [("  changed", change) for change in difference.changes]
-    return rows, list(difference.problems)
+    revision = config.checkpoint.revision
+    problems = Problems()
+    rows: list[tuple[str, str]] = []
+    with problems:
+        try:
+            text, folder = glance_at_weights(load, revision)
+            rows.append(("weights", text))
+            if folder is None:
+                hub_id = load if revision is None else f"{load}@{revision}"
+                return with_model_tokenizer(config, hub_id), rows, []
+            difference = differences(config.model, folder)
+            rows += [("  changed", change) for change in difference.changes]
+            problems.texts += difference.problems
+            tokenizer = config.data.tokenizer
+            warning = other_tokenizer_text(folder, None if tokenizer is None else Path(tokenizer).expanduser())
+            rows += [] if warning is None else [("warning", warning)]
+            config = with_model_tokenizer(config, folder)
+        except StoreError as error:
+            problems.texts.append(f"checkpoint.load: {error}")
+    return config, rows, problems.texts
 
 
 def _names_weights(recipe: str, load: str) -> bool:
@@ -529,5 +547,5 @@ def _launch(arguments: argparse.Namespace, world: int) -> int:
     try:
         launch(_command_of_rank(arguments, world), world, arguments.run_dir)
     except EndedError as error:
-        raise EndedError(f"{error}; {what_is_saved(arguments.run_dir)}") from None
+        raise EndedError(f"{error}; {what_is_saved(arguments.run_dir)}", error.exit_code) from None
     return 0

@@ -101,7 +101,7 @@ class SourceConfig(Section):
         description="the field of JSON lines, or the column of a .parquet or data set, that holds the text; meta.body "
         "is the field body within meta; in a data set it may hold tokens (lists of integers) instead, and if "
         "the data set has no column text, input_ids is read; for conversations, the field of the messages, by "
-        "default messages",
+        "default messages, else conversations, else prompt and completion",
     )
     split: str = Field(
         default="95,5",
@@ -200,9 +200,8 @@ class DataConfig(SourceConfig):
         default=None,
         min_length=1,
         description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt, the folder of "
-        "such a file, or a hub id (ID or ID@REVISION); null = a byte-level BPE of model.vocab_size that is "
-        "trained on the data, or "
-        "none if the data are tokens",
+        "such a file, or a hub id (ID or ID@REVISION); null = that of the model in checkpoint.load; without one a "
+        "byte-level BPE of model.vocab_size that is trained on the data, or none if the data are tokens",
     )
     masked_fraction: float = Field(
         default=MASKED_FRACTION,

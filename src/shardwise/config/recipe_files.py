@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
-from shardwise.base.files import read_small
+from shardwise.base.files import read_small, user_path
 from shardwise.base.parsing import TAG, NotReadError, scalar, yaml_value
 from shardwise.config.base_section import with_stand_ins
 from shardwise.config.run_config import Config
@@ -43,17 +43,25 @@ def recipe_text(recipe: str) -> str:
             f"unknown recipe {recipe!r}: {hint}shipped recipes are {listing(recipe_names())}; "
             "a path to your own ends with .yaml"
         )
-    path = Path(recipe).expanduser() if is_file else _RECIPES / f"{recipe}.yaml"
+    path = user_path(recipe) if is_file else _RECIPES / f"{recipe}.yaml"
     if is_file and (path / "config.yaml").is_file():
         raise ConfigError(
             f"the recipe file {recipe} is a run's folder: `shardwise train --run-dir {recipe}` continues the run, and "
             f"{recipe}/config.yaml is its configuration"
         )
+    model = path.parent if path.name == "config.json" else path
+    if is_file and (model / "config.json").is_file():
+        raise ConfigError(
+            f"RECIPE ({recipe}) must be a recipe, and it is a model: `shardwise train RECIPE model.config={model} "
+            f"checkpoint.load={model}` trains that further, with its tokenizer"
+        )
     try:
         with path.open("rb") as file:  # it may be a pipe, as the shell makes of <(command)
             return read_small(file, path).decode()
     except FileNotFoundError:
-        raise ConfigError(f"there is no recipe file {recipe}") from None
+        is_model = recipe.count("/") == 1 and not recipe.startswith((".", "/", "~"))
+        hint = f"; a model of the hub is named by checkpoint.load={recipe} beside a recipe" if is_model else ""
+        raise ConfigError(f"there is no recipe file {recipe}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe file {recipe} cannot be read: {error}") from None
 
@@ -116,12 +124,8 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 def parse_value(text: str, origin: str) -> Any:
     """The value of a command line's `key=value`: YAML in brackets, braces or quotes, else one plain scalar."""
-    return parse_yaml(text.strip(), origin) if is_yaml(text) else scalar(text.strip())
-
-
-def is_yaml(text: str) -> bool:
-    """True if the value of a `key=value` is YAML in brackets, braces or quotes."""
-    return text.strip()[:1] in ("[", "{", '"', "'")
+    text = text.strip()
+    return parse_yaml(text, origin) if text.startswith(("[", "{", '"', "'")) else scalar(text)
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:

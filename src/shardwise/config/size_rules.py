@@ -195,12 +195,13 @@ def sharding_problems(config: Config, layout: Layout) -> list[str]:
         if layout.context > 1:
             degree = f"the data-parallel degree × parallel.context ({layout.data} × {layout.context})"
         problems.append(f"parallel.replicate ({replicate}) must divide {degree}: set it to {near}")
-    if optimizer.offload and config.precision.rounding == "stochastic":
+    rounding = config.precision.resolved(accelerator=True).rounding
+    if optimizer.offload and rounding == "stochastic":
         problems.append(
             "optimizer.offload (true) must be false with precision.rounding stochastic, whose random bits the device "
             "draws: leave it out, or set precision.mode=mixed"
         )
-    if config.precision.moments == "bfloat16" and config.precision.rounding != "stochastic":
+    if config.precision.moments == "bfloat16" and rounding != "stochastic":
         if optimizer.spec.needs_whole_tensors:
             problems.append(
                 f"precision.moments (bfloat16) must be left out with optimizer.name {optimizer.name}, whose update of "

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _MAX_TOKENS = 256
 """New tokens of a continuation where a task names no number, as for `--model hf`."""
+_TOP_K = 50
+"""The likeliest tokens that are drawn from where a task names no number: the default of transformers."""
 
 
 def require_lm_eval(settings: EvaluationConfig) -> None:
@@ -107,8 +109,14 @@ def _task_problems(name: str, task: Any, config: Config) -> list[str]:
     problems = []
     if settings.unknown:
         problems.append(
-            f"generation_kwargs of evaluation.tasks ({name}) must be until, max_gen_toks, do_sample, temperature and "
-            f"top_p at most, and not {listing(settings.unknown)}"
+            f"generation_kwargs of evaluation.tasks ({name}) must be until, max_gen_toks, do_sample, temperature, "
+            f"top_p and top_k at most, and not {listing(settings.unknown)}"
+        )
+    if settings.draws and not (settings.temperature > 0 and 0 < settings.top_p <= 1 and settings.top_k >= 0):
+        problems.append(
+            f"do_sample of evaluation.tasks ({name}) needs a temperature ({settings.temperature}) above 0, a top_p "
+            f"({settings.top_p}) above 0 and at most 1, and a top_k ({settings.top_k}) of at least 0 in its "
+            "generation_kwargs"
         )
     if settings.max_tokens >= longest:
         problems.append(
@@ -130,14 +138,17 @@ class ContinuationSettings:
     Attributes:
         max_tokens: new tokens at most.
         until: texts that end a continuation.
-        temperature, top_p: as `train.generation.Sampler` has them.
+        draws: True if tokens are drawn; otherwise each is the likeliest.
+        temperature, top_p, top_k: as `train.generation.Sampler` has them.
         unknown: names of others.
     """
 
     max_tokens: int
     until: Sequence[str]
+    draws: bool
     temperature: float
     top_p: float
+    top_k: int
     unknown: Sequence[str]
 
     @staticmethod
@@ -147,13 +158,12 @@ class ContinuationSettings:
         kept = dict(normalize_gen_kwargs(dict(settings), _MAX_TOKENS))
         max_tokens = kept.pop("max_gen_toks")
         until = [ending for ending in kept.pop("until") if ending]
-        temperature = float(kept.pop("temperature", 1.0))
+        draws = bool(kept.pop("do_sample"))
+        # `do_sample` alone draws at temperature 0 there, which transformers refuses.
+        temperature = float(kept.pop("temperature", 0.0)) if draws else 0.0
         top_p = float(kept.pop("top_p", 1.0))
-        if not kept.pop("do_sample"):
-            temperature = 0.0
-            top_p = 1.0
-            kept.pop("top_k", None)
-        return ContinuationSettings(max_tokens, until, temperature, top_p, tuple(kept))
+        top_k = int(kept.pop("top_k", _TOP_K) or 0)
+        return ContinuationSettings(max_tokens, until, draws, temperature, top_p, top_k, tuple(kept))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
-from shardwise.base.files import name_problem, reason_of
+from shardwise.base.files import name_problem, reason_of, user_path
 from shardwise.base.parsing import json_value
 
 SINGLE = "model.safetensors"
@@ -80,7 +80,7 @@ def is_hub_name(name: str) -> bool:
 
 def is_hub_id(load: str) -> bool:
     """True if `checkpoint.load` reads owner/name and names no folder of this machine."""
-    return is_hub_name(load) and not Path(load).expanduser().exists()
+    return is_hub_name(load) and not user_path(load).exists()
 
 
 def resolve(
@@ -107,7 +107,7 @@ def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
 
     Raises ConfigError if it is neither a folder with weights nor a hub id.
     """
-    folder = Path(load).expanduser()
+    folder = user_path(load)
     if folder.is_dir():
         if revision is not None:
             raise ConfigError(
@@ -144,7 +144,7 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
 
 def place_of_tokenizer(named: str) -> Path | HubFiles:
     """The path that `data.tokenizer` names, else the files that it names on the hub; ConfigError if it is neither."""
-    path = Path(named).expanduser()
+    path = user_path(named)
     if path.exists():
         return path
     repository, at, revision = named.partition("@")
@@ -174,7 +174,7 @@ def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
     key = f"data.dataset ({named})"
     near = nearest_name(repository, built_in)
     hint = f"; did you mean data.dataset={near}?" if near else ""
-    path = Path(named).expanduser()
+    path = user_path(named)
     if path.exists() and "/" in named:
         raise ConfigError(f"{key} must be {listing(built_in, 'or')} or a hub id, it is a path: set data.path={named}")
     if not _ID.fullmatch(repository):

@@ -36,7 +36,7 @@ def upload(folder: Path, repository: str, message: str) -> str:
     Raises:
         RunError: the hub does not take it, or cannot be reached.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -45,7 +45,10 @@ def upload(folder: Path, repository: str, message: str) -> str:
     site = hub_address()
     try:
         HfApi().create_repo(repository, private=True, exist_ok=True)
-        HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        added = [CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in files]
+        # `upload_folder` makes a commit of each 250 files, and every 5 minutes: readers would see parts of two models.
+        HfApi().create_commit(repository, added, commit_message=message)
     except HfHubHTTPError as error:
         status = error.response.status_code
         reason = f"{site} answers with status {status}"

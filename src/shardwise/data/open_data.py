@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shardwise.base.errors import ConfigError, DataError, see
-from shardwise.base.files import cache_root
+from shardwise.base.files import cache_root, user_path
 from shardwise.config import CHAT, Config, DataConfig, data_from, tokens_of_run
 from shardwise.data import hub
 from shardwise.data.cache import digest_of
@@ -173,11 +173,20 @@ def format_of(data: DataConfig) -> DataFormat:
         return FORMATS["datasets" if data.is_hub_dataset else "text"]
     if data.format != "auto":
         return FORMATS.get(data.format, FORMATS["text"])
-    path = Path(data.path).expanduser()
+    path = user_path(data.path)
     try:
         return next(format for format in FORMATS.values() if format.is_at(path))
     except OSError:
         return FORMATS["text"]
+
+
+def trains_tokenizer(config: Config) -> bool:
+    """True if the data are text, for which a tokenizer is trained where `data.tokenizer` names none."""
+    data = config.data
+    if data.mixture:
+        return any(trains_tokenizer(mixture.config_of_source(config, name)) for name in data.sources_read)
+    is_read = data.is_named and config.hooks.data is None
+    return is_read and format_of(data).contents in ("text", "conversations")
 
 
 def prepare(
@@ -393,6 +402,8 @@ def _glance_at_tokenizer(config: Config, contents: Contents, *, may_train: bool)
     vocabulary = config.model.vocab_size
     if config.data.tokenizer is not None:
         return _glance_at_user_tokenizer(config, config.data.tokenizer, contents)
+    if config.checkpoint.load is not None:
+        return f"that of the weights in {config.checkpoint.load}"
     if contents in ("text", "conversations"):
         trained_special_tokens(vocabulary, pairs=common.in_pairs(config), chat=contents == "conversations")
         is_sure = may_train and format_of(config.data).has_vocabulary(config)
@@ -434,7 +445,7 @@ def inspect(
     Raises:
         DataError: there are no data at the path, or they are damaged.
     """
-    place = Path(path).expanduser()
+    place = user_path(path)
     # A folder without its description of columns is still inspected as a data set, whose reader says what is missing.
     folder = place.parent if place.suffix == ".arrow" else place
     if dataset_tables.is_saved(folder, damaged=True):

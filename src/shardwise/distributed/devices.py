@@ -114,8 +114,9 @@ def name(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     module = torch.get_device_module(device)
-    is_told = hasattr(module, "get_device_name") and module.is_available()
-    return str(module.get_device_name(device)) if is_told else device.type
+    # TorchNeuron has its kind, such as `trn2`, in the properties only; CUDA and XPU read their name there too.
+    is_told = hasattr(module, "get_device_properties") and module.is_available()
+    return str(module.get_device_properties(device).name) if is_told else device.type
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

@@ -509,9 +509,9 @@ class Bucket:
             yield start, end - start
 
     def owned_boxes(
-        self, index: int, pieces: Iterable[Piece], within: slice
+        self, index: int, pieces: Iterable[Piece], within: slice | None
     ) -> Iterator[tuple[Piece, Box, tuple[int, ...], int]]:
-        """Yield the part of parameter `index` in a slice of the owned part, as boxes that are one run each, in order.
+        """Yield the part of parameter `index` in the owned part, or a slice of it, as boxes of one run each, in order.
 
         Yields:
             a piece of the parameter, a box of the piece's canonical tensor, the box's dimensions from the slowest to

@@ -54,25 +54,38 @@ class StateSlice:
         return in_order(flat[self.start : self.start + self.box.numel], self.box.size, self.order)
 
 
-def state_slices(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterator[StateSlice]:
+def state_slices(
+    model: nn.Module, optimizer: ZeroRedundancyOptimizer, *, only_share: bool = True
+) -> Iterator[StateSlice]:
     """Yield the slices that this rank saves: over the data-parallel ranks, each element of the local model once.
 
     Ranks that hold copies of a piece (a norm, a replicated K/V head) all yield it.
+
+    Args:
+        only_share: False yields all that this rank owns, which other ranks (`Bucket.copies`) may own too.
     """
     records = {parameter: record for _, parameter, record in placements(model, optimizer.tensor)}
     for bucket in optimizer.buckets:
+        within = bucket.share if only_share else None
         for index, parameter in enumerate(bucket.parameters):
-            for piece, box, order, start in bucket.owned_boxes(index, records[parameter].pieces, bucket.share):
+            for piece, box, order, start in bucket.owned_boxes(index, records[parameter].pieces, within):
                 yield StateSlice(bucket, piece, box, order, start)
 
 
 def weight_slices(
-    model: nn.Module, optimizer: ZeroRedundancyOptimizer | None, tensor: Group | None = None
+    model: nn.Module,
+    optimizer: ZeroRedundancyOptimizer | None,
+    tensor: Group | None = None,
+    *,
+    only_share: bool = False,
 ) -> Iterator[tuple[Piece, Box, Tensor, bool]]:
-    """Yield this rank's weights: of parameters that ZeRO-3 frees the parts that this rank saves, of others all.
+    """Yield this rank's weights: of parameters that ZeRO-3 frees the parts that this rank owns, of others all.
 
     Yields:
         a piece, a box of its canonical tensor, a view of the box's values, and True for a part of a freed parameter.
+
+    Args:
+        only_share: of a part that several ranks own, only the share that this rank saves.
     """
     freed: set[nn.Parameter] = set()
     if optimizer is not None:
@@ -82,7 +95,7 @@ def weight_slices(
             if piece.box.numel and parameter not in freed:
                 yield piece, piece.box, piece.of(parameter.detach()), False
     if optimizer is not None and freed:
-        for part in state_slices(model, optimizer):
+        for part in state_slices(model, optimizer, only_share=only_share):
             if part.bucket.frees_values:
                 yield part.piece, part.box, part.of(part.bucket.shard), True
 

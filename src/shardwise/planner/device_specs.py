@@ -59,6 +59,8 @@ _FP8_SHARE = "fp8_matmul_share"
 _MXFP8_SHARE = "mxfp8_matmul_share"
 _FP8_BACKWARD = "fp8_backward_share"
 _PRICE = "price_per_hour"
+_PRICED = ("device", "chip", "node")
+_PER_CHIP = "devices_per_chip"
 _MOST_PRICE = 1e6
 MOST_FAILURES = 1e4
 """Largest number of failures of a device in a year."""
@@ -73,6 +75,7 @@ _OPTIONAL = {
     _FP8_SHARE: _RANGES["matmul_share"],
     _MXFP8_SHARE: _RANGES["matmul_share"],
     _FP8_BACKWARD: _RANGES["matmul_share"],
+    _PER_CHIP: (1, 1000),
     _WATTS: (0, 100_000),
     _FAILURES: (0, MOST_FAILURES),
     _RESTART: (0, 100_000),
@@ -80,8 +83,8 @@ _OPTIONAL = {
     _COMPARED: (0, 1e6),
     **{_CONSTANT + key: limits for key, limits in CONSTANTS.items()},
 }
-_WHOLE = ("processors", "devices_per_node", _COMPARED)
-_BESIDE_STEPS = {"name", "accuracy", _PRICE, _WATTS, _FAILURES, _RESTART, _STORAGE, _COMPARED}
+_WHOLE = ("processors", "devices_per_node", _PER_CHIP, _COMPARED)
+_BESIDE_STEPS = {"name", "accuracy", _PRICE, _PER_CHIP, _WATTS, _FAILURES, _RESTART, _STORAGE, _COMPARED}
 """Figures of a file with which a step takes as long as on its base."""
 _TEXTS = ("name", "node_link.topology")
 _NETWORK_TOPOLOGY = "network.topology"
@@ -93,30 +96,32 @@ _OTHER_KEYS = ("type", "accuracy", _PRICE)
 
 @dataclass(frozen=True)
 class Price:
-    """The price of one device for an hour."""
+    """The price of a device, a chip of several devices, or a node, for an hour."""
 
     amount: float
     currency: str
+    unit: str = "device"
 
     @staticmethod
     def of(text: str, named: str) -> Price:
-        """Return the price that a text such as `2.50 USD` gives; `named` names the text in errors.
+        """Return the price that a text such as `2.50 USD` or `40 USD/node` gives; `named` names the text in errors.
 
         Raises:
             ConfigError: it is no price, or has no currency.
         """
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{3})?", text.strip())
+        units_of = f"(?:/({'|'.join(_PRICED)}))?(?:/hour)?"
+        match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*([A-Za-z]{{3}})?{units_of}", text.strip())
         if match is None or float(match[1]) > _MOST_PRICE:
             raise ConfigError(
-                f"{named} ({text}) must be a price of a device for an hour, from 0 to {_MOST_PRICE:,.0f}, with its "
-                "currency, such as 2.50 USD"
+                f"{named} ({text}) must be a price of a device, a chip or a node for an hour, from 0 to "
+                f"{_MOST_PRICE:,.0f}, with its currency, such as '2.50 USD/device' or '40 USD/node'"
             )
         if match[2] is None:
             raise ConfigError(f"{named} ({text}) must name its currency, as in '{text.strip()} USD'")
-        return Price(float(match[1]), match[2].upper())
+        return Price(float(match[1]), match[2].upper(), match[3] or "device")
 
     def __str__(self) -> str:
-        return f"{self.amount:.2f} {self.currency}"
+        return f"{self.amount:.10g} {self.currency}/{self.unit}"
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,8 @@ class Device:
         is_cuda: True if it is a CUDA device, one kernel of which multiplies bfloat16 matrices and adds the product to a
             float32 one.
         constants: constants of `planner.device_seconds.Constants` that were measured on this device.
-        price: price of one device for an hour; None if it is unknown.
+        price: price for an hour; None if it is unknown.
+        per_chip: number of devices of a chip, which has one price.
         watts: power of one device under load, without its host; None if it is unknown.
         reliability: failures, and what they and checkpoints cost.
         accuracy: how far predictions were from measured steps on this device; empty if none was measured.
@@ -211,6 +217,7 @@ class Device:
     is_cuda: bool = False
     constants: tuple[tuple[str, float], ...] = ()
     price: Price | None = None
+    per_chip: int = 1
     watts: float | None = None
     reliability: Reliability = Reliability()
     accuracy: str = ""
@@ -290,6 +297,17 @@ class Cluster:
     def world(self) -> int:
         return self.nodes * self.per_node
 
+    @property
+    def priced_units(self) -> float:
+        """Number of devices, chips or nodes, whichever the price is of."""
+        unit = "device" if self.device.price is None else self.device.price.unit
+        return {"device": self.world, "chip": self.world / self.device.per_chip, "node": self.nodes}[unit]
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Price of all devices for an hour; None if it is unknown."""
+        return None if self.device.price is None else self.device.price.amount * self.priced_units
+
     def __str__(self) -> str:
         machines = f"{self.nodes:,} node{'s' * (self.nodes > 1)}"
         return f"{self.world:,} × {self.device.name} ({machines} × {self.per_node})"
@@ -302,7 +320,7 @@ def device_names() -> list[str]:
 
 def cluster(text: str, nodes: int = 1) -> Cluster:
     """The cluster that `--device NAME[:N]` and `--nodes` name: N devices on each node, by default a whole machine's."""
-    match = re.fullmatch(r"(.+?)(?::(\d+))?", text)
+    match = re.fullmatch(r"(.+?)(?::(\d{1,9}))?", text)
     if match is None:
         known = listing(device_names())
         raise ConfigError(f"--device must name a device, such as h100:8, or a YAML file; known are {known}")
@@ -403,7 +421,6 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
             topology=str(flat[f"{key}.topology"]),
         )
 
-    constants = [key for key in given if key.startswith(_CONSTANT)]
     return Device(
         key=device_key,
         name=str(flat["name"]),
@@ -420,8 +437,9 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         sources=tuple(sources),
         is_accelerator=kind != "cpu",
         is_cuda=kind == _CUDA,
-        constants=tuple((key.removeprefix(_CONSTANT), float(numbers[key])) for key in constants),
+        constants=tuple((key[len(_CONSTANT) :], float(numbers[key])) for key in given if key.startswith(_CONSTANT)),
         price=price,
+        per_chip=numbers.get(_PER_CHIP, 1),
         watts=numbers.get(_WATTS),
         reliability=_reliability(numbers),
         accuracy=str(flat.get("accuracy", "")),
@@ -543,6 +561,8 @@ def described(device: Device, constants: Mapping[str, float], source: str) -> st
             values[key] = own(key, share)
     if device.price is not None:
         values[_PRICE] = str(device.price)
+    if device.per_chip > 1:
+        values[_PER_CHIP] = {**own(_PER_CHIP, 0), "value": device.per_chip}
     if device.watts is not None:
         values[_WATTS] = own(_WATTS, device.watts)
     usual = Reliability()

@@ -105,8 +105,8 @@ class Plan:
     @property
     def cost(self) -> float | None:
         """Price of the training in the currency of the device's price; None if it has none."""
-        price = self.cluster.device.price
-        return None if price is None else price.amount * self.device_hours
+        price = self.cluster.price_per_hour
+        return None if price is None else price * self.calendar.seconds / 3600
 
     @property
     def kilowatt_hours(self) -> float | None:

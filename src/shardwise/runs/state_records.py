@@ -32,12 +32,16 @@ class StateRecords:
         losses: step → loss.
         norms: step → norm of the gradient.
         hashes: step → hash of the state after it.
+        changes: keys that resumptions changed, such as `train.steps 240 → 480`, each with the step after which it was.
+        begin: steps before the run's first start: those of its parent, if it is a branch.
         ranks: number of ranks of the run's last start; None if no start is recorded.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     hashes: dict[int, RecordedHash] = field(default_factory=dict)
+    changes: list[tuple[int, str]] = field(default_factory=list)
+    begin: int | None = None
     ranks: int | None = None
 
     @staticmethod
@@ -52,18 +56,26 @@ class StateRecords:
                 records._forget_after(kept)
             if event["event"] == "start":
                 records.ranks = event.get("ranks")
+                if records.begin is None:
+                    records.begin = event.get("steps_before") or 0
+            elif event["event"] == "resume" and type(step) is int:
+                records.changes += [(step, change) for change in event.get("changes", ())]
             elif event["event"] == "step" and type(step) is int:
                 records.losses[step] = event.get("loss", math.nan)
                 records.norms[step] = event.get("grad_norm", math.nan)
             elif event["event"] == "state_hash" and type(step) is int:
-                names = event.get("names", names)
-                records.hashes[step] = RecordedHash(str(event.get("hash")), by_tensor(event.get("tensors", {}), names))
+                names = event.get("names") or names
+                records.hashes[step] = RecordedHash(
+                    str(event.get("hash")), by_tensor(event.get("tensors") or {}, names)
+                )
         return records
 
     def _forget_after(self, step: int) -> None:
         for numbers in (self.losses, self.norms, self.hashes):
             for later in [number for number in numbers if number > step]:
                 del numbers[later]
+        # Keys that were changed after a step that was undone are those of the steps that replace it.
+        self.changes = [(min(at, step), change) for at, change in self.changes]
 
 
 def hash_difference(a: RecordedHash, b: RecordedHash) -> str | None:

@@ -42,7 +42,7 @@ from shardwise.train.evaluator import Evaluator
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import use_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
-from shardwise.train.model_checks import check_axes, check_replicas
+from shardwise.train.model_checks import check_axes
 from shardwise.train.observers import Observer
 from shardwise.train.rank_agreement import raised_on_every_rank, versions
 from shardwise.train.reporter import Reporter
@@ -249,12 +249,6 @@ def build_observers(
         if graphs is not None and (is_evaluated or record.step == progress.before + 1):
             reporter.captured(*graphs.keep_new())
 
-    def compare_replicas(record: StepRecord, _: bool) -> None:
-        progress.phase = "comparison of replicas"
-        # Parameters that are still under way would differ without a fault.
-        trainer.optimizer.gathers.wait()
-        check_replicas(trainer.model, trainer.mesh, record.step, trainer.optimizer)
-
     def hash_state(*_: object) -> None:
         progress.phase = "hash of the state"
         if checkpoints.state_hashes is not None:
@@ -263,7 +257,7 @@ def build_observers(
     return [
         Observer(1, report),
         Observer(config.log.state_hash_every, hash_state),
-        Observer(config.log.drift_every, compare_replicas, takes_long=True),
+        Observer(config.log.drift_every, trainer.compare_replicas, takes_long=True),
         Observer(config.train.eval_every, trainer.evaluator.texts, takes_long=True),
         Observer(1, keep_graphs),
         Observer(config.evaluation.tasks_every, trainer.evaluator.tasks, takes_long=True),

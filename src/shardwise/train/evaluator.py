@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout
 from shardwise.data.samples.batch import Batches
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -94,10 +95,16 @@ class Evaluator:
         tokenizer = Tokenizer.load(self._tokenizer_path)
         stop = frozenset(() if tokenizer.end_of_document_id is None else (tokenizer.end_of_document_id,))
         optimizer = self._optimizer
+        results = None
         with optimizer.gathered(all_units=False):
-            results = evaluate_tasks(
-                self._config, self._model.eval(), self._mesh, tokenizer, stop, in_step=optimizer.gathers_in_passes
-            )
+            try:
+                results = evaluate_tasks(
+                    self._config, self._model.eval(), self._mesh, tokenizer, stop, in_step=optimizer.gathers_in_passes
+                )
+            except ConfigError as error:
+                # A document that cannot be scored must not end a training.
+                if self._reporter is not None:
+                    self._reporter.warning(f"evaluation.tasks have no scores at step {self._progress.step}: {error}")
         self._model.train()
         if results is not None and self._reporter is not None:
             self._reporter.tasks(self._progress.step, results["results"])

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ from shardwise.config import Config
 from shardwise.runs.folder import AppendedFile, RunDirectory
 
 _PROJECT = "shardwise"
+"""Project or experiment, unless a variable of the tracker names one."""
+_LOSS = "train/loss"
+"""A number of every step, which tells the last step that a tracker has."""
+_MLFLOW_PARENT = "mlflow.parentRunId"
+"""MLflow's own tag of a run that belongs to another."""
 _MLFLOW_TAG = "shardwise.run"
 """Tag of a run in MLflow with the run's own id, by which a resumed run finds it."""
 _MLFLOW_METRICS = 1000
@@ -32,11 +38,78 @@ _MLFLOW_SECONDS = 60.0
 """Time that the end of a run waits for a server that is slow."""
 
 
-def require_trackers(config: Config) -> None:
-    """Raise ConfigError where a package of `log.trackers` is not installed."""
+def require_trackers(config: Config) -> tuple[str, ...]:
+    """Look whether each of `log.trackers` can record; what one records on this machine alone is noted.
+
+    Raises:
+        ConfigError: a package is not installed, or MLflow has no place to record.
+    """
     for name in config.log.trackers:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"log.trackers ({name}) needs the package {name}: pip install 'shardwise[{name}]'")
+    # With databases the client would make one here, which a dry run must not.
+    if "mlflow" in config.log.trackers and importlib.util.find_spec("sqlalchemy") is None:
+        mlflow: Any = importlib.import_module("mlflow")
+        try:
+            mlflow.MlflowClient()
+        except Exception as error:  # noqa: BLE001  of the library, or of the system
+            raise ConfigError(
+                f"log.trackers (mlflow) must have a server or a database, and {mlflow.get_tracking_uri()} cannot be "
+                "opened: set MLFLOW_TRACKING_URI to a server, or pip install mlflow, which has databases "
+                f"({_reason(error)})"
+            ) from None
+    if "wandb" in config.log.trackers and _is_without_key():
+        return (
+            "log.trackers: wandb has no key on this machine, so it records in the run's folder, and `wandb sync` "
+            "uploads that; for a live page run `wandb login` or set WANDB_API_KEY",
+        )
+    return ()
+
+
+def _is_without_key() -> bool:
+    """True if W&B would ask for a key, which a training cannot answer."""
+    wandb: Any = importlib.import_module("wandb")
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return False
+    with contextlib.redirect_stderr(io.StringIO()):
+        return not wandb.login(prompt=False, verify=False)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of a library's message, without secrets."""
+    return redacted(str(error)).strip().partition("\n")[0] or type(error).__name__
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker knows a run by.
+
+    Attributes:
+        folder: the run's folder.
+        id: id of the run; None where it has none.
+        returns: how often the run went back to an earlier step by `checkpoint.resume`. Each time begins a curve of its
+            own, as no tracker can take numbers back.
+        settings: section → keys of the configuration, without secrets and facts of the machines.
+    """
+
+    folder: Path
+    id: str | None
+    returns: int
+    settings: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name that is shown."""
+        return self.folder.resolve().name + self._suffix
+
+    @property
+    def key(self) -> str | None:
+        """The id of this curve, by which a later start finds it."""
+        return None if self.id is None else self.id + self._suffix
+
+    @property
+    def _suffix(self) -> str:
+        return f"-{self.returns + 1}" if self.returns else ""
 
 
 class EventFile:
@@ -77,18 +150,16 @@ class MlflowRun:
     A thread makes all requests, since each waits for its answer, and a server that is away for minutes. After an error
     it makes no more, and the next call raises it.
 
-    Args:
-        id_: id of the run; a run with this tag is continued.
-        settings: section → keys of the configuration.
+    A run whose tag is the key of `run` is continued, and gets each step once.
     """
 
-    def __init__(self, name: str, id_: str | None, settings: Mapping[str, Any]) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         mlflow: Any = importlib.import_module("mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client = mlflow.MlflowClient()
         self._queue: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._send, args=(name, id_, settings), name="mlflow", daemon=True)
+        self._thread = threading.Thread(target=self._send, args=(run,), name="mlflow", daemon=True)
         self._thread.start()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -108,36 +179,44 @@ class MlflowRun:
             raise TimeoutError(f"no answer within {_MLFLOW_SECONDS:.0f} s")
 
     def _experiment(self) -> str:
-        experiment = self._client.get_experiment_by_name(_PROJECT)
-        return str(self._client.create_experiment(_PROJECT) if experiment is None else experiment.experiment_id)
+        if "MLFLOW_EXPERIMENT_ID" in os.environ:
+            return os.environ["MLFLOW_EXPERIMENT_ID"]
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        experiment = self._client.get_experiment_by_name(name)
+        return str(self._client.create_experiment(name) if experiment is None else experiment.experiment_id)
 
-    def _earlier_run(self, id_: str | None) -> str | None:
-        """MLflow's id of the run that an earlier start made; None where there is none."""
-        if id_ is None:
+    def _found(self, experiment: str, key: str | None) -> str | None:
+        """MLflow's id of the run with a key; None where there is none."""
+        if key is None:
             return None
-        for earlier_run in self._client.search_runs(
-            [self._experiment()], f"tags.`{_MLFLOW_TAG}` = '{id_}'", max_results=1
-        ):
-            self._client.update_run(earlier_run.info.run_id, status="RUNNING")
-            return str(earlier_run.info.run_id)
-        return None
+        found = self._client.search_runs([experiment], f"tags.`{_MLFLOW_TAG}` = '{key}'", max_results=1)
+        return str(found[0].info.run_id) if found else None
 
-    def _created(self, name: str, id_: str | None, settings: Mapping[str, Any]) -> str:
-        tags = {} if id_ is None else {_MLFLOW_TAG: id_}
-        run_id = str(self._client.create_run(self._experiment(), run_name=name, tags=tags).info.run_id)
+    def _created(self, experiment: str, run: TrackedRun) -> str:
+        parent = self._found(experiment, run.id) if run.returns else None
+        tags = {name: value for name, value in ((_MLFLOW_TAG, run.key), (_MLFLOW_PARENT, parent)) if value is not None}
+        run_id = str(self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id)
         parameters = [
             self._entities.Param(f"{section}.{key}", str(value)[:_MLFLOW_VALUE])
-            for section, keys in settings.items()
+            for section, keys in run.settings.items()
             for key, value in keys.items()
         ]
         for first in range(0, len(parameters), _MLFLOW_PARAMETERS):
             self._client.log_batch(run_id, params=parameters[first : first + _MLFLOW_PARAMETERS])
         return run_id
 
-    def _send(self, name: str, id_: str | None, settings: Mapping[str, Any]) -> None:
+    def _send(self, run: TrackedRun) -> None:
         try:
-            run_id = self._earlier_run(id_) or self._created(name, id_, settings)
+            experiment = self._experiment()
+            run_id = self._found(experiment, run.key)
+            last = 0
+            if run_id is None:
+                run_id = self._created(experiment, run)
+            else:
+                self._client.update_run(run_id, status="RUNNING")
+                last = max((metric.step for metric in self._client.get_metric_history(run_id, _LOSS)), default=0)
             while (metrics := self._queue.get()) is not None:
+                metrics = [metric for metric in metrics if metric.step > last]
                 for first in range(0, len(metrics), _MLFLOW_METRICS):
                     self._client.log_batch(run_id, metrics=metrics[first : first + _MLFLOW_METRICS])
             self._client.set_terminated(run_id)
@@ -154,17 +233,27 @@ class ExperimentTrackers:
         id_: id of the run, by which a tracker continues the same run after a resume.
         first_step: first step of this run; later ones that were recorded before are replaced in TensorBoard.
         warn: shows a warning to the user.
+        returns: how often the run went back (`TrackedRun`).
     """
 
     def __init__(
-        self, config: Config, run: RunDirectory, id_: str | None, first_step: int, warn: Callable[[str], None]
+        self,
+        config: Config,
+        run: RunDirectory,
+        id_: str | None,
+        first_step: int,
+        warn: Callable[[str], None],
+        returns: int = 0,
     ) -> None:
         self._warn = warn
         self._tensorboard = EventFile(run.tensorboard, first_step) if config.log.tensorboard else None
         self._trackers: dict[str, Any] = {}
+        # `launch` has addresses and scheduler options of the machines.
+        settings = {section: keys for section, keys in config.recorded().items() if section != "launch"}
+        tracked = TrackedRun(run.path, id_, returns, settings)
         for name in config.log.trackers:
             with self._failure_reported(name):
-                self._trackers[name] = _start_tracker(name, config, run, id_)
+                self._trackers[name] = _start_tracker(name, tracked, warn)
 
     def add(self, step: int, values: Mapping[str, Mapping[str, float | None]]) -> None:
         """Write the values that are known, by prefix and name, as `prefix/name`: as one event, as each takes time."""
@@ -197,23 +286,71 @@ class ExperimentTrackers:
                 yield
         except Exception as error:  # noqa: BLE001  whatever a tracker raises
             self._trackers.pop(name, None)
-            text = redacted(str(error)).strip().partition("\n")[0] or type(error).__name__
-            self._warn(f"log.trackers: {name} failed and records no more of this run ({text})")
+            self._warn(f"log.trackers: {name} failed and records no more of this run ({_reason(error)})")
 
 
-def _start_tracker(name: str, config: Config, run: RunDirectory, id_: str | None) -> Any:
-    """Start a run in a tracker, without secrets and facts of the machine; return what takes its numbers."""
-    # `launch` has addresses and scheduler options of the machines.
-    settings = {section: keys for section, keys in config.recorded().items() if section != "launch"}
+class TrackioRun:
+    """A run in trackio, which gets each step once.
+
+    trackio continues the last run of a name, whoever recorded it: so the name has the run's id.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        trackio: Any = importlib.import_module("trackio")
+        group = "-".join([run.folder.resolve().name, *([] if run.id is None else [run.id[:8]])])
+        self._run = trackio.init(
+            project=_PROJECT,
+            name=group if not run.returns else f"{group}-{run.returns + 1}",
+            group=group,
+            config=run.settings,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        self._next_step = getattr(self._run, "_next_step", 0)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        if step >= self._next_step:
+            self._run.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+def _start_tracker(name: str, run: TrackedRun, warn: Callable[[str], None]) -> Any:
+    """Start a run in a tracker, or continue it; return what takes its numbers."""
     if name == "mlflow":
-        return MlflowRun(run.path.resolve().name, id_, settings)
-    tracker = importlib.import_module(name)
-    facts: dict[str, Any] = {"project": _PROJECT, "name": run.path.resolve().name, "config": settings}
+        return MlflowRun(run)
     if name == "trackio":
-        tracker.init(**facts, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
-        return tracker
+        return TrackioRun(run)
+    return _start_wandb(run, warn)
+
+
+def _start_wandb(run: TrackedRun, warn: Callable[[str], None]) -> Any:
+    """Start W&B: on this machine alone where its server cannot be reached, so that nothing is lost."""
+    wandb: Any = importlib.import_module("wandb")
     quiet = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
     private = {"x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False}
-    options = {"id": id_, "resume": "allow"} if id_ is not None else {}
-    tracker.init(**facts, **options, dir=str(run.path), settings=tracker.Settings(**quiet, **private))
-    return tracker
+    facts: dict[str, Any] = {"name": run.name, "config": run.settings, "dir": str(run.folder)}
+    facts["project"] = os.environ.get("WANDB_PROJECT") or _PROJECT
+    if run.key is not None:
+        facts |= {"id": run.key, "resume": "allow"}
+
+    def start(mode: str | None) -> None:
+        wandb.init(**facts, mode=mode, settings=wandb.Settings(**quiet, **private))
+
+    if _is_without_key():
+        start("offline")
+        return wandb
+    try:
+        start(None)
+    except Exception as error:  # noqa: BLE001  whatever it raises: no server, no permission
+        # Its process still holds the id.
+        wandb.teardown()
+        start("offline")
+        warn(
+            "log.trackers: wandb cannot record on its server, so it records in the run's folder, and `wandb sync` "
+            f"uploads that ({_reason(error)})"
+        )
+    return wandb

@@ -210,13 +210,14 @@ class Sampler:
         temperature: at 0 the likeliest token is taken, and no number is drawn.
         top_p: only the likeliest tokens are kept: the fewest whose probabilities reach this sum (nucleus sampling,
             arXiv:1904.09751).
+        top_k: only this many of the likeliest tokens are kept, before `top_p`; 0: all.
         seed: tokens are a function of (seed, logits so far), on any device.
 
     Raises:
         ConfigError: a temperature below 0, or a top_p outside of (0, 1].
     """
 
-    def __init__(self, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> None:
+    def __init__(self, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0, *, top_k: int = 0) -> None:
         problems = []
         if not 0 <= temperature < math.inf:
             problems.append(f"the temperature ({temperature}) must be at least 0 and finite; at 0 nothing is random")
@@ -226,6 +227,7 @@ class Sampler:
             raise ConfigError(problems)
         self.temperature = temperature
         self.top_p = top_p
+        self.top_k = top_k
         self._generator = torch.Generator().manual_seed(seed)
 
     def draw(self, logits_V: Tensor) -> int:
@@ -240,7 +242,10 @@ class Sampler:
             raise RunError("the logits of the next token must be numbers, and some are NaN: the weights are damaged")
         if self.temperature == 0:
             return int(logits_V.argmax())
-        log_p_V = torch.log_softmax(logits_V.double() / self.temperature, dim=0)
+        scaled_V = logits_V.double() / self.temperature
+        if 0 < self.top_k < len(scaled_V):
+            scaled_V = scaled_V.masked_fill(scaled_V < scaled_V.topk(self.top_k).values[-1], float("-inf"))
+        log_p_V = torch.log_softmax(scaled_V, dim=0)
         if self.top_p < 1:
             log_p_V = self._likeliest(log_p_V)
         # -log(-log(u)) has a Gumbel distribution where u is uniform.

@@ -13,7 +13,7 @@ from shardwise.config import Config
 from shardwise.data.samples.batch import IGNORE, Batches
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.distributed.placement import of_or_whole, placements
+from shardwise.distributed.placement import placements
 from shardwise.models.blocks import Stages
 from shardwise.optim.state import weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
@@ -90,17 +90,16 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int, optimizer: ZeroRedun
 
     Of parameters that ZeRO-3 frees, copies of their parts are compared.
 
+    Args:
+        step: steps that are done.
+
     Raises:
         RunError: names the first tensor that differs and the ranks whose value is not that of most of their group.
     """
     by_group: dict[Group, list[tuple[str, Tensor]]] = {}
-    for bucket in [] if optimizer is None else optimizer.buckets:
-        if bucket.frees_values and bucket.copies.size > 1:
-            by_group.setdefault(bucket.copies, []).append(
-                (of_or_whole(bucket.parameters[0]).pieces[0].name, _digest(bucket.shard))
-            )
     for piece, _, values, is_part in weight_slices(model, optimizer, mesh.tp):
-        groups = [group for group in (Group() if is_part else mesh.replicas, piece.copies) if group.size > 1]
+        owners = optimizer.sharding.copies if is_part and optimizer is not None else mesh.replicas
+        groups = [group for group in (owners, piece.copies) if group.size > 1]
         if groups:
             digest = _digest(values)
             for group in groups:

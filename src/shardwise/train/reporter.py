@@ -20,14 +20,14 @@ from rich.text import Text
 
 from shardwise.base import units
 from shardwise.base.errors import see, visible
-from shardwise.base.hardware import peak_flops
 from shardwise.base.redaction import redacted
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, Precision
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
 from shardwise.optim.state_digest import StateHash
-from shardwise.runs.folder import RunDirectory, now
+from shardwise.planner.device_peaks import peak_flops
+from shardwise.runs.folder import RunDirectory, now, open_log
 from shardwise.train.compile.units import CapturedGraph
 from shardwise.train.evaluation import Evaluation
 from shardwise.train.experiment_trackers import ExperimentTrackers
@@ -108,8 +108,7 @@ class Reporter:
         self._consoles: list[Console] = []
         self._in_notebook = False
         if rank == 0:
-            run.log(0).parent.mkdir(parents=True, exist_ok=True)
-            self._log = run.log(0).open("a", encoding="utf-8", errors="replace", buffering=1)
+            self._log = open_log(run.log(0))
             # In a notebook rich would make a display of each line, whatever the file.
             self._in_notebook = stream is None and in_notebook()
             shown = _plain_console(sys.stdout)
@@ -132,6 +131,7 @@ class Reporter:
         epochs: str = "",
         seconds_before: float | None = None,
         totals: StartTotals | None = None,
+        went_back: bool = False,
     ) -> None:
         """Print the summary and begin the progress line.
 
@@ -141,6 +141,7 @@ class Reporter:
             epochs: text on how often the training reads its data.
             seconds_before: time of all that came before the training; None: since the process began.
             totals: totals of the stages before in this process; None in the first one.
+            went_back: this start undoes steps, as `checkpoint.resume` asks.
         """
         began = time.perf_counter()
         self._steps_before = steps_before
@@ -156,10 +157,14 @@ class Reporter:
         self._rank_file.start()
         if self._metrics is None:
             return
-        self._trackers = ExperimentTrackers(self.config, self.run, self.run.stored_id(), steps_before + 1, self.warning)
+        returns = went_back + sum(event.get("went_back") is True for event in self.run.events("start"))
+        self._trackers = ExperimentTrackers(
+            self.config, self.run, self.run.stored_id(), steps_before + 1, self.warning, returns
+        )
         self._event(
             "start",
             **self._facts(),
+            went_back=went_back,
             memory_expected_bytes=self.memory,
             steps=self.config.train.steps,
             steps_before=steps_before,
@@ -440,7 +445,8 @@ class Reporter:
                 self._log.write(f"failed: {type(error).__name__}: {text}\n")
         # Only a run without a reason so far: neither finished, nor stopped, nor failed.
         self.stop("closed")
-        for file in (self._rank_file, self._log, self._metrics, self._trackers):
+        # The trackers first: what they could not send is told in the log and the metrics.
+        for file in (self._trackers, self._rank_file, self._log, self._metrics):
             if file is not None:
                 file.close()
 

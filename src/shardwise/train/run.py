@@ -15,8 +15,9 @@ import torch
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, LostPeerError, RunError, StoppedError, listing, see
 from shardwise.base.user_code import error_text
-from shardwise.checkpoint.format.model_files import differ_in_tokens, differences
+from shardwise.checkpoint.format.model_files import differences
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
+from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, Layout, UserModelConfig, check_layout, stage_after, stages_of
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, BlendedBatches
@@ -36,9 +37,11 @@ from shardwise.train.build import (
 )
 from shardwise.train.checkpoint_choice import goes_back
 from shardwise.train.compile.run_graphs import RunGraphs
+from shardwise.train.garbage import SteppedCollection
 from shardwise.train.generation import draw_sample
 from shardwise.train.memory import fitted_to_devices, out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
+from shardwise.train.observers import Observer
 from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import (
@@ -85,8 +88,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
             if isinstance(stage, _Turn):
                 turn = stage
                 continue
-            stopped_by = _train(stage)
-            turn = _end_stage(stage, stopped_by)
+            turn = _end_stage(stage, _train(stage))
         if not turn.is_last:
             del stage
             _forget_model()
@@ -100,7 +102,8 @@ def _train(stage: _OpenedStage) -> str | None:
     config = stage.opened.config
     trainer = stage.trainer
     observers = build_observers(config, trainer, stage.reporter, stage.checkpoints, stage.graphs)
-    with closing(Trace.of(config, trainer.mesh, stage.reporter.run)) as trace:
+    with closing(Trace.of(config, trainer.mesh, stage.reporter.run)) as trace, SteppedCollection() as garbage:
+        observers.insert(0, Observer(1, garbage.after_step))
         return trainer.run(observers, stage.checkpoints, trace.step)
 
 
@@ -301,6 +304,7 @@ def _begin(
         epochs=trainer.feed.batches.epochs(opened.progress.end_position(config)),
         seconds_before=None if turn.began is None else time.perf_counter() - turn.began,
         totals=turn.totals,
+        went_back=resumed is not None and goes_back(config, resumed.manifest),
     )
     reporter.message(f"data: {opened.data.summary}")
     _warn_of_repeats(trainer.feed.batches, opened.progress.end_position(config), reporter)
@@ -399,7 +403,6 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
 def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
     """Tell what a run that begins has changed, and from which weights it begins."""
     weights = opened.weights
-    tokenizer = opened.data.tokenizer_path
     changes = opened.folder.changes
     # Rank 0 alone prints: no other rank reads the configuration of the weights, which may be far away.
     if weights is not None and opened.mesh.world.rank == 0:
@@ -408,11 +411,9 @@ def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
     if weights is None:
         return
     reporter.message(f"weights: those of {weights}")
-    if tokenizer is not None and weights.is_local and differ_in_tokens(weights.local(), tokenizer):
-        reporter.warning(
-            f"the tokenizer of the data has other ids than that of the loaded weights ({weights}): to keep "
-            f"what they learned, set data.tokenizer={weights}"
-        )
+    warning = other_tokenizer_text(weights, opened.data.tokenizer_path)
+    if warning is not None:
+        reporter.warning(warning)
 
 
 def _tell_memory(reporter: Reporter, shortage: str | None, choice: str | None) -> None:

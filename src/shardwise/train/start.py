@@ -14,6 +14,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
 from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
+from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, earlier_run, record_owner
 from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
@@ -44,7 +45,7 @@ class RunFolder:
         key: text that tells this folder from copies of it, which may have the same id.
         checkpoints: checkpoints that the run can continue from.
         changes: keys whose values differ from those of the earlier run of this folder, one line each.
-        notes: remarks for the user on files of the earlier run that were rebuilt.
+        notes: remarks for the user on files of the earlier run that were rebuilt, and on trackers.
         batch_note: remark on a global batch that is kept from the earlier run; None where the configured one is used.
         began: steps that were done when each earlier start of the run began to train.
         former_steps: `train.steps` of the earlier run of this folder; None where there was none.
@@ -101,9 +102,9 @@ def open_run(
         ConfigError: one of them is wrong; on every rank.
     """
     # Before the folder: data that are refused must leave no folder that looks like that of a run.
-    data = while_others_wait(lambda: prepare(config), mesh.world)
-    sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
     weights = _find_weights(config, mesh)
+    data = while_others_wait(lambda: prepare(with_model_tokenizer(config, weights)), mesh.world)
+    sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
     base_model = _base_model(config)
     folder, companions = _open_folder(config, run_path, recipe, mesh, weights, data.tokenizer_path)
@@ -170,19 +171,19 @@ def _open(
     earlier = earlier_run(directory, config)
     stored = None if earlier is None else earlier.config
     run_id = None if earlier is None else earlier.id
-    require_trackers(config)
+    tracker_notes = require_trackers(config)
     # Before anything is written: a folder that is refused must not look like that of a run.
     checkpoints = find_checkpoints(config, directory, stored, run_id)
     companions = _companions(config, checkpoints, stored, weights, tokenizer)
     directory.create()
     changes: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes = tracker_notes
     batch_note = None
     former_steps = None
     if earlier is not None:
         former_steps = earlier.config["train"]["steps"]
         changes = tuple(resume_changes(earlier.config, resolved))
-        notes = earlier.notes
+        notes += earlier.notes
         batch_note = kept_batch_note(earlier.config, config)
     if checkpoints.original is not None:
         run_id = uuid.uuid4().hex

@@ -20,6 +20,7 @@ from shardwise.optim.learning_rate import rate_at, schedule_points
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import bubble, simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
+from shardwise.planner.device_peaks import peak_flops
 from shardwise.planner.memory import (
     checkpoint_bytes,
     expected_memory,
@@ -569,7 +570,7 @@ def _utilization(config: Config, device_name: str, precision: Precision) -> str:
     flops = parameter_counts.flops_per_token(config.model, length, config.data.predictions(length))
     if flops is None:
         return "not known for a model of your own"
-    peak = hardware.peak_flops(device_name, precision.parameter)
+    peak = peak_flops(device_name, precision.parameter)
     if peak is None:
         kind = "CPU" if device_name.startswith("cpu") else "device"
         return f"not shown: the peak FLOP/s of this {kind} is unknown"

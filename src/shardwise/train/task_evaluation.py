@@ -70,10 +70,25 @@ class ShardedLM(TemplateLM):  # type: ignore[misc]
         return self._tokenizer.encode_prompt(string) if add_special_tokens else self._tokenizer.encode(string).tolist()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        for request in requests:
+            if not any(request.args):
+                self._require_scorable(request.args, [], [])
         return list(super().loglikelihood(requests, disable_tqdm=True))
 
     def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: object) -> list[Any]:
+        for texts, context, targets in requests:
+            self._require_scorable(texts, context, targets)
         return self._model.scores([self._request(context, targets) for _, context, targets in requests])
+
+    def _require_scorable(self, texts: tuple[str, str], context: list[int], targets: list[int]) -> None:
+        """Refuse what `--model hf` refuses: its score would be that of other tokens."""
+        if context and 0 < len(targets) <= self._longest:
+            return
+        raise ConfigError(
+            f"a continuation in evaluation.tasks ({len(targets)} tokens: {texts[1][:40]!r}) must have at least 1 token "
+            f"and at most as many as the model reads ({self._longest:,}), after at least 1 token ({len(context)} "
+            f"tokens: {texts[0][-40:]!r}): leave its document or its task out"
+        )
 
     def _request(self, context: list[int], targets: list[int]) -> ScoreRequest:
         # What the model cannot read is cut off at the left; the last token is only predicted.
@@ -103,7 +118,8 @@ class ShardedLM(TemplateLM):  # type: ignore[misc]
         settings = ContinuationSettings.of(generation_kwargs)
         # The prompt leaves room for all new tokens.
         prompt = self.tok_encode(context)[-(self._longest - settings.max_tokens) :] or [self.prefix_token_id]
-        return TextRequest(prompt, settings.max_tokens, settings.until, settings.temperature, settings.top_p)
+        sampling = (settings.temperature, settings.top_p, settings.top_k)
+        return TextRequest(prompt, settings.max_tokens, settings.until, *sampling)
 
 
 def evaluate_tasks(

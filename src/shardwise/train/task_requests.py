@@ -21,6 +21,7 @@ from shardwise.config import ParallelConfig
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.random_bits import hashed
 from shardwise.models.blocks import Stages
 from shardwise.models.causal import CausalLM
 from shardwise.pipeline.stages import relay
@@ -30,7 +31,7 @@ _Result = TypeVar("_Result")
 _NO_REQUESTS: Sequence[Any] = ()
 """What rank 0 sends once there are no more requests."""
 _SEED = 1234
-"""Seed of the tokens that a task wants to be drawn."""
+"""Seed of the tokens that a task wants to be drawn, with the request's number: a task may repeat a request."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class TextRequest:
         max_tokens: new tokens at most.
         until: texts, each of which ends the continuation where it is complete.
         temperature: temperature of `Sampler`.
-        top_p: sum of the kept probabilities of `Sampler`.
+        top_p, top_k: likeliest tokens that `Sampler` keeps.
     """
 
     prompt: Sequence[int]
@@ -75,6 +76,7 @@ class TextRequest:
     until: Sequence[str]
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
 
 
 class TaskModel:
@@ -198,16 +200,17 @@ class TaskModel:
     def _answer_texts(self, requests: Sequence[TextRequest]) -> list[str]:
         if self._in_step:
             # Continuations have different lengths: each replica draws all of them.
-            return [self._continue(request) for request in requests]
+            return [self._continue(request, number) for number, request in enumerate(requests)]
         replicas = self._mesh.replicas
-        local = [self._continue(request) for request in requests[replicas.rank :: replicas.size]]
+        numbers = range(replicas.rank, len(requests), replicas.size)
+        local = [self._continue(requests[number], number) for number in numbers]
         by_replica = collectives.all_gather_objects(local, replicas)
         return [by_replica[number % replicas.size][number // replicas.size] for number in range(len(requests))]
 
-    def _continue(self, request: TextRequest) -> str:
-        """The continuation of one prompt, on all ranks of a replica."""
+    def _continue(self, request: TextRequest, number: int) -> str:
+        """The continuation of the request of this number, on all ranks of a replica."""
         assert isinstance(self._model, Generator | Stages), "the caller has refused other models"
-        sampler = Sampler(request.temperature, request.top_p, _SEED)
+        sampler = Sampler(request.temperature, request.top_p, hashed(_SEED, number), top_k=request.top_k)
         tokens: list[int] = []
         for token in generate(
             self._model,

@@ -18,7 +18,7 @@ from shardwise.optim.learning_rate import learning_rate
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.train.evaluator import Evaluator
 from shardwise.train.feed import Feed
-from shardwise.train.garbage import SteppedCollection
+from shardwise.train.model_checks import check_replicas
 from shardwise.train.observers import Observer, observe
 from shardwise.train.passes import Passes
 from shardwise.train.saving import Checkpoints
@@ -76,17 +76,29 @@ class Trainer:
         """
         first = self.progress.step + 1
         last = end_of_stage(self.config, self.progress.step)
-        with closing(self.feed), self.passes.gathers_behind_forward(), SteppedCollection() as garbage:
+        with closing(self.feed), self.passes.gathers_behind_forward():
+            # Whatever made the weights: ranks that begin with others would train another model.
+            self.compare_replicas()
             if self.config.train.eval_every and not self.progress.step:
                 self.evaluator.before_steps()
             for step in range(first, last + 1):
                 with traced(step):
                     record = self.step(checkpoints.flags)
-                garbage.after_step()
                 observe(observers, record, is_last=step == last)
                 if checkpoints.stopped_by is not None and step < last:
                     return checkpoints.stopped_by
         return None
+
+    def compare_replicas(self, *_: object) -> None:
+        """Compare the copies of parameters over ranks. Collective.
+
+        Raises:
+            RunError: they differ.
+        """
+        self.progress.phase = "comparison of replicas"
+        # Parameters that are still under way would differ without a fault.
+        self.optimizer.gathers.wait()
+        check_replicas(self.model, self.mesh, self.progress.step, self.optimizer)
 
     def step(self, rank_flags: Callable[[], Sequence[float]] | None = None) -> StepRecord:
         """One optimizer step on the next global batch.

@@ -40,17 +40,24 @@ def choose_stretch(run: RunDirectory, config: Config, first: int | None, last: i
     Raises:
         ConfigError: the run has no checkpoint of `first`, or no record of a step between the two.
     """
-    losses = StateRecords.of(run).losses
+    records = StateRecords.of(run)
+    losses = records.losses
     if not losses:
         raise ConfigError(f"{run.path} must have steps in {run.metrics.name}, with which a replay is compared")
     newest = max(losses)
-    begins = [0, *_saved_steps(_root(run, config))]
+    begin = records.begin or 0
+    saved = [step for step in _saved_steps(_root(run, config)) if step >= begin]
+    # The steps before a branch are those of its parent, which had other keys.
+    begins = saved if begin else [0, *saved]
     if first is None:
-        first = max(step for step in begins if step < newest)
+        first = max((step for step in begins if step < newest), default=0)
     if first not in begins:
-        raise ConfigError(
-            f"--from ({first}) must be 0 or the step of a checkpoint: {run.path} has {listing(begins[1:]) or 'none'}"
+        kinds = (
+            f"the step of a checkpoint, from {begin} on, where this branch begins"
+            if begin
+            else "0 or the step of a checkpoint"
         )
+        raise ConfigError(f"--from ({first}) must be {kinds}: {run.path} has {listing(saved) or 'none'}")
     last = newest if last is None else last
     if not first < last <= newest:
         raise ConfigError(f"--to ({last}) must be a step after {first}, and at most the last recorded one ({newest})")
@@ -100,10 +107,12 @@ def replay(run: RunDirectory, config: Config, stretch: Stretch, ranks: int | Non
         name = step_name(stretch.first)
         _link(_root(run, config) / name, target.checkpoints / name)
     values = config.recorded()
-    values["train"] |= {"stop_after": stretch.last - stretch.first, "eval_every": 0, "skip_batches": 0}
-    values["checkpoint"] |= {
-        "path": None, "resume": "auto", "every": 0, "every_minutes": None, "keep": None, "memory_every": 0,
-    }  # fmt: skip
+    values["train"] |= {"stop_after": stretch.last - stretch.first, "eval_every": 0}
+    values["checkpoint"] |= {"path": None, "every": 0, "every_minutes": None, "keep": None, "memory_every": 0}
+    # The run may have gone back to this very step, and left out batches after it.
+    if config.checkpoint.resume != stretch.first:
+        values["train"]["skip_batches"] = 0
+        values["checkpoint"]["resume"] = "auto"
     values["log"] |= {
         "every": 1, "state_hash_every": 1, "tensorboard": False, "trackers": [], "sample_tokens": 0, "profile": None,
     }  # fmt: skip

@@ -83,39 +83,6 @@ def test_neuron_cores(
     assert hardware.accelerators(devices(tmp_path, "neuron0", "neuron1"), tmp_path / "sys") == ("neuron", expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "bfloat16", "float32"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
-        ("NVIDIA H100 80GB HBM3", 989.5e12, 67e12),
-        ("NVIDIA H100 PCIe", 756.5e12, 51.2e12),
-        ("NVIDIA H100 NVL", 835.5e12, 60e12),
-        ("NVIDIA H200", 989.5e12, 67e12),
-        ("NVIDIA GH200 480GB", 989.5e12, 67e12),
-        ("NVIDIA B200", 2250e12, 75e12),
-        ("NVIDIA L4", 121e12, 30.3e12),
-        ("NVIDIA L40S", 362e12, 91.6e12),
-        ("NVIDIA A10", 125e12, 31.2e12),
-        ("NVIDIA A10G", 70e12, 35e12),
-        ("Tesla V100-SXM2-16GB", None, 15.7e12),
-        ("trn1", 95e12, 23.75e12),
-        ("trn2", 166.75e12, 45.25e12),
-    ],
-)
-def test_published_peaks(name: str, bfloat16: float | None, float32: float) -> None:
-    assert hardware.peak_flops(name, "bfloat16") == (None if bfloat16 is None else pytest.approx(bfloat16))
-    assert hardware.peak_flops(name, "float32") == pytest.approx(float32)
-
-
-@pytest.mark.parametrize("name", ["cpu", "", "NVIDIA H1000", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "AMD Instinct"])
-def test_an_unknown_peak_is_none(name: str) -> None:
-    assert hardware.peak_flops(name, "bfloat16") is None
-
-
-def test_an_unknown_dtype_has_no_peak() -> None:
-    assert hardware.peak_flops("NVIDIA H100", "float8") is None
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")
 def test_cpus_are_those_of_the_affinity_mask() -> None:
     before = os.sched_getaffinity(0)

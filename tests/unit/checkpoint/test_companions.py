@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.companions import Companions, find_companions, model_files
 from shardwise.checkpoint.format.model_files import files_beside_weights
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, UserModelConfig, data_from, load_config
+from shardwise.config import Config, UserModelConfig, config_from, data_from, load_config
 from shardwise.data import hub
 from shardwise.data.cache import tokenizer_digest
 from shardwise.data.hub import BESIDE_WEIGHTS
@@ -112,7 +113,88 @@ def test_fault_09_data_of_tokens_keep_the_weights_tokenizer(tmp_path: Path) -> N
     described = json.loads(files.pop("config.json"))
     assert {name: described[name] for name in IDS} == IDS
     there = {file.name: file.read_bytes() for file in weights.iterdir() if file.name != "config.json"}
+    settings = [json.loads(beside.pop("tokenizer_config.json")) for beside in (files, there)]
+    inputs = {"model_input_names": ["input_ids", "attention_mask"]}
+    assert settings[0] == {**settings[1], **inputs, "tokenizer_class": "PreTrainedTokenizerFast"}
     assert files == there
+
+
+# The split of cl100k, as OLMo 2 and 3 have it.
+SPLITTING = [
+    {
+        "type": "Split",
+        "pattern": {
+            "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+            r"\s*[\r\n]+|\s+(?!\S)|\s+"
+        },
+        "behavior": "Isolated",
+        "invert": False,
+    },
+    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+]
+MIXED = "It's 1234567 o'clock,  two  spaces\n\n\tand DON'T 99 über-naïve 修道士!!! "
+MODEL_TYPES = ["gpt2", "gpt_neox", "llama", "mistral", "qwen3", "smollm3", "gemma3_text", "olmo2", "olmo3"]
+
+
+@pytest.mark.parametrize("where", ["data", "weights"])
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizerFast", "LlamaTokenizer", None])
+def test_transformers_gets_the_ids_of_the_training(tmp_path: Path, name: str | None, where: str) -> None:
+    """From the tokenizer of the data, and from that of loaded weights where the data are tokens."""
+    own = tmp_path / "own"
+    train_tokenizer([MIXED * 60], 305, "text").save(own)
+    described = json.loads((own / "tokenizer.json").read_text())
+    described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": SPLITTING}
+    (own / "tokenizer.json").write_text(json.dumps(described))
+    (own / "special_tokens_map.json").unlink()
+    settings = {"eos_token": "<|endoftext|>", **({} if name is None else {"tokenizer_class": name})}
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = Tokenizer.load(own).encode(MIXED * 3).tolist()
+    model = load_config("llama2-tiny").model
+    if where == "weights":
+        files = model_files(model, torch.float32, None, find_companions(run_of(), Root.of(own), None))
+    else:
+        export_user_tokenizer(str(own), Tokenizer.load(own), tmp_path / "kept")
+        files = model_files(model, torch.float32, tmp_path / "kept")
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    for model_type in MODEL_TYPES:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        theirs = AutoTokenizer.from_pretrained(folder)
+        assert theirs(MIXED * 3, add_special_tokens=False)["input_ids"] == expected, model_type
+        assert "token_type_ids" not in theirs("a"), "GPT-2 would add an embedding of them"
+        assert theirs.eos_token == "<|endoftext|>"
+
+
+QWEN2: dict[str, Any] = {
+    "family": "qwen2",
+    "vocab_size": 305,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def test_a_tokenizer_that_transformers_splits_otherwise_is_named(tmp_path: Path) -> None:
+    """Whatever the files say, transformers takes the class of Qwen 2 for this model type."""
+    own = tmp_path / "own"
+    train_tokenizer([MIXED * 60], 305, "text").save(own)
+    train = {"steps": 1, "global_batch": 1, "sequence_length": 8}
+    run = config_from({"model": QWEN2, "train": train, "optimizer": {"lr": 1.0}})
+    (note,) = find_companions(run, None, own).notes
+    assert note.startswith("AutoTokenizer of transformers 5 splits text for model_type qwen2 by rules of its own")
+    (own / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    ids = [opener.from_pretrained(own)(MIXED)["input_ids"] for opener in (AutoTokenizer, PreTrainedTokenizerFast)]
+    ours = Tokenizer.load(own).encode(MIXED).tolist()
+    assert [found == ours for found in ids] == [False, True]
+    described = json.loads((own / "tokenizer.json").read_text())
+    rebuilt = json.loads(AutoTokenizer.from_pretrained(own).backend_tokenizer.to_str())
+    steps = {step: rebuilt[step] for step in ("normalizer", "pre_tokenizer")}
+    (own / "tokenizer.json").write_text(json.dumps({**described, **steps}))
+    assert find_companions(run, None, own).notes == ()
 
 
 def test_fault_09_what_is_a_key_of_the_model_stays_the_models() -> None:

@@ -127,6 +127,16 @@ FOUND: dict[str, tuple[str, Callable[[Weights], Weights]]] = {
         with_copy("lm_head.weight", "gpt_neox.embed_in.weight"),
     ),
     "Llama of 2023": ("llama", lambda weights: weights | buffers("model.layers.{}.self_attn.rotary_emb.inv_freq")),
+    "Llama with buffers of a format that no weight has": (
+        "llama",
+        lambda weights: (
+            weights
+            | {
+                name: tensor.to(torch.complex64)
+                for name, tensor in buffers("model.layers.{}.self_attn.rotary_emb.inv_freq").items()
+            }
+        ),
+    ),
     "Llama without its head": ("llama-tied", renamed("model.", "")),
     "Llama with its tied head": ("llama-tied", with_copy("lm_head.weight", "model.embed_tokens.weight")),
     "Llama with its tied head alone": ("llama-tied", renamed("model.embed_tokens.weight", "lm_head.weight")),
@@ -180,6 +190,7 @@ def test_every_missing_unexpected_and_misshapen_tensor_in_one_error(tmp_path: Pa
         weights["model.layers.1.self_attn.k_proj.bias"] = torch.zeros(16)
         weights["model.norm.weight"] = torch.ones(31)
         weights["model.layers.0.mlp.down_proj.weight"] = torch.zeros(32, 48, dtype=torch.int8)
+        weights["model.layers.1.mlp.down_proj.weight"] = torch.ones(32, 48).to(torch.float8_e8m0fnu)
         return weights
 
     rewrite(tmp_path, damage)
@@ -189,6 +200,8 @@ def test_every_missing_unexpected_and_misshapen_tensor_in_one_error(tmp_path: Pa
         "checkpoint.load (FOLDER) has model.layers.1.self_attn.k_proj.bias [16], which the model lacks",
         "checkpoint.load (FOLDER) has score.weight [3, 32], which the model lacks",
         "checkpoint.load (FOLDER): shape of model.norm.weight [31] must be [32]",
+        "checkpoint.load (FOLDER): dtype of model.layers.1.mlp.down_proj.weight (F8_E8M0) must be float64, float32, "
+        "float16 or bfloat16: quantized weights cannot be trained",
         "checkpoint.load (FOLDER): dtype of model.layers.0.mlp.down_proj.weight (I8) must be float64, float32, float16 "
         "or bfloat16: quantized weights cannot be trained",
     ]

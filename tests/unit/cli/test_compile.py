@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "compile.options: inductor has no option max_autotunee; did you mean max_autotune?",
         ),
         (["llama2-tiny", "compile.options={max_autotune: 7}"], "compile.options: Unexpected type of attr max_autotune"),
-        (["--export", "."], "--export . must name a file, and is a folder"),
+        (["--export", "."], "--export (.) must be a file or a free name, and it is a folder"),
         (["--import", "none"], "there is no file none"),
         (["llama2-tiny", "compile.cache_gib=0"], "compile.cache_gib (0) must be greater than 0"),
     ],
@@ -71,6 +72,12 @@ def test_wrong_input_is_refused(arguments: list[str], text: str, capsys: pytest.
     err = capsys.readouterr().err
     assert text in err
     assert "Traceback" not in err
+
+
+def test_an_export_replaces_no_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["compile", "--export", str(tmp_path / "pipe")]) == 2
+    assert "pipe) must be a file or a free name, and it is a device or a pipe" in capsys.readouterr().err
 
 
 def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -16,6 +17,7 @@ from shardwise.base.errors import DataError
 from shardwise.cli import main
 from shardwise.config import check_layout, config_from, dump_yaml, load_config, parse_yaml, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.launch.stop_requests import request, requested
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.planner.communication import step_transfers, wire_bytes
@@ -146,19 +148,24 @@ def test_a_dry_run_tells_a_refused_resume_with_the_other_problems(capsys: pytest
     assert "\n- hooks.callbacks" in err
 
 
-def test_a_dry_run_looks_at_evaluation_sets_and_task_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_looks_at_evaluation_sets_task_files_and_trackers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sets = "evaluation.sets={small: {dataset: tiny}, own: {path: /nope.txt}}"
     tasks = ["evaluation.tasks=[places]", "evaluation.tasks_every=5", "evaluation.tasks_path=/nope"]
-    assert main(["train", "llama2-tiny", "--dry-run", "train.eval_every=5", sets, *tasks]) == 2
+    trackers = "log.trackers=[trackio]"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "trackio" else find_spec(name))
+    assert main(["train", "llama2-tiny", "--dry-run", "train.eval_every=5", sets, *tasks, trackers]) == 2
     captured = capsys.readouterr()
     assert "# set, small     tiny: 1 file," in captured.out
     assert "evaluation.sets.own.path (/nope.txt) does not exist" in captured.err
+    assert "log.trackers (trackio) needs the package trackio: pip install" in captured.err
     pytest.importorskip("lm_eval")
     assert "evaluation.tasks_path (/nope) must be a folder of task files (.yaml), and it is none" in captured.err
 
 
 def test_fault_07_a_dry_run_says_what_changes_beside_loaded_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("weights").mkdir()
+    train_tokenizer(["some text " * 9], 258, "text").save(Path("weights"))
     Path("weights/model.safetensors").touch()
     fields = to_hugging_face(load_config("llama2-tiny").model)
     Path("weights/config.json").write_text(json.dumps(fields))
@@ -170,6 +177,11 @@ def test_fault_07_a_dry_run_says_what_changes_beside_loaded_weights(capsys: pyte
         "\n#   changed      model.rope_theta (5000000.0) replaces that of weights/config.json (10000.0), "
         "with the same weights\n" in shown
     )
+    assert "\n# tokenizer      " in shown
+    assert "/weights: 258 tokens, of model.vocab_size (512)\n" in shown
+    train_tokenizer(["another " * 9], 258, "text").save(Path("other"))
+    assert main([*given, "data.tokenizer=other"]) == 0
+    assert "\n# warning        data.tokenizer gives other ids than" in capsys.readouterr().out
     assert "\n#   changed      model.rope_scaling ({'rope_type': 'yarn', 'factor': 4, 'original_max_" in shown
     assert main([*given, "model.rms_norm_eps=1e-3"]) == 0
     assert "\n#   changed      model.rms_norm_eps (0.001) replaces that of weights/" in capsys.readouterr().out
@@ -191,6 +203,11 @@ def test_a_dry_run_refuses_weights_that_are_not_there(
     assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=empty"]) == 2
     assert "checkpoint.load (empty) must hold model.safetensors: it is empty" in capsys.readouterr().err
     Path("empty/model.safetensors").touch()
+    assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=empty"]) == 2
+    captured = capsys.readouterr()
+    assert "checkpoint.load (empty) must hold the model's tokenizer" in captured.err
+    assert "\n# weights        empty\n" in captured.out
+    train_tokenizer(["some text " * 9], 258, "text").save(Path("empty"))
     assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=empty"]) == 0
     assert "\n# weights        empty\n" in capsys.readouterr().out
     assert main(["train", "bert-large-phase2", "--dry-run"]) == 0
@@ -201,8 +218,11 @@ def test_a_dry_run_refuses_weights_that_are_not_there(
     assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=memory://none/run"]) == 2
     assert "checkpoint.load (memory://none/run) must be a checkpoint or hold checkpoints" in capsys.readouterr().err
     monkeypatch.setattr("shardwise.checkpoint.storage.checkpoint_folders.find", lambda wanted: "hub")
+    monkeypatch.setattr("shardwise.data.hub.find", lambda wanted: "hub")
     assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=owner/name"]) == 0
-    assert "\n# weights        owner/name: on the hub, fetched when the run starts\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\n# weights        owner/name: on the hub, fetched when the run starts\n" in shown
+    assert "\n# tokenizer      owner/name: on the hub, fetched when the run starts\n" in shown
     Path("mine.yaml").write_text(recipe_text("bert-large-phase2"))
     assert main(["train", "mine.yaml", "--dry-run"]) == 2
     assert f"checkpoint.load ({awaited}) must be a folder with weights" in capsys.readouterr().err

@@ -146,11 +146,11 @@ def test_fault_05_ratios_are_clipped_only_where_there_are_some() -> None:
 def test_the_host_updates_no_whole_tensors_and_rounds_to_the_nearest(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer.offload \(true\) must be false with optimizer.name {name}"):
         load_config("llama2-tiny", [f"optimizer.name={name}", "optimizer.offload=true"])
-    rounding = ["precision.mode=bfloat16", "precision.rounding=stochastic", "optimizer.offload=true"]
-    with pytest.raises(
-        ConfigError, match=r"optimizer.offload \(true\) must be false with precision.rounding stochastic"
-    ):
-        check_layout(load_config("llama2-tiny", rounding), 1)
+    refused = r"optimizer.offload \(true\) must be false with precision.rounding stochastic"
+    for rounding in (["precision.rounding=stochastic"], []):  # which is the default of the mode
+        config = load_config("llama2-tiny", ["precision.mode=bfloat16", "optimizer.offload=true", *rounding])
+        with pytest.raises(ConfigError, match=refused):
+            check_layout(config, 1)
 
 
 @pytest.mark.parametrize(

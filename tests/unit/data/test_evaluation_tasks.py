@@ -73,9 +73,14 @@ def test_libraries_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     ("line", "problem"),
     [
         (
-            'generation_kwargs: {until: ["e"], num_beams: 4, do_sample: true, top_k: 3, max_gen_toks: 9}',
-            "generation_kwargs of evaluation.tasks (writing) must be until, max_gen_toks, do_sample, temperature and "
-            "top_p at most, and not num_beams and top_k",
+            'generation_kwargs: {until: ["e"], num_beams: 4, temperature: 1, min_p: 0.1, max_gen_toks: 9}',
+            "generation_kwargs of evaluation.tasks (writing) must be until, max_gen_toks, do_sample, temperature, "
+            "top_p and top_k at most, and not num_beams and min_p",
+        ),
+        (
+            "generation_kwargs: {do_sample: true, top_k: 3, max_gen_toks: 9}",
+            "do_sample of evaluation.tasks (writing) needs a temperature (0.0) above 0, a top_p (1.0) above 0 and at "
+            "most 1, and a top_k (3) of at least 0 in its generation_kwargs",
         ),
         (
             "generation_kwargs: {max_gen_toks: 512}",

@@ -1,6 +1,8 @@
 """`shardwise checkpoint export --push` through the hub's own protocol, and why it is refused."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +36,19 @@ def test_an_export_is_uploaded_whole_and_private(tmp_path: Path, site: Site) -> 
     exported = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {"README.md", "config.json", "model.safetensors"} <= exported.keys()
     assert site.uploaded == {"acme/mine": exported}
+
+
+def test_many_files_are_one_commit(tmp_path: Path, site: Site) -> None:
+    (tmp_path / "out").mkdir()
+    files = {f"part-{number}.txt": b"%d" % number for number in range(260)}
+    for name, content in files.items():
+        (tmp_path / "out" / name).write_bytes(content)
+    program = "import pathlib, shardwise.data.hub_upload as h; h.upload(pathlib.Path('out'), 'acme/mine', 'a model')"
+    variables = {**os.environ, **user_of(site.address, str(tmp_path / "hf")), "HF_TOKEN": TOKEN}
+    variables["HF_HUB_DISABLE_XET"] = "0"  # as installed; small files need no server of it
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=variables, check=True)
+    assert site.uploaded == {"acme/mine": files}
+    assert sum(request.endswith("/commit/main") for request in site.requests) == 1
 
 
 def test_without_a_token_nothing_is_written(tmp_path: Path, site: Site) -> None:

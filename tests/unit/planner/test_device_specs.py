@@ -41,7 +41,7 @@ network: {gb_per_second: 50, latency_us: 10, topology: rail}
 def test_every_figure_has_a_source(name: str) -> None:
     device = load_device(name)
     shares = (device.fp8, device.fp8_matmul_share, device.mxfp8_matmul_share, device.watts)
-    given = sum(share is not None for share in shares) + (device.fp8_backward_share < 1)
+    given = sum(share is not None for share in shares) + (device.fp8_backward_share < 1) + (device.per_chip > 1)
     assert len(device.sources) == 11 + given + len(device.constants)
     assert all(source for _, source in load_device(name).sources)
 
@@ -59,7 +59,7 @@ def test_a_file_may_have_a_price_and_a_rate_of_fp8(tmp_path: Path) -> None:
     for price, message in (
         (
             "-1",
-            r"price_per_hour \(-1\) must be a price of a device for an hour, .*, such as 2\.50 USD",
+            r"price_per_hour \(-1\) must be a price of a device, a chip or a node for an hour, .* '40 USD/node'",
         ),
         ("2.5", r"price_per_hour \(2\.5\) must name its currency, as in '2\.5 USD'"),
         ("2.5 dollars", r"price_per_hour \(2\.5 dollars\) must be a price"),
@@ -67,6 +67,10 @@ def test_a_file_may_have_a_price_and_a_rate_of_fp8(tmp_path: Path) -> None:
         path.write_text(f"{OWN}price_per_hour: {price}\n")
         with pytest.raises(ConfigError, match=message):
             load_device(str(path))
+    path.write_text(f"{OWN}price_per_hour: 0.3351 USD/chip\ndevices_per_chip: 4\n")
+    path.write_text(described(load_device(str(path)), {"matmul": 1.0}, "measured"))
+    described_device = load_device(str(path))
+    assert (described_device.price, described_device.per_chip) == (Price(0.3351, "USD", "chip"), 4)
     path.write_text(f"{OWN}watts: -1\n")
     with pytest.raises(ConfigError, match=r"watts \(-1\) must be a number from 0 to 100,000"):
         load_device(str(path))

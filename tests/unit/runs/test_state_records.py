@@ -28,13 +28,15 @@ NAMES = {"names": {"model": ["a", "b"]}}
 def test_steps_that_were_undone_are_left_out(tmp_path: Path) -> None:
     found = records(
         tmp_path / "run",
-        {"event": "start", "ranks": 2},
+        {"event": "start", "ranks": 2, "steps_before": 0},
         step(1, 4.0),
         state(1, "one", "0000000011111111", **NAMES),
         step(2, 3.0),
         state(2, "two", "0000000022222222"),
-        {"event": "start", "ranks": 4},
-        {"event": "resume", "step": 1},
+        {"event": "start", "ranks": 2, "steps_before": 2},
+        {"event": "resume", "step": 2, "changes": ["optimizer.lr 1 → 2"]},
+        {"event": "start", "ranks": 4, "steps_before": 1},
+        {"event": "resume", "step": 1, "changes": ["parallel.tensor 1 → 2"]},
         step(2, 2.5),
     )
     assert found.losses == {1: 4.0, 2: 2.5}
@@ -42,6 +44,9 @@ def test_steps_that_were_undone_are_left_out(tmp_path: Path) -> None:
     assert list(found.hashes) == [1]
     assert found.hashes[1].tensors == {"model/a": "00000000", "model/b": "11111111"}
     assert found.ranks == 4
+    assert found.begin == 0
+    # The first of them has been in force since the second.
+    assert found.changes == [(1, "optimizer.lr 1 → 2"), (1, "parallel.tensor 1 → 2")]
 
 
 def test_a_difference_names_its_tensors(tmp_path: Path) -> None:

@@ -40,14 +40,19 @@ def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p(top_p: float, kept: s
         assert abs(found[token] - float(P[token]) / total) < 0.05
 
 
-def test_the_nucleus_is_that_of_transformers() -> None:
-    from transformers import TopPLogitsWarper
+@pytest.mark.parametrize("top_k", [1, 7, 50, 60])
+def test_the_kept_tokens_are_those_of_transformers(top_k: int) -> None:
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+    text = torch.zeros(1, 1, dtype=torch.long)
     for seed in range(20):
         logits = torch.randn(50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
-        theirs = TopPLogitsWarper(0.7)(torch.zeros(1, 1, dtype=torch.long), logits[None])[0]
+        theirs = TopPLogitsWarper(0.7)(text, TopKLogitsWarper(top_k)(text, logits[None]))[0]
+        sampler = Sampler(1.0, 0.7, seed, top_k=top_k)
+        kept = set((~torch.isinf(theirs)).nonzero().flatten().tolist())
+        assert {sampler.draw(logits) for _ in range(500)} <= kept
         ours = Sampler(1.0, 0.7)._likeliest(torch.log_softmax(logits, dim=0))
-        assert torch.equal(torch.isinf(ours), torch.isinf(theirs))
+        assert top_k < 50 or torch.equal(torch.isinf(ours), torch.isinf(theirs))
 
 
 def test_draws_are_a_function_of_the_seed() -> None:

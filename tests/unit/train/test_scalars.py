@@ -25,19 +25,24 @@ from tests.unit.train.test_report import config, record, reporter
 
 SECRET = "s3://me:hunter2@bucket/text"
 SCRIPT = """
+import json
 import sys
 from pathlib import Path
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from tests.unit.train.test_scalars import tracked
 told = []
-for _ in range(int(sys.argv[3])):
-    curves = ExperimentTrackers(tracked(), RunDirectory(Path(sys.argv[1])), "0123456789abcdef", 1, told.append)
-    for step in (1, 2):
-        curves.add(step, {"train": {"loss": 3.0 / step, "mfu": None}})
+for number, (id_, first, last, returns) in enumerate(json.loads(sys.argv[3])):
+    curves = ExperimentTrackers(tracked(), RunDirectory(Path(sys.argv[1])), id_, first, told.append, returns)
+    for step in range(first, last + 1):
+        curves.add(step, {"train": {"loss": 3.0 / step + number, "mfu": None}})
     curves.close()
-print(told)
+print(*told)
 """
+ID = "0123456789abcdef"
+OTHER = "fedcba9876543210"
+STARTS = [(ID, 1, 2, 0), (ID, 2, 3, 0), (ID, 2, 3, 1), (ID, 4, 4, 1), (OTHER, 1, 1, 0)]
+"""A run that does a step again after a crash, goes back, and continues; another run in a folder of the same name."""
 
 
 def tracked() -> Config:
@@ -45,40 +50,62 @@ def tracked() -> Config:
     return chosen.model_copy(update={"data": chosen.data.model_copy(update={"path": SECRET})})
 
 
-def test_trackers_record_the_curve_and_no_secret(tmp_path: Path) -> None:
+def test_wandb_records_the_curve_and_no_secret(tmp_path: Path) -> None:
+    """W&B has no key here, so it records in the run's folder; a variable names its project."""
     pytest.importorskip("wandb")
-    pytest.importorskip("trackio")
-    run = tmp_path / "runs/one"
-    run.mkdir(parents=True)
-    variables = {**os.environ, "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
-    variables |= {"WANDB_CONFIG_DIR": str(tmp_path), "WANDB_CACHE_DIR": str(tmp_path)}
-    record_with("wandb,trackio", run, variables)
-    with sqlite3.connect(tmp_path / "trackio/shardwise.db") as base:
-        rows = base.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
-    base.close()
-    assert [(name, step, json.loads(values)["train/loss"]) for name, step, values in rows] == [
-        ("one", 1, 3.0),
-        ("one", 2, 1.5),
-    ]
-    (written,) = run.glob("wandb/offline-run-*/*.wandb")
-    assert b"train/loss" in written.read_bytes()
+    record_with("wandb", tmp_path, [(ID, 1, 2, 0), (ID, 2, 3, 1)], WANDB_PROJECT="ours")
+    first, second = sorted((tmp_path / "runs/one/wandb").glob("offline-run-*/*.wandb"), key=lambda path: len(path.name))
+    assert (first.name, second.name) == (f"run-{ID}.wandb", f"run-{ID}-2.wandb")
+    for written in (first, second):
+        assert b"train/loss" in written.read_bytes()
+        assert b"ours" in written.read_bytes()
     require_no_secret(tmp_path)
 
 
-def test_mlflow_records_the_curve_and_continues_its_run_after_a_resume(tmp_path: Path) -> None:
+def test_wandb_records_in_the_folder_where_its_server_is_away(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    away = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
+    told = record_with("wandb", tmp_path, [(ID, 1, 2, 0)], **away)
+    assert told.startswith("log.trackers: wandb cannot record on its server, so it records in the run's folder, and")
+    (written,) = (tmp_path / "runs/one/wandb").glob("offline-run-*/*.wandb")
+    assert b"train/loss" in written.read_bytes()
+
+
+def test_trackio_continues_its_own_run_alone(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    record_with("trackio", tmp_path, STARTS)
+    assert trackio_rows(tmp_path) == [
+        ("one-01234567", 1, 3.0),
+        ("one-01234567", 2, 1.5),
+        ("one-01234567", 3, 2.0),
+        ("one-01234567-2", 2, 3.5),
+        ("one-01234567-2", 3, 3.0),
+        ("one-01234567-2", 4, 3.75),
+        ("one-fedcba98", 1, 7.0),
+    ]
+    require_no_secret(tmp_path)
+
+
+def test_mlflow_has_each_step_of_a_curve_once(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
-    run = tmp_path / "runs/one"
-    run.mkdir(parents=True)
     store = tmp_path / "store"
-    variables = {**os.environ, "MLFLOW_TRACKING_URI": store.as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
-    record_with("mlflow", run, variables, starts=2)
-    (metric,) = store.glob("*/*/metrics/train/loss")  # one experiment, one run
-    assert [line.split()[1:] for line in metric.read_text().splitlines()] == [["3.0", "1"], ["1.5", "2"]] * 2
-    recorded = metric.parents[2]
-    assert (recorded / "tags/mlflow.runName").read_text() == "one"
-    assert (recorded / "params/optimizer.lr").read_text() == str(config().optimizer.lr)
-    assert not list(recorded.glob("params/launch*"))
-    assert not list(recorded.glob("tags/mlflow.source*"))
+    record_with("mlflow", tmp_path, STARTS, MLFLOW_TRACKING_URI=store.as_uri(), MLFLOW_ALLOW_FILE_STORE="true")
+    found = {}
+    for metric in store.glob("*/*/metrics/train/loss"):
+        tags = metric.parents[2] / "tags"
+        rows = [tuple(line.split()[1:]) for line in metric.read_text().splitlines()]
+        found[(tags / "shardwise.run").read_text()] = (tags, rows)
+    assert {key: rows for key, (_, rows) in found.items()} == {
+        ID: [("3.0", "1"), ("1.5", "2"), ("2.0", "3")],
+        f"{ID}-2": [("3.5", "2"), ("3.0", "3"), ("3.75", "4")],
+        OTHER: [("7.0", "1")],
+    }
+    tags = found[ID][0]
+    assert (found[f"{ID}-2"][0] / "mlflow.parentRunId").read_text() == tags.parent.name
+    assert [(found[key][0] / "mlflow.runName").read_text() for key in (ID, f"{ID}-2")] == ["one", "one-2"]
+    assert (tags.parent / "params/optimizer.lr").read_text() == str(config().optimizer.lr)
+    assert not list(tags.parent.glob("params/launch*"))
+    assert not list(tags.glob("mlflow.source*"))
     require_no_secret(tmp_path)
 
 
@@ -95,7 +122,7 @@ def test_a_server_that_fails_is_told_at_the_next_step(monkeypatch: pytest.Monkey
                 raise OSError("http://me:hunter2@host refuses")
 
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))
-    entities = SimpleNamespace(Metric=lambda *facts: facts, Param=lambda *facts: facts)
+    entities = SimpleNamespace(Metric=lambda *facts: SimpleNamespace(step=facts[3]), Param=lambda *facts: facts)
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     told: list[str] = []
     chosen: Any = config(tensorboard=False, trackers=["mlflow"])
@@ -112,11 +139,23 @@ def test_a_server_that_fails_is_told_at_the_next_step(monkeypatch: pytest.Monkey
     assert "hunter2" not in text
 
 
-def record_with(trackers: str, run: Path, variables: dict[str, str], starts: int = 1) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(run), trackers, str(starts)]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+def record_with(trackers: str, at: Path, starts: list[Any], **variables: str) -> str:
+    """Record some starts of a run in a process without a key; returns what it tells."""
+    run = at / "runs/one"
+    run.mkdir(parents=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW", "TRACKIO"))}
+    kept |= {"HOME": str(at), "TRACKIO_DIR": str(at / "trackio"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(run), trackers, json.dumps(starts)]
+    done = subprocess.run(command, env=kept | variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "[]\n", "nothing but what is said of a failure is printed"
+    return done.stdout.strip()
+
+
+def trackio_rows(at: Path) -> list[tuple[str, int, float]]:
+    with sqlite3.connect(at / "trackio/shardwise.db") as base:
+        rows = base.execute("SELECT run_name, step, metrics FROM metrics ORDER BY run_name, step").fetchall()
+    base.close()
+    return [(name, step, json.loads(values)["train/loss"]) for name, step, values in rows]
 
 
 def require_no_secret(folder: Path) -> None:
@@ -141,11 +180,51 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypa
     assert "hunter2" not in told[0]
 
 
+def test_a_return_to_an_earlier_step_counts_for_all_later_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an error at the end is told in the run's files."""
+
+    class Failing:
+        def __init__(self, _name: str, run: Any, _warn: Any) -> None:
+            found.append(run.key)
+
+        def finish(self) -> None:
+            raise TimeoutError("no answer")
+
+    found: list[str] = []
+    monkeypatch.setattr(experiment_trackers, "_start_tracker", Failing)
+    directory = RunDirectory(tmp_path / "run").create()
+    key = directory.id(ID * 2)
+    for went_back in (False, True, False, True):
+        made, _ = reporter(tmp_path, config(tensorboard=False, trackers=["wandb"]))
+        with made:
+            made.start(went_back=went_back)
+    assert found == [key, f"{key}-2", f"{key}-2", f"{key}-3"]
+    told = [event["text"] for event in directory.events("warning")]
+    assert told == ["log.trackers: wandb failed and records no more of this run (no answer)"] * 4
+
+
 def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment_trackers.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"^log\.trackers \(trackio\) needs the package trackio: pip install 'shard"):
         require_trackers(config(trackers=["trackio"]))
-    require_trackers(config())
+    assert require_trackers(config()) == ()
+
+
+def test_what_cannot_record_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    pytest.importorskip("mlflow")
+    for name in [name for name in os.environ if name.startswith(("WANDB", "MLFLOW"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (note,) = require_trackers(config(trackers=["wandb"]))
+    assert note.startswith("log.trackers: wandb has no key on this machine, so it records in the run's folder, and")
+    with pytest.raises(ConfigError, match=r"^log\.trackers \(mlflow\) must have a server or a database, and sqlite:"):
+        require_trackers(config(trackers=["mlflow"]))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert require_trackers(config(trackers=["wandb", "mlflow"])) == ()
 
 
 def test_tensorboard_has_memory_and_the_slowest_rank(tmp_path: Path) -> None:

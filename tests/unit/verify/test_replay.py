@@ -26,8 +26,8 @@ def test_what_the_bits_follow_from_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_replay_that_ended_earlier_differs_where_it_ended() -> None:
     state = RecordedHash("0" * 16, {})
-    recorded = StateRecords({1: 4.0, 2: 3.0}, {1: 1.0, 2: 1.5}, {1: state, 2: state}, 1)
-    replayed = StateRecords({1: 4.0}, {1: 1.0}, {1: state}, 1)
+    recorded = StateRecords({1: 4.0, 2: 3.0}, {1: 1.0, 2: 1.5}, {1: state, 2: state})
+    replayed = StateRecords({1: 4.0}, {1: 1.0}, {1: state})
     assert compare(recorded, recorded, Stretch(0, 2)).step is None
     comparison = compare(recorded, replayed, Stretch(0, 2))
     assert comparison.step == 2

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import TensorEntry
-from shardwise.checkpoint.format.safetensors import Values, cast
+from shardwise.checkpoint.format.safetensors import CODED, Values, cast
 from shardwise.checkpoint.format.stored_tensors import (
     MAX_INDEX_BYTES,
     StoredTensors,
@@ -29,8 +29,6 @@ _SEGMENT_ELEMENTS = 2**20
 """Elements that are compared at once."""
 _DEEPEST = 20
 """Levels of a configuration that are compared key by key: one from an unknown source may be nested without end."""
-_CODED = ("F8_E4M3", "F8_E5M2")
-"""Dtypes that numpy lacks: their bits are compared, not their values."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def _compare(
     entry = a.states[state][name]
     dtype_a = entry.dtype
     dtype_b = b.states[state][name].dtype
-    has_values = dtype_a not in _CODED and dtype_b not in _CODED
+    has_values = dtype_a not in CODED and dtype_b not in CODED
     is_equal = dtype_a == dtype_b
     largest = 0.0
     change_squares = 0.0

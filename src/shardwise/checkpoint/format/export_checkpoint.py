@@ -15,6 +15,7 @@ from shardwise.base.errors import ConfigError, RunError, listing, see
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
+from shardwise.checkpoint.format.model_files import read_as_it_is
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast, overflows
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, segments
 from shardwise.checkpoint.format.writing import (
@@ -157,4 +158,4 @@ class Export:
         for entry in self._manifest.files:
             if not entry.path.endswith(".safetensors") and entry.path not in (CONFIG, INDEX):
                 files[entry.path] = read_whole(self._folder, entry)
-        return files
+        return read_as_it_is(files, pairs=self.described.get("model_type") == "bert")

@@ -338,6 +338,8 @@ def _file(plain: object) -> FileEntry:
 def _tensor(name: str, plain: object, files: tuple[FileEntry, ...], lengths: Numbers) -> TensorEntry:
     """The tensor that a JSON value describes; `lengths`: the length of each file."""
     fields, dtype, shape = tensor_fields(name, plain)
+    if dtype not in DTYPES:
+        raise ValueError(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
     entries = _value(fields, "pieces", list)
     pieces = Pieces.of_json(entries, len(shape))
     tensor = TensorEntry(shape, dtype, ())

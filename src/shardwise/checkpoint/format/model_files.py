@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.parsing import json_value
-from shardwise.checkpoint.format.writing import CONFIG
+from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, ModelConfig, model_from, rope_scaling, shapes_of
 from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.data.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, holds_tokenizer
-from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.tokens.tokenizer import PLAIN_CLASS, Tokenizer, plain_settings
+from shardwise.data.tokens.tokenizer_files import CONFIG as TOKENIZER_CONFIG
+from shardwise.data.tokens.tokenizer_files import JSON
 
 BEGIN_ID = "bos_token_id"
 END_ID = "eos_token_id"
@@ -91,6 +94,21 @@ def files_beside_weights(folder: Root) -> dict[str, bytes]:
         if is_beside and not (folder / name).is_folder():
             files[name] = (folder / name).read()
     return files
+
+
+def read_as_it_is(files: Mapping[str, bytes], *, pairs: bool) -> dict[str, bytes]:
+    """Files beside weights, with the class in `tokenizer_config.json` that reads a `tokenizer.json` as it is.
+
+    Args:
+        pairs: True if the model reads the types of tokens.
+    """
+    read = dict(files)
+    if JSON in files:
+        with contextlib.suppress(ConfigError):  # transformers cannot read the file either
+            settings = _json_object(files.get(TOKENIZER_CONFIG, b"{}"), TOKENIZER_CONFIG)
+            if settings.get("tokenizer_class") not in (PLAIN_CLASS["tokenizer_class"], "TokenizersBackend"):
+                read[TOKENIZER_CONFIG] = to_json(plain_settings(settings, pairs=pairs))
+    return read
 
 
 def token_ids(config_file: Root) -> dict[str, Any]:

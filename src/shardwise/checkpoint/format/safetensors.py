@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,18 +38,23 @@ FLOATING = {**{name: dtype for dtype, name in FLOATS.items()}, "F64": "float64"}
 """Names of safetensors → of torch."""
 _NAN = np.uint16(0x7FC0)
 """The NaN of bfloat16 that torch's cast makes."""
-
-
+CODED = ("C64", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0")
+"""Formats whose bits are read, and whose values are not computed here."""
 DTYPES: Mapping[str, np.dtype[Any]] = {
     name: np.dtype(code)
     for name, code in {
-        "BOOL": "|b1", "U8": "|u1", "I8": "|i1", "F8_E4M3": "|u1", "F8_E5M2": "|u1",
+        "BOOL": "|b1", "U8": "|u1", "I8": "|i1", **dict.fromkeys(CODED, "|u1"),
         "U16": "<u2", "I16": "<i2", "F16": "<f2", "BF16": "<u2",
         "U32": "<u4", "I32": "<i4", "F32": "<f4",
-        "U64": "<u8", "I64": "<i8", "F64": "<f8",
+        "U64": "<u8", "I64": "<i8", "F64": "<f8", "C64": "<u8",
     }.items()
 }  # fmt: skip
-"""Name of a format → numpy's dtype whose bits are these; formats that numpy lacks are unsigned integers there."""
+"""Name of a format → numpy's dtype whose bits are these; formats that numpy lacks are unsigned integers there.
+
+safetensors has further ones of less than a byte.
+"""
+_DTYPE = re.compile("[A-Z0-9_]{1,16}")
+"""The names of safetensors' formats, also of later releases."""
 
 
 Values: TypeAlias = npt.NDArray[Any]
@@ -147,7 +153,7 @@ def _tensor(name: str, entry: object, first: int) -> StoredTensor:
     offsets = fields.get("data_offsets")
     if not is_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"the offsets of {name} must be 2 whole numbers")
-    needed = math.prod(shape) * DTYPES[dtype].itemsize
+    needed = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else max(0, offsets[1] - offsets[0])
     if offsets[1] - offsets[0] != needed:
         raise ValueError(f"{name} has {offsets[1] - offsets[0]:,} bytes, and its shape needs {needed:,}")
     return StoredTensor(dtype, shape, first + offsets[0], first + offsets[1])
@@ -163,8 +169,8 @@ def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tup
     dtype = entry.get("dtype")
     if not is_counts(shape) or len(shape) > MAX_DIMS:
         raise ValueError(f"the shape of {name} must be at most {MAX_DIMS} whole numbers")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
+        raise ValueError(f"the dtype of {name} ({dtype!r}) must be a name such as F32, of capital letters and digits")
     return entry, dtype, tuple(shape)
 
 

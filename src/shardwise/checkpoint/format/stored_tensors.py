@@ -19,7 +19,7 @@ from shardwise.base.units import size
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast, parse_header
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, consecutive
-from shardwise.checkpoint.storage.root import DamageError, Root
+from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names
 from shardwise.data.hub import INDEX, SINGLE, indexed
 
@@ -82,8 +82,11 @@ class StoredTensors:
 
         Raises:
             DamageError: bytes of it do not match their checksum, or its pieces leave a gap in it.
+            StoreError: its dtype is none of `DTYPES`.
         """
         tensor = self.states[state][name]
+        if tensor.dtype not in DTYPES:
+            raise StoreError(f"{self.folder}: the dtype of {name} ({tensor.dtype}) must be {listing(DTYPES, 'or')}")
         values = np.empty(box.size, DTYPES[tensor.dtype])
         covered = 0
         for piece in tensor.pieces:

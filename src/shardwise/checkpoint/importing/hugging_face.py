@@ -15,7 +15,7 @@ from shardwise import __version__
 from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MODEL, Manifest, TensorEntry
-from shardwise.checkpoint.format.model_files import files_beside_weights, read_model, token_ids
+from shardwise.checkpoint.format.model_files import files_beside_weights, read_as_it_is, read_model, token_ids
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, segments
 from shardwise.checkpoint.format.verify import non_finite, non_finite_text
@@ -178,7 +178,7 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
         for stored_name in sources[name][:1]:
             read = partial(_read, tensors, stored_name)
             weights.append(StreamedWeight(name, stored[stored_name].dtype, shape, read))
-    small_files = files_beside_weights(folder)
+    small_files = read_as_it_is(files_beside_weights(folder), pairs=not config.causal)
     return ForeignModel(config, weights, small_files=small_files, tokens=token_ids(folder / CONFIG))
 
 

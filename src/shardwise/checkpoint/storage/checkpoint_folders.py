@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.base.files import MOST_BYTES
+from shardwise.base.files import MOST_BYTES, user_path
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.chunks import require_length
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root
@@ -380,7 +380,7 @@ def load_location(load: str, announce: Callable[[str], None] | None = None, *, k
     Raises:
         ConfigError: there is none that is intact, or a URL gives no answer or names no checkpoint.
     """
-    if not is_url(load) and not Path(load).expanduser().is_dir():
+    if not is_url(load) and not user_path(load).is_dir():
         return load
     try:
         root = answering_root(load)
@@ -406,7 +406,7 @@ def companions_folder(companions: str) -> Root:
     Raises:
         ConfigError: there is none.
     """
-    if Path(companions).expanduser().exists():
+    if user_path(companions).exists():
         return Root.of(load_location(companions, key="checkpoint.companions"))
     raise ConfigError(
         f"checkpoint.companions ({companions}) must be a Hugging Face folder or its config.json, and there is none of "

@@ -31,7 +31,16 @@ from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.files import NoLocksError, lock, name_problem, new_file, open_lock, open_own, to_disk
+from shardwise.base.files import (
+    NoLocksError,
+    lock,
+    name_problem,
+    new_file,
+    open_lock,
+    open_own,
+    require_replaceable,
+    to_disk,
+)
 from shardwise.base.parsing import json_value
 from shardwise.base.redaction import unsigned
 from shardwise.base.units import size as size_text
@@ -251,8 +260,7 @@ def _present(
     remote: Remote, target: Path, sha256: str | None, force: bool, announce: Callable[[str], None]
 ) -> Fetched | None:
     """The file at `target` where it needs no fetch; None where it is to be fetched."""
-    if target.is_dir():
-        raise ConfigError(f"{target} is a folder, where {remote.root} is to be: name another place")
+    require_replaceable(target, "DEST")
     if not target.exists():
         return None
     with Root.of(target).store_errors("read"), target.open("rb") as file:

@@ -24,8 +24,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from shardwise.base import files
 from shardwise.base.errors import ConfigError, RunError, listing, see
-from shardwise.base.files import free_bytes, name_problem, sync_folder, write_atomic
+from shardwise.base.files import free_bytes, name_problem, sync_folder, user_path, write_atomic
 from shardwise.base.redaction import redacted
 from shardwise.base.units import size as size_text
 
@@ -120,7 +121,7 @@ class Root:
                 "other places are read without credentials unless their address has some"
             )
         if not separator or scheme in _LOCAL_SCHEMES:
-            path = Path(address if separator else text).expanduser().absolute()
+            path = user_path(address if separator else text).absolute()
             return Root(str(path), text.rstrip("/") or "/", "file")
         shown = redacted(text)
         # The import takes 0.1 s, which local places need not wait for.
@@ -457,8 +458,13 @@ def require_writable(root: Root) -> None:
     Raises:
         StoreError: why that is not possible.
     """
-    probe = root / f".probe-{platform.node()}-{os.getpid()}"
     root.make()
+    if root.is_local:
+        with root.store_errors("written"):
+            files.require_writable(root.local())
+        return
+    # One name for each machine: a process that is killed leaves it to the next one.
+    probe = root / f".probe-{platform.node()}"
     probe.write(b"shardwise")
     probe.remove()
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.files import user_path
 from shardwise.base.units import size
 from shardwise.cli import output
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     remotes: Sequence[Remote] = find(arguments.url, anonymous=arguments.anonymous)
     if sha256 is not None and len(remotes) > 1:
         raise ConfigError(f"--sha256 must be left out: {arguments.url} is {len(remotes):,} files, and it is of one")
-    dest = Path(arguments.dest).expanduser()
+    dest = user_path(arguments.dest)
     is_single_file = len(remotes) == 1 and "/" not in remotes[0].name
     is_folder = dest.is_dir() or arguments.dest.endswith("/") or not is_single_file
     # A server need not tell the size of a file.

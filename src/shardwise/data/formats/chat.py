@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import DataError, see
+from shardwise.base.errors import ConfigError, DataError, listing, see
 from shardwise.base.units import counted, size
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache, hub
@@ -33,7 +33,7 @@ from shardwise.data.tokens.chat_template import ChatTemplate, add_template, enco
 from shardwise.data.tokens.encoding import group_by_size, token_writers
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer, user_tokenizer_digest
 
-_RULE = 1
+_RULE = 2
 """Belongs to the key of every cache entry: raise it when a built-in template or the places of answers change."""
 _REWRITTEN = "the chat template rewrites an answer once messages follow, so the last answer alone is learned there"
 # Text that is encoded at once.
@@ -125,15 +125,10 @@ def _key(content: str, config: Config, tokenizer: str | None) -> str:
 
 
 def _require_fitting(config: Config) -> None:
-    """Raises DataError if the model cannot be trained on conversations, or its ids would get other meanings."""
-    data = config.data
-    load = config.checkpoint.load
+    """Raises DataError if the model cannot be trained on conversations."""
     if config.model.objectives != ("lm",):
-        raise DataError(f"model.family ({config.model.family}) must predict the next token to learn from {data.name}")
-    if load is not None and data.tokenizer is None:
         raise DataError(
-            f"data.tokenizer must be that of the weights in checkpoint.load ({load}), to which other ids have no "
-            "meaning: name the folder of the checkpoint, or of the model"
+            f"model.family ({config.model.family}) must predict the next token to learn from {config.data.name}"
         )
 
 
@@ -158,16 +153,16 @@ def _conversations(source: _Source) -> Iterator[Chat]:
     else:
         files = zip(source.files, source.readings, strict=True)
         chats = chain.from_iterable(conversations(file, reading.kind, source.text_key) for file, reading in files)
-    chat = None
+    found = 0
     empty = 0
-    for where, messages in chats:
-        if messages:
-            chat = where, messages
-            yield chat
+    for where, chat in chats:
+        if chat.messages:
+            found += 1
+            yield where, chat
         else:
             empty += 1
     source.empty[source.name] = empty
-    if chat is None:
+    if not found:
         raise DataError(f"{source.name} holds no messages: all of its conversations are empty")
 
 
@@ -179,13 +174,13 @@ def _scan(source: _Source, announce: common.Announce = None) -> _Scan:
 
 
 def _characters(chat: Chat) -> int:
-    return sum(len(message["content"]) for message in chat[1])
+    return sum(map(len, chat[1].texts))
 
 
-def _texts(messages: Conversation) -> Iterator[str]:
+def _texts(chat: Conversation) -> Iterator[str]:
     """The texts of a conversation that a tokenizer is trained on."""
-    for message in messages:
-        yield f"{message['role']}\n{message['content']}"
+    for message, text in zip(chat.messages, chat.texts, strict=True):
+        yield f"{message['role']}\n{text}"
 
 
 class _ContentDigest:
@@ -197,10 +192,13 @@ class _ContentDigest:
 
     def watch(self, chats: Iterable[Chat]) -> Iterator[Chat]:
         """The conversations, unchanged, each added to the digest."""
-        for where, messages in chats:
-            self._digest.update(json.dumps(messages, sort_keys=True).encode() + b"\n")
-            self.bytes += sum(len(message["content"].encode()) for message in messages)
-            yield where, messages
+        for where, chat in chats:
+            # The digest of messages alone must stay what it was before there was more.
+            more = [dict(chat.variables), sorted(chat.not_learned)] if chat.variables or chat.not_learned else []
+            for value in (chat.messages, *more):
+                self._digest.update(json.dumps(value, sort_keys=True).encode() + b"\n")
+            self.bytes += sum(len(text.encode()) for text in chat.texts)
+            yield where, chat
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
@@ -225,7 +223,8 @@ def _build(folder: Path, source: _Source, scan: _Scan, config: Config, announce:
         tokenizer = keep_user_tokenizer(named, config.model.vocab_size, kept, announce)
     template = add_template(kept, named or source.name)
     digest = _ContentDigest()
-    chats = digest.watch(_conversations(source))
+    unread: dict[str, bool] = {}
+    chats = _noting_unread(digest.watch(_conversations(source)), template, unread)
     parts = _encode(chats, is_held_out, template, folder)
     if digest.hexdigest() != scan.content:
         raise DataError(
@@ -234,6 +233,9 @@ def _build(folder: Path, source: _Source, scan: _Scan, config: Config, announce:
     rewritten = sum(facts["answers_left_out"] for facts in parts.values())
     if rewritten and announce is not None:
         announce(f"warning: {counted(rewritten, 'answer')} of {source.name} not learned: {_REWRITTEN}")
+    names = sorted(name for name, is_unread in unread.items() if is_unread)
+    if names and announce is not None:
+        announce(f"warning: {source.name}: {_unread_text(names)}")
     digests = [scan.content]
     for facts in parts.values():
         digests += [facts["sha256"], *(row["sha256"] for row in facts["bounds"].values())]
@@ -242,15 +244,31 @@ def _build(folder: Path, source: _Source, scan: _Scan, config: Config, announce:
         "vocab_size": tokenizer.vocab_size,
         "content": scan.content,
         "bytes": scan.bytes,
+        "unread": names,
         **parts,
         "tokenizer": cache.tokenizer_digest(kept),
         "fingerprint": cache.fingerprint_of(digests),
     }
 
 
+def _noting_unread(chats: Iterable[Chat], template: ChatTemplate, unread: dict[str, bool]) -> Iterator[Chat]:
+    """The conversations, unchanged; `unread` gets each name in them, and whether nothing reads it."""
+    for where, chat in chats:
+        found = template.unread(chat, unread)
+        names = {name for message in chat.messages for name in message} | chat.variables.keys()
+        unread.update({name: name in found for name in names if name not in unread})
+        unread.update(dict.fromkeys(chat.unread, True))
+        yield where, chat
+
+
+def _unread_text(names: Sequence[str]) -> str:
+    fields = "the field" if len(names) == 1 else "the fields"
+    return f"neither the chat template nor the training reads {fields} {listing(names)}"
+
+
 def _train_tokenizer(source: _Source, is_held_out: npt.NDArray[np.bool_], config: Config) -> Tokenizer:
     train = (chat for chat, is_out in zip(_conversations(source), is_held_out, strict=False) if not is_out)
-    texts = (text for _, messages in train for text in _texts(messages))
+    texts = (text for _, conversation in train for text in _texts(conversation))
     return train_tokenizer(texts, config.model.vocab_size, source.name, chat=True)
 
 
@@ -334,6 +352,8 @@ def _summary(facts: Mapping[str, Any], source: _Source, chats: Mapping[Part, Con
     rewritten = sum(facts[part].get("answers_left_out", 0) for part in PARTS)
     if rewritten:
         summary += f"; {counted(rewritten, 'answer')} not learned: {_REWRITTEN}"
+    if facts["unread"]:
+        summary += f"; {_unread_text(facts['unread'])}"
     if cut:
         summary += f"; {counted(cut, 'conversation')} cut at train.sequence_length + 1 ({length + 1:,} tokens)"
     if left_out:
@@ -348,12 +368,19 @@ def glance(config: Config) -> str:
         return f"conversations, {datasets.glance(config)}"
     source = _source(config.data)
     assert isinstance(source, FileSource)
+    named = config.data.tokenizer
+    template = None
+    with contextlib.suppress(ConfigError):  # a tokenizer of the hub may not be here yet
+        template = named and ChatTemplate.or_built_in(hub.resolve_tokenizer(named, cached=True), named)
+    names: set[str] = set()
     for file, reading in zip(source.files, source.readings, strict=True):
-        next(conversations(file, reading.kind, source.text_key))
+        _, chat = next(conversations(file, reading.kind, source.text_key))
+        names |= chat.unread | (template.unread(chat, ()) if template else set())
     total = sum(file.stat().st_size for file in source.files)
+    unread = f"; {_unread_text(sorted(names))}" if names else ""
     return (
         f"conversations, {counted(len(source.files), 'file')} of {size(total)}, prepared when the run starts, unless "
-        f"the cache has them{source.left_out_note()}"
+        f"the cache has them{source.left_out_note()}{unread}"
     )
 
 
@@ -412,7 +439,7 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
             ("tokens", f"{counts['tokens']:,}, {counts['trained']:,} of them in answers, which are trained on"),
         ]
     rows.append(("shown in ⟦ ⟧", "what is trained on"))
-    shown = [_shown(messages, template) for _, messages in islice(_conversations(source), samples)]
+    shown = [_shown(chat, template) for _, chat in islice(_conversations(source), samples)]
     return inspecting.Inspection(
         source.name,
         "chat",
@@ -425,17 +452,15 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     )
 
 
-def _shown(messages: Conversation, template: ChatTemplate | None) -> str:
+def _shown(chat: Conversation, template: ChatTemplate | None) -> str:
     """The text of a conversation with marks around its answers; without a template, the messages and their roles."""
     begin, end = _ANSWER_MARKS
     if template is None:
-        return " ".join(
-            f"{message['role']}: {begin}{message['content']}{end}"
-            if message["role"] == ASSISTANT
-            else f"{message['role']}: {message['content']}"
-            for message in messages
-        )
-    rendered = template.rendered_chat(messages)
+        learned = {number for number, message in enumerate(chat.messages) if message["role"] == ASSISTANT}
+        learned -= chat.not_learned
+        texts = [f"{begin}{text}{end}" if number in learned else text for number, text in enumerate(chat.texts)]
+        return " ".join(f"{message['role']}: {text}" for message, text in zip(chat.messages, texts, strict=True))
+    rendered = template.rendered_chat(chat)
     text = rendered.text
     for first, last in reversed(rendered.answers):
         text = f"{text[:first]}{begin}{text[first:last]}{end}{text[last:]}"

@@ -1,26 +1,69 @@
-"""Conversations in JSON lines, `{"messages": [{"role": "user", "content": "…"}, …]}`, or in such rows of a table."""
+"""Conversations in JSON lines, `{"messages": [{"role": "user", "content": "…"}, …]}`, or in such rows of a table.
+
+Rows of ShareGPT (`conversations`, of messages with `from` and `value`) are read too, and rows with `prompt` and
+`completion`, of which the completion alone is learned.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DataError, listing
+from shardwise.base.parsing import json_value
 from shardwise.data.reading import text_files
 from shardwise.data.reading.content import first_line, opened, optional_library, readable
 from shardwise.data.reading.dataset_tables import DataSet
 from shardwise.data.reading.file_kinds import Kind
 
 ASSISTANT = "assistant"
-ROLES = ("system", "user", ASSISTANT)
-Conversation = list[dict[str, str]]
-"""Messages, each with its `role`, its `content` and other fields that are text."""
-Chat = tuple[Callable[[], str], Conversation]
-"""A conversation, after a function that gives its place for messages."""
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+_SHAREGPT = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "observation": "tool"}
+"""The roles of ShareGPT's messages, `{"from": "human", "value": "…"}`, where they have other names."""
+_OTHER_FIELDS = (("conversations",), ("prompt", "completion"))
+"""The fields that hold the messages in rows without `messages`."""
+_VARIABLES = ("tools", "documents")
+_ARGUMENTS = "chat_template_kwargs"
+_RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
+Message = Mapping[str, Any]
+"""A message: its `role`, its `content`, and other fields that the chat template may read."""
 # Rows that are decoded at once.
 _ROWS = 64
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation of a row.
+
+    Attributes:
+        variables: what the chat template reads beside the messages: `tools`, `documents`, `chat_template_kwargs`.
+        not_learned: numbers of the assistant's messages that are no targets: of weight 0, or in a prompt.
+        unread: names of the row's other fields.
+    """
+
+    messages: Sequence[Message]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    not_learned: frozenset[int] = frozenset()
+    unread: frozenset[str] = frozenset()
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """The text of each message."""
+        return [text_of(message) for message in self.messages]
+
+
+Chat = tuple[Callable[[], str], Conversation]
+"""A conversation, after a function that gives its place for messages."""
+
+
+def text_of(message: Message) -> str:
+    """The text of a message, whose content may be a list of parts."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def conversations(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
@@ -50,12 +93,11 @@ def conversations_of_table(dataset: DataSet) -> Iterator[Chat]:
         DataError: there is no such column, or a row holds no conversation with an answer; names it.
     """
     for split in dataset.splits:
-        row = 0
-        for array in dataset.arrays(split):
-            for value in array:
-                where = partial("{}: row {}".format, dataset.where(split), row)
-                yield where, _conversation(value.as_py(), where, dataset.column)
-                row += 1
+        names = dataset.column_names(split)
+        columns = _columns(names, dataset.data.text_key, dataset.shown)
+        for row, record in enumerate(dataset.records(split, columns)):
+            where = partial("{}: row {}".format, dataset.where(split), row)
+            yield where, _conversation(_filled(record, names), where, dataset.data.text_key)
 
 
 def _in_lines(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
@@ -63,8 +105,7 @@ def _in_lines(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
         for number, line in enumerate(content.stream, start=1):
             if line.strip():
                 where = partial(text_files.line_name, path, 0, number)
-                record = text_files.line_record(line, where, key)
-                yield where, text_files.record_field(record, where, key, "messages")
+                yield where, text_files.line_record(line, where, key, json_value)
 
 
 def _in_rows(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
@@ -72,49 +113,136 @@ def _in_rows(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
     parquet = optional_library("pyarrow.parquet", "parquet files need", "parquet")
     try:
         with readable(path), parquet.ParquetFile(path) as file:
-            if key not in file.schema_arrow.names:
-                columns = listing(file.schema_arrow.names)
-                raise DataError(
-                    f"{path} has no column {key!r}: set data.text_key to the column that holds the messages ({columns})"
-                )
+            names = file.schema_arrow.names
             row = 0
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[key]):
-                for value in batch.column(0):
-                    yield partial("{}: row {}".format, path, row), value.as_py()
+            for batch in file.iter_batches(batch_size=_ROWS, columns=_columns(names, key, str(path))):
+                for record in batch.to_pylist():
+                    yield partial("{}: row {}".format, path, row), _filled(record, names)
                     row += 1
     except arrow.ArrowException as error:
         raise DataError(f"{path} is damaged ({first_line(error)}): fetch or copy it again") from None
 
 
-def _conversation(values: Any, where: Callable[[], str], key: str) -> Conversation:
+def _columns(names: Collection[str], key: str, shown: str) -> list[str]:
+    """The columns of a table that are read; DataError if none holds messages."""
+    fields = _fields(names, key)
+    if not set(fields) <= set(names):
+        raise DataError(
+            f"{shown} has no column {key!r}: set data.text_key to the column that holds the messages ({listing(names)})"
+        )
+    return [*fields, *(name for name in (*_VARIABLES, _ARGUMENTS) if name in names)]
+
+
+def _fields(names: Collection[str], key: str) -> tuple[str, ...]:
+    """The fields that hold the messages of a row with these fields."""
+    others = _OTHER_FIELDS if key == "messages" and key not in names else ()
+    return next((fields for fields in others if set(fields) <= set(names)), (key,))
+
+
+def _filled(value: Any, names: Collection[str] = ()) -> Any:
+    """A value of a table without the fields that are null, which it has for each field of other rows.
+
+    `names`: the fields that a row has beside them.
+    """
+    if isinstance(value, dict):
+        unread = dict.fromkeys(name for name in names if name not in value)
+        return unread | {name: _filled(inner) for name, inner in value.items() if inner is not None}
+    return [_filled(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _conversation(record: dict[str, Any], where: Callable[[], str], key: str) -> Conversation:
+    fields = _fields(record, key)
+    parts = [text_files.record_field(record, where, name, "messages") for name in fields]
+    if len(parts) > 1:  # a prompt and its completion, as messages or as text
+        roles = ("user", ASSISTANT)
+        parts = [
+            [{"role": role, "content": part}] if isinstance(part, str) else part
+            for role, part in zip(roles, parts, strict=True)
+        ]
+    messages = [message for name, part in zip(fields, parts, strict=True) for message in _messages(part, where, name)]
+    if not messages:
+        return Conversation(messages)
+    in_prompt = len(parts[0]) if len(parts) > 1 else 0
+    answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+    not_learned = frozenset(n for n in answers if n < in_prompt or messages[n].get("weight", 1) == 0)
+    if len(not_learned) == len(answers):
+        roles_text = listing(dict.fromkeys(message["role"] for message in messages))
+        has = "all of them have the weight 0, or are in the prompt" if answers else f"its roles are {roles_text}"
+        raise DataError(
+            f"{where()}: the field {fields[-1]!r} must have a message of the role {ASSISTANT}, whose text is learned, "
+            f"and {has}: remove it"
+        )
+    known = {*(name.partition(".")[0] for name in fields), *fields, *_VARIABLES, _ARGUMENTS}
+    unread = frozenset(name for name in record if name not in known)
+    return Conversation(messages, _variables(record, where), not_learned, unread)
+
+
+def _variables(record: Mapping[str, Any], where: Callable[[], str]) -> dict[str, Any]:
+    """What a row gives the chat template beside the messages, as values or as their JSON."""
+    variables: dict[str, Any] = {}
+    for name in (*_VARIABLES, _ARGUMENTS):
+        value = record.get(name)
+        if isinstance(value, str):
+            try:
+                value = json_value(value) if value else None
+            except ValueError as error:
+                raise DataError(f"{where()}: the field {name!r} is text that is not JSON ({error}): mend it") from None
+        if value is None:
+            continue
+        is_list = isinstance(value, list) and all(isinstance(inner, dict) for inner in value)
+        if not (isinstance(value, dict) if name == _ARGUMENTS else is_list):
+            kind = "an object" if name == _ARGUMENTS else "a list of objects"
+            raise DataError(f"{where()}: the field {name!r} must hold {kind}, or its JSON as text: mend or remove it")
+        _require_json(value, where, name)
+        variables |= value if name == _ARGUMENTS else {name: value}
+    if names := [name for name in _RESERVED if name in variables]:
+        raise DataError(f"{where()}: {_ARGUMENTS} must be without {listing(names)}, which training sets: remove it")
+    return variables
+
+
+def _messages(values: Any, where: Callable[[], str], key: str) -> list[Message]:
     if not isinstance(values, list):
         raise DataError(
             f"{where()}: the field {key!r} must hold a list of messages, each with a role and a content, and it holds "
             f"{type(values).__name__}: mend or remove it"
         )
-    if not values:
-        return []
-    messages = [_message(value, where, f"{key}.{number}") for number, value in enumerate(values)]
-    if all(message["role"] != ASSISTANT for message in messages):
-        raise DataError(
-            f"{where()}: the field {key!r} must have a message of the role {ASSISTANT}, whose text is learned, and its "
-            f"roles are {listing(dict.fromkeys(message['role'] for message in messages))}: remove it"
-        )
-    return messages
+    return [_message(value, where, f"{key}.{number}") for number, value in enumerate(values)]
 
 
-def _message(value: Any, where: Callable[[], str], name: str) -> dict[str, str]:
+def _message(value: Any, where: Callable[[], str], name: str) -> Message:
     if not isinstance(value, dict):
         raise DataError(f"{where()}: {name} must be an object with a role and a content, not {type(value).__name__}")
+    if "role" not in value and "from" in value:
+        others = {field: inner for field, inner in value.items() if field not in ("from", "value")}
+        value = {"role": _SHAREGPT.get(str(value["from"]), value["from"]), "content": value.get("value"), **others}
     role = value.get("role")
     if role not in ROLES:
         shown = "no role" if role is None else f"the role {role!r}"
         raise DataError(f"{where()}: {name} has {shown}, and it must be {listing(ROLES, 'or')}: mend or remove it")
-    content = value.get("content")
-    if not isinstance(content, str):
-        shown = type(content).__name__
-        raise DataError(f"{where()}: {name}.content must be text, not {shown}: mend or remove it")
-    message = {field: text for field, text in value.items() if isinstance(text, str)}
-    for text in message.values():
-        text_files.require_characters(text, where, name)
-    return message
+    _require_content(value, where, name)
+    if value.get("weight") not in (None, 0, 1):
+        raise DataError(f"{where()}: {name}.weight ({value['weight']!r}) must be 0 or 1: mend it")
+    _require_json(value, where, name)
+    return {field: inner for field, inner in value.items() if inner is not None}
+
+
+def _require_content(message: Message, where: Callable[[], str], name: str) -> None:
+    """Raises DataError unless the content is text, or parts of text; a message that calls tools may have none."""
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            text = part.get("text") if isinstance(part, dict) else None
+            if not isinstance(text, str) or part.get("type", "text") != "text":
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise DataError(f"{where()}: {name}.content must be text or parts of it, not {kind}: mend or remove it")
+    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise DataError(f"{where()}: {name}.content must be text, not {type(content).__name__}: mend or remove it")
+
+
+def _require_json(value: Any, where: Callable[[], str], name: str) -> None:
+    """Raises DataError for what JSON cannot spell, which a table may hold, and for half a character."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise DataError(f"{where()}: {name} must hold text, numbers, lists and objects ({error}): mend it") from None
+    text_files.require_characters(text, where, name)

@@ -13,14 +13,14 @@ import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from shardwise.base.errors import ConfigError, DataError, listing, nearest_name, see
-from shardwise.base.files import name_problem
+from shardwise.base.files import name_problem, user_path
 from shardwise.base.parsing import json_value
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import hub
@@ -246,7 +246,7 @@ class DataSet:
     def open(cls, data: DataConfig) -> Self:
         """The data set that the `data` section names; on the hub, at the commit that `fetch_dataset` found."""
         if data.path is not None:
-            return cls(data, _SavedTables(Path(data.path).expanduser()))
+            return cls(data, _SavedTables(user_path(data.path)))
         try:
             return cls(data, _on_hub(data, cached=True))
         except ConfigError as error:
@@ -365,6 +365,21 @@ class DataSet:
             return self.shown
         return f"{self.shown}, split {split}"
 
+    def column_names(self, split: str) -> list[str]:
+        """The names of a split's columns."""
+        names: list[str] = self._splits[split].column_names
+        return names
+
+    def records(self, split: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The rows of a split, of which these columns are read."""
+        row = 0
+        for batch in self._splits[split].select_columns(columns).with_format("arrow").iter(batch_size=_ROWS):
+            for name in columns:
+                for array in batch.column(name).chunks:
+                    require_sound(array, f"{self.where(split)}: rows {row} to {row + len(array) - 1}", name)
+            yield from batch.to_pylist()
+            row += batch.num_rows
+
     def arrays(self, split: str) -> Iterator[Any]:
         """The values of the column: arrow arrays of many rows each."""
         row = 0
@@ -388,7 +403,7 @@ def names_data_set(data: DataConfig) -> bool:
     if data.format != "auto":
         return data.format == "datasets"
     with contextlib.suppress(OSError):  # opening the path as text will report it
-        return is_saved(Path(data.path).expanduser())
+        return is_saved(user_path(data.path))
     return False
 
 

@@ -192,10 +192,16 @@ def _line_text(path: Path | HubFile, line: bytes, where: Callable[[], str], key:
     return text
 
 
-def line_record(line: bytes, where: Callable[[], str], key: str) -> dict[str, Any]:
-    """The JSON object of a line, for which messages give the field `key` as an example; DataError if it holds none."""
+def line_record(
+    line: bytes, where: Callable[[], str], key: str, read: Callable[[str], Any] = read_json
+) -> dict[str, Any]:
+    """The JSON object of a line, for which messages give the field `key` as an example; DataError if it holds none.
+
+    Args:
+        read: parser; by default one for text alone, which has 0 for every whole number.
+    """
     try:
-        record = read_json(line.decode("utf-8-sig"))
+        record = read(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _not_utf8(f"{where()}, byte {error.start}", error) from None
     except ValueError as error:

@@ -6,29 +6,23 @@ the special tokens as variables, and with the same functions and filters.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import jinja2
-import jinja2.ext
 import numpy as np
-from jinja2 import nodes
 from jinja2.exceptions import TemplateError
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from shardwise.base.errors import DataError
 from shardwise.base.user_code import RAISED
-from shardwise.data.reading.conversations import ASSISTANT
+from shardwise.data.reading.conversations import ASSISTANT, Conversation, Message, text_of
 from shardwise.data.samples.order import IntArray
+from shardwise.data.tokens.template_sandbox import BEGIN, END, SandboxedTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.tokenizer_files import (
     BEGIN_MESSAGE,
@@ -42,14 +36,16 @@ from shardwise.data.tokens.tokenizer_files import (
 
 BUILT_IN = "shardwise (built in)"
 """The name of a built-in template, in place of that of its file."""
-Message = Mapping[str, Any]
-"""A message has at least a `role` and a `content`."""
+_DEFAULT = "default"
+_TOOL_USE = "tool_use"
+"""The name of the template for conversations with tools, where a tokenizer has several."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names of a message's reasoning, of which templates read the first or the second."""
 
-# Unicode has these two for use within a program: they stand for the bounds of an answer until the text is complete.
-_BEGIN = "\ufdd0"
-_END = "\ufdd1"
-_ANSWER = re.compile(f"[{_BEGIN}{_END}]")
+_ANSWER = re.compile(f"[{BEGIN}{END}]")
 _PROBE = "An answer."
+_READ = ("role", "content", "weight")
+"""The fields of a message that are read in any case."""
 # {0}: text before the role, {1}: text between role and content, {2}: text that ends a message.
 _BUILT_IN = (
     "{{% for message in messages %}}{{{{ {0} + message['role'] + {1} }}}}"
@@ -125,14 +121,16 @@ class ChatTemplate:
         name: the file that holds it, for messages.
         code: the template, ready to run.
         tokenizer: tokenizer that it was made for.
-        variables: special tokens by their roles, such as `bos_token`.
+        special: special tokens by their roles, such as `bos_token`.
+        with_tools: template of conversations that name tools; None if this one renders them too.
     """
 
     source: str
     name: str
-    code: jinja2.Template
+    code: SandboxedTemplate
     tokenizer: Tokenizer
-    variables: Mapping[str, str]
+    special: Mapping[str, str]
+    with_tools: ChatTemplate | None = None
 
     @classmethod
     def of(cls, tokenizer_folder: Path) -> ChatTemplate | None:
@@ -142,10 +140,8 @@ class ChatTemplate:
             DataError: a file of the tokenizer is missing or broken, or the template is no jinja2.
         """
         files = TokenizerFiles.find(tokenizer_folder)
-        template = read_template(files)
-        if template is None:
-            return None
-        return cls._made(*template, Tokenizer.load(tokenizer_folder), files)
+        templates = _read_templates(files)
+        return cls._made(templates, Tokenizer.load(tokenizer_folder), files) if _DEFAULT in templates else None
 
     @classmethod
     def or_built_in(cls, path: Path, name: str) -> ChatTemplate:
@@ -160,8 +156,8 @@ class ChatTemplate:
         """
         files = TokenizerFiles.find(path)
         tokenizer = Tokenizer.load(path)
-        template = read_template(files)
-        if template is None:
+        templates = _read_templates(files)
+        if _DEFAULT not in templates:
             source = built_in_template(tokenizer)
             if source is None:
                 raise DataError(
@@ -169,30 +165,39 @@ class ChatTemplate:
                     f"that ends a document, of which a template could be made: put a {CHAT_TEMPLATE} beside it, or "
                     f"name its eos_token in a {CONFIG}"
                 )
-            template = (BUILT_IN, source)
-        return cls._made(*template, tokenizer, files)
+            templates = {_DEFAULT: (BUILT_IN, source)}
+        return cls._made(templates, tokenizer, files)
 
     @classmethod
-    def _made(cls, name: str, source: str, tokenizer: Tokenizer, files: TokenizerFiles) -> ChatTemplate:
-        variables = {role: token for role in ROLES if (token := files.named(role)) is not None}
-        try:
-            code = _environment().from_string(source)
-        except TemplateError as error:
-            raise DataError(f"the chat template in {name} is no jinja2 template ({error}): mend it") from None
-        return cls(source, name, code, tokenizer, variables)
+    def _made(cls, templates: _Templates, tokenizer: Tokenizer, files: TokenizerFiles) -> ChatTemplate:
+        special = {role: token for role in ROLES if (token := files.named(role)) is not None}
+        with_tools = None
+        for kind in (_TOOL_USE, _DEFAULT):
+            if kind in templates:
+                name, source = templates[kind]
+                try:
+                    code = SandboxedTemplate(source)
+                except TemplateError as error:
+                    raise DataError(f"the chat template in {name} is no jinja2 template ({error}): mend it") from None
+                made = cls(source, name, code, tokenizer, special, with_tools)
+                with_tools = made
+        return made
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, add_generation_prompt: bool
+    ) -> str:
         """The text of a conversation, as `apply_chat_template` gives it.
 
         Args:
+            variables: what the template reads beside the messages, such as `tools`.
             add_generation_prompt: True to add the text after which the assistant's answer follows.
 
         Raises:
             DataError: the template refuses the conversation, or fails.
         """
-        return _ANSWER.sub("", self._rendered(messages, add_generation_prompt))
+        return _ANSWER.sub("", self._rendered(messages, variables or {}, add_generation_prompt))
 
-    def rendered_chat(self, messages: Sequence[Message]) -> RenderedChat:
+    def rendered_chat(self, chat: Conversation) -> RenderedChat:
         """The text of a conversation, and the places of the answers in it.
 
         A template with `{% generation %}` marks them itself. For another one, an answer is the text that the
@@ -203,14 +208,52 @@ class ChatTemplate:
         Raises:
             DataError: as `render`; or the text before the last answer is not the beginning of the conversation's text.
         """
+        if self.with_tools is not None and chat.variables.get("tools") is not None:
+            return self.with_tools.rendered_chat(chat)
         if not self._marks_answers:
-            return self._compared(messages)
-        parts = _ANSWER.split(self._rendered(messages, add_generation_prompt=False))
+            return self._compared(chat)
+        parts = self._marked(chat, len(chat.messages))
         ends = [0]
         for part in parts:
             ends.append(ends[-1] + len(part))
         # Text of an answer is every second part.
-        return RenderedChat("".join(parts), [*zip(ends[1:-1:2], ends[2::2], strict=True)])
+        answers = [*zip(ends[1:-1:2], ends[2::2], strict=True)]
+        for number in sorted(chat.not_learned, reverse=True):
+            # The answers that the message adds to those before it.
+            first, last = (len(self._marked(chat, count)) // 2 for count in (number, number + 1))
+            del answers[first:last]
+        return RenderedChat("".join(parts), answers)
+
+    def _marked(self, chat: Conversation, count: int) -> list[str]:
+        """The text of the first `count` messages, cut where answers begin and end."""
+        if count == 0:
+            return [""]
+        return _ANSWER.split(self._rendered(chat.messages[:count], chat.variables, add_generation_prompt=False))
+
+    def unread(self, chat: Conversation, known: Container[str]) -> set[str]:
+        """The names of variables and of fields of messages without which a conversation has the same text.
+
+        Args:
+            known: names that are not looked at.
+        """
+        template = self.with_tools if self.with_tools is not None and "tools" in chat.variables else self
+        fields = {name for message in chat.messages for name in message}
+        names = (fields | chat.variables.keys()) - {*_READ} - template._names
+        return {name for name in names if name not in known and not template._reads(chat, name)}
+
+    def _reads(self, chat: Conversation, name: str) -> bool:
+        """True if a conversation without a variable, or without a field of its messages, has another text."""
+        messages = [{key: value for key, value in message.items() if key != name} for message in chat.messages]
+        variables = {key: value for key, value in chat.variables.items() if key != name}
+        with contextlib.suppress(DataError):
+            text = self.render(chat.messages, chat.variables, add_generation_prompt=False)
+            return self.render(messages, variables, add_generation_prompt=False) != text
+        return True
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        """The names that the template has, of fields and of variables."""
+        return frozenset(self.code.names())
 
     @cached_property
     def stop_tokens(self) -> tuple[str, ...]:
@@ -225,38 +268,61 @@ class ChatTemplate:
     def _marks_answers(self) -> bool:
         return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
 
-    def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        if any(_ANSWER.search(str(text)) for message in messages for text in message.values()):
+    def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any], add_generation_prompt: bool) -> str:
+        given = [self._given(message) for message in messages]
+        if _ANSWER.search(json.dumps([given, variables], ensure_ascii=False)):
             raise DataError(
                 "a message must be without the characters U+FDD0 and U+FDD1, which no text has: remove them"
             )
-        # As transformers does: no key of a message is null, and there are neither tools nor documents.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        values = {"messages": given, "tools": None, "documents": None, **self.variables}
+        values = {"tools": None, "documents": None, **self.special, **variables}
         try:
-            return self.code.render(**values, add_generation_prompt=add_generation_prompt)
+            return self.code.render({**values, "messages": given, "add_generation_prompt": add_generation_prompt})
         except RAISED as error:
             raise DataError(f"the chat template in {self.name} refuses the conversation: {error}") from None
 
-    def _compared(self, messages: Sequence[Message]) -> RenderedChat:
-        text = self.render(messages, add_generation_prompt=False)
+    def _given(self, message: Message) -> Message:
+        """A message as transformers gives it to the template: without null fields, its reasoning under each name.
+
+        Parts of text are joined where the template would write their list.
+        """
+        given = {key: value for key, value in message.items() if value is not None}
+        if (reasoning := next((given[name] for name in _REASONING if name in given), None)) is not None:
+            given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
+        if isinstance(given.get("content"), list) and not self._reads_parts:
+            given["content"] = text_of(given)
+        return given
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """True if the template reads a content that is a list of parts."""
+        messages = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
+        values = {"tools": None, "documents": None, **self.special, "messages": messages}
+        with contextlib.suppress(*RAISED):
+            text = self.code.render({**values, "add_generation_prompt": False})
+            return _PROBE in text and f"'{_PROBE}'" not in text
+        return False
+
+    def _compared(self, chat: Conversation) -> RenderedChat:
+        messages = chat.messages
+        render = partial(self.render, variables=chat.variables)
+        text = render(messages, add_generation_prompt=False)
         answers = []
         rewritten = []
         last = 0
         for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
+            if message["role"] != ASSISTANT or number in chat.not_learned:
                 continue
             last = number
-            before = self.render(messages[:number], add_generation_prompt=True)
-            after = self.render(messages[: number + 1], add_generation_prompt=False)
+            before = render(messages[:number], add_generation_prompt=True)
+            after = render(messages[: number + 1], add_generation_prompt=False)
             if text.startswith(after) and after.startswith(before):
                 answers.append((len(before), self._end_of_answer(text, len(before), len(after))))
             else:
                 rewritten.append(number)
         if not rewritten:
             return RenderedChat(text, answers)
-        before = self.render(messages[:last], add_generation_prompt=True)
-        text = self.render(messages[: last + 1], add_generation_prompt=False)
+        before = render(messages[:last], add_generation_prompt=True)
+        text = render(messages[: last + 1], add_generation_prompt=False)
         if not text.startswith(before):
             raise DataError(
                 f"the chat template in {self.name} must render the beginning of a conversation as the beginning of "
@@ -274,7 +340,7 @@ class ChatTemplate:
 
 
 def encode_chats(
-    template: ChatTemplate, chats: Iterable[tuple[Callable[[], str], Sequence[Message]]]
+    template: ChatTemplate, chats: Iterable[tuple[Callable[[], str], Conversation]]
 ) -> Iterator[EncodedChat]:
     """The tokens of each conversation.
 
@@ -283,89 +349,45 @@ def encode_chats(
     Raises:
         DataError: the template refuses a conversation; names the place, which its function gives.
     """
-    rendered = []
-    for where, messages in chats:
+    found: list[RenderedChat] = []
+    for where, chat in chats:
         try:
-            rendered.append(template.rendered_chat(messages))
+            found.append(template.rendered_chat(chat))
         except DataError as error:
             raise DataError(f"{where()}: {error}") from None
-    encodings = template.tokenizer.encodings([chat.text for chat in rendered])
-    for chat, encoding in zip(rendered, encodings, strict=True):
+    encodings = template.tokenizer.encodings([text.text for text in found])
+    for text, encoding in zip(found, encodings, strict=True):
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        places = np.array(chat.answers, dtype=np.int64).reshape(-1, 2)
+        places = np.array(text.answers, dtype=np.int64).reshape(-1, 2)
         first = np.searchsorted(offsets[:, 1], places[:, 0], side="right")
         stop = np.searchsorted(offsets[:, 0], places[:, 1], side="left")
-        yield EncodedChat(np.array(encoding.ids, dtype=np.int64), np.stack([first, stop], axis=1), chat.left_out)
+        yield EncodedChat(np.array(encoding.ids, dtype=np.int64), np.stack([first, stop], axis=1), text.left_out)
 
 
-def read_template(files: TokenizerFiles) -> tuple[str, str] | None:
-    """The file that holds a tokenizer's template, and the template; None if there is none.
+_Templates = dict[str, tuple[str, str]]
+"""Name of a template → the file that holds it, and its code."""
 
-    A file of its own goes before `tokenizer_config.json`, and of several templates the one named default is taken.
+
+def _read_templates(files: TokenizerFiles) -> _Templates:
+    """The templates of a tokenizer, of which `default` and `tool_use` are used.
+
+    A file of its own goes before `tokenizer_config.json`.
     """
+    found: _Templates = {}
     paths = {file.name: file for file in files.companions}
-    if CHAT_TEMPLATE in paths:
-        try:
-            return str(paths[CHAT_TEMPLATE]), paths[CHAT_TEMPLATE].read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise DataError(f"{paths[CHAT_TEMPLATE]} cannot be read: {error}") from None
-    if CONFIG not in paths:
-        return None
-    template = read_object(paths[CONFIG]).get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return (str(paths[CONFIG]), template) if isinstance(template, str) else None
-
-
-def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    # jinja2's own filter escapes HTML.
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now(UTC).astimezone().strftime(form)
-    environment.globals["namespace"] = _Namespace
-    return environment
-
-
-class _Namespace(Namespace):
-    """jinja2's namespace without names of Python's internals, by which a template could leave the sandbox."""
-
-    def __init__(self, /, *args: Any, **values: Any) -> None:
-        given = dict(*args, **values)
-        for name in given:
-            _require_public(name)
-        super().__init__(given)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _require_public(name)
-        super().__setitem__(name, value)
-
-
-def _require_public(name: str) -> None:
-    if name.startswith("_"):
-        raise TemplateError(f"a namespace must have no name that begins with _, such as {name}")
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-class _Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}`, which puts a private character before and after the text of an answer."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Macro) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
+    if CONFIG in paths:
+        template = read_object(paths[CONFIG]).get("chat_template")
+        entries = template if isinstance(template, list) else [{"name": _DEFAULT, "template": template}]
+        for entry in entries:
+            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                found[str(entry.get("name"))] = (str(paths[CONFIG]), entry["template"])
+    own = {_DEFAULT: paths.get(CHAT_TEMPLATE), _TOOL_USE: paths.get(f"{_TOOL_USE}.jinja")}
+    if any(own.values()):
+        found = {}
+    for name, path in own.items():
+        if path is not None:
+            try:
+                found[name] = (str(path), path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise DataError(f"{path} cannot be read: {error}") from None
+    return found

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -29,6 +30,7 @@ from shardwise.data.tokens.tokenizer_files import (
     SPACE,
     SPECIAL,
     TokenizerFiles,
+    library_errors,
     read_bytes,
     read_object,
 )
@@ -38,7 +40,11 @@ if TYPE_CHECKING:
 
 LARGEST_TRAINED = 2**20
 """Largest vocabulary of a tokenizer that is trained here: the trainer reserves memory for all of it at its start."""
-_LLAMA = "LlamaTokenizer"
+PLAIN_CLASS: Mapping[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+"""The class of transformers that reads a `tokenizer.json` and nothing else.
+
+Others take its vocabulary and merges alone, and split text by rules of their own, so that a text may have other ids.
+"""
 
 
 @dataclass(frozen=True)
@@ -151,12 +157,17 @@ class Tokenizer:
     def encoding(self, text: str) -> tokenizers.Encoding:
         """All that the library says about the tokens of `text`, nothing added."""
         self._read_special_tokens(literally=False)
-        return self._backend.encode(text, add_special_tokens=False)
+        with self._library_errors():
+            return self._backend.encode(text, add_special_tokens=False)
 
     def encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """As `encoding`, of all texts, on all cores."""
         self._read_special_tokens(literally=False)
-        return self._backend.encode_batch(texts, add_special_tokens=False)
+        with self._library_errors():
+            return self._backend.encode_batch(texts, add_special_tokens=False)
+
+    def _library_errors(self) -> AbstractContextManager[None]:
+        return library_errors(self._name, "apply to a text")
 
     def _read_special_tokens(self, *, literally: bool) -> None:
         # Set only if it differs, as it must not be set while another thread encodes.
@@ -169,7 +180,8 @@ class Tokenizer:
         Tokens that it puts after a text are left out.
         """
         plain = self.encoding(text).ids
-        with_marks = self._backend.encode(text, add_special_tokens=True).ids
+        with self._library_errors():
+            with_marks = self._backend.encode(text, add_special_tokens=True).ids
         for start in range(len(with_marks) - len(plain) + 1):
             if with_marks[start : start + len(plain)] == plain:
                 return [*with_marks[:start], *plain]
@@ -198,7 +210,8 @@ class Tokenizer:
             literally: True if the name of a special token, such as "[SEP]", is text like any other.
         """
         self._read_special_tokens(literally=literally)
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        with self._library_errors():
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         left_out = np.asarray(contexts or [0] * len(texts), dtype=np.int64)
         sizes = np.fromiter(map(len, encodings), np.int64, len(encodings)) - left_out
         # From an iterator, as lists of Python integers take nine times the memory of the array.
@@ -255,7 +268,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int] | npt.NDArray[np.integer[Any]], *, skips_special: bool = False) -> str:
         """The text of `ids`; ends of documents and other special tokens show unless `skips_special` leaves them out."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skips_special)
+        with self._library_errors():
+            return self._backend.decode([int(i) for i in ids], skip_special_tokens=skips_special)
 
     def save(self, folder: Path, copies: Mapping[str, Path] | None = None) -> None:
         """Writes a folder that `transformers.AutoTokenizer.from_pretrained` loads.
@@ -277,22 +291,16 @@ class Tokenizer:
         else:
             names = {f"{role}_token": name for role, name in self.pair_names.items()}
         special = {role: name for role, name in names.items() if name is not None}
-        # The class of transformers that reads a tokenizer.json and nothing else.
-        plain_class = {"tokenizer_class": "PreTrainedTokenizerFast"}
         made = {
-            CONFIG: {**plain_class, "add_prefix_space": False, "clean_up_tokenization_spaces": False, **special},
+            CONFIG: {**PLAIN_CLASS, "add_prefix_space": False, "clean_up_tokenization_spaces": False, **special},
             SPECIAL: special,
         }
         if CONFIG in copies:
-            settings = read_object(copies[CONFIG])
-            # Without a class, transformers takes the model's. Its class for Llama reads no more than the vocabulary and
-            # the merges of a tokenizer.json, and gives other ids if a text has two spaces in a row.
-            made = {}
-            if str(settings.get("tokenizer_class", _LLAMA)).removesuffix("Fast") == _LLAMA:
-                defaults: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
-                if end in self.added_tokens.values():
-                    defaults["eos_token"] = end
-                made = {CONFIG: {**defaults, **settings, **plain_class}}
+            if self.pair_names is None:
+                special = {"eos_token": end} if end is not None and end in self.added_tokens.values() else {}
+            made = {
+                CONFIG: plain_settings({**special, **read_object(copies[CONFIG])}, pairs=self.pair_names is not None)
+            }
         for name in made.keys() - (copies.keys() - {CONFIG}):
             (folder / name).write_text(json.dumps(made[name], indent=2) + "\n", encoding="utf-8")
 
@@ -301,6 +309,17 @@ class Tokenizer:
         assert self.pair_names is not None
         ids: dict[str, Any] = {role: self.token_id(name) for role, name in self.pair_names.items()}
         return PairTokens(**ids)
+
+
+def plain_settings(settings: Mapping[str, Any], *, pairs: bool) -> dict[str, Any]:
+    """A `tokenizer_config.json` by which transformers reads the `tokenizer.json` beside it as it is.
+
+    Args:
+        pairs: True if the model reads the types of tokens.
+    """
+    inputs = {} if pairs else {"model_input_names": ["input_ids", "attention_mask"]}
+    kept = {name: value for name, value in settings.items() if name != "auto_map"}  # which names a class in a file
+    return {**inputs, **kept, **PLAIN_CLASS}
 
 
 def _bytes_of_piece(piece: str) -> int:

@@ -18,7 +18,6 @@ import io
 import json
 import os
 import re
-import tempfile
 import time
 import zipfile
 import zlib
@@ -168,7 +167,7 @@ class GraphCache:
         with self._writing():
             files.make_folder(self.root)
             files.require_trusted(self.root, files.ANYONE_WRITES)
-            tempfile.TemporaryFile(dir=self.root).close()
+            files.require_writable(self.root)
 
     def require_trusted(self) -> None:
         """Raise ConfigError where any user may have put programs there; a folder that is not there yet passes."""

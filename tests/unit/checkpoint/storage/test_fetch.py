@@ -185,8 +185,11 @@ def test_what_is_wrong_is_said_before_anything_comes(server: Server, tmp_path: P
     server.status = 200
     with pytest.raises(StoreError, match=r"cannot be read: .*[Cc]onnect"):
         find("http://127.0.0.1:9/data.bin")
-    with pytest.raises(ConfigError, match="is a folder, where"):
+    with pytest.raises(ConfigError, match="must be a file or a free name, and it is a folder"):
         get(server.url, tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="must be a file or a free name, and it is a link"):
+        get(server.url, tmp_path / "link")
     with pytest.raises(ConfigError, match=r"none\.bin cannot be read: there is no such file"):
         find(str(tmp_path / "none.bin"))
     with pytest.raises(ConfigError, match="must match a file or more, and it matches none"):

@@ -15,6 +15,8 @@ from shardwise.config import Config, check_layout, config_from, data_from
 from shardwise.data.evaluation_sets import glance_at_sets, prepare_sets
 from shardwise.data.formats.chat import PreparedChat
 from shardwise.data.open_data import glance, inspect, prepare
+from shardwise.data.reading.conversations import conversations, conversations_of_table
+from shardwise.data.reading.text_sources import ColumnSource
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
@@ -139,11 +141,19 @@ LINES = {
     '{"text": "a"}': "line 2 has no field 'messages': set data.text_key to the field that holds the messages (text)",
     '{"messages": "a"}': "line 2: the field 'messages' must hold a list of messages, each with a role and a",
     '{"messages": [1]}': "line 2: messages.0 must be an object with a role and a content, not int",
-    '{"messages": [{"content": "a"}]}': "line 2: messages.0 has no role, and it must be system, user or assistant",
+    '{"messages": [{"content": "a"}]}': "line 2: messages.0 has no role, and it must be system, developer, user",
     '{"messages": [{"role": "bot", "content": "a"}]}': "line 2: messages.0 has the role 'bot', and it must be system",
     '{"messages": [{"role": "user", "content": null}]}': "line 2: messages.0.content must be text, not NoneType",
     '{"messages": [{"role": "user", "content": "a"}]}': "must have a message of the role assistant, whose text is "
     "learned, and its roles are user: remove it",
+    '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}': "all of them have the weight 0, or are in",
+    '{"messages": [{"role": "assistant", "content": "a", "weight": 2}]}': "messages.0.weight (2) must be 0 or 1",
+    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "must be text or parts of it, not image",
+    '{"prompt": "a", "completion": 1}': "the field 'completion' must hold a list of messages, each with a role and a",
+    '{"conversations": [{"from": "bot", "value": "a"}]}': "line 2: conversations.0 has the role 'bot', and it must be",
+    '{"messages": [{"role": "assistant", "content": "a"}], "tools": "["}': "the field 'tools' is text that is not",
+    '{"messages": [{"role": "assistant", "content": "a"}], "tools": [1]}': "'tools' must hold a list of objects",
+    '{"messages": [{"role": "assistant", "content": "a"}], "chat_template_kwargs": {"messages": 1}}': "must be without",
     '{"messages": [{"role": "assistant", "content": "\\ud800"}]}': "the field 'messages.0' has half a surrogate pair",
 }
 
@@ -171,6 +181,76 @@ def test_empty_conversations_are_left_out_and_counted(tmp_path: Path) -> None:
     written(tmp_path / "chat.jsonl", {"messages": []})
     with pytest.raises(DataError, match="holds no messages: all of its conversations are empty"):
         inspect(path, 3, {"format": "chat"})
+
+
+ROWS = {
+    "messages": {"messages": GOOD},
+    "ShareGPT": {"conversations": [{"from": "human", "value": "Who are you?"}, {"from": "gpt", "value": "A model."}]},
+    "completion": {"prompt": GOOD[:1], "completion": GOOD[1:]},
+    "texts": {"prompt": "Who are you?", "completion": "A model."},
+    "weight": {"messages": [*GOOD, *GOOD[:1], {**GOOD[1], "weight": 0}]},
+    "prompt": {"prompt": [*GOOD, *GOOD[:1]], "completion": GOOD[1:]},
+}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "datasets"])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_all_kinds_have_the_same_targets(tmp_path: Path, name: str, form: str) -> None:
+    base = tmp_path / "base"
+    train_tokenizer(["Who are you? A model. " * 20], 262, "base", chat=True).save(base)
+    if form == "jsonl":
+        path = written(tmp_path / "chat.jsonl", ROWS[name])
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        (tmp_path / "rows").mkdir()
+        path = str(tmp_path / "rows/a.parquet")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist([ROWS[name]]), path)
+    if form == "datasets":
+        datasets = pytest.importorskip("datasets")
+        settings = config(path="rows", format="chat", split="1,0")
+        saved = tmp_path / "saved"
+        datasets.Dataset.from_list([ROWS[name]]).save_to_disk(saved)
+        source = ColumnSource.open(settings.data.model_copy(update={"path": str(saved)}))
+        ((_, chat),) = conversations_of_table(source)
+        reading = (chat.texts, [message["role"] for message in chat.messages], chat.not_learned)
+        ((_, line),) = conversations(Path(written(tmp_path / "chat.jsonl", ROWS[name])), "jsonl", "messages")
+        assert reading == (line.texts, [message["role"] for message in line.messages], line.not_learned)
+        return
+    data = opened(config(path=path, format="chat", split="1,0", tokenizer=str(base)), tmp_path / "cache")
+    chats = data.conversations["train"]
+    tokenizer = Tokenizer.load(base)
+    texts = [tokenizer.decode(chats.tokens[begin:end]) for begin, end in chats.answers.tolist()]
+    assert texts == ["A model.<|im_end|>"]
+    is_long = name in ("weight", "prompt")
+    assert tokenizer.decode(chats.tokens).count("A model.") == 1 + is_long
+
+
+def test_fields_that_nothing_reads_are_named_once(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    train_tokenizer(["Who are you? A model. " * 20], 262, "base", chat=True).save(base)
+    row = {"messages": [{**GOOD[0], "name": "Ann"}, GOOD[1]], "tools": [{"name": "weather"}], "id": 3}
+    path = written(tmp_path / "chat.jsonl", row, row)
+    settings = config(path=path, format="chat", split="1,0", tokenizer=str(base))
+    text = "neither the chat template nor the training reads the fields id, name and tools"
+    assert f"; {text}" in dict(glance(settings).rows)["data"]
+    told: list[str] = []
+    data = prepare(settings, tmp_path / "cache", announce=told.append)
+    assert [line for line in told if "warning" in line] == [f"warning: {path}: {text}"]
+    assert f"; {text}" in data.summary
+
+
+def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
+    """A table has each field of any row in all rows."""
+    arrow = pytest.importorskip("pyarrow")
+    calls = [[{"name": "a", "arguments": {"city": "Ulm"}}], [{"name": "b", "arguments": {"days": 3}}]]
+    rows = [{"messages": [GOOD[0], {"role": "assistant", "content": None, "tool_calls": call}]} for call in calls]
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    lines = Path(written(tmp_path / "a.jsonl", *rows))
+    read = [
+        [*conversations(path, kind, "messages")]
+        for path, kind in ((tmp_path / "a.parquet", "parquet"), (lines, "jsonl"))
+    ]
+    assert [chat.messages for _, chat in read[0]] == [chat.messages for _, chat in read[1]]
 
 
 def test_rows_of_parquet_are_read_as_lines(tmp_path: Path) -> None:
@@ -239,16 +319,6 @@ def test_a_model_that_masks_tokens_is_refused(tmp_path: Path) -> None:
         check_layout(settings, 1)
     with pytest.raises(DataError, match=r"model\.family \(bert\) must predict the next token to learn from chat"):
         prepare(settings, tmp_path)
-
-
-def test_weights_need_their_tokenizer(tmp_path: Path) -> None:
-    settings = config()
-    settings = settings.model_copy(update={"checkpoint": settings.checkpoint.model_copy(update={"load": "runs/base"})})
-    message = "data.tokenizer must be that of the weights in checkpoint.load (runs/base), to which other ids"
-    with pytest.raises(DataError) as error:
-        prepare(settings, tmp_path)
-    assert message in str(error.value)
-    assert message in glance(settings).problems[0]
 
 
 def test_a_text_reader_names_the_format_of_conversations(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Chat templates: the same text and ids as in transformers, and the places of the answers."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from tokenizers import models
 from transformers import AutoTokenizer
 
 from shardwise.base.errors import DataError
+from shardwise.data.reading.conversations import Conversation, Message
 from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
@@ -65,8 +68,8 @@ def template_of(path: Path) -> ChatTemplate:
     return template
 
 
-def answers(template: ChatTemplate, messages: list[dict[str, str]]) -> list[str]:
-    rendered = template.rendered_chat(messages)
+def answers(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
+    rendered = template.rendered_chat(Conversation(messages))
     return [rendered.text[begin:end] for begin, end in rendered.answers]
 
 
@@ -81,7 +84,7 @@ def test_text_and_ids_are_those_of_transformers(tmp_path: Path, source: str | No
         assert text == theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
         ids = theirs.apply_chat_template(CHAT, return_dict=False, add_generation_prompt=prompt)
         assert template.tokenizer.encode(text).tolist() == ids
-    assert template.rendered_chat(CHAT).text == template.render(CHAT, add_generation_prompt=False)
+    assert template.rendered_chat(Conversation(CHAT)).text == template.render(CHAT, add_generation_prompt=False)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,7 @@ def test_white_space_around_an_answer_belongs_to_it(tmp_path: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": trimming}))
     template = template_of(folder)
     messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "  I am\n\n "}] * 2
-    ((ids, found, _),) = encode_chats(template, [(lambda: "here", messages)])
+    ((ids, found, _),) = encode_chats(template, [(lambda: "here", Conversation(messages))])
     assert [template.tokenizer.decode(ids[begin:end]) for begin, end in found.tolist()] == ["  I am\n\n <|im_end|>"] * 2
 
 
@@ -143,11 +146,11 @@ def test_of_answers_that_a_template_rewrites_the_last_one_is_learned(tmp_path: P
     answer = "<think>\n\n</think>\n\nOnce upon a time, a fox.<|im_end|>"
     # What follows the last answer teaches nothing, and would rewrite it.
     for messages in (CHAT, [*CHAT, {"role": "user", "content": "Thanks."}]):
-        rendered = template.rendered_chat(messages)
+        rendered = template.rendered_chat(Conversation(messages))
         assert rendered.text == theirs.apply_chat_template(CHAT, tokenize=False)
         assert answers(template, messages) == [answer]
         assert rendered.left_out == 1
-    assert template.rendered_chat(CHAT[:3]).left_out == 0, "a single answer is the last one"
+    assert template.rendered_chat(Conversation(CHAT[:3])).left_out == 0, "a single answer is the last one"
 
 
 def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
@@ -165,6 +168,102 @@ def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
     assert template_of(folder).source == "F"
 
 
+# In the manner of Qwen3: tools, calls of them and their results; it reads text and parts.
+TOOLS = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% if style is defined %}{{ style ~ '\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.reasoning_content %}{{ '(' + m.reasoning_content + ')' }}{% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"days": {"minimum": 3}}}}}
+CALL = {"function": {"name": "weather", "arguments": {"city": "Ulm", "days": 3}}}
+CALLING: list[Message] = [
+    {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
+    {"role": "user", "content": "Who are you?"},
+    {"role": "assistant", "thinking": "A story?", "tool_calls": [CALL]},
+    {"role": "tool", "name": "weather", "content": "A fox."},
+    {"role": "assistant", "content": "Once upon a time."},
+]
+
+
+def test_tools_and_calls_of_them_are_those_of_transformers(tmp_path: Path) -> None:
+    """Also by the template for tools, where a tokenizer has several."""
+    folder = folder_with(tmp_path / "tokenizer", TOOLS)
+    variables = {"tools": [TOOL], "style": "brief"}
+    chat = Conversation(CALLING, variables)
+    call = '(A story?)weather{"city": "Ulm", "days": 3}<|im_end|>'
+    for source in (TOOLS, QWEN):
+        (folder / CHAT_TEMPLATE).write_text(source)
+        template, theirs = template_of(folder), AutoTokenizer.from_pretrained(folder)
+        expected = theirs.apply_chat_template(CALLING, return_dict=False, **variables)
+        ((ids, found, _),) = encode_chats(template, [(lambda: "here", chat)])
+        assert ids.tolist() == expected
+        learned = [template.tokenizer.decode(ids[begin:end]) for begin, end in found.tolist()]
+        assert learned == [call, "Once upon a time.<|im_end|>"]
+        assert "brief" in template.tokenizer.decode(ids)
+        (folder / "additional_chat_templates").mkdir(exist_ok=True)
+        (folder / "additional_chat_templates/tool_use.jinja").write_text(TOOLS)
+    assert template.rendered_chat(Conversation(CHAT)).text == theirs.apply_chat_template(CHAT, tokenize=False)
+
+
+@pytest.mark.parametrize("source", [QWEN, MARKED, THINKING])
+def test_an_answer_of_weight_0_is_no_target(tmp_path: Path, source: str) -> None:
+    template = template_of(folder_with(tmp_path / "tokenizer", source))
+    (first, *_), last = answers(template, CHAT[:3]), answers(template, CHAT)[-1]
+    for number, expected in ((2, last), (4, first)):
+        rendered = template.rendered_chat(Conversation(CHAT, not_learned=frozenset([number])))
+        assert [rendered.text[begin:end] for begin, end in rendered.answers] == [expected]
+        assert rendered.left_out == 0
+
+
+def test_what_nothing_reads_is_named(tmp_path: Path) -> None:
+    """A field counts as read where its name is in the template, or where the text changes with it."""
+    chat = Conversation([*CALLING[1:2], {"role": "assistant", "content": "A.", "tool_calls": [CALL], "weight": 1}])
+    chat = replace(chat, variables={"tools": [TOOL]})
+    for source, expected in ((QWEN, {"tool_calls", "tools"}), (TOOLS, set()), (MARKED, {"tool_calls", "tools"})):
+        template = template_of(folder_with(tmp_path / "tokenizer", source))
+        assert template.unread(chat, ()) == expected
+    named = Conversation([{"role": "user", "content": "Who?", "name": "Ann"}, *CHAT[2:3]])
+    assert template.unread(named, ()) == set(), "MARKED writes the whole message"
+
+
+def test_parts_of_text_are_joined_for_a_template_that_reads_text_alone(tmp_path: Path) -> None:
+    template = template_of(folder_with(tmp_path / "tokenizer", LLAMA))
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "is it?"}]}]
+    whole = [{"role": "user", "content": "Who is it?"}]
+    texts = [template.render(messages, add_generation_prompt=True) for messages in (parts, whole)]
+    assert texts[0] == texts[1]
+
+
+_WORK_OF_A_TEXT = "{% for i in range(3000) %}{{ messages[0].content }}{% endfor %}"
+_DOUBLED = "{% set ns = namespace(t='0123456789') %}{% for i in range(18) %}{% set ns.t = OP %}{% endfor %}"
+WORK = {
+    "text": _WORK_OF_A_TEXT,
+    "unseen text": "{% set text %}" + _WORK_OF_A_TEXT + "{% endset %}",
+    "rounds": "{% for i in range(300) %}{% for j in range(300) %}{% endfor %}{% endfor %}",
+    "left out": "{% for i in range(300) %}{% for j in range(300) if false %}{% endfor %}{% endfor %}",
+    "calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(16) }}",
+    "times": "{% set text = messages[0].content * 3000 %}",
+    "power": "{% set number = 2 ** 999999 %}",
+    "plus": _DOUBLED.replace("OP", "ns.t + ns.t"),
+    "tilde": _DOUBLED.replace("OP", "ns.t ~ ns.t"),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_a_template_writes_and_works_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Under a bound that is reached in a moment."""
+    template = template_of(folder_with(tmp_path / "tokenizer", WORK[name]))
+    messages = [{"role": "user", "content": "Once upon a time. " * 40}]
+    monkeypatch.setattr("shardwise.data.tokens.template_sandbox.MOST_WORK", 1 << 20)
+    with pytest.raises(DataError, match=r"refuses the conversation: it must write at most 1,048,576 characters, of"):
+        template.render(messages, add_generation_prompt=True)
+
+
 FAULTS = {
     "{% for %}": "is no jinja2 template (",
     "{{ raise_exception('roles must alternate') }}": "refuses the conversation: roles must alternate",
@@ -179,7 +278,7 @@ FAULTS = {
 def test_a_template_that_fails_is_refused_in_one_sentence(tmp_path: Path, source: str) -> None:
     folder = folder_with(tmp_path / "tokenizer", source)
     with pytest.raises(DataError) as error:
-        template_of(folder).rendered_chat(CHAT)
+        template_of(folder).rendered_chat(Conversation(CHAT))
     assert FAULTS[source] in str(error.value)
     assert str(folder / CHAT_TEMPLATE) in str(error.value)
     assert len(error.value.problems) == 1

@@ -1,0 +1,76 @@
+"""The tokenizer of the model that a run starts from, which reads the run's data too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.files import cache_root
+from shardwise.checkpoint.format.model_files import differ_in_tokens, files_beside_weights
+from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.config import Config
+from shardwise.data import cache, hub
+from shardwise.data.formats.common import in_pairs
+from shardwise.data.open_data import trains_tokenizer
+from shardwise.data.tokens.tokenizer import open_user_tokenizer
+
+
+def with_model_tokenizer(config: Config, weights: Root | str | None) -> Config:
+    """`config` with the tokenizer of the loaded weights as `data.tokenizer`, unless the user names another one.
+
+    Data that are tokens already are checked against it; they need none, so there one that cannot be opened is left out.
+
+    Args:
+        weights: the folder of `checkpoint.load`, or a hub id as `data.tokenizer` names it; None if nothing is loaded.
+
+    Raises:
+        ConfigError: there is none, and the data are text.
+    """
+    if weights is None or config.data.tokenizer is not None:
+        return config
+    named = weights if isinstance(weights, str) else _tokenizer_beside(weights)
+    if trains_tokenizer(config):
+        if named is None:
+            raise ConfigError(
+                f"checkpoint.load ({weights}) must hold the model's tokenizer ({hub.tokenizer_names()}), as the data "
+                "are text, and it holds none: name the model's own by data.tokenizer"
+            )
+    elif named is not None:
+        try:
+            open_user_tokenizer(named, config.model.vocab_size, pairs=in_pairs(config))
+        except DataError:
+            named = None
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": named})})
+
+
+def other_tokenizer_text(weights: Root, tokenizer: Path | None) -> str | None:
+    """A warning where the tokenizer in a folder gives other ids than that beside loaded weights; else None."""
+    if tokenizer is None or not weights.is_local or not differ_in_tokens(weights.local(), tokenizer):
+        return None
+    return (
+        f"data.tokenizer gives other ids than the tokenizer of the loaded weights ({weights}): leave it out to keep "
+        "what they learned"
+    )
+
+
+def _tokenizer_beside(weights: Root) -> str | None:
+    """The folder that holds the tokenizer of weights, which is copied to this machine from behind a URL."""
+    try:
+        if not hub.holds_tokenizer(weights.names()):
+            return None
+        if weights.is_local:
+            return str(weights.local())
+        files = files_beside_weights(weights)
+    except StoreError as error:
+        raise ConfigError(f"checkpoint.load: {error}") from None
+
+    def build(folder: Path) -> dict[str, Any]:
+        for name, content in files.items():
+            file = folder / "tokenizer" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        return {"tokenizer": cache.tokenizer_digest(folder / "tokenizer")}
+
+    key = cache.key_of({"model": {name: content.hex() for name, content in files.items()}})
+    return str(cache.open_or_build(cache_root(None), "tokenizers", key, cache.has_its_tokenizer, build).tokenizer_path)
