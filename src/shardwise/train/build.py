@@ -247,7 +247,7 @@ def build_observers(
         # All graphs of training are captured in a run's first step, and those of evaluation in an evaluation.
         is_evaluated = config.train.eval_every and (is_last or record.step % config.train.eval_every == 0)
         if graphs is not None and (is_evaluated or record.step == progress.before + 1):
-            reporter.captured(graphs.keep_new())
+            reporter.captured(*graphs.keep_new())
 
     def hash_state(*_: object) -> None:
         progress.phase = "hash of the state"
