@@ -31,6 +31,7 @@ from shardwise.base.units import size as size_text
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 _LOCAL_SCHEMES = ("file", "local")
+WEB_SCHEMES = ("http", "https")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
 """URL scheme → the extra of this package that brings its client."""
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
@@ -58,6 +59,8 @@ _S3_ADVICE = {
 """Pattern → advice: that of the first pattern that occurs in the reason of a failure."""
 PATIENCE_SECONDS = 20.0
 """Longest wait for the first answer of a remote place. Clients retry for minutes, which helps only after an answer."""
+_SILENCE_SECONDS = 60.0
+"""Longest pause of a web server in the middle of a file."""
 _WINDOW_BYTES = 32 * 2**20
 """Bytes of a file that are brought to the disk at a time."""
 _Result = TypeVar("_Result")
@@ -132,6 +135,11 @@ class Root:
                 raise ValueError("it has two schemes")
             # Without a cache of listings, files of other processes are seen.
             options = ANONYMOUS[scheme] if anonymous else {}
+            if scheme in WEB_SCHEMES:
+                from aiohttp import ClientTimeout
+
+                # The default allows 5 minutes for a whole file.
+                options = {"client_kwargs": {"timeout": ClientTimeout(sock_read=_SILENCE_SECONDS)}}
             remote, path = url_to_fs(text, use_listings_cache=False, **options)
         except ImportError as error:
             package = getattr(error, "name", None) or f"its client ({error})"
