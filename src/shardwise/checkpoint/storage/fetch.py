@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, listing
@@ -142,8 +142,8 @@ def fetch(
             stack.callback(part.unlink, missing_ok=True)
             _copy(remote, part, progress or _ignore)
             with part.open("rb") as file:
-                fetched = Fetched(target, os.fstat(file.fileno()).st_size, _digest(file), is_new=True)
                 to_disk(file)
+            fetched = Fetched(target, part.stat().st_size, _digest(part), is_new=True)
             _require_intact(remote, fetched, sha256)
             # The record comes first: a file without one would be refused as another's.
             record = _origin(remote) | {"sha256": fetched.sha256}
@@ -236,8 +236,8 @@ def _present(
         raise ConfigError(f"{target} is a folder, where {remote.root} is to be: name another place")
     if not target.exists():
         return None
-    with Root.of(target).store_errors("read"), target.open("rb") as file:
-        actual = _digest(file)
+    with Root.of(target).store_errors("read"):
+        actual = _digest(target)
     record = _record(target)
     origin = _origin(remote)
     is_from_source = record.get("source") == origin["source"]
@@ -327,8 +327,9 @@ def _record(target: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _digest(file: BinaryIO) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
