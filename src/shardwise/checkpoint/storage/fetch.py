@@ -165,17 +165,10 @@ def _listed(root: Root) -> list[Remote]:
         infos = root.fs.glob(root.path, detail=True) if is_pattern else root.fs.find(root.path, detail=True)
     remotes: list[Remote] = []
     for path, info in sorted(infos.items()):
-        if is_pattern:
-            name = path.rstrip("/").rpartition("/")[2]
-        else:
-            name = path.removeprefix(root.path.rstrip("/") + "/")
-        if is_pattern and info["type"] != "file":
-            continue
-        # The marker of a folder in an object store.
-        if path.endswith("/") and not info.get("size"):
-            continue
-        # A file of a fetch to that place: here it would be taken for a record of this machine.
-        if _OWN_FILE.fullmatch(name):
+        name = path.rpartition("/")[2] if is_pattern else path.removeprefix(root.path.rstrip("/") + "/")
+        # An object store lists markers of folders. What a fetch left there would be taken for a record of this machine.
+        is_marker = path.endswith("/") and not info.get("size")
+        if info["type"] != "file" or is_marker or _OWN_FILE.fullmatch(name):
             continue
         shown = path if root.is_local else f"{root.scheme}://{path}"
         remotes.append(_remote(replace(root, path=path, shown=shown), info, name))
@@ -239,19 +232,15 @@ def _present(
     with Root.of(target).store_errors("read"):
         actual = _digest(target)
     record = _record(target)
-    origin = _origin(remote)
-    is_from_source = record.get("source") == origin["source"]
-    is_current = record.get("version") == origin["version"]
-    is_intact = actual == record.get("sha256")
-    if actual == sha256 or (sha256 is None and is_from_source and is_current and is_intact):
+    intact = _origin(remote) | {"sha256": actual}
+    if actual == sha256 or (sha256 is None and record.items() >= intact.items()):
         return Fetched(target, target.stat().st_size, actual, is_new=False)
-    if not (is_from_source or force):
+    if record.get("source") != intact["source"] and not force:
         raise ConfigError(
             f"{target} is there already and was not fetched from {remote.root}: name another place, or replace it by "
             "--force"
         )
-    state = "is not as it was fetched" if is_current and not is_intact else "is there in another version"
-    announce(f"{target} {state}: fetching it again")
+    announce(f"{target} is damaged, or there in another version: fetching it again")
     return None
 
 
