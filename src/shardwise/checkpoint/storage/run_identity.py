@@ -210,21 +210,14 @@ def _took_steps(directory: RunDirectory, root: Root, stored: Mapping[str, Any]) 
 
 
 def _rebuilt_id(directory: RunDirectory, root: Root) -> str | None:
-    """The id that the run had, from its checkpoints, unless they may be another run's.
+    """The id that the run had, from `run.json` beside its checkpoints, unless they may be another run's.
 
     Checkpoints inside the run's folder are its own. At another place they are its own where `run.json` names this
     folder and the run has lost its id; a new run in a folder of that name has never had one.
     """
     last_owner = owner(root)
+    if last_owner is None:
+        return None
     path = directory.path.resolve()
-    if last_owner is not None and directory.identity.exists() and last_owner.folder == str(path):
-        return last_owner.id
-    if not is_inside(root, path):
-        return None
-    if last_owner is not None:
-        return last_owner.id
-    manifest = next(_manifests(root), None)
-    if manifest is None:
-        return None
-    run = manifest.data.get("run")
-    return run if isinstance(run, str) else None
+    has_lost_id = directory.identity.exists() and last_owner.folder == str(path)
+    return last_owner.id if has_lost_id or is_inside(root, path) else None
