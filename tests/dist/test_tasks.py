@@ -226,10 +226,10 @@ def test_a_training_goes_on_without_scores(tmp_path: Path) -> None:
         evaluation={"tasks": ["choice"], "tasks_path": str(tasks), "tasks_every": 1},
     )
     trainer = build_trainer(config, mesh(1), make_data(config.model.vocab_size))
-    trainer.tokenizer_path = folders("llama")[0]
     told: list[str] = []
-    trainer.reporter = SimpleNamespace(warning=told.append)  # type: ignore[assignment]
-    trainer._evaluate_tasks()
+    trainer.evaluator.reporter = SimpleNamespace(warning=told.append)  # type: ignore[assignment]
+    trainer.evaluator.tokenizer_path = folders("llama")[0]
+    trainer.evaluator.tasks()
     (text,) = told
     assert text.startswith("evaluation.tasks have no scores at step 0: a continuation in evaluation.tasks (")
     assert trainer.model.training

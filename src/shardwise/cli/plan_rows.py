@@ -95,7 +95,7 @@ def price_text(plan: Plan) -> str:
     machines, price = plan.cluster, plan.cluster.device.price
     if price is None:
         return ""
-    number = units.counted(round(machines.priced_units), price.unit)
+    number = units.counted(machines.priced_units, price.unit)
     return (
         f"Price: {price.amount:,.10g} {price.currency} for an hour of a {price.unit}, {machines.price_per_hour:,.10g} "
         f"{price.currency} for one of {number}. A node has {units.counted(machines.per_node, 'device')}."

@@ -298,10 +298,11 @@ class Cluster:
         return self.nodes * self.per_node
 
     @property
-    def priced_units(self) -> float:
-        """Number of devices, chips or nodes, whichever the price is of."""
+    def priced_units(self) -> int:
+        """Number of devices, chips or nodes, whichever the price is of; a chip in use is paid as a whole."""
         unit = "device" if self.device.price is None else self.device.price.unit
-        return {"device": self.world, "chip": self.world / self.device.per_chip, "node": self.nodes}[unit]
+        chips = self.nodes * math.ceil(self.per_node / self.device.per_chip)
+        return {"device": self.world, "chip": chips, "node": self.nodes}[unit]
 
     @property
     def price_per_hour(self) -> float | None:

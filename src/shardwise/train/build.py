@@ -102,7 +102,15 @@ def build_trainer(
             check_axes(model, feed.batches, mesh.device, config.model.vocab_size)
     progress = progress or Progress()
     evaluator = Evaluator(
-        config, layout, mesh, model, optimizer, feed, progress, reporter, tokenizer_path=data.tokenizer_path
+        config=config,
+        layout=layout,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        feed=feed,
+        progress=progress,
+        reporter=reporter,
+        tokenizer_path=data.tokenizer_path,
     )
     return Trainer(
         config=config,

@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from shardwise.cli.entry import main
 from shardwise.cli.plan_rows import LEAST_RATIO, MOST_RATIO
+from shardwise.planner.device_specs import Price, cluster, load_device
 
 
 def test_a_price_for_each_device_or_one_for_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +37,13 @@ def test_a_price_is_of_a_device_a_chip_or_a_node(capsys: pytest.CaptureFixture[s
     assert main([*command, "--price", "40 USD/node"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Price: 40 USD for an hour of a node, 80 USD for one of 2 nodes. A node has 64 devices." in out
+
+
+@pytest.mark.parametrize(("per_node", "chips"), [(2, 1), (6, 2), (8, 2)])
+def test_a_chip_is_paid_as_a_whole(per_node: int, chips: int) -> None:
+    device = replace(load_device("trn2"), price=Price.of("2 USD/chip", "--price"))
+    machines = replace(cluster("trn2", 3), device=device, per_node=per_node)
+    assert (machines.priced_units, machines.price_per_hour) == (3 * chips, 6 * chips)
 
 
 def test_a_price_of_one_device_adds_a_column(capsys: pytest.CaptureFixture[str]) -> None:
