@@ -88,7 +88,7 @@ def play(
         key = batch.dropout_key(config.train, step=1) if training else None
         model.train(training)
         with torch.set_grad_enabled(training), WeightScales(model).kept():
-            out: Tensor = batch.call(model, x, key)
+            out: Tensor = batch.call_of(model, x, key)()
         # The graph of the backward pass is captured with the forward pass, and compiled when it runs.
         if training and not only_capture:
             out.sum().backward()
