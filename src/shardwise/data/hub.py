@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import name_problem, reason_of, user_path
 from shardwise.base.parsing import json_value
+from shardwise.runs.folder import RUNS
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -289,7 +290,8 @@ def _without_weights(shown: str, names: Iterable[str]) -> str:
 def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> None:
     """Raises ConfigError if `name`, which is no existing path, is no hub id either; `must` begins the message."""
     missing = f"{must}: there is none of that name in {Path.cwd()}"
-    is_local = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    # Before the first run there is no folder of runs.
+    is_local = name.startswith((".", "/", "~", f"{RUNS}/")) or name.endswith("/") or name.count("/") > 1
     if is_local or is_file or Path(name.partition("/")[0]).is_dir():
         near = nearest_name(path.name, _names(path.parent))
         if near:
