@@ -100,7 +100,9 @@ def yaml_value(text: str, origin: str) -> Any:
         _require_small(text, origin)
         root = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
-        raise NotReadError([f"{origin} is not valid YAML: {_reason(error)}"]) from None
+        # libyaml 0.2.6 looks ahead, and has a limit of its own.
+        invalid = f"{origin} is not valid YAML: {_reason(error)}"
+        raise NotReadError([_too_deep(origin) if "nesting depth" in invalid else invalid]) from None
     if root is None:
         return None
     conversion = _Conversion(origin)
