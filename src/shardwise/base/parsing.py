@@ -101,7 +101,9 @@ def yaml_value(text: str, origin: str) -> Any:
         _require_small(text, origin)
         root = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
-        raise NotReadError([f"{origin} is not valid YAML: {_reason(error)}"]) from None
+        # libyaml 0.2.6 looks ahead, and has a limit of its own.
+        invalid = f"{origin} is not valid YAML: {_reason(error)}"
+        raise NotReadError([_too_deep(origin) if "nesting depth" in invalid else invalid]) from None
     except UnicodeError:  # bytes of the command line
         raise NotReadError([f"{origin} must be UTF-8 where its value is in brackets or quotes"]) from None
     if root is None:
