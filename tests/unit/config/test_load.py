@@ -218,9 +218,6 @@ def test_fault_20_other_options_of_sbatch_are_taken() -> None:
 
 def test_what_cannot_be_streamed() -> None:
     streaming = "data.streaming=true"
-    assert problems(streaming, "data.path=a.jsonl") == [
-        "data.streaming (true) needs data.tokenizer: one is trained on prepared text alone"
-    ]
     assert problems(streaming, "data.tokenizer=t") == [
         "data.streaming (true) must be false with data.dataset (tiny), which is small"
     ]
