@@ -255,10 +255,10 @@ def build_observers(
     return [
         Observer(1, report),
         Observer(config.log.state_hash_every, hash_state),
-        Observer(config.log.drift_every, trainer.compare_replicas, takes_long=True),
-        Observer(config.train.eval_every, trainer.evaluator.texts, takes_long=True),
+        Observer(config.log.drift_every, lambda *_: trainer.compare_replicas(), takes_long=True),
+        Observer(config.train.eval_every, lambda *_: trainer.evaluator.texts(), takes_long=True),
         Observer(1, keep_graphs),
-        Observer(config.evaluation.tasks_every, trainer.evaluator.tasks, takes_long=True),
+        Observer(config.evaluation.tasks_every, lambda *_: trainer.evaluator.tasks(), takes_long=True),
         Observer(1, lambda record, is_last: checkpoints.after_step(progress, is_last, record.agreed_flags)),
     ]
 

@@ -57,7 +57,7 @@ class Evaluator:
             self.reporter.evaluation(self.progress.step, result.loss, token_perplexity, losses)
         return result.loss, token_perplexity
 
-    def texts(self, *_: object) -> None:
+    def texts(self) -> None:
         """Evaluate the held-out part, and each of `evaluation.sets`."""
         if self.config.evaluates_held_out:
             self.held_out()
@@ -76,7 +76,7 @@ class Evaluator:
         if self.reporter is not None:
             self.reporter.before_steps("first step under way")
 
-    def tasks(self, *_: object) -> None:
+    def tasks(self) -> None:
         """Score `evaluation.tasks`."""
         # It imports lm_eval, an extra.
         from shardwise.train.task_evaluation import evaluate_tasks

@@ -38,7 +38,7 @@ class SteppedCollection:
         if self._was_enabled:
             gc.enable()
 
-    def after_step(self, *_: object) -> None:
+    def after_step(self) -> None:
         """Collect young garbage, which takes microseconds where there is none, and at times all garbage."""
         self._steps += 1
         if self._steps == _STEPS_BEFORE_FREEZE and self._freezes:

@@ -101,9 +101,11 @@ def _train(stage: _OpenedStage) -> str | None:
     """Train to the last step of a stage; returns who asked the run to stop before it."""
     config = stage.opened.config
     trainer = stage.trainer
-    observers = build_observers(config, trainer, stage.reporter, stage.checkpoints, stage.graphs)
     with closing(Trace.of(config, trainer.mesh, stage.reporter.run)) as trace, SteppedCollection() as garbage:
-        observers.insert(0, Observer(1, garbage.after_step))
+        observers = [
+            Observer(1, lambda *_: garbage.after_step()),
+            *build_observers(config, trainer, stage.reporter, stage.checkpoints, stage.graphs),
+        ]
         return trainer.run(observers, stage.checkpoints, trace.step)
 
 

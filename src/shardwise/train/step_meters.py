@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ class StepMeters:
         self._stragglers = Stragglers(mesh)
 
     def read(
-        self, losses_NK: Tensor, norms: Sequence[Tensor], flags: Sequence[float] | None, *, is_logged: bool
+        self, losses_NK: Tensor, norms: tuple[Tensor, ...], flags: Sequence[float] | None, *, is_logged: bool
     ) -> StepNumbers:
         """Read a step's numbers on the host, which waits here for all work before. Collective.
 
@@ -84,7 +85,7 @@ class StepMeters:
             flags: flags of this rank, of which the largest of all ranks are read, and with them the slowest rank;
                 None reads neither.
         """
-        parts = {"losses": losses_NK, "norms": torch.stack(list(norms))}
+        parts = {"losses": losses_NK, "norms": torch.stack(norms)}
         if self.sources is not None and is_logged:
             parts["sources"] = self.sources.take()
         if flags is not None:
@@ -165,6 +166,5 @@ class StepMeters:
 
 def _read_together(parts: Mapping[str, Tensor]) -> dict[str, list[float]]:
     """The elements of several tensors on the host, in one transfer."""
-    elements = torch.cat([part.flatten() for part in parts.values()]).cpu()
-    sizes = [part.numel() for part in parts.values()]
-    return {name: part.tolist() for name, part in zip(parts, elements.split(sizes), strict=True)}
+    numbers = iter(torch.cat([part.flatten() for part in parts.values()]).tolist())
+    return {name: list(islice(numbers, part.numel())) for name, part in parts.items()}

@@ -89,7 +89,7 @@ class Trainer:
                     return checkpoints.stopped_by
         return None
 
-    def compare_replicas(self, *_: object) -> None:
+    def compare_replicas(self) -> None:
         """Compare the copies of parameters over ranks. Collective.
 
         Raises:
