@@ -6,7 +6,7 @@
 # it ends with InvalidCxxCompiler. So the counters do not tell that a machine compiles, and a start is as slow as a cold one.
 #   saved: hits 0, misses 1, libraries of kernels in the folder 2
 #   loaded: hits 1, misses 0, libraries of kernels in the folder 2
-# PYTHON names an interpreter that has torch 2.13.0, a CPU build or another (default: python3).
+# PYTHON names an interpreter that has torch==2.13.0, a CPU build or another (default: python3).
 set -euo pipefail
 python=${PYTHON:-python3}
 work=$(mktemp -d)
