@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install what the tests with a real SLURM (tests/cluster) and with a browser need, where this is possible: on Debian, as
-# root. `make test` calls it; elsewhere those tests are skipped, and say what is missing.
+# Install what the tests with a real SLURM (tests/cluster), with a browser and with zsh need, where this is possible: on
+# Debian, as root. `make test` calls it; elsewhere those tests are skipped, and say what is missing.
 set -euo pipefail
 
 export PATH=$PATH:/usr/sbin
@@ -11,6 +11,7 @@ command -v mpirun >/dev/null || missing+=(openmpi-bin)
 command -v mpiexec.mpich >/dev/null || missing+=(mpich)
 command -v ip >/dev/null || missing+=(iproute2)
 command -v chromium >/dev/null || command -v google-chrome >/dev/null || missing+=(chromium)
+command -v zsh >/dev/null || missing+=(zsh)
 if [ ${#missing[@]} -eq 0 ] || [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
     exit
 fi

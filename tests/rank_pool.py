@@ -8,6 +8,7 @@ import queue
 import signal
 import tempfile
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -118,6 +119,9 @@ def _serve(
     results: Any,
 ) -> None:
     die_with_parent()
+    warnings.simplefilter("error")  # as in pyproject.toml
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")  # of torch's own code
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's compiler hides it
     os.fsync = lambda _file: None  # as in tests/conftest.py
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))

@@ -71,6 +71,18 @@ def test_no_vendor_outside_device() -> None:
     assert not found, "ask shardwise.distributed.devices instead:\n" + "\n".join(found)
 
 
+def test_homes_of_users_have_one_home() -> None:
+    """`Path.expanduser` raises a RuntimeError for `~name` where there is no such user."""
+    found = [
+        place(path, node.lineno)
+        for path in package_files()
+        if path.relative_to(PACKAGE).as_posix() != "base/files.py"
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and node.attr == "expanduser"
+    ]
+    assert not found, "call user_path of base/files.py instead:\n" + "\n".join(found)
+
+
 def test_files_stay_short() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in python_files()}
     long = [f"{place(path, lines)}" for path, lines in lengths.items() if lines > MAX_LINES]

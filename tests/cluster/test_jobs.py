@@ -245,7 +245,7 @@ def test_a_preemption_is_rehearsed_from_another_machine(slurm: Slurm, tmp_path: 
     there.mkdir()
     fake.mkdir()
     (fake / "shardwise").write_text(f'#!/bin/sh\nexec {sys.executable} -m shardwise "$@"\n')
-    (fake / "ssh").write_text('#!/bin/sh\n[ "$1 $2" = "-t login" ] || exit 9\nexec sh -c "$3"\n')
+    (fake / "ssh").write_text('#!/bin/sh\n[ "$1 $2 $3" = "-t -- login" ] || exit 9\nexec sh -c "$4"\n')
     for program in fake.iterdir():
         program.chmod(0o755)
     miniature(there)

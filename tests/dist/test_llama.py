@@ -176,7 +176,7 @@ def train_stages(variant: str, tp: int, schedule: str) -> tuple[list[Tensor], li
     def compute(model: Any, x: Tensor | None, number: int) -> Any:
         out = model(ids[number], targets[number], x=x)
         if model.part.is_last:
-            losses.append(float(out))
+            losses.append(float(out.detach()))
         return out.reshape(-1) if model.part.is_last else out
 
     length = S // tp

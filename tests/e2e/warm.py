@@ -151,6 +151,9 @@ def _serve(place: str) -> None:
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1
+    warnings.simplefilter("error")  # as in pyproject.toml
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")  # of torch's own code
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's compiler hides it
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)  # torchrun's agent is
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who answer
     with socket.socket(socket.AF_UNIX) as listener:

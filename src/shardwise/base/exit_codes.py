@@ -6,4 +6,4 @@ FAILED = 1
 WRONG_INPUT = 2
 """The configuration or the input is wrong, and no step was taken. argparse ends with it too."""
 STOPPED = 75
-"""The run stopped on request after a checkpoint: EX_TEMPFAIL of sysexits.h, "try the same command again"."""
+"""The run stopped on request, after a checkpoint or before its first step: EX_TEMPFAIL of sysexits.h, "try again"."""

@@ -33,6 +33,11 @@ from shardwise.base.errors import ConfigError
 _LINKS = (errno.ELOOP, errno.EMLINK)
 MOST_BYTES = 1 << 26
 """The largest file that is read whole, such as a configuration: far more than any needs."""
+# The answers of systems that a path itself causes.
+_PATH_ERRORS = (
+    *(errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR),
+    *(errno.ENOTCONN, errno.ESTALE),  # of a mount whose server has gone
+)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 # As many as Linux follows in one path.
 _MOST_LINKS = 40
@@ -52,6 +57,27 @@ class UntrustedError(OSError):
 def reason_of(error: OSError) -> str:
     """The reason that the system gave, such as `No space left on device`."""
     return error.strerror or str(error)
+
+
+def path_refusal(error: OSError) -> ConfigError | None:
+    """The refusal of a path that the system does not let this user ask about, use or enter; None for other errors.
+
+    No code asks each path beforehand: a command ends by this error where it meets one.
+    """
+    if error.filename is None or error.errno not in _PATH_ERRORS:
+        return None
+    return ConfigError(f"the path {os.fsdecode(error.filename)} cannot be used: {reason_of(error)}")
+
+
+def user_path(path: str | Path) -> Path:
+    """A path that a user gave, with the home for `~`; as it is where there is no user of the name after `~`.
+
+    Raises:
+        ConfigError: it has a zero character, at which the system would end it.
+    """
+    if "\0" in str(path):
+        raise ConfigError(f"the path {path} must have no zero character")
+    return Path(os.path.expanduser(path))  # noqa: PTH111  the other one raises a RuntimeError there
 
 
 # ---- opening
@@ -161,6 +187,15 @@ def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None)
             raise
         os.close(descriptor)
     raise OSError(errno.ELOOP, f"{path.name} is a link or no plain file, and links are not followed: remove it")
+
+
+def open_to_append(path: Path) -> int:
+    """A descriptor of the regular file at `path`, which is made where there is none; each write goes to its end.
+
+    Raises:
+        OSError: as `open_own`.
+    """
+    return open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def _require_trusted(folder: int, entry: os.stat_result, path: Path) -> None:
@@ -352,6 +387,21 @@ def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None
     sync_folder(path.parent)
 
 
+def require_replaceable(path: Path, option: str) -> None:
+    """Refuse what a file that is written by `write_atomic`, at a path that the user gave by `option`, must not replace.
+
+    Raises:
+        ConfigError: a folder, a link, a pipe or a device has that name.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a link" if stat.S_ISLNK(mode) else "a device or a pipe"
+        raise ConfigError(f"{option} ({path}) must be a file or a free name, and it is {kind}: name another file")
+
+
 def write_new(path: Path, text: str, option: str) -> None:
     """Write a file that is not there yet, whose path the user gave by `option`.
 
@@ -366,6 +416,20 @@ def write_new(path: Path, text: str, option: str) -> None:
         raise ConfigError(f"{option} {path}: the file exists already; choose another name or remove it") from None
     except OSError as error:
         raise ConfigError(f"{option} {path}: {reason_of(error)}") from None
+
+
+def require_writable(folder: Path) -> None:
+    """Write a small file into a folder. It has no name, and so is gone with the process, however that ends.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # Costly to import, for a training alone.
+    import tempfile
+
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(4096))
+        to_disk(file)
 
 
 def free_bytes(path: Path) -> int:
@@ -384,9 +448,9 @@ def cache_root(chosen: Path | None = None) -> Path:
     if chosen is not None:
         return chosen
     if cache := os.environ.get("SHARDWISE_CACHE"):
-        return Path(cache).expanduser()
+        return user_path(cache)
     user_cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(user_cache) if user_cache else Path("~/.cache").expanduser()) / "shardwise"
+    return (Path(user_cache) if user_cache else user_path("~/.cache")) / "shardwise"
 
 
 SAFETENSORS_METADATA = "__metadata__"

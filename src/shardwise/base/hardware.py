@@ -22,7 +22,7 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
     gpus = _numbered(dev, "nvidia")
     chips = _numbered(dev, "neuron")
     hints = sys.platform == "darwin" or any((dev / name).exists() for name in ("kfd", "dri", "dxg"))
-    build = _build_of_torch() if gpus or chips or hints else ""
+    build = torch_version().partition("+")[2] if gpus or chips or hints else ""
     if hints and sys.platform != "darwin" and not (dev / "dxg").exists():
         # Any computer with a screen has dev/dri, so the build of torch decides.
         hints = build.startswith(("rocm", "xpu"))
@@ -134,12 +134,21 @@ def bfloat16_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     return "AVX512-BF16" if "avx512_bf16" in flags else ""
 
 
-def _build_of_torch() -> str:
-    """The platform of the installed torch, which its version has after "+": "cpu", "cu130", "rocm6.4", "xpu" or ""."""
+def torch_version() -> str:
+    """The version of the installed torch; "" if there is none.
+
+    What follows "+" is its platform, if it has one: "cpu", "cu130", "rocm6.4", "xpu".
+    """
     try:
-        return metadata.version("torch").partition("+")[2]
+        return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return ""
+
+
+@cache
+def torch_release() -> tuple[int, ...]:
+    """The first two numbers of the installed torch's version."""
+    return tuple(map(int, re.findall(r"\d+", torch_version())[:2]))
 
 
 def _has_plugin() -> bool:

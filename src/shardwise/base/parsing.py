@@ -66,8 +66,9 @@ def _is_within(value: Any, levels: int) -> bool:
 # libyaml's loader, where PyYAML was built with it, is several times faster. The base loader gives every scalar as text:
 # `scalar` decides what a word means.
 _LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
-_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
+# As Python reads them: an underscore stands between two digits.
+_INTEGER = re.compile(r"[-+]?(0|[1-9](_?[0-9])*)")
+_FLOAT = re.compile(r"[-+]?([0-9](_?[0-9])*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
 # Far below the 4,300 at which Python refuses to read an integer.
 _MOST_DIGITS = 1000
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
@@ -100,7 +101,11 @@ def yaml_value(text: str, origin: str) -> Any:
         _require_small(text, origin)
         root = yaml.compose(text, Loader=_LOADER)
     except yaml.YAMLError as error:
-        raise NotReadError([f"{origin} is not valid YAML: {_reason(error)}"]) from None
+        # libyaml 0.2.6 looks ahead, and has a limit of its own.
+        invalid = f"{origin} is not valid YAML: {_reason(error)}"
+        raise NotReadError([_too_deep(origin) if "nesting depth" in invalid else invalid]) from None
+    except UnicodeError:  # bytes of the command line
+        raise NotReadError([f"{origin} must be UTF-8 where its value is in brackets or quotes"]) from None
     if root is None:
         return None
     conversion = _Conversion(origin)
@@ -255,6 +260,11 @@ def count_of(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value <= _LARGEST_COUNT else None
 
 
+def whole_number(text: str) -> int | None:
+    """The whole number from 0 on that a text of digits gives; None for anything else."""
+    return count_of(int(text)) if text.isdecimal() and len(text) < _MOST_DIGITS else None
+
+
 def _amount(value: Any) -> float | None:
     """A finite number from 0 on: seconds, bytes, a share."""
     return value if type(value) in (int, float) and 0 <= value <= _LARGEST_AMOUNT else None
@@ -269,6 +279,10 @@ def _number(value: Any) -> float | str | None:
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
+
+
+def _texts(value: Any) -> list[str] | None:
+    return value if isinstance(value, list) and all(isinstance(text, str) for text in value) else None
 
 
 def _mapping_of(kind: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any] | None]:
@@ -313,7 +327,8 @@ _FIELDS: dict[Callable[[Any], Any], str] = {
     """,
     _mapping_of(_number): "metrics",
     _mapping_of(count_of): "place",
-    _mapping_of(_text): "precision",
+    _mapping_of(_text): "precision tensors",
+    _mapping_of(_texts): "names",
     _record: "layout mfu_terms straggler",
     _stages: "stage_seconds",
 }

@@ -41,7 +41,7 @@ def spans(numbers: Iterable[int]) -> list[str]:
 
 def parse_size(text: str) -> int | None:
     """The bytes that a text names: `5GB` in powers of 1,000, `5GiB` in powers of 1,024, or `5000`; else None."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)
     if match is None:
         return None
     power = " KMGT".index((match[2] or " ").upper())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.files import user_path
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids, read_as_it_is
 from shardwise.checkpoint.format.writing import CONFIG, to_json
@@ -141,12 +142,12 @@ def _places(config: Config, weights: Root | None) -> list[Root]:
     places: list[Root] = []
     if config.checkpoint.companions is not None:
         places.append(companions_folder(config.checkpoint.companions))
-    elif config.companions is not None and Path(config.companions).expanduser().exists():
-        places.append(Root.of(Path(config.companions).expanduser()))
+    elif config.companions is not None and user_path(config.companions).exists():
+        places.append(Root.of(user_path(config.companions)))
     if weights is not None:
         places.append(weights)
     if config.data.tokenizer is not None:
-        tokenizer = Path(config.data.tokenizer).expanduser()
+        tokenizer = user_path(config.data.tokenizer)
         # A name that is no path is a hub id.
         if tokenizer.exists():
             places.append(Root.of(tokenizer if tokenizer.is_dir() else tokenizer.parent))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError, listing, nearest_numbers
 from shardwise.base.files import write_atomic
+from shardwise.base.parsing import whole_number
 from shardwise.checkpoint.storage.checkpoint_folders import glance, link_checkpoint, step_name, steps
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.cli import output, train
@@ -114,16 +115,13 @@ def _choose_checkpoint(parent: RunDirectory, root: Root, text: str | None) -> Ma
         present = steps(root)
         if not present:
             raise ConfigError(f"{parent.path} must have a checkpoint to branch from, and {root} has none")
-        if text is None:
-            step = present[0]
-        elif not text.isdecimal() or int(text) not in present:
-            near = nearest_numbers(int(text), present) if text.isdecimal() else present[:_NEAREST]
+        step = present[0] if text is None else whole_number(text)
+        if step is None or step not in present:
+            near = present[:_NEAREST] if step is None else nearest_numbers(step, present)
             raise ConfigError(
                 f"the step ({text}) of {parent.path} must have a checkpoint: {listing(near, 'and')} "
                 f"{'has' if len(near) == 1 else 'have'} one"
             )
-        else:
-            step = int(text)
         glanced = glance(root / step_name(step), step)
     except StoreError as error:
         raise ConfigError(str(error)) from None

@@ -15,17 +15,17 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
-from shardwise.base.files import cache_root, reason_of
+from shardwise.base.files import cache_root, reason_of, require_replaceable
 from shardwise.base.hardware import accelerators, cpu_count, torch_type
+from shardwise.base.parsing import whole_number
 from shardwise.cli import output
 from shardwise.config import Config, Layout, check_layout, load_config, stages_of
-from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of, write_errors_explained
+from shardwise.train.compile.graph_cache import Facts, GraphCache, key_of, name_of
 
 if TYPE_CHECKING:
     from shardwise.train.compile.ahead_of_time import GraphOutcome  # imports torch
@@ -55,7 +55,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capture-only", action="store_true", help="trace all graphs, from tensors without data, and compile none"
     )
-    parser.add_argument("--retry-failed", action="store_true", help="compile only the graphs that failed before")
     parser.add_argument(
         "--list", action="store_true", help="show the graphs in the cache; without RECIPE nothing is compiled"
     )
@@ -74,17 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
     has_action = arguments.list or arguments.clean or arguments.export or arguments.imported
     if config is None and not has_action:
         raise ConfigError("RECIPE must be given, or one of --list, --clean, --export and --import")
-    if arguments.export is not None and arguments.export.is_dir():
-        raise ConfigError(f"--export {arguments.export} must name a file, and is a folder")
+    if arguments.export is not None:
+        require_replaceable(arguments.export, "--export")
     if arguments.clean:
-        with write_errors_explained(cache.root):
-            number, size = cache.clean()
+        number, size = cache.clean()
         output.line(f"removed {units.counted(number, 'graph')}, {units.size(size)}, from {cache.root}")
         return 0
     cache.require_trusted()
     if arguments.imported is not None:
-        with write_errors_explained(cache.root):
-            taken = cache.take_in(arguments.imported)
+        taken = cache.take_in(arguments.imported)
         output.line(f"{units.counted(len(taken), 'graph')} of {arguments.imported} are in {cache.root}")
     code = 0
     if config is not None:
@@ -115,7 +112,7 @@ def _list(cache: GraphCache) -> None:
         tensor = f"TP {facts.get('parallel.tensor', '?')}{sequence}"
         size = units.size(entry.bytes)
         torch = facts.get("torch", "?")
-        rows.append((_name(facts), tensor, shape, where, torch, entry.key[:12], size, age))
+        rows.append((_name(facts), tensor, shape, where, torch, entry.path.stem[:12], size, age))
     if rows:
         output.table(rows, ("graph", "tensor", "micro-batch", "device", "torch", "key", "size", "used"))
     total = sum(entry.bytes for entry in entries)
@@ -149,38 +146,33 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
         require_build_for(device)
         only_capture = True
         output.line(f"there is no {device} device here: graphs are captured, and not compiled; one device is enough")
-    plans = [
-        CompilationPlan.make(stage, layout, device, threads, only_capture=only_capture) for stage in stages_of(config)
-    ]
-    kept: list[Facts] = []
-    for plan in plans:
-        kept += [facts for facts in plan.facts if facts not in kept]
-    graphs = kept
-    if arguments.retry_failed:
-        graphs = [facts for facts in graphs if cache.log_of(facts).exists()]
-    # An entry that a crash left incomplete is compiled again.
-    known = [facts for facts in graphs if not only_capture and (hit := cache.find(facts)) and cache.is_whole(hit)]
+    # Stages share graphs.
+    graphs: dict[str, tuple[CompilationPlan, Facts]] = {}
+    for stage in stages_of(config):
+        plan = CompilationPlan.make(stage, layout, device, threads, only_capture=only_capture)
+        graphs |= {key_of(facts): (plan, facts) for facts in plan.facts}
     if not only_capture:
         # Before anything is compiled for a folder that cannot be written.
-        with write_errors_explained(cache.root):
-            cache.require_writable()
+        cache.require_writable()
+    missing = []
     done = failed = 0
-    for facts in known:
-        done += 1
-        output.line(f"[{done}/{len(graphs)}] {_name(facts)}: in the cache")
+    for plan, facts in graphs.values():
+        entry = None if only_capture else cache.find(facts)
+        # A damaged file is compiled again.
+        if entry is None or cache.read(entry) is None:
+            missing.append((plan, facts))
+        else:
+            done += 1
+            output.line(f"[{done}/{len(graphs)}] {_name(facts)}: in the cache")
     problems: list[str] = []
-    missing = [facts for facts in graphs if facts not in known]
-    outcomes = []
-    for plan in plans:
-        outcomes.append(compile_graphs(plan, [facts for facts in missing if facts in plan.facts], cache, workers))
-        missing = [facts for facts in missing if facts not in plan.facts]
-    for outcome in chain.from_iterable(outcomes):
+    for outcome in compile_graphs(missing, cache, workers):
         done += 1
-        failed += outcome.problem is not None
-        problems += _problems(outcome)
+        if outcome.problem is not None:
+            failed += 1
+            problems.append(f"{_name(outcome.facts)}: {outcome.problem}")
         output.line(f"[{done}/{len(graphs)}] {_name(outcome.facts)}: {_result(outcome)}")
     # The graphs of this training stay whatever the limit is: it is about to read them.
-    removed = cache.prune(config.compile.cache_gib * 2**30, kept=kept)
+    removed = cache.prune(config.compile.cache_gib * 2**30, kept=[facts for _, facts in graphs.values()])
     if removed:
         output.line(
             f"removed {units.counted(len(removed), 'graph')} that were used longest ago: compile.cache_gib "
@@ -194,13 +186,6 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     for problem in problems:
         output.line(problem)
     return 1 if failed else 0
-
-
-def _problems(outcome: GraphOutcome) -> list[str]:
-    """The lines on a graph that could not be compiled; none for another one."""
-    if outcome.problem is None:
-        return []
-    return [f"{_name(outcome.facts)}: {outcome.problem}", *([f"log: {outcome.log}"] if outcome.log else [])]
 
 
 def _result(outcome: GraphOutcome) -> str:
@@ -217,9 +202,8 @@ def _threads(config: Config, layout: Layout, device: str) -> int:
     """The threads that `train` would give to each rank on this machine."""
     if config.train.bitwise and device == "cpu":
         return config.train.threads
-    given = os.environ.get("OMP_NUM_THREADS", "")
     ranks = layout.world if device == "cpu" else max(1, accelerators()[1])
-    return int(given) if given.isdigit() and int(given) else max(1, cpu_count() // ranks)
+    return whole_number(os.environ.get("OMP_NUM_THREADS", "")) or max(1, cpu_count() // ranks)
 
 
 def _positive(option: str, value: int | None) -> int | None:

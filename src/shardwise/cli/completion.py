@@ -18,6 +18,25 @@ _FOLDERS = ("DIR", "RUN", "A", "B")
 """Names of arguments that are folders, or mostly so."""
 
 
+_BASH = """
+_shardwise_recipe_files() {{ compgen -W '{recipes}' -- "$1"; compgen -f -- "$1"; }}
+_shardwise_keys() {{ compgen -W '{keys}' -- "$1"; }}
+"""
+_BASH_COMMAND = """
+# No blank follows a key, whose value comes next.
+_shardwise() { _shtab_shardwise "$@"; [[ ${COMPREPLY[*]} == *= ]] && compopt -o nospace; return 0; }
+complete -o bashdefault -F _shardwise shardwise
+"""
+_ZSH = """
+_shardwise_recipe_files() {{
+  _alternative 'recipes:recipe:({recipes})' "files:file:_files -g '*.(yaml|yml)'"
+}}
+_shardwise_keys() {{
+  if compset -P '*='; then _files; else compadd -S '' -- {keys}; fi
+}}
+"""
+
+
 def completion_script(shell: str) -> str:
     """The script for a shell.
 
@@ -34,7 +53,11 @@ def completion_script(shell: str) -> str:
     for group in COMMAND_GROUPS.values():
         for name, summary in group.items():
             _add_command(commands, name, summary, shtab)
-    return str(shtab.complete(parser, shell))
+    script = str(shtab.complete(parser, shell))
+    if shell == "bash":
+        return f"{script}\n{_BASH_COMMAND}"
+    # In zsh, shtab lets an argument that may be repeated occur once.
+    return script.replace('"(*)::', '"*:').replace('"(*):', '"*:') if shell == "zsh" else script
 
 
 def _add_command(
@@ -57,11 +80,16 @@ def _add_command(
 
 def _set_candidates(actions: Iterable[argparse.Action], shtab: ModuleType) -> None:
     """Set what completes each argument: recipes, keys, folders or files."""
+    recipes = " ".join(recipe_names())
+    keys = " ".join(f"{path}=" for path in known_paths() if "." in path)
+    preamble = {"bash": _BASH.format(recipes=recipes, keys=keys), "zsh": _ZSH.format(recipes=recipes, keys=keys)}
     for action in actions:
         if action.metavar == "RECIPE":
-            action.choices = recipe_names()
+            names = {**dict.fromkeys(preamble, "_shardwise_recipe_files"), "fish": f"{recipes} {shtab.FILE['fish']}"}
+            action.complete = {**names, "preamble": preamble}  # type: ignore[attr-defined]
         elif action.dest == "overrides":
-            action.choices = [f"{path}=" for path in known_paths() if "." in path]
+            names = {**dict.fromkeys(preamble, "_shardwise_keys"), "fish": keys}
+            action.complete = {**names, "preamble": preamble}  # type: ignore[attr-defined]
         elif action.metavar in _FOLDERS:
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         elif action.type is Path or action.metavar in ("FILE", "PATH", "CHECKPOINT"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from shardwise.base import hardware
@@ -72,6 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
                 ids = map(tokenizer.token_id, template.stop_tokens)
                 stops |= {number for number in ids if number is not None}
             channel = Channel.connect(arguments.socket) if place is None or place.rank == 0 else None
-            with folder, keys_renamed(ARGUMENTS):
+            with folder, keys_renamed(ARGUMENTS), nullcontext() if channel is None else closing(channel):
                 run_conversation(config, folder.weights, transcript, stops, channel)
         return ending.code

@@ -10,10 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError
+from shardwise.base.files import path_refusal
 from shardwise.cli import output
 from shardwise.cli.help import COMMAND_GROUPS, HelpFormatter, help_of_actions, help_of_commands, module_of_action
 from shardwise.launch.environment import joined, keep_own, may_be_a_task
@@ -43,6 +44,12 @@ class _Parser(argparse.ArgumentParser):
 
         raise ConfigError(problems_of_arguments(self, message, self.arguments, self.keys))
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Before 3.13, Python takes the value of `--option=--` for a mark of its own, and gives an empty list.
+        if action.option_strings and "--" in arg_strings:
+            self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
+        return super()._get_values(action, arg_strings)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return its exit code.
@@ -66,7 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error)
     except KeyboardInterrupt:
         return _fail(ShardwiseError("stopped by Ctrl-C (SIGINT)"))
-    except BrokenPipeError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            if (refusal := path_refusal(error)) is None:
+                raise
+            return _fail(refusal)
         # The reader, such as `head`, has gone; Python's own flush at exit must not complain about it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, keys_renamed, listing
-from shardwise.base.files import reason_of
+from shardwise.base.files import reason_of, user_path
 from shardwise.base.hardware import accelerators
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
@@ -24,7 +24,7 @@ from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_fr
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
 from shardwise.config.model import UserModelConfig
-from shardwise.config.suggestions import suggestion
+from shardwise.config.suggestions import suggestions
 from shardwise.data import hub
 from shardwise.data.open_data import format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -117,7 +117,7 @@ def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: s
         key, separator, _ = override.partition("=")
         key = key.strip()
         if separator and key not in keys and not key.startswith(sections):
-            near = suggestion(key, keys, options=())
+            near = listing(suggestions(key, keys, options=()), "or")
             names = listing(f"{name}*" if name in sections else name for name in allowed)
             problems.append(f"{key}: did you mean {near}?" if near else f"{key}: {command} reads {names}")
     problems += apply_overrides(values, overrides)
@@ -147,7 +147,7 @@ def open_folder(
     """
     revision = values.get("checkpoint", {}).get("revision")
     user_model = values.get("model", {})
-    if hub.is_url(target) or Path(target).expanduser().is_dir():
+    if hub.is_url(target) or user_path(target).is_dir():
         folder = weights_folder(target, announce)
         if folder.is_checkpoint:
             if revision is not None:
@@ -165,7 +165,7 @@ def open_folder(
         if hub.is_url(target):
             target = str(folder.root.local())
     # Otherwise the name of a checkpoint would be looked for on the hub.
-    if step_of(Path(target).name) is not None and not Path(target).expanduser().exists():
+    if step_of(Path(target).name) is not None and not user_path(target).exists():
         raise ConfigError(f"there is no checkpoint {target}: it was not saved, or was removed as an old one")
     with keys_renamed(ARGUMENTS):
         path = hub.resolve(target, None if revision is None else str(revision), cached=cached, announce=announce)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
+from shardwise.base.parsing import whole_number
 from shardwise.cli.plan_remarks import steps_text, unused_devices_text
 from shardwise.cli.plan_rows import DAY, MOST_RATIO, cost_text, has_range
 from shardwise.config import Config, tokens_of_run
@@ -95,10 +96,10 @@ def node_counts(text: str | None) -> list[int]:
     """Return the numbers of nodes that `--nodes` names."""
     if text is None:
         return [1]
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+    counts = [count for part in text.split(",") if (count := whole_number(part.strip())) is not None]
+    if len(counts) <= text.count(",") or len(set(counts)) < len(counts):
         raise ConfigError(f"--nodes ({text}) must be a number of machines, or several, such as 16,32,64")
-    return [int(part) for part in parts]
+    return counts
 
 
 def is_comparison(arguments: argparse.Namespace) -> bool:

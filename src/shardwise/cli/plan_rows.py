@@ -97,8 +97,8 @@ def price_text(plan: Plan) -> str:
         return ""
     number = units.counted(machines.priced_units, price.unit)
     return (
-        f"Price: {price.amount:,.10g} {price.currency} for an hour of a {price.unit}, {machines.price_per_hour:,.10g} "
-        f"{price.currency} for one of {number}. A node has {units.counted(machines.per_node, 'device')}."
+        f"Price: {price.amount:,.10g} {price.currency} an hour for a {price.unit}, {machines.price_per_hour:,.10g} "
+        f"{price.currency} an hour for {number}. A node has {units.counted(machines.per_node, 'device')}."
     )
 
 

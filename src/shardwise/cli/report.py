@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.files import reason_of, write_atomic
+from shardwise.base.files import reason_of, require_replaceable, write_atomic
 from shardwise.cli import output
 from shardwise.runs.folder import RUNS
 from shardwise.runs.report.numbers import comparison, report_of
@@ -51,8 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         output.line(f"branches: the first {len(shown)} of {len(branches)}; name one as the second RUN to see it")
     name = "report.html" if compared is None else f"report-with-{watched[1].path.resolve().name}.html"
     file: Path = arguments.output or watched[0].path / name
-    if file.is_dir():
-        raise ConfigError(f"--output ({file}) must be a file, it is a folder: name a file in it")
+    require_replaceable(file, "--output")
     try:
         if arguments.png is not None:
             # Costly to import, for pictures alone.

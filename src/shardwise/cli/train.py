@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError, Problems
+from shardwise.base.files import user_path
 from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
@@ -444,7 +445,7 @@ def _glance_at_weights(load: str, config: Config) -> tuple[Config, list[tuple[st
             rows += [("  changed", change) for change in difference.changes]
             problems.texts += difference.problems
             tokenizer = config.data.tokenizer
-            warning = other_tokenizer_text(folder, None if tokenizer is None else Path(tokenizer).expanduser())
+            warning = other_tokenizer_text(folder, None if tokenizer is None else user_path(tokenizer))
             rows += [] if warning is None else [("warning", warning)]
             config = with_model_tokenizer(config, folder)
         except StoreError as error:
@@ -547,5 +548,5 @@ def _launch(arguments: argparse.Namespace, world: int) -> int:
     try:
         launch(_command_of_rank(arguments, world), world, arguments.run_dir)
     except EndedError as error:
-        raise EndedError(f"{error}; {what_is_saved(arguments.run_dir)}") from None
+        raise EndedError(f"{error}; {what_is_saved(arguments.run_dir)}", error.exit_code) from None
     return 0

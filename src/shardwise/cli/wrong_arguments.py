@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 
 from shardwise.base.errors import listing, nearest_name
 from shardwise.config.error_texts import known_paths
-from shardwise.config.other_names import ACTIONS, COMMANDS, OTHER_VALUES
+from shardwise.config.other_names import ACTIONS, COMMANDS
 from shardwise.config.recipe_files import recipe_names
-from shardwise.config.suggestions import plain_name, reason_without_key, suggestion
+from shardwise.config.suggestions import has_other_values, plain_name, reason_without_key, suggestions
 
 _NUMBER = r"-\.?\d"
 _FLAG_WITH_VALUE = r"(?s)argument (\S+): ignored explicit argument (.+)"
@@ -140,18 +140,24 @@ def _unknown_option(parser: argparse.ArgumentParser, name: str, value: str, keys
     takes_keys = any(action.dest == "overrides" for action in parser._actions)
     valid = _valid_keys(keys) if takes_keys else []
     options = [option for option in parser._option_string_actions if option.startswith("--")]
-    if takes_keys and (reason := reason_without_key(name)):
+    meant = suggestions(name, valid, options, value)
+    if takes_keys and not set(meant) & set(options) and (reason := reason_without_key(name)):
         return f"unknown option {name}: {reason}"
-    meant = suggestion(name, valid, options)
-    if meant is None:
+    if not meant:
         return f"unknown option {name}; `{parser.prog} --help` lists the options"
-    if meant.startswith("--"):
-        takes_value = parser._option_string_actions[meant].nargs != 0
-        return f"unknown option {name}: did you mean {meant}{f' {value}' if takes_value and value else ''}?"
-    if "=" not in meant and plain_name(name) not in OTHER_VALUES:
-        is_switch = known_paths()[meant].annotation is bool
-        meant += f"={value or ('true' if is_switch else 'VALUE')}"
-    return f"unknown option {name}: did you mean {meant}?"
+    meant = [_with_value(parser, name, value, target) for target in meant]
+    return f"unknown option {name}: did you mean {listing(meant, 'or')}?"
+
+
+def _with_value(parser: argparse.ArgumentParser, name: str, value: str, target: str) -> str:
+    """A key or an option with the value that was given to `name`, where that means the same."""
+    if "=" in target or has_other_values(name):
+        return target
+    if target.startswith("--"):
+        takes_value = parser._option_string_actions[target].nargs != 0
+        return f"{target} {value}" if takes_value and value else target
+    is_switch = known_paths()[target].annotation is bool
+    return f"{target}={value or ('true' if is_switch else 'VALUE')}"
 
 
 def _valid_keys(keys: Collection[str] | None) -> list[str]:

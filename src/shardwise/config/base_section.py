@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -66,10 +66,14 @@ class Section(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _has_names_of_the_system(cls, values: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Take any path, and give texts as the system's names have them, whichever encoding Python has."""
+        """Take any path, give texts as the system's names have them, whichever encoding Python has, and take a choice
+        in capitals too.
+        """
         if not isinstance(values, Mapping) or all(map(_is_plain, values.values())):  # as nearly always
             return validated(values)
-        section = validated({key: with_stand_ins(system_names(value)) for key, value in values.items()})
+        choices = {name: _choices(key.annotation) for name, key in cls.model_fields.items()}
+        chosen = {name: _chosen(value, choices.get(name, {})) for name, value in values.items()}
+        section = validated({name: with_stand_ins(system_names(value)) for name, value in chosen.items()})
         # Past pydantic, which would refuse to change a frozen section.
         for key, value in section.__dict__.items():
             section.__dict__[key] = as_given(value)
@@ -85,10 +89,24 @@ class Section(BaseModel):
         return value
 
 
+def _choices(annotation: Any) -> dict[str, str]:
+    """The texts of the Literals in an annotation, by themselves in lower case."""
+    if get_origin(annotation) is Literal:
+        return {choice.lower(): choice for choice in get_args(annotation) if isinstance(choice, str)}
+    return {name: choice for inner in get_args(annotation) for name, choice in _choices(inner).items()}
+
+
+def _chosen(value: Any, choices: Mapping[str, str]) -> Any:
+    """A value, or those in a list, as the choice that differs in capitals alone."""
+    if isinstance(value, list | tuple):
+        return type(value)(_chosen(inner, choices) for inner in value)
+    return choices.get(value.lower(), value) if isinstance(value, str) else value
+
+
 def _is_plain(value: object) -> bool:
-    """True if a value is the same in each encoding; a section within this one sees to its own values."""
+    """True if a value is the same in each encoding and has no capitals; a section within this one sees to its own."""
     if isinstance(value, str):
-        return value.isascii()
+        return value.isascii() and value == value.lower()
     return not isinstance(value, list | tuple)
 
 
@@ -142,4 +160,5 @@ def reject(problems: Sequence[str]) -> None:
     """Raise all `problems` as one pydantic error, if there are any; `error_texts` takes them apart again."""
     if problems:
         # The text comes by the context: in the template itself, its braces would be taken for fields.
-        raise PydanticCustomError(PROBLEMS, "{text}", {"text": "; ".join(problems), "problems": list(problems)})
+        text = with_stand_ins("; ".join(problems))
+        raise PydanticCustomError(PROBLEMS, "{text}", {"text": text, "problems": list(problems)})

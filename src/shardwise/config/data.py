@@ -111,7 +111,7 @@ class SourceConfig(Section):
     streaming: bool = Field(
         default=False,
         description="tokenize text during training, for data that are too large to prepare: text files, .jsonl, "
-        ".parquet, save_to_disk or a hub data set; needs data.tokenizer",
+        ".parquet, save_to_disk or a hub data set; needs a tokenizer",
     )
     shuffle_buffer: int = Field(
         default=SHUFFLE_BUFFER,
@@ -279,11 +279,6 @@ class DataConfig(SourceConfig):
                 f"data.append_eod (false) must be true with {self.needs_document_ends}, which needs the token that "
                 "ends a document"
             )
-        if self.prepend_bos and self.tokenizer is None:
-            problems.append(
-                "data.prepend_bos (true) needs data.tokenizer: one that is trained on the data has no token that "
-                "begins a text"
-            )
         if self.config is not None and not self.is_hub_dataset:
             problems.append(
                 f"data.config ({self.config}) must be left out with {self.key} ({self.name}): only a data set of the "
@@ -426,8 +421,6 @@ class DataConfig(SourceConfig):
                 return []
             return [f"data.shuffle_buffer ({self.shuffle_buffer}) must be left out without data.streaming=true"]
         problems = []
-        if self.tokenizer is None:
-            problems.append("data.streaming (true) needs data.tokenizer: one is trained on prepared text alone")
         if self.blend is not None or self.format in ("megatron", "hdf5"):
             problems.append(
                 f"data.streaming (true) must be false with {self.key} ({self.name}): tokens are read as they are"

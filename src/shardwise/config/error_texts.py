@@ -16,7 +16,7 @@ from shardwise.config.data import MixedSource
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES, UserModelConfig
 from shardwise.config.run_config import Config
-from shardwise.config.suggestions import reason_without_key, section_suggestion, suggestion
+from shardwise.config.suggestions import reason_without_key, section_suggestion, suggestions
 from shardwise.config.token_counts import counts_steps
 
 
@@ -131,9 +131,8 @@ def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo], *, is_own_mod
             return [f"{path}: unknown key; did you mean {near}?"]
     if reason := reason_without_key(path):
         return [f"{path}: unknown key; {reason}"]
-    near = suggestion(path, keys)
-    if near is not None:
-        return [f"{path}: unknown key; did you mean {near}?"]
+    if meant := suggestions(path, keys, value=value):
+        return [f"{path}: unknown key; did you mean {listing(meant, 'or')}?"]
     if is_own_model and not section:
         return [f"{path}: unknown key; did you mean model.{path}, an argument of your model's class?"]
     siblings = [key for key in keys if key.rpartition(".")[0] == section]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
 
 from shardwise.base.errors import ConfigError, listing
+from shardwise.base.files import user_path
 from shardwise.config import hugging_face, recipe_files
 from shardwise.config.base_section import Origin, system_names, utf8_text
 from shardwise.config.data import DataConfig
@@ -178,12 +179,11 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not equals or not all(path.strip().split(".")):
         raise ConfigError(f"the override {override!r} must read key=value, such as train.steps=100")
     try:
+        path = utf8_text(path)
+    except UnicodeError:
+        raise ConfigError(f"the override {override!r} must have a key in UTF-8, such as train.steps") from None
+    with suppress(UnicodeError):  # a path may have any bytes
         text = utf8_text(text)
-    except UnicodeError:  # a path may have any bytes
-        if recipe_files.is_yaml(text):
-            raise ConfigError(
-                f"the override {override!r} must be UTF-8 where its value is in brackets or quotes"
-            ) from None
     _set(values, path, recipe_files.parse_value(text, f"the override {override!r}"))
 
 
@@ -226,7 +226,7 @@ def _expanded(model: dict[str, Any], typed: Collection[str], *, loads: bool) -> 
         return None, [f"{_MODEL_FILE} ({path!r}) must be the path of a Hugging Face config.json or of its folder"]
     problems: list[str] = []
     try:
-        section = hugging_face.read_hugging_face(Path(path).expanduser(), ignored_fields(model))
+        section = hugging_face.read_hugging_face(user_path(path), ignored_fields(model))
     except ConfigError as error:
         problems = [f"{_MODEL_FILE}: {problem}" for problem in error.problems]
         if not isinstance(error, hugging_face.UnsupportedError):

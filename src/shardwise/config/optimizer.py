@@ -152,9 +152,10 @@ class OptimizerConfig(Section):
     @classmethod
     def _name_has_a_record(cls, value: object) -> object:
         # Not a `Literal`, so that a record in `OPTIMIZERS` is all that a new optimizer needs.
-        if not isinstance(value, str) or value not in OPTIMIZERS:
+        name = str(value).lower()
+        if name not in OPTIMIZERS:
             reject([f"optimizer.name ({value!r}) must be {listing(OPTIMIZERS, 'or')}"])
-        return value
+        return name
 
     @field_validator("zero", mode="before")
     @classmethod

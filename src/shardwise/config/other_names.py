@@ -8,22 +8,21 @@ from __future__ import annotations
 
 _NAMES = {
     # how long, and in what portions
-    "train.steps": "max_steps max_iters train_iters total_steps num_steps num_train_steps num_iterations iterations "
-    "training_steps train_steps num_train_epochs num_epochs max_epochs epochs n_steps",
-    "train.stop_after": "exit_interval max_steps_per_run",
-    "train.global_batch": "batch_size global_batch_size train_batch_size total_batch_size effective_batch_size bs "
-    "gradient_accumulation_steps gradient_accumulation_iters grad_accum grad_accum_steps accumulate_grad_batches",
+    "train.steps": "steps max_steps max_iters train_iters total_steps num_steps num_train_steps num_iterations "
+    "iterations training_steps train_steps num_train_epochs num_epochs max_epochs epochs n_steps",
+    "train.stop_after": "exit_interval max_steps_per_run steps_this_run",
+    "train.global_batch": "batch_size global_batch_size train_batch_size total_batch_size effective_batch_size bs",
     "train.micro_batch": "per_device_train_batch_size micro_batch_size local_batch_size device_batch_size mbs "
-    "train_micro_batch_size_per_gpu batch_size_per_device per_gpu_train_batch_size batch_size",
+    "train_micro_batch_size_per_gpu batch_size_per_device per_gpu_train_batch_size batch_size bs",
     "train.sequence_length": "seq_length seq_len seqlen sequence_len block_size max_seq_length max_seq_len context "
     "max_length context_length ctx_len n_ctx cutoff_len",
     "train.seed": "random_seed data_seed manual_seed rng_seed",
     "train.eval_every": "eval_steps eval_interval eval_freq evaluation_steps evaluate_every val_check_interval",
     "train.eval_batches": "eval_iters max_eval_batches limit_val_batches",
-    "train.recompute": "recompute_granularity recompute_method activation_checkpointing activation_checkpoint "
+    "train.recompute": "recompute_granularity activation_checkpointing activation_checkpoint "
     "activation_checkpoint.mode remat",
     "train.recompute=full": "gradient_checkpointing grad_checkpointing checkpoint_activations",
-    "train.recompute=selective": "recompute_activations",
+    "train.recompute=selective": "recompute_activations selective_checkpoint_enabled",
     # the update rule
     "optimizer.lr": "learning_rate max_lr peak_lr base_lr lr_max",
     "optimizer.min_lr": "min_learning_rate lr_min eta_min final_lr lr_min_ratio min_lr_ratio",
@@ -38,9 +37,10 @@ _NAMES = {
     "optimizer.eps": "adam_eps adam_epsilon epsilon",
     "optimizer.max_norm": "max_grad_norm grad_clip clip_grad gradient_clipping gradient_clip_val "
     "clip_grad_norm grad_norm",
-    "optimizer.name": "optim optimizer_type optimizer_name optimizer.type",
-    "optimizer.zero": "zero_stage zero_optimization sharding_strategy fsdp data_parallel_sharding_strategy deepspeed",
-    "optimizer.zero=1": "use_distributed_optimizer distributed_optimizer",
+    "optimizer.name": "optimizer optim optimizer_type optimizer_name optimizer.type",
+    "optimizer.zero": "zero_stage zero_optimization.stage zero_optimization sharding_strategy fsdp use_torch_fsdp2 "
+    "data_parallel_sharding_strategy",
+    "optimizer.zero=1": "use_distributed_optimizer distributed_optimizer use_zero_1",
     "optimizer.offload=true": "optimizer_cpu_offload cpu_offload offload_optimizer",
     "optimizer.bucket_mib": "bucket_size bucket_cap_mb ddp_bucket_size reduce_bucket_size",
     # the layout
@@ -55,9 +55,10 @@ _NAMES = {
     "parallel.sequence=true": "sequence_parallel sequence_parallel_enabled enable_sequence_parallel",
     "parallel.replicate": "data_parallel_replicate_degree num_distributed_optimizer_instances dp_replicate",
     "parallel.vocab_multiple": "make_vocab_size_divisible_by pad_vocab_size_multiple pad_to_multiple_of",
-    "parallel.tensor_overlap": "tp_comm_overlap enable_async_tensor_parallel async_tensor_model_parallel_allreduce",
+    "parallel.tensor_overlap": "tp_comm_overlap",
+    "parallel.tensor_overlap=symmetric_memory": "enable_async_tensor_parallel",
     # the model
-    "model.family": "model_type architecture arch model.name model.flavor",
+    "model.family": "model_type architecture arch model.name",
     "model.num_hidden_layers": "num_layers n_layer n_layers layers depth",
     "model.num_attention_heads": "num_heads n_head n_heads attention_heads",
     "model.num_key_value_heads": "num_query_groups n_kv_heads num_kv_heads n_kv_head",
@@ -73,8 +74,8 @@ _NAMES = {
     "model.tie_word_embeddings": "tie_embeddings tied_embeddings tie_weights weight_tying",
     "model.tie_word_embeddings=false": "untie_embeddings_and_output_weights",
     # numbers
-    "precision.mode": "dtype torch_dtype mixed_precision data_type param_dtype",
-    "precision.mode=mixed": "bf16 fp16 amp half autocast use_amp",
+    "precision.mode": "dtype torch_dtype mixed_precision mixed_precision_param data_type param_dtype",
+    "precision.mode=mixed": "bf16 amp autocast use_amp use_mix_precision",
     "precision.mode=float32": "fp32",
     "precision.matmul=fp8": "fp8 float8 use_fp8 fp8_training fp8_format fp8_recipe enable_fp8 fp8_hybrid "
     "enable_fp8_linear",
@@ -94,8 +95,8 @@ _NAMES = {
     "checkpoint.interval checkpoint_steps ckpt_interval every_n_train_steps",
     "checkpoint.keep": "save_total_limit keep_last keep_latest_k max_checkpoints save_top_k",
     "checkpoint.path": "save save_dir checkpoint_dir ckpt_dir checkpoint.folder checkpoint.dir",
-    "checkpoint.load": "load_checkpoint model_name_or_path pretrained_model_name_or_path init_from pretrained "
-    "pretrained_checkpoint initial_load_path pretrained_model",
+    "checkpoint.load": "model_name_or_path pretrained_model_name_or_path init_from pretrained pretrained_checkpoint "
+    "initial_load_path initial_checkpoint_dir pretrained_model",
     "--run-dir": "output_dir out_dir resume_from_checkpoint resume_from logging_dir run_name log_dir outdir out output "
     "workdir work_dir dump_folder",
     # compilation, launch, log
@@ -107,7 +108,8 @@ _NAMES = {
     "--nproc": "nproc_per_node nprocs num_processes num_gpus gpus ngpus n_gpus world_size devices n np num_proc "
     "gpus_per_node",
     "log.every": "logging_steps log_interval log_every log_freq log_every_n_steps logging_interval print_every",
-    "log.trackers": "report_to wandb wandb_log wandb_project use_wandb enable_wandb trackers logger",
+    "log.trackers": "report_to wandb_project trackers logger",
+    "log.trackers=[wandb]": "wandb wandb_log use_wandb enable_wandb",
     "log.tensorboard": "tensorboard_dir enable_tensorboard use_tensorboard",
     "log.profile": "profiler enable_profiling use_pytorch_profiler",
 }
@@ -119,17 +121,24 @@ for _target, _names in _NAMES.items():
 """Another library's name, in lower case with underscores → our keys, `key=value` or options; the first valid counts."""
 
 _OTHER_VALUES = (
-    "num_train_epochs num_epochs max_epochs epochs gradient_accumulation_steps gradient_accumulation_iters grad_accum "
-    "grad_accum_steps accumulate_grad_batches warmup_ratio lr_warmup_fraction lr_warmup_samples lr_min_ratio "
-    "min_lr_ratio beta1 beta2 adam_beta1 adam_beta2 zero_optimization sharding_strategy fsdp "
-    "data_parallel_sharding_strategy deepspeed bucket_size bucket_cap_mb ddp_bucket_size reduce_bucket_size "
-    "recompute_method activation_checkpointing mixed_precision dtype torch_dtype param_dtype data_type "
-    "num_layers_per_virtual_pipeline_stage report_to wandb wandb_log wandb_project use_wandb enable_wandb logger "
-    "tensorboard_dir distributed_timeout_minutes tp_comm_overlap profiler enable_profiling use_pytorch_profiler "
-    "grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32 architecture model_type arch"
+    "num_train_epochs num_epochs max_epochs epochs total_batch_size warmup_ratio lr_warmup_fraction lr_warmup_samples "
+    "lr_min_ratio min_lr_ratio beta1 beta2 adam_beta1 adam_beta2 optim zero_optimization sharding_strategy fsdp "
+    "use_torch_fsdp2 data_parallel_sharding_strategy bucket_size bucket_cap_mb ddp_bucket_size reduce_bucket_size "
+    "activation_checkpointing mixed_precision mixed_precision_param dtype torch_dtype param_dtype data_type "
+    "sample_packing pack_sequences packing_strategy num_layers_per_virtual_pipeline_stage report_to wandb_project "
+    "logger tensorboard_dir distributed_timeout_minutes tp_comm_overlap profiler enable_profiling "
+    "use_pytorch_profiler grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32 architecture model_type model.name "
+    "arch resume_from_checkpoint resume_from"
 )
 OTHER_VALUES = frozenset(_OTHER_VALUES.split())
 """Names whose values are of another unit or kind than those of our key."""
+
+_OWN_MEANING = (
+    "config data enabled every format keep load loss mode name nodes optimizer options path reduce resume schedule "
+    "stages steps timeout"
+)
+OWN_MEANING = frozenset(_OWN_MEANING.split())
+"""Leaves of keys that have another meaning in another section: there they are no advice."""
 
 _WITHOUT_KEY = {
     "the data-parallel degree is the number of ranks (--nproc) / (parallel.tensor × parallel.context × "
@@ -137,6 +146,19 @@ _WITHOUT_KEY = {
         "parallel.data data_parallel_size data_parallel_degree dp dp_size dp_degree data_parallel_shard_degree "
         "data_parallel"
     ),
+    "train.global_batch / (train.micro_batch × the data-parallel degree) micro-batches are accumulated": (
+        "gradient_accumulation_steps gradient_accumulation_iters grad_accum grad_accum_steps grad_accum_usteps "
+        "accumulate_grad_batches"
+    ),
+    "train.steps takes tokens with their unit, such as train.steps=20B": (
+        "max_tokens train_tokens training_tokens total_tokens"
+    ),
+    "--run-dir RUN continues a run, and checkpoint.load=PATH begins a new one with the weights of a model": (
+        "load load_checkpoint"
+    ),
+    "float16 is not trained: precision.mode=mixed computes in bfloat16": "fp16 float16 half",
+    "no file of DeepSpeed is read: optimizer.zero is its stage of ZeRO": "deepspeed deepspeed_config",
+    "the recipe is the first argument, without an option": "config config_file job.config_file",
     "there are no experts": (
         "expert_model_parallel_size expert_parallel_size expert_parallel_degree ep ep_size num_experts "
         "num_local_experts"

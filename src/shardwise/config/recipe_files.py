@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
-from shardwise.base.files import read_small
+from shardwise.base.files import read_small, user_path
 from shardwise.base.parsing import TAG, NotReadError, scalar, yaml_value
 from shardwise.config.base_section import with_stand_ins
 from shardwise.config.run_config import Config
@@ -43,7 +43,7 @@ def recipe_text(recipe: str) -> str:
             f"unknown recipe {recipe!r}: {hint}shipped recipes are {listing(recipe_names())}; "
             "a path to your own ends with .yaml"
         )
-    path = Path(recipe).expanduser() if is_file else _RECIPES / f"{recipe}.yaml"
+    path = user_path(recipe) if is_file else _RECIPES / f"{recipe}.yaml"
     if is_file and (path / "config.yaml").is_file():
         raise ConfigError(
             f"the recipe file {recipe} is a run's folder: `shardwise train --run-dir {recipe}` continues the run, and "
@@ -124,12 +124,8 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 def parse_value(text: str, origin: str) -> Any:
     """The value of a command line's `key=value`: YAML in brackets, braces or quotes, else one plain scalar."""
-    return parse_yaml(text.strip(), origin) if is_yaml(text) else scalar(text.strip())
-
-
-def is_yaml(text: str) -> bool:
-    """True if the value of a `key=value` is YAML in brackets, braces or quotes."""
-    return text.strip()[:1] in ("[", "{", '"', "'")
+    text = text.strip()
+    return parse_yaml(text, origin) if text.startswith(("[", "{", '"', "'")) else scalar(text)
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:

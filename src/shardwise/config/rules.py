@@ -70,6 +70,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     problems += _trace_problems(config, is_new)
     problems += _document_problems(config)
     problems += _mark_problems(config)
+    problems += _tokenizer_problems(config)
     problems += hook_problems(config)
     if layout is not None:
         problems += _profile_problems(config, layout)
@@ -135,6 +136,22 @@ def _mark_problems(config: Config) -> list[str]:
     if "nsp" not in config.model.objectives:
         return []
     return config.data.refused_marks(f"model.family ({config.model.family}), whose pairs have [CLS] and [SEP]")
+
+
+def _tokenizer_problems(config: Config) -> list[str]:
+    """Refuse what a tokenizer that is trained on the data cannot do, where none is named or comes with weights."""
+    data = config.data
+    if data.tokenizer is not None or config.checkpoint.load is not None:
+        return []
+    problems = []
+    if data.is_streamed:
+        problems.append("data.streaming (true) needs data.tokenizer: one is trained on prepared text alone")
+    if data.prepend_bos:
+        problems.append(
+            "data.prepend_bos (true) needs data.tokenizer: one that is trained on the data has no token that begins a "
+            "text"
+        )
+    return problems
 
 
 def _document_problems(config: Config) -> list[str]:

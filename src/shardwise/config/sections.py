@@ -108,7 +108,7 @@ _MOST_GRADIENT_GROUPS = 8
 """The largest default of `train.data_grain`, a power of two. One rank then keeps 1 + log2(8) gradients of the model."""
 _MAX_SEED = 2**63 - 1  # the largest int64, which torch takes as a seed
 # Patterns are compiled where they are used, so that a command which needs none of them starts faster.
-BATCH_RULE = r"([1-9]\d*) per ([1-9]\d*) ranks?"
+BATCH_RULE = r"([1-9]\d{0,9}) per ([1-9]\d{0,9}) ranks?"
 # The password of a URL: what stands between the user's name and `@`. A colon with digits is a port. A password may
 # contain a slash, as the secret keys of S3 do.
 _PASSWORD = r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)"
@@ -497,6 +497,6 @@ class LogConfig(Section):
 
 def _steps_of(trace: str) -> range | None:
     """The steps that `START:STOP` names; None for another text."""
-    match = re.fullmatch(r"(\d+):(\d+)", trace)
+    match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", trace)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     return steps if steps and steps.start else None

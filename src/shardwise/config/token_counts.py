@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from shardwise.config.base_section import Section
 
-TOKENS = r"(\d+(?:\.\d+)?) ?([kKMBT])(?: tokens)?"
+TOKENS = r"(\d{1,18}(?:\.\d+)?) ?([kKMBT])(?: tokens)?"
 """A number of tokens: `500M`, `1.5 T`, `20B tokens`."""
 _POWERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _UNIT = "unit"

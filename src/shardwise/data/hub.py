@@ -19,8 +19,9 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
-from shardwise.base.files import name_problem, reason_of
+from shardwise.base.files import name_problem, reason_of, user_path
 from shardwise.base.parsing import json_value
+from shardwise.runs.folder import RUNS
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -80,7 +81,7 @@ def is_hub_name(name: str) -> bool:
 
 def is_hub_id(load: str) -> bool:
     """True if `checkpoint.load` reads owner/name and names no folder of this machine."""
-    return is_hub_name(load) and not Path(load).expanduser().exists()
+    return is_hub_name(load) and not user_path(load).exists()
 
 
 def resolve(
@@ -107,7 +108,7 @@ def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
 
     Raises ConfigError if it is neither a folder with weights nor a hub id.
     """
-    folder = Path(load).expanduser()
+    folder = user_path(load)
     if folder.is_dir():
         if revision is not None:
             raise ConfigError(
@@ -144,7 +145,7 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
 
 def place_of_tokenizer(named: str) -> Path | HubFiles:
     """The path that `data.tokenizer` names, else the files that it names on the hub; ConfigError if it is neither."""
-    path = Path(named).expanduser()
+    path = user_path(named)
     if path.exists():
         return path
     repository, at, revision = named.partition("@")
@@ -174,7 +175,7 @@ def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
     key = f"data.dataset ({named})"
     near = nearest_name(repository, built_in)
     hint = f"; did you mean data.dataset={near}?" if near else ""
-    path = Path(named).expanduser()
+    path = user_path(named)
     if path.exists() and "/" in named:
         raise ConfigError(f"{key} must be {listing(built_in, 'or')} or a hub id, it is a path: set data.path={named}")
     if not _ID.fullmatch(repository):
@@ -289,7 +290,8 @@ def _without_weights(shown: str, names: Iterable[str]) -> str:
 def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> None:
     """Raises ConfigError if `name`, which is no existing path, is no hub id either; `must` begins the message."""
     missing = f"{must}: there is none of that name in {Path.cwd()}"
-    is_local = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    # Before the first run there is no folder of runs.
+    is_local = name.startswith((".", "/", "~", f"{RUNS}/")) or name.endswith("/") or name.count("/") > 1
     if is_local or is_file or Path(name.partition("/")[0]).is_dir():
         near = nearest_name(path.name, _names(path.parent))
         if near:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shardwise.base.errors import ConfigError, DataError, see
-from shardwise.base.files import cache_root
+from shardwise.base.files import cache_root, user_path
 from shardwise.config import CHAT, Config, DataConfig, data_from, tokens_of_run
 from shardwise.data import hub
 from shardwise.data.cache import digest_of
@@ -173,7 +173,7 @@ def format_of(data: DataConfig) -> DataFormat:
         return FORMATS["datasets" if data.is_hub_dataset else "text"]
     if data.format != "auto":
         return FORMATS.get(data.format, FORMATS["text"])
-    path = Path(data.path).expanduser()
+    path = user_path(data.path)
     try:
         return next(format for format in FORMATS.values() if format.is_at(path))
     except OSError:
@@ -445,7 +445,7 @@ def inspect(
     Raises:
         DataError: there are no data at the path, or they are damaged.
     """
-    place = Path(path).expanduser()
+    place = user_path(path)
     # A folder without its description of columns is still inspected as a data set, whose reader says what is missing.
     folder = place.parent if place.suffix == ".arrow" else place
     if dataset_tables.is_saved(folder, damaged=True):

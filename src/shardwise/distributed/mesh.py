@@ -25,11 +25,11 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.base.errors import ArgumentError, count_problems
+from shardwise.base.errors import ArgumentError, LostPeerError, count_problems, see
 from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, PIPELINE, Axis, is_named, replicas_name
-from shardwise.distributed import devices, rendezvous
+from shardwise.distributed import backend_errors, devices, rendezvous
 from shardwise.distributed.rendezvous import meet
-from shardwise.distributed.torch_private import register_group_name, set_timeout
+from shardwise.distributed.torch_private import register_group_name, set_default_timeout
 
 
 @dataclass
@@ -98,8 +98,6 @@ class Group:
         self._shares_graphs = process_group is None
         self._subgroups: dict[int | tuple[int, ...], Group] = {}
         _open_groups.add(self)
-        if process_group is not None and rendezvous.is_watching():
-            set_timeout(process_group, rendezvous.NEVER)
         # gloo's own reduce-scatter is an all-reduce and a copy; an all-to-all summed in rank order takes a third of its
         # time (benchmarks/collectives.py). Other backends have a native one. The configuration is a text such as
         # "cpu:gloo,cuda:nccl"; after a bare init_process_group() torch's `get_backend` says "undefined".
@@ -364,7 +362,7 @@ class Mesh:
             _open_meshes.add(self)
             names = tuple(axis.name for axis in AXES)
             shape = tuple(degrees[axis.degree] for axis in AXES)
-            with _unbound_world():
+            with _unbound_world(), _while_ranks_meet():
                 self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
             several = [axis.name for axis in AXES if degrees[axis.degree] > 1]
             process_groups = {name: self.device_mesh.get_group(name) for name in several}
@@ -455,16 +453,31 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     device = device if device is not None else devices.local_device()
     limit = timedelta(seconds=timeout)
-    store = meet(job_rank(), job_size(), limit)
     backend = devices.backend(device)
-    if backend == dist.Backend.GLOO and rendezvous.start_watch(timeout):
-        limit = rendezvous.NEVER
-    options: dict[str, Any] = {}
-    if store is not None:
-        options = {"store": store, "rank": job_rank(), "world_size": job_size()}
     # torch binds the world to an accelerator, so that NCCL connects at once and reports what is wrong with it here.
     bound_device = device if device.type != "cpu" else None
-    dist.init_process_group(backend, timeout=limit, device_id=bound_device, **options)
+    with _while_ranks_meet():
+        store = meet(job_rank(), job_size(), limit)
+        options: dict[str, Any] = {}
+        if store is not None:
+            options = {"store": store, "rank": job_rank(), "world_size": job_size()}
+        if backend == dist.Backend.GLOO and rendezvous.start_watch(timeout):
+            limit = rendezvous.NEVER
+        set_default_timeout(limit)
+        dist.init_process_group(backend, timeout=limit, device_id=bound_device, **options)
+
+
+@contextmanager
+def _while_ranks_meet() -> Iterator[None]:
+    """Raise a sentence where another rank ends before the groups of this one are made."""
+    try:
+        yield
+    except Exception as error:
+        if not backend_errors.is_lost_connection(error):
+            raise
+        raise LostPeerError(
+            f"rank {job_rank()} lost the connection to another rank during the start{see('training#lost-connection')}"
+        ) from error
 
 
 def leave() -> None:

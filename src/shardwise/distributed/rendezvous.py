@@ -8,7 +8,7 @@ The limit of a wait is `launch.timeout` seconds, of those in which the rank's pr
 measure by a clock that goes on while a process is stopped, as by SIGSTOP or `scontrol suspend`. If all ranks of a job
 are stopped for longer than their limit, each of them finds the others late as soon as it goes on. So they get a limit
 that is never reached, and a thread here closes the connections of a rank that has waited for too long: what waits there
-then raises an error.
+then raises an error. gloo's wait for a connection that it makes hears nothing of it: there the thread ends the process.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ def _await_store(address: str, port: int, rank: int, timeout: timedelta) -> None
 NEVER = timedelta(days=365)
 """The limit of gloo and the store where this module measures."""
 _TICK_SECONDS = 1.0
+_DEAF_SECONDS = 5.0
+"""Seconds after which a wait has not noticed that the connections were closed."""
 _THREAD_NAME = "wait-limit"
 _PACKAGE = Path(__file__).parent.parent
 _WAITING_CODE = (
@@ -168,15 +170,10 @@ class Watch:
         return any(self._ran - began >= self._seconds for _, began in since.values())
 
 
-def is_watching() -> bool:
-    """True if this process is watched, so that gloo must have no limit of its own."""
-    return any(thread.name == _THREAD_NAME for thread in threading.enumerate())
-
-
 def start_watch(seconds: float) -> bool:
     """Watch this process from here on, in a thread; False where the system does not tell what threads do.
 
-    A thread that has waited for the limit finds its connections closed.
+    A thread that has waited for the limit finds its connections closed. If it waits on, the process ends.
     """
     if not Path("/proc/self/schedstat").exists():
         return False
@@ -191,9 +188,15 @@ def _run(seconds: float) -> None:
         began = time.monotonic()
         time.sleep(tick)
         # A longer pause means that the process was stopped.
-        if watch.is_over(min(time.monotonic() - began, 2 * tick), _waiting()):
-            close_connections()
-            return
+        waiting = _waiting()
+        if watch.is_over(min(time.monotonic() - began, 2 * tick), waiting):
+            break
+    close_connections()
+    time.sleep(_DEAF_SECONDS)
+    if waiting.items() & _waiting().items():
+        rank = os.environ.get("RANK", "0")
+        os.write(2, f"rank {rank} waited for another rank for {seconds:g} s (launch.timeout), and ends\n".encode())
+        os._exit(1)
 
 
 def _waiting() -> dict[int, int]:

@@ -47,11 +47,26 @@ def scaled_matmul(
 ) -> Tensor:
     """`a b` of fp8 numbers with scales `[]`: a `[M, K]`, b `[K, N]`; any strides; no gradient.
 
-    With `fast`, an NVIDIA GPU adds with fewer bits. CPUs got this operator before `torch.nn.functional.scaled_mm`.
+    With `fast`, an NVIDIA GPU adds with fewer bits. A CPU multiplies and adds in float32, which holds each product of
+    two fp8 numbers exactly.
     """
+    if a.device.type == "cpu":
+        product: Tensor = torch.ops.shardwise.scaled_matmul(a, b, scale_a, scale_b, dtype)
+        return product
     # Kernels of GPUs read both operands along K.
     b = b.t().contiguous().t()
     return torch._scaled_mm(a.contiguous(), b, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    return (a.float() @ b.float()).mul_(scale_a).mul_(scale_b).to(dtype)
+
+
+# CPUs without AMX compute torch's operator like this one. With AMX it calls oneDNN, which for two e4m3 operands has a
+# kernel hundreds of times slower. It is an operator, as a compiler of its parts would add in another order.
+_OPERATORS = torch.library.Library("shardwise", "FRAGMENT")
+_OPERATORS.define("scaled_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, ScalarType dtype) -> Tensor")
+_OPERATORS.impl("scaled_matmul", _scaled_matmul, "CompositeExplicitAutograd")
 
 
 def share_storage(a: Tensor, b: Tensor) -> bool:
@@ -290,11 +305,12 @@ def tensors_in(output: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def set_timeout(group: ProcessGroup, limit: timedelta) -> None:
-    """Set how long collectives of a group over gloo wait; torch gives 30 minutes to the groups of a `DeviceMesh`."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+def set_default_timeout(limit: timedelta) -> None:
+    """Set how long groups that are made from here on wait; torch gives those of a `DeviceMesh` 10 or 30 minutes."""
+    from torch.distributed import distributed_c10d
 
-    _set_pg_timeout(limit, group)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, limit)
 
 
 @contextmanager

@@ -21,11 +21,13 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.errors import ConfigError
 from shardwise.base.files import write_atomic
 from shardwise.launch import local, stop_requests
 from shardwise.launch.environment import PARENT_PID, launches_node
-from shardwise.launch.first_failure import exit_codes_file
+from shardwise.launch.first_failure import Failure, exit_codes_file, report_failure
 from shardwise.launch.node import Node, this_node
+from shardwise.runs.folder import open_log
 
 _NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _LOOPBACK = "shardwise-loopback"
@@ -40,8 +42,12 @@ def main() -> int:
             signal.signal(number, lambda *_: None)
     nproc, logs, *command = sys.argv[1:]
     log_path = Path(logs) / "launcher.log"
-    # Never closed: torch's loggers hold it, and what Python prints as it exits belongs there too.
-    log = sys.stdout = sys.stderr = log_path.open("a", encoding="utf-8", errors="replace", buffering=1)
+    try:
+        # Never closed: torch's loggers hold it, and what Python prints as it exits belongs there too.
+        log = sys.stdout = sys.stderr = open_log(log_path)
+    except ConfigError as error:
+        report_failure(Failure(0, str(error), error.exit_code))
+        return error.exit_code
     code = _run(command, int(nproc), Path(logs))
     if os.fstat(log.fileno()).st_size == 0:
         # Nothing was said. The file may be missing, as the run's folder may have been renamed.

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.base.errors import ConfigError, listing, see
+from shardwise.base.errors import ConfigError, StoppedError, listing, see
 from shardwise.launch.environment import RANKS_ALONE, TASK_COUNTS, TASK_RANKS, keep_own, may_be_a_task
 from shardwise.launch.first_failure import Failure
 
@@ -41,7 +41,7 @@ machine, names of their number there, and names of the job's id, which MPICH doe
 _FIRST_PORT = 15000
 _PORTS = 17000
 """Below the ports that Linux gives to outgoing connections (32768 and above)."""
-_SIGNALS = {ConfigError.exit_code: "TERM"}
+_SIGNALS = {ConfigError.exit_code: "TERM", StoppedError.exit_code: "TERM"}
 _TIME_TO_TELL = 1.0
 """Seconds in which the launcher prints the text of this task, and the other tasks find the same wrong input."""
 _TURNS = 6

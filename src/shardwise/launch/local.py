@@ -55,7 +55,7 @@ class LaunchError(RunError):
 
 
 class EndedError(LaunchError):
-    """The end of the ranks by a signal, at once: no step since the last checkpoint is saved."""
+    """The end of the ranks by a signal, at once: steps since the last checkpoint, if any were taken, are not saved."""
 
 
 def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
@@ -71,7 +71,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
 
     Raises:
         StoppedError: the ranks stopped as they were asked to, with a checkpoint.
-        EndedError: a signal ended the ranks at once; the text names it.
+        EndedError: a signal ended the ranks at once; the text names it. Its exit code is 75 where no step was taken.
         LaunchError: a rank failed; the text says why.
     """
     logs = run_path / "logs"
@@ -108,11 +108,14 @@ def _raise_failure(ended: LocalRanksEnd, stop: _Stop, run_path: Path, began: flo
         raise StoppedError(ended.stopped)
     if ended.code == 0:
         return
-    if stop.ended_by is not None:
+    ended_by = stop.ended_by or _signal_at_the_start(ended)
+    if ended_by is not None:
         if sys.stdout.isatty():
             # A rank that is killed leaves the cursor hidden by its progress line.
             sys.stdout.write(_SHOW_CURSOR)
-        raise EndedError(f"the run was stopped by {stop.ended_by}")
+        # Nothing is lost at the start: the same command continues, as after a stop with a checkpoint.
+        code = RunError.exit_code if ended.took_steps else StoppedError.exit_code
+        raise EndedError(f"the run was stopped by {ended_by}", code)
     logs = run_path / "logs"
     failure = root_cause(ended.reported, ended.exit_codes, logs, lambda: heartbeat.missing(ended.beats))
     if failure is None:
@@ -125,6 +128,15 @@ def _raise_failure(ended: LocalRanksEnd, stop: _Stop, run_path: Path, began: flo
     raise LaunchError(text, failure.exit_code)
 
 
+def _signal_at_the_start(ended: LocalRanksEnd) -> str | None:
+    """Name the signal to a rank that ended the ranks before a step was taken, and asks ranks that train to stop."""
+    signals = {-code for code in ended.exit_codes.values()}
+    if ended.took_steps or ended.reported is not None or not signals or not signals <= {*stop_requests.SIGNALS}:
+        return None
+    # The agent ends the other ranks by SIGTERM.
+    return signal_name(min(signals - {signal.SIGTERM}, default=signal.SIGTERM))
+
+
 @dataclass(frozen=True)
 class LocalRanksEnd:
     """The end of the ranks of this machine.
@@ -135,6 +147,7 @@ class LocalRanksEnd:
         reported: first failure that a rank reported.
         exit_codes: ends of the failed ranks (exit code, or minus the signal).
         beats: last heartbeats of the ranks.
+        took_steps: True if the ranks had begun to take steps.
     """
 
     code: int
@@ -142,6 +155,7 @@ class LocalRanksEnd:
     reported: Failure | None
     exit_codes: Mapping[int, int]
     beats: Sequence[heartbeat.Beat]
+    took_steps: bool = False
 
 
 def run_ranks(
@@ -177,6 +191,7 @@ def run_ranks(
         last_beats: list[heartbeat.Beat] = []
         code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
         early = ended_early(beats, range(first, first + nproc), logs) if code == 0 else None
+    took_steps = stop_requests.training_mark(logs).exists()
     stop_requests.training_mark(logs).unlink(missing_ok=True)
     record = stop_record(logs)
     text = None
@@ -186,7 +201,7 @@ def run_ranks(
         record.unlink()
     if early is not None and text is None:
         return LocalRanksEnd(early.exit_code, None, early, {}, last_beats)
-    return LocalRanksEnd(code, text, read_failure(error_file), read_exit_codes(logs), last_beats)
+    return LocalRanksEnd(code, text, read_failure(error_file), read_exit_codes(logs), last_beats, took_steps)
 
 
 def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
@@ -199,6 +214,9 @@ def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
     is_named = False
     try:
         launch([sys.executable, "-P", "-m", "shardwise", *arguments], nproc, folder)
+    except EndedError as error:
+        # No run is here that the same command would continue.
+        raise EndedError(str(error)) from None
     except LaunchError as error:
         is_named = str(folder) in str(error)
         raise

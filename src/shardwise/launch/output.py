@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from shardwise.runs.folder import open_log
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -27,15 +29,13 @@ def redirect(rank: int, log_path: Path) -> None:
         return
     if _terminal is None:
         _terminal = os.dup(2)
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log_path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
-    for stream, target in ((sys.stdout, 1), (sys.stderr, 2)):
-        # Before `dup2`: text in the buffer belongs to the terminal.
-        stream.flush()
-        os.dup2(descriptor, target)
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
-    os.close(descriptor)
+    with open_log(log_path) as log:
+        for stream, target in ((sys.stdout, 1), (sys.stderr, 2)):
+            # Before `dup2`: text in the buffer belongs to the terminal.
+            stream.flush()
+            os.dup2(log.fileno(), target)
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)
 
 
 @contextmanager

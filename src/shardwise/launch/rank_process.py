@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -156,7 +156,12 @@ def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path |
         return first_failure.Failure(rank, first_failure.error_text(error), error.exit_code, waited)
     if isinstance(error, KeyboardInterrupt):
         stopped = f"stopped by {str(error) or first_failure.signal_name(signal.SIGINT)}"
-        text = stopped if run_path is None else f"the run was {stopped}; {summary.what_is_saved(run_path)}"
+        if run_path is not None:
+            text = f"the run was {stopped}; {summary.what_is_saved(run_path)}"
+            # Nothing is lost at the start: the same command continues, as after a stop with a checkpoint.
+            code = RunError.exit_code if stop_requests.is_installed() else StoppedError.exit_code
+            return first_failure.Failure(rank, text, code)
+        text = stopped
     elif isinstance(error, BrokenPipeError) and run_path is None:
         text = "the reader of the output has closed it"
     else:
@@ -178,13 +183,13 @@ def _words(failure: first_failure.Failure, place: Rank | None, run_path: Path | 
 
 
 def _write_traceback(error: BaseException, log: Path | None) -> bool:
-    """Add a traceback to the rank's log; returns False if it has none."""
+    """Add a traceback to the rank's log; returns False if it has none, or one that cannot be opened."""
     if log is None:
         return False
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8", errors="replace") as file:
+    with suppress(ConfigError), folder.open_log(log) as file:
         file.write(redaction.redacted("".join(traceback.format_exception(error))))
-    return True
+        return True
+    return False
 
 
 def _report_stop(place: Rank | None, text: str) -> int:

@@ -85,6 +85,11 @@ def install() -> None:
         training_mark(Path(os.environ[ERROR_FILE]).parent).touch()
 
 
+def is_installed() -> bool:
+    """True once a signal asks for a stop after a checkpoint: before, no step was taken that could be lost."""
+    return signal.getsignal(signal.SIGTERM) is _note
+
+
 def end_at_once() -> None:
     """Have signals raise `Interrupted`: there is nothing to save yet."""
     handle_signals(_interrupt)

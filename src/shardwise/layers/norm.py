@@ -257,9 +257,9 @@ class QueryKeyNorm(placement.PlacedModule):
         self.over = over
         self.query_weight = self._weight(maker, names[0], sizes[0], head_dim)
         self.key_weight = self._weight(maker, names[1], sizes[1], head_dim)
-        # The ranks with the same weights of queries, and of keys. A view of a weight has no record of them.
-        weights = (self.query_weight, self.key_weight)
-        self._copies = [of_or_whole(weight).pieces[0].copies for weight in weights]
+        # The ranks with the same queries' weights, and keys': a view has no record of them, and no graph makes a group.
+        has_parts = self.group.grain is not None
+        self._copies = [of_or_whole(w).pieces[0].copies if has_parts else Group() for w in self.parameters()]
 
     def _weight(self, maker: ParameterMaker, name: str, size: int, head_dim: int) -> nn.Parameter:
         """Make the weight of the queries or of the keys."""
@@ -319,7 +319,7 @@ class QueryKeyNorm(placement.PlacedModule):
 
     def _scale(self, x: Tensor, weight: Tensor, inverse: Tensor, copies: Group) -> Tensor:
         """Multiply x by `inverse`, 1 / the root mean square of all heads, and by the weight."""
-        section = Section(len(weight), x.shape[-1] // len(weight), copies if self.group.grain is not None else Group())
+        section = Section(len(weight), x.shape[-1] // len(weight), copies)
         return cast(Tensor, _Scale.apply(x, weight, inverse, section, self.group.parts))  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:

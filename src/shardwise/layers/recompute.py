@@ -57,7 +57,9 @@ def dropping(*sources: Recomputed) -> Iterator[None]:
         for source in open_sources:
             if share_storage(saved, source.result):
                 return _Recipe(source, saved)
-        return saved
+        # A node that saves its own output would hold itself: where only a part of a backward pass frees the graph, as
+        # in a schedule that splits it, for ever.
+        return saved.detach()
 
     try:
         with saved_tensors_hooks(pack, _unpack):

@@ -24,8 +24,8 @@ class PassBytes:
         waiting: more bytes than `kept` between the two halves of a split backward pass.
         reduction: the most during the last micro-batch's backward pass, while this stage's gradients are reduced.
         split: more bytes than `kept` at the peak of the first half of a split backward pass.
-        onwards: message to the next stage, which is held until the end of the step.
-        back: message to the previous stage, held likewise.
+        onwards: message to the next stage.
+        back: message to the previous stage, which is held until the end of the step.
         forward: more bytes than `kept` at some time of the forward pass before the loss.
     """
 
@@ -61,13 +61,17 @@ class StepPeak:
     in_flight: int
 
 
-def step_peak(order: Iterable[Action], passes: Mapping[int, PassBytes], micro_batches: int) -> StepPeak:
+def step_peak(
+    order: Iterable[Action], passes: Mapping[int, PassBytes], micro_batches: int, *, frees_onwards: bool = False
+) -> StepPeak:
     """Return the peak of a rank that does its actions in this order.
 
     Args:
         order: actions of the rank.
         passes: needs of a micro-batch, by stage.
         micro_batches: number of micro-batches of a step.
+        frees_onwards: true if a message to the next stage is held until the micro-batch's gradient has come back and
+            gone through the stage, false if until the end of the step.
     """
     ledger = _Ledger(micro_batches)
     for action in order:
@@ -81,6 +85,8 @@ def step_peak(order: Iterable[Action], passes: Mapping[int, PassBytes], micro_ba
                 pass  # torch's first stage does all of its backward pass together with the gradients of the weights
             case "backward" | "weight":
                 ledger.end_of_backward(action, needs)
+        if frees_onwards and action.kind in ("input", "backward"):
+            ledger.sent -= needs.onwards
     return ledger.peak()
 
 

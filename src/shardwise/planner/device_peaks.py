@@ -6,7 +6,6 @@ import os
 import re
 
 from shardwise.config import DtypeName
-from shardwise.planner.device_specs import load_device
 
 # Peak dense TFLOP/s in bfloat16 and float32 of a device, by the words of its name; or the device file that has them.
 # Sparse figures of the data sheets are halved. float32 is the non-tensor-core rate: torch multiplies float32 matrices
@@ -73,6 +72,9 @@ def peak_flops(device_name: str, dtype: DtypeName) -> float | None:
     words = re.findall(r"[A-Z0-9]+", device_name.upper())
     entry = _PEAKS.get(" ".join(word for word in words if not _SAME_SPEED.fullmatch(word)))
     if isinstance(entry, str):
+        # Here, as a dry run on a CPU needs no file of a device.
+        from shardwise.planner.device_specs import load_device
+
         peak = load_device(entry).peak(dtype)
         # The files of trn2 and trn3 have a logical core of two physical ones, as the runtime makes them by default.
         cores = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2")

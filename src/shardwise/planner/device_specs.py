@@ -321,7 +321,7 @@ def device_names() -> list[str]:
 
 def cluster(text: str, nodes: int = 1) -> Cluster:
     """The cluster that `--device NAME[:N]` and `--nodes` name: N devices on each node, by default a whole machine's."""
-    match = re.fullmatch(r"(.+?)(?::(\d+))?", text)
+    match = re.fullmatch(r"(.+?)(?::(\d{1,9}))?", text)
     if match is None:
         known = listing(device_names())
         raise ConfigError(f"--device must name a device, such as h100:8, or a YAML file; known are {known}")

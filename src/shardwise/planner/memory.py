@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from shardwise.base import hardware
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage, rank_of
 from shardwise.config.schedules import SCHEDULES
@@ -60,7 +61,7 @@ class MemoryEstimate:
         buffers: rotary tables; the numbers of elements for stochastic rounding; and what recompute, the gradients of
             activations, the reduction and stochastic rounding need at the peak, beyond the memory that activations and
             loss have freed by then.
-        pipeline: a message that is under way, and what is sent to other stages if it is held until the end of the step.
+        pipeline: a message that is under way; with several stages on a rank, what is sent and held until later.
         in_flight: whole gradients at stages 2 and 3 until they are reduced, with the copies of a reduction, and whole
             weights at stage 3 while a unit uses them, as many as there are at the peak.
     """
@@ -200,7 +201,9 @@ def _step_peak(workload: RankWorkload, in_flight: InFlight | None = None) -> Ste
     """Return the peak of a step, without or with what is in flight at stages 2 and 3 of ZeRO."""
     order = action_order(workload.config.parallel, workload.micro_batches, workload.pipeline_rank, workload.recompute)
     passes = {stage.index: _pass(workload, stage, in_flight) for stage in workload.stages}
-    peak = step_peak(order, passes, workload.micro_batches)
+    # A single stage counts nothing as sent, and the version of torch takes long to find out.
+    frees_onwards = len(workload.stages) > 1 and _frees_onwards()
+    peak = step_peak(order, passes, workload.micro_batches, frees_onwards=frees_onwards)
     return peak if in_flight is None else replace(peak, whole=peak.whole + in_flight.constant)
 
 
@@ -225,7 +228,6 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     if SCHEDULES[parallel.schedule].is_single_stage:
         kept += 0 if stage.is_last else x
     elif parallel.pipeline > 1:
-        # A rank with several stages holds all that it sends until the end of the step.
         onwards, back = (x * sends for sends in _sends(workload, stage))
     table = DTYPE_BYTES[workload.precision.gradient] * workload.local.vocabulary * workload.model.hidden_size
     # With `train.bitwise` the head's gradient has a buffer of its own.
@@ -288,7 +290,16 @@ def messages_of_a_micro_batch(workload: RankWorkload) -> int:
     """Return bytes that messages add to the rank's memory for each micro-batch of a long step."""
     if workload.layout.pipeline == 1 or SCHEDULES[workload.config.parallel.schedule].is_single_stage:
         return 0
-    return workload.x_bytes * sum(sum(_sends(workload, stage)) for stage in workload.stages)
+    sends = [_sends(workload, stage) for stage in workload.stages]
+    return workload.x_bytes * sum(back + (onwards and not _frees_onwards()) for onwards, back in sends)
+
+
+def _frees_onwards() -> bool:
+    """Return whether a rank with several stages frees what it sends to a next stage before the end of the step.
+
+    torch 2.15 waits for such a send when the micro-batch's backward pass has gone through the stage.
+    """
+    return hardware.torch_release() >= (2, 15)
 
 
 def invariant_dropout(

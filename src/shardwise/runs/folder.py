@@ -37,17 +37,26 @@ import math
 import os
 import platform
 import re
-import shutil
 import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from shardwise.base.errors import ConfigError, RunError, see
-from shardwise.base.files import free_bytes, lock, open_own, open_plain, reason_of, require_trusted, write_atomic
+from shardwise.base.files import (
+    free_bytes,
+    lock,
+    open_own,
+    open_plain,
+    open_to_append,
+    read_plain,
+    reason_of,
+    require_trusted,
+    write_atomic,
+)
 from shardwise.base.parsing import count_of, read_mapping, read_record, record_of
 from shardwise.base.redaction import recorded_variables, redacted_arguments
 from shardwise.base.units import size
@@ -136,7 +145,7 @@ class AppendedFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.path = path
             # Without a buffer: a process that is killed loses no line that it has written.
-            self._file = path.open("ab", buffering=0)
+            self._file = os.fdopen(open_to_append(path), "ab", buffering=0)
         self._waiting = b""
 
     def write(self, content: bytes) -> None:
@@ -155,6 +164,17 @@ class AppendedFile:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
+
+
+def open_log(path: Path) -> TextIO:
+    """A log, to which lines are appended; its folder is made.
+
+    Raises:
+        ConfigError: it cannot be opened, or is a link.
+    """
+    with _making(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="replace", buffering=1)
 
 
 def event_mark(kind: str) -> bytes:
@@ -384,7 +404,7 @@ def last_that_counts(event: Mapping[str, Any]) -> int | None:
 def _keep_former(path: Path) -> None:
     """Keep a copy of a file that is about to be replaced, under the next number: config-0001.yaml, …"""
     if path.is_file():
-        shutil.copy2(path, _numbered(path))
+        write_atomic(_numbered(path), read_plain(path))
 
 
 def _numbered(path: Path) -> Path:

@@ -64,8 +64,10 @@ class StateRecords:
                 records.losses[step] = event.get("loss", math.nan)
                 records.norms[step] = event.get("grad_norm", math.nan)
             elif event["event"] == "state_hash" and type(step) is int:
-                names = event.get("names", names)
-                records.hashes[step] = RecordedHash(str(event.get("hash")), by_tensor(event.get("tensors", {}), names))
+                names = event.get("names") or names
+                records.hashes[step] = RecordedHash(
+                    str(event.get("hash")), by_tensor(event.get("tensors") or {}, names)
+                )
         return records
 
     def _forget_after(self, step: int) -> None:

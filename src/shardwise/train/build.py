@@ -85,33 +85,19 @@ def build_trainer(
     precision = config.precision.resolved(mesh.device.type != "cpu")
     feed = Feed.open(config, mesh, data, sets)
     dtype = torch_dtype(precision.parameter)
-    # All ranks take the same way, also where a network disk shows the file to some of them later than to others.
-    is_checkpoint = weights is not None and collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world)
     model = build_stages(config, layout, mesh, dtype=dtype, deferred=True)
     use_loss(model, config)
     compilation = compile_units(model, config.compile, mesh.device) if config.compile.enabled else None
     optimizer = build_optimizer(config, precision, model, mesh)
     _choose_accumulation(config, precision, model, mesh.device)
-    if weights is not None and is_checkpoint:
-        _load_checkpoint(config, weights, model, optimizer, mesh)
-    elif weights is not None:
-        load_hugging_face(model, config.model, mesh, weights.local(), optimizer)
+    if weights is not None:
+        _load_weights(config, weights, model, optimizer, mesh)
     # Another size of micro-batch would be compiled for this check alone.
     if config.shapes is None and compilation is None:
         with optimizer.gathered(all_units=False):
             check_axes(model, feed.batches, mesh.device, config.model.vocab_size)
     progress = progress or Progress()
-    evaluator = Evaluator(
-        config=config,
-        layout=layout,
-        mesh=mesh,
-        model=model,
-        optimizer=optimizer,
-        feed=feed,
-        progress=progress,
-        reporter=reporter,
-        tokenizer_path=data.tokenizer_path,
-    )
+    evaluator = Evaluator(config, layout, mesh, model, optimizer, feed, progress, reporter, data.tokenizer_path)
     return Trainer(
         config=config,
         layout=layout,
@@ -127,10 +113,14 @@ def build_trainer(
     )
 
 
-def _load_checkpoint(
+def _load_weights(
     config: Config, weights: Root, model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh
 ) -> None:
-    """Read parameters and masters of a checkpoint. Collective over the mesh."""
+    """Read the weights of a Hugging Face folder, or parameters and masters of a checkpoint. Collective."""
+    # All ranks take the same way, also where a network disk shows the file to some of them later than to others.
+    if not collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world):
+        load_hugging_face(model, config.model, mesh, weights.local(), optimizer)
+        return
     require_model(config.model, weights, mesh.world)
     try:
         restore(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
@@ -255,7 +245,7 @@ def build_observers(
         # All graphs of training are captured in a run's first step, and those of evaluation in an evaluation.
         is_evaluated = config.train.eval_every and (is_last or record.step % config.train.eval_every == 0)
         if graphs is not None and (is_evaluated or record.step == progress.before + 1):
-            reporter.captured(graphs.keep_new())
+            reporter.captured(*graphs.keep_new())
 
     def hash_state(*_: object) -> None:
         progress.phase = "hash of the state"

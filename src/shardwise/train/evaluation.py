@@ -110,7 +110,7 @@ def evaluate_rounds(
                 out, correct_K = part.scores(**batch.inputs, x=x)
                 sums[2 * K : 3 * K] += correct_K
             else:
-                out = batch.result(part, batch.call(part, x))
+                out = batch.result(part, batch.call_of(part, x)())
             if gives_losses(part):
                 terms_NK.append(out)
                 sums[:K] += out

@@ -22,7 +22,7 @@ from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import Progress
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Evaluator:
     """Evaluates the model of a training on its texts and tasks. All methods are collective.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,8 +90,8 @@ class MicroBatch:
         """The key of this micro-batch's dropout masks in a step of the training."""
         return DropoutKey(train.seed, step, self.samples_B, int(self.samples[0]), train.dropout_mode)
 
-    def call(self, part: nn.Module, x: Tensor | None = None, dropout: DropoutKey | None = None) -> Any:
-        """Call a part of a model with this micro-batch.
+    def call_of(self, part: nn.Module, x: Tensor | None = None, dropout: DropoutKey | None = None) -> Callable[[], Any]:
+        """The call of a part of a model with this micro-batch, for the caller to make.
 
         `dropout`, `lengths_B` and `documents` are given only if its forward names them.
 
@@ -111,7 +111,7 @@ class MicroBatch:
             arguments["documents"] = self.documents
         if x is not None:
             arguments["x"] = x
-        return part(*positional, **arguments)
+        return functools.partial(part, *positional, **arguments)
 
     def result(self, part: nn.Module, returned: object) -> Tensor:
         """The output of a part of a model, checked: x for the next part, or sums of losses `[K]` of the last part.

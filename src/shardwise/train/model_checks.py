@@ -50,7 +50,7 @@ def check_axes(model: nn.Module, batches: Batches, device: torch.device, vocab_s
     def loss(ids_SB: Tensor) -> Tensor:
         inputs = {**batch.inputs, "ids_SB": ids_SB, "targets_SB": targets_SB}
         changed = replace(batch, inputs=inputs, lengths_B=None)
-        return changed.result(model, changed.call(model))
+        return changed.result(model, changed.call_of(model)())
 
     in_training = [module for module in model.modules() if module.training]
     model.eval()

@@ -84,7 +84,7 @@ class Passes:
             # Random numbers of a user's own layers are a function of step and samples too.
             recording = nullcontext() if self._sources is None else self._sources.record(batch)
             with dropout.seeded(self._mesh.device, *_WHOLE_MODEL), self._forward_pass(part), recording:
-                out = batch.result(part, batch.call(part, x, dropout))
+                out = batch.result(part, batch.call_of(part, x, dropout)())
             if not gives_losses(part):
                 return out
             # Divided by the targets of the global batch, not of this micro-batch: gradients need no factor afterwards.

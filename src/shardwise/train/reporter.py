@@ -27,8 +27,8 @@ from shardwise.config import Config, Layout, Precision
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
 from shardwise.optim.state_digest import StateHash
 from shardwise.planner.device_peaks import peak_flops
-from shardwise.runs.folder import RunDirectory, now
-from shardwise.train.compile.run_graphs import CapturedGraphs
+from shardwise.runs.folder import RunDirectory, now, open_log
+from shardwise.train.compile.units import CapturedGraph
 from shardwise.train.evaluation import Evaluation
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
@@ -108,8 +108,7 @@ class Reporter:
         self._consoles: list[Console] = []
         self._in_notebook = False
         if rank == 0:
-            run.log(0).parent.mkdir(parents=True, exist_ok=True)
-            self._log = run.log(0).open("a", encoding="utf-8", errors="replace", buffering=1)
+            self._log = open_log(run.log(0))
             # In a notebook rich would make a display of each line, whatever the file.
             self._in_notebook = stream is None and in_notebook()
             shown = _plain_console(sys.stdout)
@@ -379,18 +378,18 @@ class Reporter:
         self._names_are_recorded = True
         self._event("state_hash", step=step, hash=state_hash.text, tensors=state_hash.digests(), **names)
 
-    def captured(self, captured: CapturedGraphs) -> None:
+    def captured(self, captured: Sequence[CapturedGraph], problem: str | None) -> None:
         """Record the graphs that all ranks captured, those from the cache and those that were compiled."""
-        if captured.problem is not None:
-            self.warning(captured.problem)
-        if not captured.graphs:
+        if problem is not None:
+            self.warning(problem)
+        if not captured:
             return
-        hits = sum(graph.is_hit for graph in captured.graphs)
-        misses = len(captured.graphs) - hits
-        seconds = max(graph.seconds for graph in captured.graphs)
-        self._event("compile", graphs=len(captured.graphs), hits=hits, misses=misses, seconds=seconds)
+        hits = sum(graph.is_hit for graph in captured)
+        misses = len(captured) - hits
+        seconds = max(graph.seconds for graph in captured)
+        self._event("compile", graphs=len(captured), hits=hits, misses=misses, seconds=seconds)
         ranks = f" on {units.counted(self.layout.world, 'rank')}" if self.layout.world > 1 else ""
-        graphs = units.counted(len(captured.graphs), "graph") + ranks
+        graphs = units.counted(len(captured), "graph") + ranks
         self.message(f"compile: {graphs}: {hits:,} from the cache, {misses:,} compiled")
 
     def warning(self, text: str) -> None:

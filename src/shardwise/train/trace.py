@@ -82,6 +82,7 @@ class Trace:
         # At a lower level each start and stop prints a line on standard error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.unlink(missing_ok=True)  # torch would follow a link
         profiler = torch.profiler.profile(acc_events=True)  # torch 2.11 warns of several cycles otherwise
         # The stack runs this last: the trace can be written only once the profiler has stopped.
         self._recording.callback(lambda: profiler.export_chrome_trace(str(self._path)))

@@ -18,7 +18,8 @@ from packaging.specifiers import SpecifierSet
 from shardwise import __version__
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import NoLocksError, cache_root, free_bytes, lock, reason_of
-from shardwise.base.hardware import accelerators, available_memory, cpu_count
+from shardwise.base.hardware import accelerators, available_memory, cpu_count, torch_version
+from shardwise.base.parsing import whole_number
 from shardwise.base.units import counted, size
 from shardwise.launch.environment import joined, unjoined
 from shardwise.launch.external_launchers import task_of
@@ -64,7 +65,8 @@ def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
         yield Check(
             "devices",
             "warning",
-            f"{shown}: trainings here run on the CPU, as torch {_torch_version()} or the environment hides them",
+            f"{shown}: trainings here run on the CPU, as torch {torch_version() or '(not installed)'} or the "
+            "environment hides them",
             "install a torch that is built for them, or unset CUDA_VISIBLE_DEVICES or NEURON_RT_VISIBLE_CORES",
         )
     else:
@@ -79,13 +81,6 @@ def _described(device: LocalDevice) -> str:
     if device.cores is not None:
         facts.append(counted(device.cores, "core"))
     return ", ".join([*facts, *device.links])
-
-
-def _torch_version() -> str:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def fabric(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
@@ -140,9 +135,10 @@ def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Che
             problem = f"{cpus_text}: each rank would start a thread on every CPU"
             return Check("threads", "warning", problem, fix)
         return ok("threads", f"{cpus_text}; the ranks share them, as OMP_NUM_THREADS is not set")
-    if not value.isdecimal() or int(value) < 1:
+    threads = whole_number(value)
+    if not threads:
         return Check("threads", "warning", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
-    if int(value) > usable:
+    if threads > usable:
         return Check("threads", "warning", f"OMP_NUM_THREADS ({value}) must be at most the CPUs ({usable})", fix)
     return ok("threads", f"{cpus_text}; OMP_NUM_THREADS {value}")
 

@@ -24,13 +24,14 @@ from shardwise.base.files import (
     open_folder,
     open_lock,
     open_own,
+    path_refusal,
     require_trusted,
     write_atomic,
 )
 from shardwise.checkpoint.storage.root import Root
 from shardwise.data import cache
 from shardwise.data.prepare.work_folder import WorkFolder
-from shardwise.runs.folder import RunDirectory, RunLock, json_text
+from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, json_text, open_log
 
 
 @pytest.fixture(params=["symbolic", "dangling", "hard"])
@@ -99,6 +100,24 @@ def test_no_lock_of_a_preparation_is_a_link(tmp_path: Path, plant: Callable[[Pat
     ):
         pass
     assert untouched(victim)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ranks/rank-0000.jsonl", "logs/rank-0000.log"])
+def test_no_file_that_a_run_appends_to_is_a_link(name: str, tmp_path: Path, plant: Callable[[Path], Path]) -> None:
+    victim = plant(tmp_path / "run" / name)
+    opens = open_log if name.endswith("log") else JsonLines
+    with pytest.raises(ConfigError, match=rf"{name} cannot be made: .* is a link or no plain file"):
+        opens(tmp_path / "run" / name)
+    assert untouched(victim)
+
+
+def test_no_copy_of_a_former_configuration_is_a_link(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    run.write_config("run: 1\n")
+    (tmp_path / "config-0001.yaml").symlink_to(tmp_path / "victim")
+    run.write_config("run: 2\n")
+    assert (tmp_path / "config-0001.yaml").read_text() == "run: 1\n"
+    assert not (tmp_path / "victim").exists()
 
 
 def test_no_temporary_file_is_a_link(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
@@ -322,6 +341,14 @@ def test_fault_16_folders_are_made_so_that_no_other_user_can_write_them(shared: 
     finally:
         os.umask(umask)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (shared / "cache", shared / "cache/tokens")] == [0o700, 0o775]
+
+
+def test_a_path_that_may_not_be_used_is_refused_and_other_errors_are_not() -> None:
+    for code in (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ESTALE):
+        refusal = path_refusal(OSError(code, os.strerror(code), b"runs/\xff"))
+        assert str(refusal) == f"the path runs/\\udcff cannot be used: {os.strerror(code)}"
+    assert path_refusal(OSError(errno.EACCES, "of no path")) is None
+    assert path_refusal(FileNotFoundError(errno.ENOENT, "a fault of ours", "x")) is None
 
 
 def test_fault_15_a_path_that_is_no_utf8_does_not_end_a_write(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_duration(seconds: float, text: str) -> None:
         ("4096", 4096),
         ("7B", 7),
         ("GB", None),
+        (400 * "9", None),
         ("-1GB", None),
         ("5 apples", None),
     ],

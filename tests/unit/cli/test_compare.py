@@ -208,6 +208,8 @@ def test_the_largest_difference_is_told(
 ULP = 4 * (1 + 2**-52)
 """The next number after 4."""
 HASH = {"event": "state_hash", "step": 2, "hash": "0" * 16, "tensors": {"model": "0" * 8}, "names": {"model": ["w"]}}
+NO_HASH = {"event": "state_hash", "step": [], "hash": 1, "tensors": ["0"], "names": {"model": "w"}}
+"""What another program may leave: each field has another type than a run writes."""
 OTHER_HASH = HASH | {"hash": "1" * 16, "tensors": {"model": "1" * 8}}
 
 
@@ -224,8 +226,8 @@ def steps(first_loss: float = 4.0, last_norm: float = 1.5) -> list[dict[str, Any
     ("a", "b", "code", "result", "norms", "states"),
     [
         (
-            [*steps(), HASH],
-            [*steps(), HASH],
+            [*steps(), NO_HASH, NO_HASH | {"step": 1}, HASH],
+            [*steps(), NO_HASH | {"tensors": None, "step": 3}, HASH],
             0,
             "equal to the bit: losses of 3 steps, gradient norms of 3, states of 1",
             "equal to the bit at all 3 steps of both",

@@ -1,6 +1,8 @@
 """`shardwise compile`: what it refuses, and what it does without a compiler."""
 
 import io
+import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +15,6 @@ from shardwise.cli import main
 from shardwise.cli.compile import _threads
 from shardwise.config import Layout, load_config
 from shardwise.train.compile import ahead_of_time, worker
-from shardwise.train.compile.ahead_of_time import GraphJob
 from shardwise.train.compile.graph_cache import Facts, GraphCache
 from shardwise.train.compile.units import BLOCK
 
@@ -61,7 +62,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "compile.options: inductor has no option max_autotunee; did you mean max_autotune?",
         ),
         (["llama2-tiny", "compile.options={max_autotune: 7}"], "compile.options: Unexpected type of attr max_autotune"),
-        (["--export", "."], "--export . must name a file, and is a folder"),
+        (["--export", "."], "--export (.) must be a file or a free name, and it is a folder"),
         (["--import", "none"], "there is no file none"),
         (["llama2-tiny", "compile.cache_gib=0"], "compile.cache_gib (0) must be greater than 0"),
     ],
@@ -71,6 +72,12 @@ def test_wrong_input_is_refused(arguments: list[str], text: str, capsys: pytest.
     err = capsys.readouterr().err
     assert text in err
     assert "Traceback" not in err
+
+
+def test_an_export_replaces_no_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["compile", "--export", str(tmp_path / "pipe")]) == 2
+    assert "pipe) must be a file or a free name, and it is a device or a pipe" in capsys.readouterr().err
 
 
 def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,10 +110,10 @@ def test_graphs_of_a_device_that_is_not_here_are_captured(
     """With a torch that is built for it, as on the login node of a cluster."""
 
     def fail(
-        plan: ahead_of_time.CompilationPlan, facts: Sequence[Facts], *_: object
+        graphs: Sequence[tuple[ahead_of_time.CompilationPlan, Facts]], *_: object
     ) -> Iterator[ahead_of_time.GraphOutcome]:
-        assert plan.only_capture
-        yield from (ahead_of_time.GraphOutcome(one, 1.0, problem="it failed") for one in facts)
+        assert all(plan.only_capture for plan, _ in graphs)
+        yield from (ahead_of_time.GraphOutcome(facts, 1.0, problem="it failed") for _, facts in graphs)
 
     monkeypatch.setattr("shardwise.distributed.devices.require_build_for", lambda _: None)
     monkeypatch.setattr(ahead_of_time, "compile_graphs", fail)
@@ -153,8 +160,8 @@ class Idle(nn.Module):
 def test_a_block_that_nothing_calls_is_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = {"family": f"{__name__}:Idle", "vocab_size": 300}
     values = load_config("llama2-tiny", ["compile.enabled=true"]).model_dump(mode="json") | {"model": model}
-    job = GraphJob(values, BLOCK, True, 0, 1, "cpu", str(tmp_path), True)
-    monkeypatch.setattr("sys.stdin", io.StringIO(job.dump()))
+    job = {"config": values, "unit": BLOCK, "training": True, "rank": 0, "world": 1, "device": "cpu"}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(job | {"only_capture": True})))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(worker, "die_with_parent", lambda: None)
     with pytest.raises(RunError, match=f"{BLOCK} was not called: a forward pass of the model must call each of its"):

@@ -14,6 +14,9 @@ from shardwise.launch import first_failure
 from shardwise.launch.environment import ERROR_FILE
 from shardwise.launch.first_failure import read_failure
 
+LONG = 300 * "x"
+"""A name that no file system takes."""
+
 
 def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Make this process one of a job; what it adds to its environment is undone too."""
@@ -54,6 +57,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ["train", "quickstart", "--dry-run=True"],
             "--dry-run takes no value, and 'True' is given: leave",
         ),
+        (["plan", "quickstart", "--device=--"], "--device must have a value"),
+        (["ls", LONG], f"the path {LONG} cannot be used: File name too long"),
+        (["evaluate", LONG], f"the path {LONG} cannot be used: File name too long"),
+        (["train", "quickstart", "--run-dir", LONG], f"{LONG} cannot be used: File name too long"),
+        (["data", "inspect", "~no-such-user/x"], "(~no-such-user/x) does not exist"),
         (["train", "no-such-recipe"], "unknown recipe 'no-such-recipe'"),
         (["train", "quickstart", "parallel.tensr=2"], "did you mean parallel.tensor?"),
     ],

@@ -36,7 +36,7 @@ def test_a_price_is_of_a_device_a_chip_or_a_node(capsys: pytest.CaptureFixture[s
         assert plan["cost"] == pytest.approx(an_hour * plan["device_hours"] / 128)
     assert main([*command, "--price", "40 USD/node"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "Price: 40 USD for an hour of a node, 80 USD for one of 2 nodes. A node has 64 devices." in out
+    assert "Price: 40 USD an hour for a node, 80 USD an hour for 2 nodes. A node has 64 devices." in out
 
 
 @pytest.mark.parametrize(("per_node", "chips"), [(2, 1), (6, 2), (8, 2)])

@@ -8,7 +8,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.config.error_texts import known_paths
 from shardwise.config.other_names import COMMANDS, OTHER_NAMES, OTHER_VALUES, SECTIONS, WITHOUT_KEY
-from shardwise.config.suggestions import suggestion
+from shardwise.config.suggestions import suggestions
 
 TRAIN = "train llama2-tiny "
 MISTAKES = {
@@ -30,10 +30,13 @@ MISTAKES = {
     TRAIN + "--run_dir runs/a": "--run-dir runs/a",
     TRAIN + "--output_dir out": "--run-dir out",
     TRAIN + "--steps 20": "train.steps=20",
+    TRAIN + "--step 20": "train.steps=20",
+    TRAIN + "--optimizer lamb": "optimizer.name=lamb",
     TRAIN + "--train.steps=20": "train.steps=20",
     TRAIN + "--lr 1e-3": "optimizer.lr=1e-3",
-    TRAIN + "--batch_size 8": "train.global_batch=8",
-    TRAIN + "--fp16": "precision.mode=mixed",
+    TRAIN + "--batch_size 8": "train.global_batch=8 or train.micro_batch=8",
+    TRAIN + "train.batch_size=8": "train.global_batch or train.micro_batch",
+    TRAIN + "--bf16": "precision.mode=mixed",
     "plan llama2-tiny --devices h100:8": "--device h100:8",
     "evaluate runs/latest --batch-size 4": "train.micro_batch=4",
     "generate runs/latest --prompt a --max_new_tokens 5": "--max-tokens 5",
@@ -41,7 +44,6 @@ MISTAKES = {
     TRAIN + "--learning_rate 5e-4": "optimizer.lr=5e-4",
     TRAIN + "--per_device_train_batch_size 8": "train.micro_batch=8",
     TRAIN + "--num_train_epochs 3": "train.steps",
-    TRAIN + "--gradient_accumulation_steps 4": "train.global_batch",
     TRAIN + "--adam_beta2 0.95": "optimizer.betas",
     TRAIN + "--gradient_checkpointing": "train.recompute=full",
     TRAIN + "train.max_grad_norm=1": "optimizer.max_norm",
@@ -56,12 +58,21 @@ MISTAKES = {
     TRAIN + "--sequence-parallel": "parallel.sequence=true",
     TRAIN + "--use-distributed-optimizer": "optimizer.zero=1",
     TRAIN + "--data-path corpus.jsonl": "data.path=corpus.jsonl",
-    TRAIN + "--load runs/old": "checkpoint.load=runs/old",
     # nanoGPT
     TRAIN + "model.n_embd=64": "model.hidden_size",
     TRAIN + "train.block_size=64": "train.sequence_length",
     TRAIN + "eval_interval=5": "train.eval_every",
     TRAIN + "--compile": "compile.enabled=true",
+    TRAIN + "--compile=False": "compile.enabled=false",
+    # torchtitan, DeepSpeed, NeuronX, nanochat
+    TRAIN + "--compile.enable": "compile.enabled=true",
+    TRAIN + "--zero_optimization.stage=2": "optimizer.zero=2",
+    TRAIN + "--training.mixed_precision_param=bfloat16": "precision.mode",
+    TRAIN + "--model.name=llama3": "model.family",
+    TRAIN + "--metrics.enable_wandb": "log.trackers=[wandb]",
+    TRAIN + "--use_mix_precision": "precision.mode=mixed",
+    TRAIN + "--total-batch-size=524288": "train.global_batch",
+    TRAIN + "--resume_from_checkpoint=out/checkpoint-10": "--run-dir",
     # slips
     TRAIN + "train.global_bacth=8": "train.global_batch",
     TRAIN + "optimizer.learning_rat=1": "optimizer.lr",
@@ -101,6 +112,31 @@ def test_a_mistake_is_answered_by_what_was_meant(line: str, capsys: pytest.Captu
         (
             TRAIN + "--expert-parallel-size 2",
             "unknown option --expert-parallel-size: there are no experts",
+        ),
+        (
+            TRAIN + "--train.max_tokens=1000",
+            "unknown option --train.max_tokens: train.steps takes tokens with",
+        ),
+        (
+            TRAIN + "--gradient_accumulation_steps 4",
+            "unknown option --gradient_accumulation_steps: train.global_",
+        ),
+        (
+            TRAIN + "--grad_accum_usteps 4",
+            "unknown option --grad_accum_usteps: train.global_batch / (train.",
+        ),
+        (
+            TRAIN + "--load ckpt",
+            "unknown option --load: --run-dir RUN continues a run, and checkpoint.load=PATH",
+        ),
+        (TRAIN + "--config a.yaml", "unknown option --config: the recipe is the first argument"),
+        (TRAIN + "train.fp16=true", "train.fp16: unknown key; float16 is not trained: precision.mode=mixed computes"),
+        *(
+            (f"{TRAIN}{option}", f"unknown option {option.partition('=')[0]}; `shardwise train --help` lists")
+            for option in (
+                *("--checkpoint.enable", "--validation.enable", "--validation.steps=5", "--scheduler.name=linear"),
+                *("--data=TextFiles", "--overwrite_output_dir", "--model.flavor=8B", "--bf16=False"),
+            )
         ),
         (TRAIN + "parallel.data=2", "parallel.data: unknown key; the data-parallel degree is the number of ranks"),
         (TRAIN + "--zzz", "unknown option --zzz; `shardwise train --help` lists the options"),
@@ -150,8 +186,8 @@ def test_each_name_of_another_library_leads_to_a_key_or_an_option() -> None:
 
 
 def test_a_suggestion_is_a_key_that_the_command_reads() -> None:
-    assert suggestion("batch_size", ["train.micro_batch"]) == "train.micro_batch"
-    assert suggestion("batch_size", ["data.path"]) is None
-    assert suggestion("--batch-size", [], ["--json"]) is None
-    assert suggestion("--num-gpus", [], ["--json"]) is None
-    assert suggestion("--JSON", [], ["--json"]) == "--json"
+    assert suggestions("batch_size", ["train.micro_batch"]) == ["train.micro_batch"]
+    assert suggestions("batch_size", ["data.path"]) == []
+    assert suggestions("--batch-size", [], ["--json"]) == []
+    assert suggestions("--num-gpus", [], ["--json"]) == []
+    assert suggestions("--JSON", [], ["--json"]) == ["--json"]

@@ -136,6 +136,21 @@ def test_what_does_not_fit(world: int, overrides: list[str], problem: str) -> No
     assert found[0].startswith(problem)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["data.streaming=true", "data.path=a.jsonl"],
+        ["data.dataset=null", "data.mixture={web: {path: a, weight: 1, streaming: true}}"],
+        ["data.prepend_bos=true"],
+    ],
+)
+def test_what_no_trained_tokenizer_can_do_needs_one_or_weights(keys: list[str]) -> None:
+    (problem,) = problems(1, *keys)
+    assert " (true) needs data.tokenizer: one " in problem
+    check_layout(load_config("llama2-tiny", [*keys, "data.tokenizer=t"]), 1)
+    check_layout(load_config("llama2-tiny", [*keys, "checkpoint.load=MODEL"]), 1)
+
+
 def test_misfits_name_the_valid_degrees() -> None:
     assert "parallel.tensor (3) must divide model.num_attention_heads (4): valid degrees are 1, 2 and 4" in problems(
         3, "parallel.tensor=3"

@@ -43,6 +43,21 @@ def test_no_name_of_another_library_is_advice_for_an_own_model() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optimizer.name=AdamW", "adamw"),
+        ("parallel.schedule=1F1B", "1f1b"),
+        ("precision.mode=BFloat16", "bfloat16"),
+        ("checkpoint.resume=Auto", "auto"),
+        ("log.trackers=[WandB, MLflow]", ("wandb", "mlflow")),
+    ],
+)
+def test_a_choice_may_have_any_case(override: str, value: object) -> None:
+    section, name = override.partition("=")[0].split(".")
+    assert getattr(getattr(load_config("llama2-tiny", [override]), section), name) == value
+
+
 def test_a_section_may_be_opened_by_an_override() -> None:
     assert load_config("quickstart", ["precision.mode=bfloat16"]).precision.mode == "bfloat16"
 
@@ -142,6 +157,13 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("train.steps.x=5", "train.steps.x: unknown key; steps is one value and has no keys of its own"),
         ("steps", "the override 'steps' must read key=value, such as train.steps=100"),
         ("=5", "the override '=5' must read key=value"),
+        ("train.\udcff=5", "the override 'train.\\udcff=5' must have a key in UTF-8"),
+        ("\udcff=5", "the override '\\udcff=5' must have a key in UTF-8"),
+        ("data.config=\udcff", "data.config (\\udcff) must be left out with data.dataset (tiny)"),
+        ("train.steps=1_", "train.steps ('1_') must be a whole number"),
+        ("train.global_batch=" + 5000 * "9" + " per 2 ranks", "train.global_batch ('99"),
+        ("log.profile=1:" + 5000 * "9", "log.profile ('1:99"),
+        ('model.config="a\\0b"', "model.config: the path a\\x00b must have no zero character"),
         ("optimizer.betas=[1", "the override 'optimizer.betas=[1' is not valid YAML"),
         ("model.num_key_value_heads=3", "model.num_key_value_heads (3) must divide model.num_attention_heads (4)"),
         ("model.hidden_size=66", "model.hidden_size (66) must be a multiple of model.num_attention_heads (4)"),
@@ -196,9 +218,6 @@ def test_fault_20_other_options_of_sbatch_are_taken() -> None:
 
 def test_what_cannot_be_streamed() -> None:
     streaming = "data.streaming=true"
-    assert problems(streaming, "data.path=a.jsonl") == [
-        "data.streaming (true) needs data.tokenizer: one is trained on prepared text alone"
-    ]
     assert problems(streaming, "data.tokenizer=t") == [
         "data.streaming (true) must be false with data.dataset (tiny), which is small"
     ]

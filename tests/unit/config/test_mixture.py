@@ -49,7 +49,6 @@ def resolved(*overrides: str) -> dict[str, Any]:
         (["data.mixture.web={hook: abc, weight: 1}"], "its hook ('abc') must read package.module:Name"),
         ([WEB, "data.stages=4"], "data.stages (4) must be a list of mappings, such as [{"),
         (["data.mixture={'a b': {path: a, weight: 1}}"], "data.mixture.a b: its name must have letters, digits"),
-        ([WEB, "data.mixture.web.streaming=true"], "data.mixture.web: data.streaming (true) needs data.tokenizer"),
         ([WEB, "data.mixture.web.kind=text"], "data.mixture.web.kind: unknown key; a source has dataset"),
         ([WEB, "data.stages=[{at: 0, weights: {web: 1}}]"], "data.stages.0.at (0) must be greater than 0"),
         (

@@ -188,6 +188,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 PATHS = {
     "checkpoints/step-0000010": r"there is none of that name in .*did you mean checkpoints/step-00000100\?",
+    "runs/latest": "there is none of that name in [^:;]*$",
     "./nowhere": "there is none of that name in ",
     "/no/where": "there is none of that name in ",
     "a/b/c": "there is none of that name in ",

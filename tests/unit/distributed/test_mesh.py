@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, LostPeerError
 from shardwise.distributed import mesh as meshes
 from shardwise.distributed.mesh import Group, Mesh, Meter
 from tests.unit.layers.groups import pretend_group
@@ -66,6 +67,7 @@ def test_joining_alone_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, timedelta]] = []
     watched: list[float] = []
+    defaults: list[timedelta] = []
     launched = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}
     for name, value in {**launched, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
@@ -73,6 +75,7 @@ def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) 
         dist, "init_process_group", lambda backend, *, timeout, device_id: asked.append((backend, timeout))
     )
     monkeypatch.setattr(meshes.rendezvous, "start_watch", lambda seconds: watched.append(seconds) or len(watched) > 1)
+    monkeypatch.setattr(meshes, "set_default_timeout", defaults.append)
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that it is as before after the test
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
     meshes.join(torch.device("cpu"), timeout=7)
@@ -81,7 +84,33 @@ def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WORLD_SIZE", "33")
     meshes.join(torch.device("cpu"), timeout=7)
     assert (asked[1], watched) == (("gloo", meshes.rendezvous.NEVER), [7, 7])
+    assert defaults == [timedelta(seconds=7), meshes.rendezvous.NEVER], "else groups of the mesh have torch's limit"
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1", "else what each group sends grows with the cube of the ranks"
+
+
+def test_the_limit_of_groups_that_torch_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(c10d, name, getattr(c10d, name))  # so that it is as before after the test
+    meshes.set_default_timeout(timedelta(seconds=7))
+    assert [c10d._get_default_timeout(dist.Backend(name)).seconds for name in ("gloo", "nccl")] == [7, 7]
+
+
+@pytest.mark.parametrize("at", ["the store", "its groups"])
+def test_a_rank_that_loses_another_one_at_the_start_says_so(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has lost a peer, and names no cause: the one with the cause speaks first."""
+    error = dist.DistNetworkError("Failed to recv, got 0 bytes") if at == "the store" else RuntimeError("[gloo] closed")
+
+    def fail(*_: object, **_further: object) -> None:
+        raise error
+
+    for name, value in {"WORLD_SIZE": "4", "RANK": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meshes, "meet", fail if at == "the store" else lambda *_: None)
+    monkeypatch.setattr(meshes, "set_default_timeout", lambda _: None)
+    monkeypatch.setattr(meshes.rendezvous, "start_watch", lambda _: True)
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with pytest.raises(LostPeerError, match=r"^rank 2 lost the connection to another rank during the start"):
+        meshes.join(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("backend", "destroyed"), [("gloo", 0), ("nccl", 1)])

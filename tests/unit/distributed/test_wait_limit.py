@@ -1,7 +1,9 @@
 """How long a rank waits for others is measured in seconds in which it ran."""
 
 import gc
+import os
 import socket
+import subprocess
 import sys
 import threading
 import weakref
@@ -35,6 +37,7 @@ def test_fault_23_time_in_which_the_process_was_stopped_does_not_count(monkeypat
     monkeypatch.setattr(rendezvous.time, "sleep", lambda _: None)
     monkeypatch.setattr(rendezvous, "_waiting", lambda: {1: 1})
     monkeypatch.setattr(rendezvous, "close_connections", lambda: None)
+    monkeypatch.setattr(rendezvous.os, "_exit", lambda _: None)
     rendezvous._run(6.0)
     assert next(times) // 200 == 6, "six pauses of at most 1.2 s each"
 
@@ -70,3 +73,19 @@ def test_a_watch_keeps_nothing_of_the_threads_that_it_looks_at() -> None:
         assert looked_at()() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_wait_that_hears_nothing_of_closed_connections_ends_the_process() -> None:
+    """So does gloo's wait for a connection to a rank that was killed while the ranks made a group."""
+    code = """
+import torch
+from shardwise.distributed import rendezvous
+rendezvous._DEAF_SECONDS = 0.2
+rendezvous.start_watch(0.2)
+torch.futures.Future().wait()
+"""
+    environment = {**os.environ, "RANK": "3"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    said = "rank 3 waited for another rank for 0.2 s (launch.timeout), and ends\n"
+    assert (ended.returncode, ended.stderr) == (1, said)

@@ -123,6 +123,13 @@ sys.exit(1)
     )
 
 
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_signal_to_a_rank_before_its_first_step_is_a_request_to_stop(name: str, tmp_path: Path) -> None:
+    """Scripts start the same command again after exit code 75; a rank that trains ends with it too."""
+    body = f"if rank == 1: os.kill(os.getpid(), signal.{name})\n{HANG}"
+    assert failure(tmp_path, command(tmp_path, body)) == f"75: the run was stopped by {name}\n"
+
+
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     body = f"""
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -161,7 +168,7 @@ def test_a_stopped_launcher_says_so_in_one_sentence(tmp_path: Path, number: sign
     launcher = hanging(tmp_path)
     launcher.send_signal(number)
     _, error = launcher.communicate(timeout=120)
-    assert error == f"1: the run was stopped by {name}\n"
+    assert error == f"75: the run was stopped by {name}\n"
     assert launcher.returncode == 1
     assert wait_for(lambda: not any(alive(pid) for pid in pids(tmp_path)))
 

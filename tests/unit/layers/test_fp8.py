@@ -87,6 +87,16 @@ def test_products_are_those_of_the_rounded_numbers(dtype: torch.dtype, tolerance
     assert [tensor.dtype for tensor in kept if tensor.numel() == x.numel()] == [OPERAND], "x is kept in one byte"
 
 
+def test_a_cpu_multiplies_in_float32() -> None:
+    """The operator of torch for fp8 takes hundreds of times as long on a CPU with AMX."""
+    x, weight, _, dy = operands(torch.bfloat16)
+    with torch.profiler.profile() as profile:
+        fp8_linear(x, weight, None, SCALING).backward(dy)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert "aten::_scaled_mm" not in calls
+    assert calls["aten::mm"] == 3, "y, dx and dw"
+
+
 def test_zeros_stay_zeros() -> None:
     x, weight, _, dy = operands(torch.float32)
     y = fp8_linear(x.detach().zero_().requires_grad_(), weight, None, SCALING)

@@ -1,5 +1,6 @@
 """Layers in one process: what they refuse, how they are named and drawn, and that alone they are torch's layers."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from shardwise.layers.linear import (
 )
 from shardwise.layers.loss import SampleLosses, linear_cross_entropy, parallel_cross_entropy
 from shardwise.layers.norm import LayerNorm, RMSNorm
+from shardwise.layers.recompute import compose
 from shardwise.layers.weight_gradients import let_products_add
 from shardwise.models.blocks import ACTIVATIONS
 from shardwise.models.rotary import rotate
@@ -487,3 +489,12 @@ def test_products_add_to_a_gradient_where_there_is_one() -> None:
         assert torch.equal(layer.weight.grad, 2 * wanted[1].to(dtype))
         assert torch.equal(bias.grad, wanted[2])
         assert len(hooks) == 2
+
+
+def test_a_graph_with_dropped_results_is_freed_without_a_backward_pass() -> None:
+    """A schedule that splits backward passes never frees the part that is used by the first half alone."""
+    x = torch.randn(4, 8, requires_grad=True)
+    y = compose(torch.exp, torch.sin, x, drops=True)  # the exponential saves its own output
+    held = weakref.ref(y)
+    del y
+    assert held() is None

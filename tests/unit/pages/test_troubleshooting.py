@@ -57,7 +57,7 @@ def test_temporary_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> N
         if problems:
             raise ConfigError(problems)
 
-    monkeypatch.setattr(run_graphs.RunGraphs, "_unpacked", full)
+    monkeypatch.setattr(run_graphs.RunGraphs, "_unpack", full)
     monkeypatch.setattr(run_graphs, "planned_graphs", lambda config: ())
     monkeypatch.setattr(run_graphs, "agree", agree)
     alone: Any = SimpleNamespace(world=SimpleNamespace(rank=0))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardwise.base import hardware
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
@@ -13,7 +14,7 @@ from shardwise.distributed.placement import placements
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count, local_parameters, parameter_count
-from shardwise.pipeline.action_order import action_order, with_whole_backward_passes
+from shardwise.pipeline.action_order import Action, action_order, with_whole_backward_passes
 from shardwise.pipeline.in_flight import PassBytes, step_peak
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import simulate
@@ -146,17 +147,20 @@ def test_activations_of_the_micro_batches_in_flight(schedule: str, flying: list[
     assert found[3].activations == flying[3] * (each + norm + X)
 
 
+@pytest.mark.parametrize("frees", [False, True], ids=["torch 2.14", "torch 2.15"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_messages_have_memory_of_their_own(schedule: str) -> None:
+def test_messages_have_memory_of_their_own(schedule: str, frees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One message is under way. With several stages on a rank, what is sent stays: x and its gradient of each boundary.
 
-    The step's peak comes before all is sent.
+    torch 2.15 lets x go with its backward pass. The step's peak comes before all is sent.
     """
+    monkeypatch.setattr(hardware, "torch_release", lambda: (2, 15 if frees else 14))
     sends = {"interleaved": (3, 3), "interleaved_zero_bubble": (3, 3), "zbv": (2, 2), "dualpipev": (2, 2)}
     for rank, messages in zip(memory(config(schedule=schedule)), sends.get(schedule, (0, 0)), strict=True):
         sent = rank.pipeline - X
         assert sent % X == 0
-        assert M * messages // 2 * X <= sent <= M * messages * X
+        least, most = (1, 3) if frees else (2, 4)
+        assert least * M * messages // 4 * X <= sent <= most * M * messages // 4 * X
 
 
 def test_the_loss_is_the_last_ranks() -> None:
@@ -203,6 +207,15 @@ def test_a_walk_through_an_order() -> None:
     assert step_peak(in_one_part, gradients, 4).whole == 3 * 10 + 1 + 100
     passes[3] = replace(passes[3], reduction=200)  # behind its last micro-batch two of the first stage are in flight
     assert step_peak(action_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
+
+
+@pytest.mark.parametrize(("frees", "held"), [(False, 3), (True, 2)])
+def test_messages_are_held_to_the_end_of_the_step_or_to_their_backward_pass(frees: bool, held: int) -> None:
+    passes = {0: PassBytes(kept=10, loss=0, loss_kept=0, backward=12, last=0, waiting=0, reduction=0, onwards=3)}
+    works = [("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1), ("backward", 2)]
+    order = [Action(kind, 0, number) for kind, number in works]
+    found = step_peak(order, passes, 3, frees_onwards=frees)
+    assert (found.whole, found.sent) == (10 + 12, held * 3)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])

@@ -349,8 +349,19 @@ def test_wrong_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     assert error.startswith(f"shardwise: {tmp_path / 'no' / 'r.html'} cannot be written: ")
     assert error.endswith("; --output chooses another file\n")
     assert main(["report", str(run), "--output", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.endswith("must be a file, it is a folder: name a file in it\n")
+    assert capsys.readouterr().err.endswith("must be a file or a free name, and it is a folder: name another file\n")
     assert "Traceback" not in error
+
+
+def test_no_page_replaces_a_link_or_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "page")
+    os.mkfifo(tmp_path / "pipe")
+    for name, kind in (("link", "a link"), ("pipe", "a device or a pipe")):
+        assert main(["report", str(run), "--output", str(tmp_path / name)]) == 2
+        assert f"must be a file or a free name, and it is {kind}: name another file" in capsys.readouterr().err
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,8 +67,8 @@ def test_weights_whose_tokenizer_is_another_are_told(tmp_path: Path) -> None:
     _report_weights(run, reporter)
     assert said["message"] == [f"weights: those of {tmp_path / 'weights'}"]
     assert said["warning"] == [
-        f"the tokenizer of the data has other ids than that of the loaded weights ({tmp_path / 'weights'}): to keep "
-        f"what they learned, set data.tokenizer={tmp_path / 'weights'}"
+        f"data.tokenizer gives other ids than the tokenizer of the loaded weights ({tmp_path / 'weights'}): leave it "
+        "out to keep what they learned"
     ]
 
 

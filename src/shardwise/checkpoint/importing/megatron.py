@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
+from shardwise.base.parsing import whole_number
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.hugging_face import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.megatron_arguments import SIZES, choose_vocabulary, is_count, read_args
@@ -156,9 +157,10 @@ def _iteration(source: Path) -> Path:
     if not tracker.is_file():
         return source
     text = tracker.read_text(errors="replace").strip()
-    if text != "release" and not text.isdecimal():
+    iteration = whole_number(text)
+    if text != "release" and iteration is None:
         raise ConfigError(f"{tracker} must hold the number of an iteration or 'release', and it holds {text[:40]!r}")
-    folder = source / (text if text == "release" else f"iter_{int(text):07d}")
+    folder = source / (text if text == "release" else f"iter_{iteration:07d}")
     if not folder.is_dir():
         raise ConfigError(f"{tracker} names iteration {text}, and there is no folder {folder}")
     return folder

@@ -17,14 +17,15 @@ companions_folder    the folder or file of `checkpoint.companions`
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.base.files import MOST_BYTES
+from shardwise.base.files import MOST_BYTES, user_path
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.chunks import require_length
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root
@@ -165,20 +166,13 @@ def abandoned(root: Root) -> list[Root]:
 def abandon(root: Root, step: int, *, damaged: bool = False) -> Root:
     """Set a checkpoint aside: it is no longer the run's, and stays until the user removes it."""
     # The user may go back to the same step several times: each folder that was set aside keeps its name.
-    first_name = f"{step_name(step)}.{'damaged' if damaged else 'abandoned'}"
-    taken_names = set(root.names())
-    name = first_name
-    number = 1
-    while name in taken_names:
-        number += 1
-        name = f"{first_name}-{number}"
+    first = f"{step_name(step)}.{'damaged' if damaged else 'abandoned'}"
+    taken = set(root.names())
+    names = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
+    name = next(name for name in names if name not in taken)
     (root / step_name(step)).rename(root / name)
     root.sync()
     return root / name
-
-
-_COPIED_BYTES = 1 << 26
-"""Bytes that are read at once."""
 
 
 def link_checkpoint(source: Root, target: Path) -> None:
@@ -196,10 +190,8 @@ def link_checkpoint(source: Root, target: Path) -> None:
             with contextlib.suppress(OSError):
                 os.link((source / path).local(), file)
                 continue
-        size = (source / path).size()
-        with file.open("wb") as copy:
-            for start in range(0, size, _COPIED_BYTES):
-                copy.write((source / path).read(start, min(start + _COPIED_BYTES, size)))
+        with source.store_errors("read"):
+            source.fs.get_file((source / path).path, str(file))
 
 
 def removable(root: Root, keep: int | None, keep_every: int | None = None) -> tuple[list[StepFolder], list[Root]]:
@@ -207,15 +199,15 @@ def removable(root: Root, keep: int | None, keep_every: int | None = None) -> tu
 
     The newest `keep` intact checkpoints stay (None: all; never fewer than one), and those whose step is a multiple of
     `keep_every`. A folder that is newer than the newest intact one may be a save under way, and stays. One that could
-    not be read may be intact, and stays until there are `keep` newer intact ones.
+    not be read may be intact, and stays.
     """
     # A user who prunes by hand may wait for all manifests to be read: what is removed cannot come back.
     present = {checkpoint.step: checkpoint for checkpoint in checkpoints(root)}
     intact = [step for step, checkpoint in present.items() if checkpoint.problem is None]
     if not intact:
         return [], []
-    unclear = [step for step, checkpoint in present.items() if checkpoint.unreadable]
-    steps_to_remove = _steps_to_remove(present, intact, keep, keep_every, unclear)
+    readable = [step for step, checkpoint in present.items() if not checkpoint.unreadable]
+    steps_to_remove = _steps_to_remove(readable, intact, keep, keep_every)
     return [present[step] for step in steps_to_remove], _leftovers(root, intact[0])
 
 
@@ -248,29 +240,21 @@ def prune(
 
 
 def _steps_to_remove(
-    steps: Iterable[int], intact: Sequence[int], keep: int | None, keep_every: int | None, unclear: Collection[int] = ()
+    steps: Sequence[int], intact: Sequence[int], keep: int | None, keep_every: int | None
 ) -> list[int]:
     """The steps of the checkpoints to remove; all lists are newest first.
 
     Args:
-        steps: steps of all checkpoints.
+        steps: steps of the checkpoints that may be removed.
         intact: steps of those that are known to be intact, at least the newest ones.
         keep, keep_every: as in `removable`.
-        unclear: steps of those that may be intact.
     """
     if keep is None:
         return []
-    # An unclear checkpoint may be the last good one: it goes only behind as many intact ones as are to stay.
     kept = intact[: max(keep, 1)]
-    has_enough = len(kept) == max(keep, 1)
-    steps_to_remove: list[int] = []
-    for step in steps:
-        is_newer = step > intact[0]
-        is_kept = step in kept or (keep_every and step % keep_every == 0)
-        may_be_needed = step in unclear and not (has_enough and step < kept[-1])
-        if not (is_newer or is_kept or may_be_needed):
-            steps_to_remove.append(step)
-    return steps_to_remove
+    return [
+        step for step in steps if step <= intact[0] and step not in kept and not (keep_every and step % keep_every == 0)
+    ]
 
 
 def _leftovers(root: Root, newest: int) -> list[Root]:
@@ -380,7 +364,7 @@ def load_location(load: str, announce: Callable[[str], None] | None = None, *, k
     Raises:
         ConfigError: there is none that is intact, or a URL gives no answer or names no checkpoint.
     """
-    if not is_url(load) and not Path(load).expanduser().is_dir():
+    if not is_url(load) and not user_path(load).is_dir():
         return load
     try:
         root = answering_root(load)
@@ -406,7 +390,7 @@ def companions_folder(companions: str) -> Root:
     Raises:
         ConfigError: there is none.
     """
-    if Path(companions).expanduser().exists():
+    if user_path(companions).exists():
         return Root.of(load_location(companions, key="checkpoint.companions"))
     raise ConfigError(
         f"checkpoint.companions ({companions}) must be a Hugging Face folder or its config.json, and there is none of "

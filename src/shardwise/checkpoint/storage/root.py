@@ -24,13 +24,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from shardwise.base import files
 from shardwise.base.errors import ConfigError, RunError, listing, see
-from shardwise.base.files import free_bytes, name_problem, sync_folder, write_atomic
+from shardwise.base.files import free_bytes, name_problem, sync_folder, user_path, write_atomic
 from shardwise.base.redaction import redacted
 from shardwise.base.units import size as size_text
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 _LOCAL_SCHEMES = ("file", "local")
+WEB_SCHEMES = ("http", "https")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
 """URL scheme → the extra of this package that brings its client."""
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
@@ -58,6 +60,8 @@ _S3_ADVICE = {
 """Pattern → advice: that of the first pattern that occurs in the reason of a failure."""
 PATIENCE_SECONDS = 20.0
 """Longest wait for the first answer of a remote place. Clients retry for minutes, which helps only after an answer."""
+_SILENCE_SECONDS = 60.0
+"""Longest pause of a web server in the middle of a file."""
 _WINDOW_BYTES = 32 * 2**20
 """Bytes of a file that are brought to the disk at a time."""
 _Result = TypeVar("_Result")
@@ -120,7 +124,7 @@ class Root:
                 "other places are read without credentials unless their address has some"
             )
         if not separator or scheme in _LOCAL_SCHEMES:
-            path = Path(address if separator else text).expanduser().absolute()
+            path = user_path(address if separator else text).absolute()
             return Root(str(path), text.rstrip("/") or "/", "file")
         shown = redacted(text)
         # The import takes 0.1 s, which local places need not wait for.
@@ -132,6 +136,11 @@ class Root:
                 raise ValueError("it has two schemes")
             # Without a cache of listings, files of other processes are seen.
             options = ANONYMOUS[scheme] if anonymous else {}
+            if scheme in WEB_SCHEMES:
+                from aiohttp import ClientTimeout
+
+                # The default allows 5 minutes for a whole file.
+                options = {"client_kwargs": {"timeout": ClientTimeout(sock_read=_SILENCE_SECONDS)}}
             remote, path = url_to_fs(text, use_listings_cache=False, **options)
         except ImportError as error:
             package = getattr(error, "name", None) or f"its client ({error})"
@@ -214,7 +223,9 @@ class Root:
         """Every file below this folder: relative path → bytes. Links to folders are not followed."""
         with self.store_errors("read"):
             if self.is_local:
-                return dict(sorted(_local_files(self.local())))
+                folder = self.local()
+                paths = (path for path in folder.rglob("*") if path.is_file())
+                return dict(sorted((path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths))
             infos: dict[str, Any] = self.fs.find(self.path, detail=True)
         prefix = self.path.rstrip("/") + "/"
         inside = {path.removeprefix(prefix): info for path, info in infos.items() if path.startswith(prefix)}
@@ -333,7 +344,13 @@ class Root:
         number = error.errno if isinstance(error, OSError) else None
         if number in (errno.ENOSPC, errno.EDQUOT):
             reason = "its quota is used up" if number == errno.EDQUOT else "the disk is full"
-            return self._out_of_space(reason, verb, needed)
+            needed_text = f"{size_text(needed)} ({needed:,} bytes)" if needed is not None else "more"
+            free = self.free_bytes() or 0
+            text = (
+                f"{self} cannot be {verb}: {reason}; it needs {needed_text}, free is {size_text(free)} "
+                f"({free:,} bytes): make room on that disk{see('checkpoints#disk-full')}"
+            )
+            return StoreError(text, out_of_space=True)
         # Clients of remote places say more than that a file is missing, such as that a bucket is.
         if isinstance(error, FileNotFoundError) and (self.is_local or not str(error)):
             return StoreError(f"{self} cannot be {verb}: there is no such file or folder", missing=True)
@@ -348,18 +365,6 @@ class Root:
         if _EXTRAS.get(self.scheme) == "s3":
             text += "; " + next(advice for pattern, advice in _S3_ADVICE.items() if re.search(pattern, reason))
         return StoreError(text, missing=isinstance(error, FileNotFoundError), refused=refused)
-
-    def _out_of_space(self, reason: str, verb: str, needed: int | None) -> StoreError:
-        free = None
-        with contextlib.suppress(StoreError):
-            free = self.free_bytes()
-        needed_text = f"{size_text(needed)} ({needed:,} bytes)" if needed is not None else "more"
-        free_text = f"{size_text(free)} ({free:,} bytes)" if free is not None else "none"
-        text = (
-            f"{self} cannot be {verb}: {reason}; it needs {needed_text}, free is {free_text}: make room on that disk"
-            f"{see('checkpoints#disk-full')}"
-        )
-        return StoreError(text, out_of_space=True)
 
 
 class Writing:
@@ -406,16 +411,6 @@ class Writing:
             self._root.remove()
 
 
-def _local_files(folder: Path) -> Iterator[tuple[str, int]]:
-    """Relative path and bytes of every file below a folder."""
-    for above, _, names in os.walk(folder):
-        for name in names:
-            path = Path(above, name)
-            # A link that leads nowhere is no file.
-            with contextlib.suppress(FileNotFoundError):
-                yield path.relative_to(folder).as_posix(), path.stat().st_size
-
-
 def answering_root(location: str | Path) -> Root:
     """The place of a path or URL, once it has answered.
 
@@ -457,8 +452,13 @@ def require_writable(root: Root) -> None:
     Raises:
         StoreError: why that is not possible.
     """
-    probe = root / f".probe-{platform.node()}-{os.getpid()}"
     root.make()
+    if root.is_local:
+        with root.store_errors("written"):
+            files.require_writable(root.local())
+        return
+    # One name for each machine: a process that is killed leaves it to the next one.
+    probe = root / f".probe-{platform.node()}"
     probe.write(b"shardwise")
     probe.remove()
 
@@ -512,5 +512,4 @@ def _sync_and_drop(descriptor: int, start: int, length: int) -> None:
     """Bring a window of a file to the disk, and free its pages in the cache."""
     # Pages that are not on the disk yet cannot go.
     os.fsync(descriptor)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)

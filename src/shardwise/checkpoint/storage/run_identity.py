@@ -27,20 +27,15 @@ OWNER = "run.json"
 
 @dataclass(frozen=True)
 class Owner:
-    """A run: its id, and the folder and machine where it was last started.
-
-    Attributes:
-        key: text that tells the folder from a copy of it; empty in files of older versions.
-    """
+    """A run: its id, and the folder and machine where it was last started."""
 
     id: str
     folder: str
     host: str
-    key: str = ""
 
     @staticmethod
     def here(run: str, folder: Path) -> Owner:
-        return Owner(run, str(folder.resolve()), platform.node(), RunDirectory(folder).key())
+        return Owner(run, str(folder.resolve()), platform.node())
 
     @property
     def is_gone(self) -> bool:
@@ -66,8 +61,7 @@ def owner(root: Root) -> Owner | None:
 def original_of(root: Root, run: str | None, folder: Path) -> Path | None:
     """The folder that `folder` is a copy of, as the place of its checkpoints tells; None where it is no copy.
 
-    A copy has the same id, and the folder that last saved there still has it too: at its path, or beside it if it was
-    renamed, which its key tells. It is gone if it was moved elsewhere.
+    A copy has the same id, and the folder that last saved there is still there and has it too.
 
     Args:
         root: the place of the checkpoints, or a copy of it.
@@ -78,25 +72,12 @@ def original_of(root: Root, run: str | None, folder: Path) -> Path | None:
         StoreError: the place cannot be read.
     """
     last_owner = owner(root)
-    if last_owner is None or last_owner.id != run or _has_key(folder, last_owner.key):
+    if last_owner is None or last_owner.id != run:
         return None
-    # A folder that cannot be looked at proves nothing.
     former_folder = Path(last_owner.folder)
-    with contextlib.suppress(OSError):
-        if RunDirectory(former_folder).stored_id() == run:
-            return None if former_folder.samefile(folder) else former_folder
-    with contextlib.suppress(OSError):
-        for path in former_folder.parent.iterdir():
-            if _has_key(path, last_owner.key):
-                return path
-    return None
-
-
-def _has_key(folder: Path, key: str) -> bool:
-    try:
-        return RunDirectory(folder).key() == key
-    except OSError:
-        return False
+    if RunDirectory(former_folder).stored_id() != run or former_folder.samefile(folder):
+        return None
+    return former_folder
 
 
 def is_inside(root: Root, folder: Path) -> bool:
@@ -229,21 +210,14 @@ def _took_steps(directory: RunDirectory, root: Root, stored: Mapping[str, Any]) 
 
 
 def _rebuilt_id(directory: RunDirectory, root: Root) -> str | None:
-    """The id that the run had, from its checkpoints, unless they may be another run's.
+    """The id that the run had, from `run.json` beside its checkpoints, unless they may be another run's.
 
     Checkpoints inside the run's folder are its own. At another place they are its own where `run.json` names this
     folder and the run has lost its id; a new run in a folder of that name has never had one.
     """
     last_owner = owner(root)
+    if last_owner is None:
+        return None
     path = directory.path.resolve()
-    if last_owner is not None and directory.identity.exists() and last_owner.folder == str(path):
-        return last_owner.id
-    if not is_inside(root, path):
-        return None
-    if last_owner is not None:
-        return last_owner.id
-    manifest = next(_manifests(root), None)
-    if manifest is None:
-        return None
-    run = manifest.data.get("run")
-    return run if isinstance(run, str) else None
+    has_lost_id = directory.identity.exists() and last_owner.folder == str(path)
+    return last_owner.id if has_lost_id or is_inside(root, path) else None

@@ -7,10 +7,10 @@ the stored one come from the float32 masters, if the checkpoint has them. Each b
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.files import user_path
 from shardwise.base.units import counted, parse_size, size
 from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.checkpoint.storage.root import answering_root
@@ -105,7 +105,7 @@ def split(location: str) -> tuple[Root, str]:
     if "://" in location:
         parent, _, name = location.rstrip("/").rpartition("/")
     else:
-        path = Path(location).expanduser().absolute()
+        path = user_path(location).absolute()
         parent = str(path.parent)
         name = path.name
     return answering_root(parent), name

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError, keys_renamed, listing
+from shardwise.base.files import user_path
 from shardwise.base.units import count, counted, size
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
@@ -93,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
     from shardwise.checkpoint.importing.hugging_face import write_checkpoint
 
-    root = answering_root(arguments.dest if "://" in arguments.dest else Path(arguments.dest).expanduser())
+    root = answering_root(arguments.dest if "://" in arguments.dest else user_path(arguments.dest))
     if (root / "checkpoints").is_folder():
         # DEST is the folder of a run.
         root = root / "checkpoints"
@@ -143,13 +144,13 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
                 return open_hugging_face(answering_root(arguments.source), ignore)
             folder = hub.resolve(arguments.source, arguments.revision, announce=output.progress)
             return open_hugging_face(Root.of(folder), ignore)
-    source = Path(arguments.source).expanduser()
+    source = user_path(arguments.source)
     # Shards of other trainers have no tokenizer beside them.
     vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
     drift = bool(arguments.allow_drift)
     if arguments.kind == _NEURONX:
         with keys_renamed(_KEYS):
-            opened = open_neuronx(source, arguments.config.expanduser(), allow_drift=drift, ignore=ignore)
+            opened = open_neuronx(source, user_path(arguments.config), allow_drift=drift, ignore=ignore)
     else:
         open_shards = open_megatron if arguments.kind == _MEGATRON else open_nemo
         opened = open_shards(source, arguments.vocab_size or vocabulary, allow_drift=drift)

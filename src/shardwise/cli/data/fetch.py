@@ -1,9 +1,9 @@
 """Copy files from a URL to this machine, once.
 
 URL is a file, a folder or a pattern in quotes ('s3://bucket/wiki_training_*.hdf5') at any place that fsspec reads:
-http, https (one file at a time), s3, gs, a path. An interrupted fetch continues where it ended. A file that is already
-there and intact is not fetched again; a damaged or truncated file is. Any number of processes may fetch to one place at
-once: one process fetches, and the others wait for it.
+http, https (one file at a time), s3, gs, a path. A file that is already there and intact is not fetched again; a
+damaged or truncated file is. Any number of processes may fetch to one place at once: one process fetches, and the
+others wait for it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.files import user_path
 from shardwise.base.units import size
 from shardwise.cli import output
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     remotes: Sequence[Remote] = find(arguments.url, anonymous=arguments.anonymous)
     if sha256 is not None and len(remotes) > 1:
         raise ConfigError(f"--sha256 must be left out: {arguments.url} is {len(remotes):,} files, and it is of one")
-    dest = Path(arguments.dest).expanduser()
+    dest = user_path(arguments.dest)
     is_single_file = len(remotes) == 1 and "/" not in remotes[0].name
     is_folder = dest.is_dir() or arguments.dest.endswith("/") or not is_single_file
     # A server need not tell the size of a file.
@@ -48,8 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
         for remote in remotes:
             target = dest / remote.name if is_folder else dest
             file = fetch(remote, target, sha256, force=arguments.force, progress=progress, announce=output.progress)
-            transferred = "was there already"
-            if file.fetched_bytes or not file.size:
-                transferred = f"{size(file.fetched_bytes)} came"
+            transferred = f"{size(file.size)} came" if file.is_new else "was there already"
             output.line(f"{file.path}: {size(file.size)}, SHA-256 {file.sha256}, {transferred}")
     return 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError, listing
+from shardwise.base.files import user_path
 from shardwise.base.units import count, counted
 from shardwise.cli import output
 from shardwise.cli.data import add_marks, add_reading, arguments_named
@@ -94,8 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.data.reading.megatron_files import prefix_of
     from shardwise.data.reading.raw_tokens import is_raw_tokens
 
-    source = Path(arguments.input).expanduser()
-    target = Path(arguments.output).expanduser()
+    source = user_path(arguments.input)
+    target = user_path(arguments.output)
     is_raw = arguments.token_dtype is not None or is_raw_tokens(source)
     _require_fitting(arguments, source, is_raw)
     if arguments.format == "megatron":

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError, ShardwiseError
+from shardwise.base.files import user_path
 from shardwise.base.units import counted, size
 from shardwise.config import BUILT_IN_TEXTS, Config, DataConfig
 from shardwise.data import cache, hub
@@ -164,7 +165,7 @@ def _prepared(
             f"model.family ({config.model.family}) must have text, for its pairs of sentences, and {dataset.shown} "
             "holds tokens: name a column of text by data.text_key"
         )
-    folders = [] if config.data.path is None else [Path(config.data.path).expanduser()]
+    folders = [] if config.data.path is None else [user_path(config.data.path)]
     tokenizer = common.tokenizer_of_tokens(config, map(of_folder, folders), problems)
     problems = problems or common.entry_problems(
         config, entry, dataset.name, [] if any_size else common.needed_parts(config)
@@ -198,7 +199,7 @@ def glance(config: Config) -> str:
 def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     """A folder that `datasets.load_from_disk` opens: tokens or text."""
     assert data.path is not None
-    path = Path(data.path).expanduser()
+    path = user_path(data.path)
     datasets = library()
     try:
         opened = datasets.load_from_disk(str(path))

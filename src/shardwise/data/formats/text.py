@@ -376,8 +376,8 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     if data.tokenizer is not None:
         tokenizer = Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
         marks = common.document_marks(data, tokenizer)
-    elif data.append_eod is not None:
-        raise DataError("data.append_eod needs data.tokenizer, by which tokens are counted")
+    elif given := [f"data.{key}" for key in ("append_eod", "prepend_bos") if getattr(data, key) is not None]:
+        raise DataError(f"{given[0]} needs data.tokenizer, by which tokens are counted")
     text = _read_beginning(source, samples, tokenizer, marks)
     files: Sequence[Path] = ()
     described = ""

@@ -110,7 +110,10 @@ class _RawConversion:
 
     def _vocab_size(self) -> int:
         """The vocabulary of the tokenizer; without one, the smallest that has all ids."""
-        highest = max(int(block.max()) for block in self._blocks())
+        edges = [int(edge) for block in self._blocks() for edge in (block.min(), block.max())]
+        lowest, highest = min(edges), max(edges)
+        if lowest < 0:
+            raise DataError(f"{self.job.path}: the lowest id ({lowest}) must be at least 0: leave out what is no token")
         size = highest + 1 if self.tokenizer is None else self.tokenizer.vocab_size
         limit = min(size, outputs.ANY_VOCABULARY)
         if highest >= limit:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.base.files import cache_root
+from shardwise.base.files import cache_root, user_path
 from shardwise.config import DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.prepare import outputs, tokenizing, work_folder
@@ -220,7 +220,7 @@ def _check_place(job: TextJob) -> None:
     outputs.check_name(job.output)
     if job.data.path is None:
         return
-    text = Path(job.data.path).expanduser()
+    text = user_path(job.data.path)
     # Resolved, as a link may lead into the text too.
     if text.is_dir() and job.output.resolve().parent.is_relative_to(text.resolve()):
         raise ConfigError(f"OUTPUT ({job.output}) must lie outside INPUT ({text}), or it would be read as text")

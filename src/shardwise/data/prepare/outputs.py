@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.base.errors import ConfigError, DataError, listing
-from shardwise.base.files import sync_folder, to_disk
+from shardwise.base.files import sync_folder, to_disk, user_path
 from shardwise.data.prepare.tokenizing import PREFIX, WrittenCounts
 from shardwise.data.prepare.work_folder import Estimate, WorkFolder
 from shardwise.data.reading import manifest
@@ -195,7 +195,7 @@ class Output:
         """
         # A path is made absolute, as readers start in other folders; a hub id is left as it is.
         name = self._named
-        if name is not None and (path := Path(name).expanduser()).exists():
+        if name is not None and (path := user_path(name)).exists():
             name = str(path.absolute())
         end = None
         if self._tokenizer is not None and closes:

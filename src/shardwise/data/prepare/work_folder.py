@@ -24,7 +24,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.base.files import NoLocksError, free_bytes, lock, open_lock, reason_of, sync_folder, write_atomic
+from shardwise.base.files import (
+    NoLocksError,
+    free_bytes,
+    lock,
+    open_lock,
+    reason_of,
+    sync_folder,
+    user_path,
+    write_atomic,
+)
 from shardwise.base.parsing import json_value
 from shardwise.base.units import size
 from shardwise.config import DataConfig
@@ -226,7 +235,7 @@ def estimate(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentence
     if isinstance(source, ColumnSource):
         if data.path is None:
             return None
-        files: Sequence[Path] = [path for path in Path(data.path).expanduser().rglob("*") if path.is_file()]
+        files: Sequence[Path] = [path for path in user_path(data.path).rglob("*") if path.is_file()]
         wrapped = True
     else:
         if not source.files:

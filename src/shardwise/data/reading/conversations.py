@@ -234,7 +234,10 @@ def _require_content(message: Message, where: Callable[[], str], name: str) -> N
             text = part.get("text") if isinstance(part, dict) else None
             if not isinstance(text, str) or part.get("type", "text") != "text":
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-                raise DataError(f"{where()}: {name}.content must be text or parts of it, not {kind}: mend or remove it")
+                shown = "a part without text" if kind in ("text", None) else kind
+                raise DataError(
+                    f"{where()}: {name}.content must be text or parts of it, not {shown}: mend or remove it"
+                )
     elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise DataError(f"{where()}: {name}.content must be text, not {type(content).__name__}: mend or remove it")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from shardwise.base.errors import ConfigError, DataError, listing, nearest_name, see
-from shardwise.base.files import name_problem
+from shardwise.base.files import name_problem, user_path
 from shardwise.base.parsing import json_value
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import hub
@@ -246,7 +246,7 @@ class DataSet:
     def open(cls, data: DataConfig) -> Self:
         """The data set that the `data` section names; on the hub, at the commit that `fetch_dataset` found."""
         if data.path is not None:
-            return cls(data, _SavedTables(Path(data.path).expanduser()))
+            return cls(data, _SavedTables(user_path(data.path)))
         try:
             return cls(data, _on_hub(data, cached=True))
         except ConfigError as error:
@@ -403,7 +403,7 @@ def names_data_set(data: DataConfig) -> bool:
     if data.format != "auto":
         return data.format == "datasets"
     with contextlib.suppress(OSError):  # opening the path as text will report it
-        return is_saved(Path(data.path).expanduser())
+        return is_saved(user_path(data.path))
     return False
 
 

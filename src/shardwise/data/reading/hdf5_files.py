@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing, see
-from shardwise.base.files import free_bytes, make_folder
+from shardwise.base.files import free_bytes, make_folder, user_path
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
@@ -189,7 +189,7 @@ def names_shards(path: Path) -> bool:
 def shard_paths(data: DataConfig) -> list[Path]:
     """The files that `data.path` names, sorted: a file, the shards of a folder, or a glob's matches; at least one."""
     assert data.path is not None
-    path = Path(data.path).expanduser()
+    path = user_path(data.path)
     with readable(path):
         if path.is_file():
             return [path]

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing, see
-from shardwise.base.files import reason_of, sync_folder, to_disk
+from shardwise.base.files import reason_of, sync_folder, to_disk, user_path
 from shardwise.data.cache import spread_digest
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.raw_tokens import way_to_read
@@ -60,7 +60,7 @@ _MEASURED_DOCUMENTS = 1 << 16
 
 def prefix_of(path: str | Path) -> Path:
     """The prefix that a prefix, its .bin or its .idx names."""
-    named = Path(path).expanduser()
+    named = user_path(path)
     if named.suffix in (".bin", ".idx"):
         return named.with_suffix("")
     return named
@@ -68,7 +68,7 @@ def prefix_of(path: str | Path) -> Path:
 
 def is_indexed(path: str | Path) -> bool:
     """True if `path` is a .bin or a .idx, or a prefix of either and not itself a file or folder."""
-    named = Path(path).expanduser()
+    named = user_path(path)
     if named.suffix in (".bin", ".idx"):
         return not named.is_dir()
     return not named.exists() and any(file.is_file() for file in _files(named))

@@ -141,11 +141,11 @@ def _looks_like(path: Path, head: bytes) -> str:
 
 def _flat(path: Path, dtype: str, offset: int = 0) -> npt.NDArray[np.integer[Any]]:
     read = np.dtype(dtype).newbyteorder("<")
-    size = path.stat().st_size - offset
-    if size <= 0 or size % read.itemsize:
+    size = path.stat().st_size
+    if size <= offset or (size - offset) % read.itemsize:
         raise DataError(
-            f"the size of {path} ({size} bytes) must be above 0 and a multiple of {read.itemsize}, for ids of {dtype}: "
-            "the file is cut off, or holds something else"
+            f"the size of {path} ({size} bytes) must be above {offset} and a multiple of {read.itemsize}, for ids of "
+            f"{dtype}: the file is cut off, or holds something else"
         )
     tokens: npt.NDArray[np.integer[Any]] = np.asarray(np.memmap(path, dtype=read, mode="r", offset=offset))
     return tokens

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DataError, RunError, ShardwiseError, listing
+from shardwise.base.files import user_path
 from shardwise.base.units import counted
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading import raw_tokens, stories, text_files
@@ -245,7 +246,7 @@ def open_source(data: DataConfig) -> Source:
     if names_data_set(data):
         return ColumnSource.open(data)
     if data.path is not None:
-        path = Path(data.path).expanduser()
+        path = user_path(data.path)
         with readable(path):
             return _user_source(path, data)
     if data.dataset is None:

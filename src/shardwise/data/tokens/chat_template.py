@@ -313,7 +313,15 @@ class ChatTemplate:
             if message["role"] != ASSISTANT or number in chat.not_learned:
                 continue
             last = number
-            before = render(messages[:number], add_generation_prompt=True)
+            try:
+                before = render(messages[:number], add_generation_prompt=True)
+            except DataError:
+                if number:
+                    raise
+                raise DataError(
+                    f"the first message must not be an answer that is learned, as the chat template in {self.name} "
+                    "renders no conversation without a message: give the answer the weight 0, or remove it"
+                ) from None
             after = render(messages[: number + 1], add_generation_prompt=False)
             if text.startswith(after) and after.startswith(before):
                 answers.append((len(before), self._end_of_answer(text, len(before), len(after))))

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -29,6 +30,7 @@ from shardwise.data.tokens.tokenizer_files import (
     SPACE,
     SPECIAL,
     TokenizerFiles,
+    library_errors,
     read_bytes,
     read_object,
 )
@@ -155,12 +157,17 @@ class Tokenizer:
     def encoding(self, text: str) -> tokenizers.Encoding:
         """All that the library says about the tokens of `text`, nothing added."""
         self._read_special_tokens(literally=False)
-        return self._backend.encode(text, add_special_tokens=False)
+        with self._library_errors():
+            return self._backend.encode(text, add_special_tokens=False)
 
     def encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         """As `encoding`, of all texts, on all cores."""
         self._read_special_tokens(literally=False)
-        return self._backend.encode_batch(texts, add_special_tokens=False)
+        with self._library_errors():
+            return self._backend.encode_batch(texts, add_special_tokens=False)
+
+    def _library_errors(self) -> AbstractContextManager[None]:
+        return library_errors(self._name, "apply to a text")
 
     def _read_special_tokens(self, *, literally: bool) -> None:
         # Set only if it differs, as it must not be set while another thread encodes.
@@ -173,7 +180,8 @@ class Tokenizer:
         Tokens that it puts after a text are left out.
         """
         plain = self.encoding(text).ids
-        with_marks = self._backend.encode(text, add_special_tokens=True).ids
+        with self._library_errors():
+            with_marks = self._backend.encode(text, add_special_tokens=True).ids
         for start in range(len(with_marks) - len(plain) + 1):
             if with_marks[start : start + len(plain)] == plain:
                 return [*with_marks[:start], *plain]
@@ -202,7 +210,8 @@ class Tokenizer:
             literally: True if the name of a special token, such as "[SEP]", is text like any other.
         """
         self._read_special_tokens(literally=literally)
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        with self._library_errors():
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         left_out = np.asarray(contexts or [0] * len(texts), dtype=np.int64)
         sizes = np.fromiter(map(len, encodings), np.int64, len(encodings)) - left_out
         # From an iterator, as lists of Python integers take nine times the memory of the array.
@@ -259,7 +268,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int] | npt.NDArray[np.integer[Any]], *, skips_special: bool = False) -> str:
         """The text of `ids`; ends of documents and other special tokens show unless `skips_special` leaves them out."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skips_special)
+        with self._library_errors():
+            return self._backend.decode([int(i) for i in ids], skip_special_tokens=skips_special)
 
     def save(self, folder: Path, copies: Mapping[str, Path] | None = None) -> None:
         """Writes a folder that `transformers.AutoTokenizer.from_pretrained` loads.

@@ -13,7 +13,8 @@ Functions import `tokenizers`, as a dry run comes here and opens no tokenizer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -124,6 +125,8 @@ class TokenizerFiles:
             special = [self.named(f"{role}_token") or token for role, token in PAIR_TOKENS.items()]
             backend = _open_words(self.vocabulary[WORDS], options, special)
         self._add_tokens(backend)
+        if not backend.get_vocab_size():
+            raise DataError(f"{next(iter(self.vocabulary.values()))} must have tokens, and its vocabulary is empty")
         return backend
 
     def named(self, role: str) -> str | None:
@@ -192,6 +195,18 @@ class TokenizerFiles:
         return next((read_object(path) for path in self.companions if path.name == name), {})
 
 
+@contextmanager
+def library_errors(name: Path | str, verb: str) -> Iterator[None]:
+    """Inside, whatever the library `tokenizers` raises is a DataError: it cannot `verb` the tokenizer `name`."""
+    try:
+        yield
+    except BaseException as error:
+        # Its Rust code panics at an expression that takes too many steps: an error that is no Exception.
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise DataError(f"{name} is not a tokenizer that Hugging Face tokenizers can {verb}: {error}") from error
+
+
 def _add_special(backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
     import tokenizers
 
@@ -208,10 +223,8 @@ def _open_json(file: Path) -> tokenizers.Tokenizer:
 
     _refuse_tiktoken(file)
     text = _text(file, "JSON")
-    try:
+    with library_errors(file, "read"):
         return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:
-        raise DataError(f"{file} is not a tokenizer that Hugging Face tokenizers can read: {error}") from error
 
 
 def _refuse_tiktoken(file: Path) -> None:

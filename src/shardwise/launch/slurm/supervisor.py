@@ -21,7 +21,7 @@ from types import FrameType
 from typing import NoReturn
 
 from shardwise.base.errors import ConfigError, RunError, StoppedError, see
-from shardwise.base.files import reason_of
+from shardwise.base.files import reason_of, write_atomic
 from shardwise.config import Config
 from shardwise.launch import stop_requests
 from shardwise.launch.external_launchers import address_of
@@ -154,7 +154,7 @@ class Supervisor:
         try:
             record(self._run_path, ending)
             for path, text in (logs or {}).items():
-                path.write_text(text, encoding="utf-8", errors="surrogateescape")
+                write_atomic(path, text.encode(errors="surrogateescape"))
         except OSError as error:
             self._say(f"the end of this start cannot be recorded: {self._run_path}: {reason_of(error)}")
 

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,21 @@ _SOURCES = (
     "distributed/torch_private.py",
 )
 """Files of this package that a graph is captured from."""
-_OUTSIDE_OF_GRAPHS = ("num_hidden_layers", "initializer_range", "ignore")
+_OUTSIDE_OF_GRAPHS = {"num_hidden_layers", "initializer_range", "ignore"}
 """Fields of a model that no graph depends on."""
+_KEYS = (
+    "parallel.vocab_multiple",
+    "train.micro_batch",
+    "train.sequence_length",
+    "train.bitwise",
+    "data.reset_attention_mask",
+    "data.reset_position_ids",
+    "data.masked_fraction",
+    "data.max_predictions",
+    "compile.options",
+)
+"""Keys whose values a graph depends on as they are."""
+_KEYS_IN_TRAINING = ("train.recompute", "train.dropout_mode")
 
 
 def planned_graphs(config: Config) -> list[tuple[str, bool]]:
@@ -65,47 +79,31 @@ def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str,
     Raises:
         ConfigError: the machine has no C++ compiler, and the backend needs one.
     """
-    model = config.model
-    train = config.train
-    data = config.data
-    parallel = config.parallel
     facts: dict[str, Any] = {
         "unit": unit,
         "training": training,
         "parallel.tensor": layout.tensor,
         "parallel.sequence": layout.sequence_parallel,
         "parallel.context": layout.context,
-        "parallel.vocab_multiple": parallel.vocab_multiple,
-        "train.micro_batch": train.micro_batch,
-        "train.sequence_length": train.sequence_length,
-        "train.bitwise": train.bitwise,
         "precision.mode": config.precision.resolved(device.type != "cpu").parameter,
         "precision.matmul": config.precision.matmul if training else None,
-        "data.reset_attention_mask": data.reset_attention_mask,
-        "data.reset_position_ids": data.reset_position_ids,
-        "data.masked_fraction": data.masked_fraction,
-        "data.max_predictions": data.max_predictions,
         "compile.backend": backend_of(config.compile, device),
-        "compile.options": config.compile.options,
         "device": _device_name(device),
         "torch": version("torch"),
         "python": sys.version.partition(" ")[0],
         "code": _code(config),
     }
+    keys = (*_KEYS, *_KEYS_IN_TRAINING) if training else _KEYS
+    facts |= {key: attrgetter(key)(config) for key in keys}
     if device.type == "cpu":
         facts["threads"] = torch.get_num_threads()
         facts["matmuls"] = "oneDNN" if devices.cpu_prefers_onednn() else "torch"
         if facts["compile.backend"] == "inductor":
-            facts["compiler"] = _compiler()
-            facts["processor"] = _processor()
+            facts["compiler and processor"] = _compiler()
     if training:
-        facts["train.recompute"] = train.recompute
-        facts["train.dropout_mode"] = train.dropout_mode
         facts["weight gradients"] = "added" if products_add_in_graphs(config, device) else "returned"
-    described = model.model_dump(mode="json")
-    for key in _OUTSIDE_OF_GRAPHS:
-        described.pop(key, None)
-    return facts | {f"model.{key}": value for key, value in described.items()}
+    model = config.model.model_dump(mode="json", exclude=_OUTSIDE_OF_GRAPHS)
+    return facts | {f"model.{key}": value for key, value in model.items()}
 
 
 def _device_name(device: torch.device) -> str:
@@ -114,30 +112,17 @@ def _device_name(device: torch.device) -> str:
 
 @functools.cache
 def _compiler() -> str:
-    """The C++ compiler that the backend runs on a CPU, with its version."""
-    path = _compiler_path()
-    if path is None:
+    """A hash of what the C++ compiler defines: its version, and all instructions of this processor, for which the
+    backend compiles.
+    """
+    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(name) is None:
         raise ConfigError(
-            f"compile.enabled (true) needs a C++ compiler on a CPU, and there is no {_compiler_name()}: install it "
+            f"compile.enabled (true) needs a C++ compiler on a CPU, and there is no {name}: install it "
             "(Debian: g++), name another one by CXX, or set compile.enabled=false"
             f"{see('training#no-compiler')}"
         )
-    output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    return output.partition("\n")[0]
-
-
-def _compiler_name() -> str:
-    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-
-
-def _compiler_path() -> str | None:
-    return shutil.which(_compiler_name())
-
-
-@functools.cache
-def _processor() -> str:
-    """A hash of all instructions that the compiler may use here: the backend compiles for the processor it runs on."""
-    command = [_compiler_path() or "", "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    command = [name, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return hashlib.sha256("".join(sorted(output.splitlines())).encode()).hexdigest()[:16]
 

@@ -7,11 +7,13 @@ is one lookup, and the optimizer's update one fused kernel.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from types import MethodType
 from typing import Any
 
@@ -167,19 +169,17 @@ def compile_units(
             if isinstance(group := getattr(module, name, None), Group):
                 group.share_graphs()
     compilation = Compilation()
-    functions: dict[Any, Callable[..., Any]] = {}
 
+    @functools.cache
     def traced(function: Callable[..., Any]) -> Callable[..., Any]:
         # One compiled function for all blocks of a class: they share its graphs.
-        if function not in functions:
-            functions[function] = torch.compile(
-                function,
-                fullgraph=True,
-                dynamic=False,
-                backend=backend_of(settings, device),
-                options=settings.options or None,
-            )
-        return functions[function]
+        return torch.compile(
+            function,
+            fullgraph=True,
+            dynamic=False,
+            backend=backend_of(settings, device),
+            options=settings.options or None,
+        )
 
     has_rotary = any(getattr(module, "rotary", None) is not None for module in model.modules())
     for name, block in _blocks(model):
@@ -220,12 +220,8 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _canonical(block: nn.Module) -> str:
     """The common beginning of the canonical names of a block's tensors; "" without one."""
     names = [piece.name.split(".") for _, _, record in placements(block) for piece in record.pieces]
-    common: list[str] = []
-    for parts in zip(*names, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)
+    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
+    return ".".join(parts[0] for parts in common)
 
 
 def _call_of_block(

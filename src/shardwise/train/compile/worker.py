@@ -1,12 +1,16 @@
 """Captures and compiles one graph: `python -m shardwise.train.compile.worker` reads a job from its standard input.
 
-It plays one rank of the training under torch's fake process group, whose collectives return at once: the unit of the
-model alone, with weights and one micro-batch of the training's shapes, forward and backward.
+A job is an object of JSON: the resolved `config`, `unit` and whether it is in `training` choose the graph; `rank`, one
+that has the unit, and `world` are of a job with one data-parallel rank; then the kind of `device`, and `only_capture`,
+which compiles nothing. The compiler's folder is the environment's.
+
+The process plays one rank of the training under torch's fake process group, whose collectives return at once: the unit
+of the model alone, with weights and one micro-batch of the training's shapes, forward and backward.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -27,7 +31,6 @@ from shardwise.layers.weight_gradients import add_without_cast, let_products_add
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
 from shardwise.models.fp8_blocks import WeightScales
-from shardwise.train.compile.ahead_of_time import GraphJob
 from shardwise.train.compile.graph_facts import unit_of_layer
 from shardwise.train.compile.units import HEAD, Compilation, compile_units, products_add_in_graphs
 from shardwise.train.loss import MicroBatch
@@ -38,16 +41,16 @@ CAPTURING = "aot_eager"
 
 def main() -> None:
     die_with_parent()
-    job = GraphJob.load(sys.stdin.read())
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = job.folder
-    config = config_from(job.config)
-    device = torch.device("cpu" if job.device == "cpu" else f"{job.device}:0")
-    if job.world > 1:
-        fake_process_group(job.rank, job.world)
-    layout = check_layout(config, job.world)
-    compilation = play(config, layout, device, job.unit, training=job.training, only_capture=job.only_capture)
+    job = json.load(sys.stdin)
+    config = config_from(job["config"])
+    unit: str = job["unit"]
+    device = torch.device("cpu" if job["device"] == "cpu" else f"{job['device']}:0")
+    if job["world"] > 1:
+        fake_process_group(job["rank"], job["world"])
+    layout = check_layout(config, job["world"])
+    compilation = play(config, layout, device, unit, training=job["training"], only_capture=job["only_capture"])
     if not compilation.graphs:
-        raise RunError(f"{job.unit} was not called: a forward pass of the model must call each of its blocks")
+        raise RunError(f"{unit} was not called: a forward pass of the model must call each of its blocks")
 
 
 def play(
@@ -85,7 +88,7 @@ def play(
         key = batch.dropout_key(config.train, step=1) if training else None
         model.train(training)
         with torch.set_grad_enabled(training), WeightScales(model).kept():
-            out: Tensor = batch.call(model, x, key)
+            out: Tensor = batch.call_of(model, x, key)()
         # The graph of the backward pass is captured with the forward pass, and compiled when it runs.
         if training and not only_capture:
             out.sum().backward()

@@ -1,5 +1,6 @@
 """The first contact with a place: it answers in time, and takes what is written, or that is said."""
 
+import os
 import threading
 import uuid
 from pathlib import Path
@@ -19,6 +20,13 @@ def test_a_place_that_can_be_written_is_left_as_it_was(root: Root) -> None:
     reach.require_writable(root)
     assert root.names() == []
     assert reach.in_time(root, lambda: 3) == 3
+
+
+def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda _: seen.extend(tmp_path.iterdir()))
+    reach.require_writable(Root.of(tmp_path))
+    assert seen == [], "a kill at this moment would leave the file"
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

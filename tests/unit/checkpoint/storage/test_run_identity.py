@@ -89,14 +89,6 @@ def test_one_bad_byte_in_the_identity_does_not_block_a_run(place: str, text: str
     assert found(run, config).notes == ()
 
 
-def test_both_files_beside_the_checkpoints_may_be_damaged(tmp_path: Path) -> None:
-    run = with_checkpoints(tmp_path)
-    before = run.id()
-    run.identity.write_text("?")
-    (run.checkpoints / "run.json").write_text("?")
-    assert found(run).id == before
-
-
 def test_a_new_run_does_not_take_the_id_of_another_ones_checkpoints(tmp_path: Path) -> None:
     """Its folder has the name of an earlier run's, which saved elsewhere and is gone."""
     at = tmp_path / "place"

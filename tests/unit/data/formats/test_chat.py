@@ -149,6 +149,7 @@ LINES = {
     '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}': "all of them have the weight 0, or are in",
     '{"messages": [{"role": "assistant", "content": "a", "weight": 2}]}': "messages.0.weight (2) must be 0 or 1",
     '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "must be text or parts of it, not image",
+    '{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}': "not a part without text: mend",
     '{"prompt": "a", "completion": 1}': "the field 'completion' must hold a list of messages, each with a role and a",
     '{"conversations": [{"from": "bot", "value": "a"}]}': "line 2: conversations.0 has the role 'bot', and it must be",
     '{"messages": [{"role": "assistant", "content": "a"}], "tools": "["}': "the field 'tools' is text that is not",

@@ -125,6 +125,9 @@ def test_a_shard_of_llm_c_is_documents(version: tuple[int, int], tmp_path: Path)
     shard(path, *version, ids, number=9)
     with pytest.raises(DataError, match=rf"\(8 ids of {dtype}\) must have 9, as the header of llm\.c says: copy it"):
         converted(path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(DataError, match=r"\(1000 bytes\) must be above 1024 and a multiple of \d, for ids of"):
+        converted(path)
 
 
 @pytest.mark.parametrize("dtype", ["<u2", ">u2", "<i4", "<i8"])
@@ -169,6 +172,9 @@ def test_the_tokenizer_of_raw_tokens_ends_their_documents_and_checks_them(tmp_pa
     path = write(tmp_path / "other.bin", [5, 270])
     with pytest.raises(DataError, match=r"the highest id \(270\), read as uint16, must be below 270, the vocabulary"):
         convert_raw(RawJob(path, tmp_path / "no", tokenizer=named), force=False, announce=lambda _text: None)
+    path = write(tmp_path / "labels.bin", [5, -100], "<i8")
+    with pytest.raises(DataError, match=r"labels\.bin: the lowest id \(-100\) must be at least 0"):
+        convert_raw(RawJob(path, tmp_path / "no", "int64"), force=False, announce=lambda _text: None)
     assert not list(tmp_path.glob("*no*"))
 
 

@@ -132,13 +132,12 @@ def test_marks_of_what_holds_tokens_are_refused(folder: Folder, keys: dict[str, 
 def test_keys_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.append_eod \(false\) must be true with data\.eod_mask_loss \(true\)"):
         data_from({"dataset": "tiny", "append_eod": False, "eod_mask_loss": True})
-    with pytest.raises(ConfigError, match=r"data\.prepend_bos \(true\) needs data\.tokenizer"):
-        data_from({"dataset": "tiny", "prepend_bos": True})
 
 
 def test_marks_are_counted_by_a_tokenizer(folder: Folder) -> None:
-    with pytest.raises(DataError, match=r"data\.append_eod needs data\.tokenizer, by which tokens are counted"):
-        inspect(str(folder.at / "text.jsonl"), 1, {"append_eod": False})
+    for key, value in (("append_eod", False), ("prepend_bos", True)):
+        with pytest.raises(DataError, match=rf"data\.{key} needs data\.tokenizer, by which tokens are counted"):
+            inspect(str(folder.at / "text.jsonl"), 1, {key: value})
 
 
 def test_marks_of_sentence_pairs_are_refused(folder: Folder) -> None:

@@ -38,6 +38,22 @@ STRANGE = [
 ]
 
 
+# A part of `tokenizer.json` at which the library panics when it reads it.
+CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": ""}
+NO_WORDS = {"type": "WordLevel", "vocab": {}, "unk_token": "a"}
+# An expression that tries more ways through a text than the library allows.
+ENDLESS = {"type": "Split", "pattern": {"Regex": "(a+)+$b"}, "behavior": "Isolated", "invert": False}
+
+
+PARTS = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+
+
+def tokenizer_json(**parts: object) -> str:
+    vocabulary = {"a": 0, "b": 1, END_OF_DOCUMENT: 2}
+    plain = {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}, "added_tokens": []}
+    return json.dumps({"version": "1.0"} | dict.fromkeys(PARTS) | plain | parts)
+
+
 def gpt2_files(folder: Path, prefix: str = "") -> Path:
     """`vocab.json` and `merges.txt` of a byte-level BPE that is trained here."""
     train_tokenizer(TEXT, 300, "text").save(folder)
@@ -168,11 +184,23 @@ def vocabulary(folder: Path) -> dict[str, int]:
         ("tokenizer_config.json", "nonsense", r"tokenizer_config\.json cannot be read"),
         ("added_tokens.json", '{"a": null}', r"added_tokens\.json must hold tokens and their ids"),
         ("tokenizer.json", "{", "is not a tokenizer that Hugging Face tokenizers can read"),
+        ("tokenizer.json", tokenizer_json(normalizer=CHARSMAP), "is not a tokenizer that Hugging Face tokenizers can"),
+        ("tokenizer.json", tokenizer_json(model=NO_WORDS), "must have tokens, and its vocabulary is empty"),
     ],
 )
 def test_broken_files(name: str, content: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=text):
         open_user_tokenizer(str(breakage(gpt2_files(tmp_path / "own"), name, content)), 1000)
+
+
+def test_an_expression_at_which_the_library_panics(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(pre_tokenizer=ENDLESS), encoding="utf-8")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("b").tolist() == [1]
+    text = 40 * "a"
+    for encode in (tokenizer.encode, tokenizer.encode_prompt, lambda text: tokenizer.encode_rows([text])):
+        with pytest.raises(DataError, match=r"tokenizer\.json is not .* can apply to a text: .*retry-limit"):
+            encode(text)
 
 
 def test_a_token_that_a_vocabulary_has_twice(tmp_path: Path) -> None:

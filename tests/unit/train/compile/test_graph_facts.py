@@ -51,7 +51,7 @@ def test_runs_that_share_graphs(overrides: list[str]) -> None:
         ("precision.mode=bfloat16", {"precision.mode"}),
         ("model.rope_theta=500000.0", {"model.rope_theta"}),
         ("compile.options={max_autotune: true}", {"compile.options"}),
-        ("compile.backend=aot_eager", {"compile.backend", "compiler", "processor"}),
+        ("compile.backend=aot_eager", {"compile.backend", "compiler and processor"}),
         ("data.reset_attention_mask=true", {"data.reset_attention_mask"}),
         ("data.reset_position_ids=true", {"data.reset_position_ids"}),
         ("train.sequence_length=32", {"train.sequence_length"}),
@@ -78,8 +78,8 @@ def test_the_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code is compiled for the very processor, and calls other matmuls on those that are not Intel's."""
     before = facts()
     monkeypatch.setattr("shardwise.distributed.devices.cpu_prefers_onednn", lambda: before["matmuls"] != "oneDNN")
-    monkeypatch.setattr("shardwise.train.compile.graph_facts._processor", lambda: "without AVX512")
-    assert differing(before, facts()) == {"matmuls", "processor"}
+    monkeypatch.setattr("shardwise.train.compile.graph_facts._compiler", lambda: "without AVX512")
+    assert differing(before, facts()) == {"matmuls", "compiler and processor"}
 
 
 def test_the_package_of_an_own_model_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,14 +34,15 @@ def run(cache: Path, *keys: str) -> tuple[list[str], str | None]:
     with RunGraphs(config, check_layout(config, 1), Mesh(device="cpu"), compilation, said.append) as keeper:
         (Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "code").write_bytes(bytes(range(256)) * 20)
         compilation.graphs += [CapturedGraph(unit, training=True, is_hit=False, seconds=1.0) for unit in (BLOCK, HEAD)]
-        return said, keeper.keep_new().problem
+        return said, keeper.keep_new()[1]
 
 
-def test_graphs_of_other_models_are_not_listed_key_by_key(tmp_path: Path) -> None:
+def test_the_facts_that_differ_from_the_nearest_graph_are_told(tmp_path: Path) -> None:
     assert run(tmp_path, *OTHER)[1] is None
     said, _ = run(tmp_path)
-    told = f"compile: block (training) is not in {tmp_path}, which has graphs of other models; `shardwise compile` puts"
-    assert said[0].startswith(told)
+    told = f"compile: block (training) is not in {tmp_path}; the nearest graph there differs: model.hidden_size is 64 "
+    assert said[0].startswith(f"{told}here, and 32 there; "), said[0]
+    assert said[0].endswith("; and 1 more")
 
 
 def test_a_damaged_graph_is_told(tmp_path: Path) -> None:
