@@ -79,6 +79,6 @@ def _make(session: Session, config: Config, mesh: Mesh) -> Callable[[], None]:
 
     def call() -> None:
         x.grad = None
-        batch.call(model, x, key).backward(dy)
+        batch.call_of(model, x, key)().backward(dy)
 
     return call

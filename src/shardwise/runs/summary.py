@@ -5,6 +5,7 @@ Names of fields are stable within `SCHEMA`.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 import time
@@ -191,7 +192,7 @@ def last_line(path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any
     """Return the last event of these kinds. The file is searched from its end, because it may have gigabytes."""
     try:
         with open_plain(path) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
-            end = len(lines)
+            end = len(lines) if until == math.inf else _end(lines, until)
             while (position := max(lines.rfind(event_mark(kind), 0, end) for kind in kinds)) >= 0:
                 lines.seek(lines.rfind(b"\n", 0, position) + 1)
                 end = lines.tell()
@@ -204,3 +205,19 @@ def last_line(path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any
         # ValueError: an empty file cannot be mapped.
         pass
     return None
+
+
+def _end(lines: mmap, until: float) -> int:
+    """Return where the lines that are not later than `until` end; they are in the order of their times."""
+
+    def time_of_the_next(position: int) -> float:
+        lines.seek(position)
+        lines.readline()
+        try:
+            return seconds_of(record_of(lines.readline()))
+        except ValueError:
+            return math.nan  # a line that a crash cut short, or the end
+
+    lines.seek(bisect.bisect(range(len(lines)), until, key=time_of_the_next))
+    lines.readline()
+    return lines.tell()
