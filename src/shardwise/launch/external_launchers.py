@@ -108,7 +108,8 @@ def task_of(variables: Mapping[str, str]) -> LauncherTask | None:
         _require_order(task)
         return task
     rank = next((name for name in RANKS_ALONE if name in variables), None)
-    if rank is not None and not any(variables.get(name) == "1" for name in (*TASK_COUNTS, "SLURM_NTASKS")):
+    counts = (*TASK_COUNTS, "SLURM_NTASKS", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
+    if rank is not None and not any(variables.get(name) == "1" for name in counts):
         raise ConfigError(
             f"the number of ranks must be set beside {rank} ({variables[rank]}): start them by mpirun or srun, "
             f"{_OR_SET}"

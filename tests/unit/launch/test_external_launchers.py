@@ -206,8 +206,9 @@ def test_fault_14_a_task_that_cannot_know_its_place_is_told_what_to_set(variable
         {"SLURM_PROCID": "0"},
         {"PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
         {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+        {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"},
     ],
-    ids=["script-of-a-job", "one-task", "no-number", "mpirun", "mpiexec"],
+    ids=["script-of-a-job", "one-task", "no-number", "mpirun", "mpiexec", "flux"],
 )
 def test_fault_14_a_process_that_is_alone_stays_so(variables: dict[str, str]) -> None:
     own = dict(variables)
