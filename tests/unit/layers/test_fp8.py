@@ -90,7 +90,7 @@ def test_products_are_those_of_the_rounded_numbers(dtype: torch.dtype, tolerance
 def test_a_cpu_multiplies_in_float32() -> None:
     """The operator of torch for fp8 takes hundreds of times as long on a CPU with AMX."""
     x, weight, _, dy = operands(torch.bfloat16)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         fp8_linear(x, weight, None, SCALING).backward(dy)
     calls = {event.key: event.count for event in profile.key_averages()}
     assert "aten::_scaled_mm" not in calls
