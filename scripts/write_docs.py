@@ -208,7 +208,7 @@ def api_page() -> str:
 
     def written(found: re.Match[str]) -> str:
         value = getattr(import_module(found[2]), found[3])
-        lines = [f"<!-- {found[1]} -->", f"### {found[3]}", "", "```python", _signature(found[3], value), "```", ""]
+        lines = [f"<!-- {found[1]} -->", f"### {found[3]}", "", "```text", _signature(found[3], value), "```", ""]
         lines.append(_first_paragraph(value))
         own = vars(value).items() if inspect.isclass(value) else ()
         methods = {name: getattr(raw, "__func__", raw) for name, raw in own if not name.startswith("_")}

@@ -152,9 +152,10 @@ def _serve(place: str) -> None:
     gc.freeze()
     assert threading.active_count() == 1
     warnings.simplefilter("error")  # as in pyproject.toml
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")  # of torch's own code
+    # Libraries tell each other; what shardwise calls is told as its own.
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("error", category=DeprecationWarning, module="shardwise")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's compiler hides it
-    warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)  # torchrun's agent is
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who answer
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(place)

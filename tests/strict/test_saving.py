@@ -54,7 +54,7 @@ def train_save_load(config: Config, root: str, default: bool) -> tuple[list[floa
         assert save(trainer, root)[0].problem is None
         resumed = make_trainer(config)
         load(resumed, step_folder(root, BEFORE))
-        losses += [resumed.step().loss, resumed.evaluate()[0]]
+        losses += [resumed.step().loss, resumed.evaluator.held_out()[0]]
         canonical_state(trainer)
         written = [*generate(trainer.model, trainer.mesh, [5, 3, 8], 3, Sampler(top_p=0.9), parallel=config.parallel)]
     return losses, written

@@ -108,9 +108,9 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], answe
     for device, text in (problems | unused).items():
         _prose(f"{device}: {text}", "  ")
     output.line()
-    for key, plan in plans.items():
+    for plan in plans.values():
         if sentence := price_text(plan):
-            _prose(f"{key}: {sentence}")
+            _prose(f"{plan.cluster.device.name}: {sentence}")
     if any(plan.is_tight for plan in plans.values()):
         _prose(TIGHT)
     if any(plan.frees_parts for plan in plans.values()):

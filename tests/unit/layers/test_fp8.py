@@ -87,8 +87,9 @@ def test_products_are_those_of_the_rounded_numbers(dtype: torch.dtype, tolerance
     assert [tensor.dtype for tensor in kept if tensor.numel() == x.numel()] == [OPERAND], "x is kept in one byte"
 
 
-def test_a_cpu_multiplies_in_float32() -> None:
+def test_a_cpu_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator of torch for fp8 takes hundreds of times as long on a CPU with AMX."""
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")  # as the first profile of a process sets it for all
     x, weight, _, dy = operands(torch.bfloat16)
     with torch.profiler.profile(acc_events=True) as profile:
         fp8_linear(x, weight, None, SCALING).backward(dy)
