@@ -1,6 +1,7 @@
 """The data of a run that loads weights are read with the tokenizer of these weights."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,24 @@ def test_text_has_the_ids_of_the_loaded_model(tmp_path: Path, *, is_far: bool) -
     assert Tokenizer.load(data.tokenizer_path).digest == tokenizer.digest
     rows = dict(glance(config).rows)
     assert rows["tokenizer"] == f"{config.data.tokenizer}: 270 tokens, of model.vocab_size (512)"
+
+
+@pytest.mark.parametrize("data", [[], ["data.dataset=chat"]])
+def test_a_run_that_continues_finds_its_data_by_the_tokenizer_of_its_checkpoint(
+    tmp_path: Path, data: list[str]
+) -> None:
+    """Which has other bytes than that of the model, as `tokenizer_config.json` has another class."""
+    here = folder(tmp_path / "model")
+    (here / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "<|endoftext|>"}')
+    config = run_of(tmp_path, *data)
+    begun = prepare(with_model_tokenizer(config, Root.of(here)))
+    assert begun.tokenizer_path is not None
+    saved = Path(shutil.copytree(begun.tokenizer_path, tmp_path / "step-00000001"))
+    assert (saved / "tokenizer_config.json").read_bytes() != (here / "tokenizer_config.json").read_bytes()
+    shutil.rmtree(here)
+    said: list[str] = []
+    continued = prepare(with_model_tokenizer(config, Root.of(saved)), announce=said.append)
+    assert (continued.fingerprint, continued.tokenizer_path, said) == (begun.fingerprint, begun.tokenizer_path, [])
 
 
 def test_another_tokenizer_is_asked_for(tmp_path: Path) -> None:
