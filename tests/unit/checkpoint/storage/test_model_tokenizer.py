@@ -115,8 +115,13 @@ def test_tokens_are_checked_against_it_and_need_none(tmp_path: Path) -> None:
     data = prepare(with_model_tokenizer(config, Root.of(model)))
     assert data.tokenizer_path is not None, "the sample of the run needs it"
     made_by("0" * 64)
-    with pytest.raises(DataError, match=r"data\.tokenizer \(.*model, .*must be the tokenizer that .*\.json names"):
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer \(.*model, .*must be the tokenizer that .*\.json names"
+    ) as told:
         prepare(with_model_tokenizer(config, Root.of(model)))
+    assert glance(with_model_tokenizer(config, Root.of(model))).problems == told.value.problems, (
+        "the dry run says so too"
+    )
     (model / "tokenizer.json").write_text("{}")
     assert with_model_tokenizer(config, Root.of(model)).data.tokenizer is None
     (model / "tokenizer.json").unlink()
