@@ -132,6 +132,11 @@ def test_an_import_is_a_checkpoint_like_any_other(trained: Path, tmp_path: Path)
     assert "weights: those of imported/step-00000000" in begun.out, "the folder that import wrote, as evaluate takes it"
     again = within("checkpoint", "import", "plain", "imported", at=tmp_path).failed(2)
     assert "step-00000000 exists already" in again
+    (tmp_path / "imported").rename(tmp_path / "moved")
+    more = ["train", "--run-dir", "next", "train.steps=2"]
+    assert "# continues      next after step 1, from" in within(*more, "--dry-run", at=tmp_path).succeeded().out
+    assert "resumed after step 1 from next/" in shardwise(*more, at=tmp_path).succeeded().out, "it has its own weights"
+    shardwise("branch", "next", "train.steps=3", at=tmp_path).succeeded()
 
 
 @pytest.mark.slow

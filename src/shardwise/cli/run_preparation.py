@@ -12,7 +12,7 @@ from shardwise.base.errors import ConfigError, ShardwiseError
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 from shardwise.checkpoint.storage.root import Root
-from shardwise.checkpoint.storage.run_identity import earlier_run
+from shardwise.checkpoint.storage.run_identity import continued_checkpoint, earlier_run
 from shardwise.cli import output
 from shardwise.config import Config, stages_of
 from shardwise.data import hub
@@ -110,7 +110,7 @@ def prepare_run(
 ) -> PreparedFolder:
     """Fetch what keys name by a hub id and tokenize the data, each once; then make and claim a new run's folder."""
     # Before the folder is made, so that wrong inputs leave none behind.
-    fetch_inputs(config, output.progress if place is None or place.local_rank == 0 else None)
+    fetch_inputs(config, run_path, output.progress if place is None or place.local_rank == 0 else None)
     if place is not None and place.rank != 0:
         return PreparedFolder(run_path)
     link = RUNS / "latest"
@@ -123,14 +123,16 @@ def prepare_run(
     return PreparedFolder(run_path, is_new, latest)
 
 
-def fetch_inputs(config: Config, announce: Callable[[str], None] | None) -> None:
+def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str], None] | None) -> None:
     """Fetch what keys name by a hub id and tokenize the data; of processes that share a cache, one does the work.
+
+    A run that continues has its own weights and tokenizer, so that those of `checkpoint.load` may be gone.
 
     Raises:
         ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
     """
-    weights = None
-    if config.checkpoint.load is not None:
+    weights = None if config.checkpoint.load is None else continued_checkpoint(config, run_path)
+    if weights is None and config.checkpoint.load is not None:
         load = load_location(config.checkpoint.load, announce)
         is_url = hub.is_url(load)
         weights = Root.of(load if is_url else hub.resolve(load, config.checkpoint.revision, announce=announce))

@@ -183,7 +183,7 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
     with problems:
         submission.check_run_folder(folder, config)
         warnings = _disk_warnings(folder, config, is_elsewhere)
-    inputs, input_problems = glance_at_inputs(recipe, config)
+    inputs, input_problems = glance_at_inputs(recipe, config, run_path)
     if not is_elsewhere:
         problems.texts += input_problems
     problems.require_none(input_problems)

@@ -251,7 +251,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     if layout is not None:
         with problems:
             chosen, choices = _neediest_stage(config, layout, cluster)
-    rows, input_problems = glance_at_inputs(arguments.recipe, chosen)
+    rows, input_problems = glance_at_inputs(arguments.recipe, chosen, run_path)
     rows = [*choices, *rows]
     continued: list[tuple[str, str]] = []
     if run_path is not None:
@@ -367,7 +367,9 @@ def _wrapped_comments(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]], list[str]]:
+def glance_at_inputs(
+    recipe: str, config: Config, run_path: Path | None = None
+) -> tuple[list[tuple[str, str]], list[str]]:
     """Rows for the user on the files that a run would read, and problems of those that it could not read."""
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
@@ -377,7 +379,7 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
     if load is not None and not Path(load).exists() and _names_weights(recipe, load):
         weight_rows = [("weights", f"{load}: not there yet; the run that saves it comes first")]
     elif load is not None:
-        config, weight_rows, problems = _glance_at_weights(load, config)
+        config, weight_rows, problems = _glance_at_weights(load, config, run_path)
     is_built_in = data.is_built_in and config.hooks.data is None
     has_tokenizer = data.tokenizer is None and load is None and config.model.vocab_size in _BUILT_IN_VOCABULARIES
     # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
@@ -421,21 +423,26 @@ def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]]
     return [*rows, *weight_rows], problems
 
 
-def _glance_at_weights(load: str, config: Config) -> tuple[Config, list[tuple[str, str]], list[str]]:
+def _glance_at_weights(
+    load: str, config: Config, run_path: Path | None
+) -> tuple[Config, list[tuple[str, str]], list[str]]:
     """`config` with the tokenizer of the weights that a run would load; rows on them; and problems of loading.
 
-    Rows tell the changes of their model by the recipe.
+    Rows tell the changes of their model by the recipe. A run that continues loads none.
     """
     from shardwise.checkpoint.format.model_files import differences
     from shardwise.checkpoint.storage.checkpoint_folders import glance_at_weights
     from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text, with_model_tokenizer
     from shardwise.checkpoint.storage.root import StoreError
+    from shardwise.checkpoint.storage.run_identity import continued_checkpoint
 
     revision = config.checkpoint.revision
     problems = Problems()
     rows: list[tuple[str, str]] = []
     with problems:
         try:
+            if (continued := continued_checkpoint(config, run_path)) is not None:
+                return with_model_tokenizer(config, continued), rows, []
             text, folder = glance_at_weights(load, revision)
             rows.append(("weights", text))
             if folder is None:
@@ -527,7 +534,7 @@ def _on_node(arguments: argparse.Namespace) -> int:
         config = _config(arguments)
         check_layout(with_batch(config, world, run_path), world, is_new=False)
         check_accelerators(nproc, accelerators()[1])
-        fetch_inputs(config, output.progress if node.number == 0 else None)
+        fetch_inputs(config, run_path, output.progress if node.number == 0 else None)
 
     return launch_on_node(node, _command_of_rank(arguments, world), nproc, os.environ, prepare)
 

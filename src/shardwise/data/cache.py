@@ -320,7 +320,7 @@ def entry_key(root: Path, key: str) -> str:
 
 def remember_same_tokens(root: Path, key: str, other_key: str) -> None:
     """Lets `other_key` name the entry of `key` too, unless it has one, or the cache cannot be written."""
-    if entry_key(root, other_key) == other_key:
+    if entry_key(root, other_key) == other_key != key:
         remember_content(root, f"tokens-{other_key}", key)
 
 

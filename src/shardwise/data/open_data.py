@@ -32,7 +32,7 @@ from shardwise.data.reading import dataset_tables, hdf5_files, megatron_files
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT
 from shardwise.data.samples.sentence_pairs import chunk_room
 from shardwise.data.tokens.chat_template import ChatTemplate
-from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
+from shardwise.data.tokens.tokenizer import trained_special_tokens
 
 Contents = Literal["tokens", "masked pairs", "text", "text or tokens", "conversations"]
 """Kinds of samples: tokens in a row, sentence pairs whose tokens are masked already, text that becomes tokens, or
@@ -79,6 +79,7 @@ class DataFormat(SampleSource):
             the system refuses the path.
         inspect: describes the data, with the first samples, whose number is given.
         has_splits: True if the data may have splits with names.
+        manifests: the files that may say which tokenizer made tokens; they need not be there.
         most_tokens: the number that the tokens of the data cannot exceed, in a moment; None if it takes longer, or if
             the number is above a limit, which is given.
         has_vocabulary: True if a tokenizer with the model's vocabulary can be trained on the data, which raises a
@@ -92,6 +93,7 @@ class DataFormat(SampleSource):
     is_at: Callable[[Path], bool]
     inspect: Callable[[DataConfig, int], inspecting.Inspection]
     has_splits: bool = False
+    manifests: Callable[[DataConfig], Sequence[Path]] = lambda _data: ()
     most_tokens: Callable[[Config, int], int | None] = lambda _config, _limit: None
     has_vocabulary: Callable[[Config], bool] = lambda _config: False
     held_out: Callable[[Config], HeldOut] = lambda _config: HeldOut()
@@ -108,6 +110,7 @@ FORMATS: Mapping[str, DataFormat] = {
             open_data=megatron.open_data,
             glance=megatron.glance,
             inspect=megatron.inspect,
+            manifests=megatron.manifests,
             most_tokens=megatron.most_tokens,
             first_documents=megatron.first_documents,
         ),
@@ -118,6 +121,7 @@ FORMATS: Mapping[str, DataFormat] = {
             open_data=hdf5.open_data,
             glance=hdf5.glance,
             inspect=hdf5.inspect,
+            manifests=hdf5.manifests,
         ),
         DataFormat(
             name="datasets",
@@ -126,6 +130,7 @@ FORMATS: Mapping[str, DataFormat] = {
             open_data=datasets.open_data,
             glance=datasets.glance,
             inspect=datasets.inspect,
+            manifests=datasets.manifests,
             has_splits=True,
         ),
         DataFormat(
@@ -367,7 +372,7 @@ def _glance_at_source(config: Config, *, may_train: bool = True) -> Glance:
             rows.append((name, describe()))
         except ConfigError as error:
             problems += error.problems
-    return Glance(rows, problems)
+    return Glance(rows, [*dict.fromkeys(problems)])
 
 
 def glance_at_set(config: Config) -> str:
@@ -422,7 +427,10 @@ def _glance_at_user_tokenizer(config: Config, name: str, contents: Contents) -> 
     place = hub.place_of_tokenizer(name)
     if not isinstance(place, Path) and (location := hub.find(place)) != "cache":
         return f"{name}: {hub.FOUND[location]}"
-    tokenizer = open_user_tokenizer(name, vocabulary, pairs=common.in_pairs(config))
+    problems: list[str] = []
+    tokenizer = common.tokenizer_of_tokens(config, format_of(config.data).manifests(config.data), problems)
+    if tokenizer is None or problems:
+        raise DataError(problems)
     note = "" if tokenizer.note is None else f"; {tokenizer.note}"
     if contents == "conversations":
         template = ChatTemplate.or_built_in(hub.resolve_tokenizer(name, cached=True), name)
@@ -448,7 +456,7 @@ def inspect(
     place = user_path(path)
     # A folder without its description of columns is still inspected as a data set, whose reader says what is missing.
     folder = place.parent if place.suffix == ".arrow" else place
-    if dataset_tables.is_saved(folder, damaged=True):
+    if keys.get("format") != CHAT and dataset_tables.is_saved(folder, damaged=True):
         if packed_length is not None:
             raise _without_samples(path)
         return datasets.inspect(data_from({"path": str(folder), **keys}), samples)

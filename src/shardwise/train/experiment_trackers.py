@@ -100,15 +100,16 @@ class TrackedRun:
     @property
     def name(self) -> str:
         """The name that is shown."""
-        return self.folder.resolve().name + self._suffix
+        return self.folder.resolve().name + self.suffix
 
     @property
     def key(self) -> str | None:
         """The id of this curve, by which a later start finds it."""
-        return None if self.id is None else self.id + self._suffix
+        return None if self.id is None else self.id + self.suffix
 
     @property
-    def _suffix(self) -> str:
+    def suffix(self) -> str:
+        """What tells the curves of a run apart."""
         return f"-{self.returns + 1}" if self.returns else ""
 
 
@@ -300,7 +301,7 @@ class TrackioRun:
         group = "-".join([run.folder.resolve().name, *([] if run.id is None else [run.id[:8]])])
         self._run = trackio.init(
             project=_PROJECT,
-            name=group if not run.returns else f"{group}-{run.returns + 1}",
+            name=group + run.suffix,
             group=group,
             config=run.settings,
             resume="allow",

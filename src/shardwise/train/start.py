@@ -16,7 +16,7 @@ from shardwise.checkpoint.companions import Companions, find_companions, resumed
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.run_identity import Owner, earlier_run, record_owner
+from shardwise.checkpoint.storage.run_identity import Owner, continued_checkpoint, earlier_run, record_owner
 from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
 from shardwise.data import hub
 from shardwise.data.evaluation_sets import EvaluationSets, prepare_sets
@@ -102,31 +102,37 @@ def open_run(
         ConfigError: one of them is wrong; on every rank.
     """
     # Before the folder: data that are refused must leave no folder that looks like that of a run.
-    weights = _find_weights(config, mesh)
-    data = while_others_wait(lambda: prepare(with_model_tokenizer(config, weights)), mesh.world)
+    weights, model = _find_weights(config, run_path, mesh)
+    data = while_others_wait(lambda: prepare(with_model_tokenizer(config, model)), mesh.world)
     sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
     base_model = _base_model(config)
     folder, companions = _open_folder(config, run_path, recipe, mesh, weights, data.tokenizer_path)
     followed = FollowedFolder(folder.directory.path) if mesh.world.rank == 0 else None
-    if folder.checkpoints.candidates:
-        weights = None
     return OpenedRun(config, layout, mesh, progress, data, sets, folder, weights, followed, companions, base_model)
 
 
-def _find_weights(config: Config, mesh: Mesh) -> Root | None:
-    """The folder of `checkpoint.load`, on this machine or behind a URL; all ranks have the same, or all fail."""
+def _find_weights(config: Config, run_path: Path | None, mesh: Mesh) -> tuple[Root | None, Root | None]:
+    """The folder of `checkpoint.load`, on this machine or behind a URL, and that with the tokenizer of the model.
+
+    Of a run that continues, its own checkpoint has both, and no weights are loaded. All ranks have the same, or all
+    fail.
+    """
     load = config.checkpoint.load
+    continued: Root | None = None
     folder = Path()
     if load is None:
-        return None
+        return None, None
     # Rank 0 looks for the newest checkpoint alone: a run that still trains may save between the looks of two ranks.
     with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
-            load = load_location(load)
-    load = collectives.broadcast_object(load, mesh.world)
+            continued = continued_checkpoint(config, run_path)
+            load = load if continued is not None else load_location(load)
+    load, continued = collectives.broadcast_object((load, continued), mesh.world)
+    if continued is not None:
+        return None, continued
     if hub.is_url(load):
-        return Root.of(load)
+        return Root.of(load), Root.of(load)
     with raised_on_every_rank(mesh.world):
         folder = hub.resolve(load, config.checkpoint.revision, cached=True)
     if collectives.any_rank(folder.name != collectives.broadcast_object(folder.name, mesh.world), mesh.world):
@@ -134,7 +140,7 @@ def _find_weights(config: Config, mesh: Mesh) -> Root | None:
         raise ConfigError(
             f"checkpoint.load ({load}) must be one commit on every machine: set checkpoint.revision={commits[0]}"
         )
-    return Root.of(folder)
+    return Root.of(folder), Root.of(folder)
 
 
 def _base_model(config: Config) -> str | None:

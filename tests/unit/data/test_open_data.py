@@ -235,7 +235,7 @@ def test_hub_ids_are_looked_up(found: str | ConfigError, monkeypatch: pytest.Mon
     monkeypatch.setattr(hub, "find", find)
     seen = look(dataset="wikitext", tokenizer="gpt2")
     if isinstance(found, ConfigError):
-        assert (seen.rows, seen.problems) == ([], ["no such repository"] * 2)
+        assert (seen.rows, seen.problems) == ([], ["no such repository"]), "told once, of data and tokenizer"
     else:
         said = hub.FOUND[found]
         assert seen.problems == []

@@ -17,8 +17,8 @@ from typing import Any
 from shardwise.base import files, parsing
 from shardwise.base.errors import ConfigError, see
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.storage.checkpoint_folders import step_name, steps
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.checkpoint_folders import step_name, steps, survey
+from shardwise.checkpoint.storage.root import Root, StoreError, answering_root
 from shardwise.config import Config, parse_yaml, resume_problems
 from shardwise.runs.folder import RunDirectory, RunLock
 
@@ -168,6 +168,24 @@ def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
             state = "is damaged" if directory.identity.exists() else "is missing"
             notes.append(f"{directory.identity} {state}: the run's id was taken from its checkpoints")
     return EarlierRun(stored, run, tuple(notes))
+
+
+def continued_checkpoint(config: Config, run_path: Path | None) -> Root | None:
+    """The newest checkpoint that the run in a folder has, by its names; it has the weights and the tokenizer.
+
+    Args:
+        run_path: the folder of a run; None where it is to be made.
+
+    Raises:
+        ConfigError: the folder, or the place of the checkpoints, cannot be read.
+    """
+    if run_path is None or not RunDirectory(run_path).holds_run:
+        return None
+    try:
+        saved = survey(answering_root(config.checkpoint.path or RunDirectory(run_path).checkpoints))
+    except StoreError as error:
+        raise ConfigError(f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)) from None
+    return next((checkpoint.folder for checkpoint in saved if checkpoint.problem is None), None)
 
 
 def _stored(directory: RunDirectory, config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:

@@ -25,6 +25,7 @@ from shardwise.data import cache, hub
 from shardwise.data.formats import common, datasets, inspecting
 from shardwise.data.held_out import HeldOut
 from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations, conversations_of_table
+from shardwise.data.reading.dataset_tables import names_data_set
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, is_small, open_source
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
 from shardwise.data.samples.order import IntArray
@@ -100,9 +101,8 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
         f"{source.name}: once",
         announce,
     )
-    if config.data.tokenizer is None:
-        # An evaluation names the tokenizer that was trained here, which the checkpoints have.
-        cache.remember_same_tokens(root, key, _key(content, config, str(entry.tokenizer_path)))
+    # A run that continues, and an evaluation, name the tokenizer in the checkpoints, which is that of the entry.
+    cache.remember_same_tokens(root, key, _key(content, config, str(entry.tokenizer_path)))
     return _prepared(entry, source, config, any_size)
 
 
@@ -133,7 +133,7 @@ def _require_fitting(config: Config) -> None:
 
 
 _Source = FileSource | ColumnSource
-"""Files of conversations, or the column of a data set of the hub."""
+"""Files of conversations, or the column of a data set."""
 
 
 def _source(data: DataConfig) -> _Source:
@@ -362,9 +362,9 @@ def _summary(facts: Mapping[str, Any], source: _Source, chats: Mapping[Part, Con
 
 
 def glance(config: Config) -> str:
-    """The size of the files, of which the first conversation is read; of a data set of the hub, where it was found."""
+    """The size of the files, of which the first conversation is read; of a data set, what `datasets.glance` says."""
     _require_fitting(config)
-    if config.data.is_hub_dataset:
+    if names_data_set(config.data):
         return f"conversations, {datasets.glance(config)}"
     source = _source(config.data)
     assert isinstance(source, FileSource)
@@ -390,7 +390,7 @@ def has_vocabulary(config: Config) -> bool:
     Raises:
         DataError: there are few messages, which yield fewer tokens.
     """
-    if config.data.is_hub_dataset:
+    if names_data_set(config.data):
         return False
     source = _source(config.data)
     if not is_small(source):
@@ -402,7 +402,7 @@ def has_vocabulary(config: Config) -> bool:
 def held_out(config: Config) -> HeldOut:
     """The conversations that are held out, counted if their files are small."""
     place = "whole conversations"
-    if config.data.is_hub_dataset:
+    if names_data_set(config.data):
         return HeldOut(place)
     source = _source(config.data)
     with contextlib.suppress(DataError):  # a fault behind the first conversation
@@ -415,17 +415,21 @@ def held_out(config: Config) -> HeldOut:
 def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     """Files of conversations, as training reads them; in those that are shown, answers stand in ⟦ ⟧."""
     source = _source(data)
-    assert isinstance(source, FileSource), "an inspection has a path"
+    if isinstance(source, FileSource):
+        files, described = source.files, source.described()
+    else:
+        files = tuple(Path(file) for names in source.files_by_split().values() for file in names)
+        described = "a data set"
     template = None
     if data.tokenizer is not None:
         template = ChatTemplate.or_built_in(hub.resolve_tokenizer(data.tokenizer), data.tokenizer)
     notes: list[str] = []
     scan = _scan(source, notes.append)
-    total = sum(path.stat().st_size for path in source.files)
+    total = sum(path.stat().st_size for path in files)
     number = len(scan.characters)
-    rows = [("files", f"{len(source.files):,}, {source.described()}"), ("conversations", f"{number:,}")]
+    rows = [("files", f"{len(files):,}, {described}"), ("conversations", f"{number:,}")]
     lengths = inspecting.Lengths.of("characters of a conversation", scan.characters, number)
-    counts: dict[str, Any] = {"files": len(source.files), "conversations": number}
+    counts: dict[str, Any] = {"files": len(files), "conversations": number}
     if template is not None:
         batches = group_by_size(_conversations(source), _characters, _BATCH_CHARACTERS)
         encoded = [chat for batch in batches for chat in encode_chats(template, batch)]

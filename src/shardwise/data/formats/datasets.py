@@ -165,8 +165,7 @@ def _prepared(
             f"model.family ({config.model.family}) must have text, for its pairs of sentences, and {dataset.shown} "
             "holds tokens: name a column of text by data.text_key"
         )
-    folders = [] if config.data.path is None else [user_path(config.data.path)]
-    tokenizer = common.tokenizer_of_tokens(config, map(of_folder, folders), problems)
+    tokenizer = common.tokenizer_of_tokens(config, manifests(config.data), problems)
     problems = problems or common.entry_problems(
         config, entry, dataset.name, [] if any_size else common.needed_parts(config)
     )
@@ -182,6 +181,11 @@ def _prepared(
         tokens={part: entry.tokens(part) for part in PARTS},
         vocab_size=config.model.vocab_size if tokenizer is None else tokenizer.vocab_size,
     )
+
+
+def manifests(data: DataConfig) -> list[Path]:
+    """The file in a saved data set that may say which tokenizer made it."""
+    return [] if data.path is None else [of_folder(user_path(data.path))]
 
 
 def glance(config: Config) -> str:

@@ -80,8 +80,7 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
     if len(problems) > _PROBLEMS_SHOWN:
         left_out = f"{len(problems) - _PROBLEMS_SHOWN} more of the shards of data.path ({data.name}) are wrong too"
         problems = [*problems[:_PROBLEMS_SHOWN], left_out]
-    folders = sorted({shard.path.parent for shard in shards})
-    tokenizer = common.tokenizer_of_tokens(config, map(manifest.of_folder, folders), problems)
+    tokenizer = common.tokenizer_of_tokens(config, manifests(data), problems)
     if problems:
         raise DataError(problems)
     rows = ShardRows(unpack(root, shards, announce), model.vocab_size, model.token_types)
@@ -105,6 +104,11 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
         fingerprint=cache.digest_of({"digests": digests, "bounds": bounds}),
         summary=_summary(rows, bounds, config),
     )
+
+
+def manifests(data: DataConfig) -> list[Path]:
+    """The files in the folders of the shards that may say which tokenizer made them."""
+    return sorted({manifest.of_folder(path.parent) for path in shard_paths(data)})
 
 
 def glance(config: Config) -> str:

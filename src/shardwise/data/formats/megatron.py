@@ -104,7 +104,7 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
             files.append(IndexedFile.open(prefix))
         except DataError as error:
             problems += error.problems
-    tokenizer = common.tokenizer_of_tokens(config, (of_prefix(file.prefix) for file in files), problems)
+    tokenizer = common.tokenizer_of_tokens(config, manifests(config.data), problems)
     if problems:
         raise DataError(problems)
     parts = _parts(files, config)
@@ -163,6 +163,11 @@ def _packed_keys(
     """The key of the packed samples of each data set."""
     bounds = [{part: (chosen[n].first, chosen[n].stop) for part, chosen in parts.items()} for n in range(len(files))]
     return [packed.key_of([file.digest, parts_of], config) for file, parts_of in zip(files, bounds, strict=True)]
+
+
+def manifests(data: DataConfig) -> list[Path]:
+    """The files next to the data sets that may say which tokenizer made them."""
+    return [of_prefix(prefix_of(prefix)) for _, prefix in data.weighted_prefixes]
 
 
 def glance(config: Config) -> str:

@@ -82,9 +82,8 @@ def open_data(
         f"{source.name}: once",
         announce,
     )
-    if config.data.tokenizer is None:
-        # An evaluation names the tokenizer that was trained here, which the checkpoints have.
-        cache.remember_same_tokens(root, key, _key(content, config, str(entry.tokenizer_path)))
+    # A run that continues, and an evaluation, name the tokenizer in the checkpoints, which is that of the entry.
+    cache.remember_same_tokens(root, key, _key(content, config, str(entry.tokenizer_path)))
     return packed.packed_text(config, root, _prepared(entry, source, config, any_size), announce)
 
 

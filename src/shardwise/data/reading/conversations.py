@@ -186,7 +186,9 @@ def _variables(record: Mapping[str, Any], where: Callable[[], str]) -> dict[str,
             try:
                 value = json_value(value) if value else None
             except ValueError as error:
-                raise DataError(f"{where()}: the field {name!r} is text that is not JSON ({error}): mend it") from None
+                raise DataError(
+                    f"{where()}: the field {name!r} is text that cannot be read as JSON ({error}): mend it"
+                ) from None
         if value is None:
             continue
         is_list = isinstance(value, list) and all(isinstance(inner, dict) for inner in value)
@@ -204,14 +206,16 @@ def _messages(values: Any, where: Callable[[], str], key: str) -> list[Message]:
     if not isinstance(values, list):
         raise DataError(
             f"{where()}: the field {key!r} must hold a list of messages, each with a role and a content, and it holds "
-            f"{type(values).__name__}: mend or remove it"
+            f"{text_files.type_name(values)}: mend or remove it"
         )
     return [_message(value, where, f"{key}.{number}") for number, value in enumerate(values)]
 
 
 def _message(value: Any, where: Callable[[], str], name: str) -> Message:
     if not isinstance(value, dict):
-        raise DataError(f"{where()}: {name} must be an object with a role and a content, not {type(value).__name__}")
+        raise DataError(
+            f"{where()}: {name} must be an object with a role and a content, not {text_files.type_name(value)}"
+        )
     if "role" not in value and "from" in value:
         others = {field: inner for field, inner in value.items() if field not in ("from", "value")}
         value = {"role": _SHAREGPT.get(str(value["from"]), value["from"]), "content": value.get("value"), **others}
@@ -233,13 +237,15 @@ def _require_content(message: Message, where: Callable[[], str], name: str) -> N
         for part in content:
             text = part.get("text") if isinstance(part, dict) else None
             if not isinstance(text, str) or part.get("type", "text") != "text":
-                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                kind = part.get("type") if isinstance(part, dict) else text_files.type_name(part)
                 shown = "a part without text" if kind in ("text", None) else kind
                 raise DataError(
                     f"{where()}: {name}.content must be text or parts of it, not {shown}: mend or remove it"
                 )
     elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise DataError(f"{where()}: {name}.content must be text, not {type(content).__name__}: mend or remove it")
+        raise DataError(
+            f"{where()}: {name}.content must be text, not {text_files.type_name(content)}: mend or remove it"
+        )
 
 
 def _require_json(value: Any, where: Callable[[], str], name: str) -> None:

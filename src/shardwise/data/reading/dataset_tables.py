@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 from shardwise.base.errors import ConfigError, DataError, listing, nearest_name, see
 from shardwise.base.files import name_problem, user_path
 from shardwise.base.parsing import json_value
-from shardwise.config import BUILT_IN_TEXTS, DataConfig
+from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
 from shardwise.data import hub
 from shardwise.data.reading.content import first_line, optional_library, readable
 from shardwise.data.reading.text_files import TOKENS, require_sound
@@ -400,7 +400,7 @@ def names_data_set(data: DataConfig) -> bool:
     """True if the `data` section names a data set of the library: on the hub, by `data.format` or by its files."""
     if data.path is None:
         return data.is_hub_dataset
-    if data.format != "auto":
+    if data.format not in ("auto", CHAT):
         return data.format == "datasets"
     with contextlib.suppress(OSError):  # opening the path as text will report it
         return is_saved(user_path(data.path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -187,7 +188,7 @@ def _line_text(path: Path | HubFile, line: bytes, where: Callable[[], str], key:
     if isinstance(text, dict | list) and (layout := other_layout(record, key)) is not None:
         raise DataError(f"{where()} {layout}")
     if not isinstance(text, str):
-        raise DataError(f"{where()}: the field {key!r} must hold text, not {type(text).__name__} (data.text_key)")
+        raise DataError(f"{where()}: the field {key!r} must hold text, not {type_name(text)} (data.text_key)")
     require_characters(text, where, key)
     return text
 
@@ -204,14 +205,21 @@ def line_record(
         record = read(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _not_utf8(f"{where()}, byte {error.start}", error) from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise DataError(
             f'{where()} is not JSON ({error}): a .jsonl holds one object such as {{"{key}": "…"}} on each line; '
             "for plain text set data.format=text"
         ) from None
+    except ValueError as error:  # JSON with too many levels or digits
+        raise DataError(f"{where()} cannot be read ({error}): mend or remove it") from None
     if not isinstance(record, dict):
         raise DataError(f'{where()} is JSON but not an object: each line must read like {{"{key}": "…"}}')
     return record
+
+
+def type_name(value: Any) -> str:
+    """The name of a value's type, for messages; `null` as JSON spells it."""
+    return "null" if value is None else type(value).__name__
 
 
 def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, content: str) -> Any:

@@ -275,6 +275,11 @@ class ChatTemplate:
                 "a message must be without the characters U+FDD0 and U+FDD1, which no text has: remove them"
             )
         values = {"tools": None, "documents": None, **self.special, **variables}
+        if self.name == BUILT_IN and any("content" not in message for message in given):
+            raise DataError(
+                f"the chat template in {BUILT_IN} writes no tool_calls, and a message has nothing else: put a "
+                f"{CHAT_TEMPLATE} that writes them, such as that of Qwen/Qwen3-0.6B, beside data.tokenizer"
+            )
         try:
             return self.code.render({**values, "messages": given, "add_generation_prompt": add_generation_prompt})
         except RAISED as error:

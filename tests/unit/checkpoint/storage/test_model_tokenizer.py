@@ -1,6 +1,7 @@
 """The data of a run that loads weights are read with the tokenizer of these weights."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,24 @@ def test_text_has_the_ids_of_the_loaded_model(tmp_path: Path, *, is_far: bool) -
     assert rows["tokenizer"] == f"{config.data.tokenizer}: 270 tokens, of model.vocab_size (512)"
 
 
+@pytest.mark.parametrize("data", [[], ["data.dataset=chat"]])
+def test_a_run_that_continues_finds_its_data_by_the_tokenizer_of_its_checkpoint(
+    tmp_path: Path, data: list[str]
+) -> None:
+    """Which has other bytes than that of the model, as `tokenizer_config.json` has another class."""
+    here = folder(tmp_path / "model")
+    (here / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "<|endoftext|>"}')
+    config = run_of(tmp_path, *data)
+    begun = prepare(with_model_tokenizer(config, Root.of(here)))
+    assert begun.tokenizer_path is not None
+    saved = Path(shutil.copytree(begun.tokenizer_path, tmp_path / "step-00000001"))
+    assert (saved / "tokenizer_config.json").read_bytes() != (here / "tokenizer_config.json").read_bytes()
+    shutil.rmtree(here)
+    said: list[str] = []
+    continued = prepare(with_model_tokenizer(config, Root.of(saved)), announce=said.append)
+    assert (continued.fingerprint, continued.tokenizer_path, said) == (begun.fingerprint, begun.tokenizer_path, [])
+
+
 def test_another_tokenizer_is_asked_for(tmp_path: Path) -> None:
     weights = Root.of(folder(tmp_path / "model"))
     other = folder(tmp_path / "other", text="One two three four. ")
@@ -96,8 +115,13 @@ def test_tokens_are_checked_against_it_and_need_none(tmp_path: Path) -> None:
     data = prepare(with_model_tokenizer(config, Root.of(model)))
     assert data.tokenizer_path is not None, "the sample of the run needs it"
     made_by("0" * 64)
-    with pytest.raises(DataError, match=r"data\.tokenizer \(.*model, .*must be the tokenizer that .*\.json names"):
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer \(.*model, .*must be the tokenizer that .*\.json names"
+    ) as told:
         prepare(with_model_tokenizer(config, Root.of(model)))
+    assert glance(with_model_tokenizer(config, Root.of(model))).problems == told.value.problems, (
+        "the dry run says so too"
+    )
     (model / "tokenizer.json").write_text("{}")
     assert with_model_tokenizer(config, Root.of(model)).data.tokenizer is None
     (model / "tokenizer.json").unlink()

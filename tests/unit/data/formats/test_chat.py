@@ -15,8 +15,7 @@ from shardwise.config import Config, check_layout, config_from, data_from
 from shardwise.data.evaluation_sets import glance_at_sets, prepare_sets
 from shardwise.data.formats.chat import PreparedChat
 from shardwise.data.open_data import glance, inspect, prepare
-from shardwise.data.reading.conversations import conversations, conversations_of_table
-from shardwise.data.reading.text_sources import ColumnSource
+from shardwise.data.reading.conversations import conversations
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
@@ -137,13 +136,14 @@ def test_one_conversation_in_a_sequence_that_is_too_short_is_cut_or_left_out(tmp
 
 LINES = {
     "{": "line 2 is not JSON",
+    '{"a": ' + "[" * 70 + "]" * 70 + "}": "line 2 cannot be read (it has more than 64 levels of lists and mappings",
     "[]": 'line 2 is JSON but not an object: each line must read like {"messages"',
     '{"text": "a"}': "line 2 has no field 'messages': set data.text_key to the field that holds the messages (text)",
     '{"messages": "a"}': "line 2: the field 'messages' must hold a list of messages, each with a role and a",
     '{"messages": [1]}': "line 2: messages.0 must be an object with a role and a content, not int",
     '{"messages": [{"content": "a"}]}': "line 2: messages.0 has no role, and it must be system, developer, user",
     '{"messages": [{"role": "bot", "content": "a"}]}': "line 2: messages.0 has the role 'bot', and it must be system",
-    '{"messages": [{"role": "user", "content": null}]}': "line 2: messages.0.content must be text, not NoneType",
+    '{"messages": [{"role": "user", "content": null}]}': "line 2: messages.0.content must be text, not null: mend",
     '{"messages": [{"role": "user", "content": "a"}]}': "must have a message of the role assistant, whose text is "
     "learned, and its roles are user: remove it",
     '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}': "all of them have the weight 0, or are in",
@@ -152,7 +152,7 @@ LINES = {
     '{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}': "not a part without text: mend",
     '{"prompt": "a", "completion": 1}': "the field 'completion' must hold a list of messages, each with a role and a",
     '{"conversations": [{"from": "bot", "value": "a"}]}': "line 2: conversations.0 has the role 'bot', and it must be",
-    '{"messages": [{"role": "assistant", "content": "a"}], "tools": "["}': "the field 'tools' is text that is not",
+    '{"messages": [{"role": "assistant", "content": "a"}], "tools": "["}': "'tools' is text that cannot be read as",
     '{"messages": [{"role": "assistant", "content": "a"}], "tools": [1]}': "'tools' must hold a list of objects",
     '{"messages": [{"role": "assistant", "content": "a"}], "chat_template_kwargs": {"messages": 1}}': "must be without",
     '{"messages": [{"role": "assistant", "content": "\\ud800"}]}': "the field 'messages.0' has half a surrogate pair",
@@ -201,29 +201,38 @@ def test_rows_of_all_kinds_have_the_same_targets(tmp_path: Path, name: str, form
     train_tokenizer(["Who are you? A model. " * 20], 262, "base", chat=True).save(base)
     if form == "jsonl":
         path = written(tmp_path / "chat.jsonl", ROWS[name])
+    elif form == "datasets":
+        path = str(tmp_path / "saved")
+        pytest.importorskip("datasets").Dataset.from_list([ROWS[name]]).save_to_disk(path)
+        (sample,) = inspect(path, 1, {"format": "chat", "tokenizer": str(base)}).samples
+        assert "A model.<|im_end|>⟧" in sample.text
     else:
         arrow = pytest.importorskip("pyarrow")
         (tmp_path / "rows").mkdir()
         path = str(tmp_path / "rows/a.parquet")
         pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist([ROWS[name]]), path)
-    if form == "datasets":
-        datasets = pytest.importorskip("datasets")
-        settings = config(path="rows", format="chat", split="1,0")
-        saved = tmp_path / "saved"
-        datasets.Dataset.from_list([ROWS[name]]).save_to_disk(saved)
-        source = ColumnSource.open(settings.data.model_copy(update={"path": str(saved)}))
-        ((_, chat),) = conversations_of_table(source)
-        reading = (chat.texts, [message["role"] for message in chat.messages], chat.not_learned)
-        ((_, line),) = conversations(Path(written(tmp_path / "chat.jsonl", ROWS[name])), "jsonl", "messages")
-        assert reading == (line.texts, [message["role"] for message in line.messages], line.not_learned)
-        return
-    data = opened(config(path=path, format="chat", split="1,0", tokenizer=str(base)), tmp_path / "cache")
+    settings = config(path=path, format="chat", split="1,0", tokenizer=str(base))
+    glanced = glance(settings)
+    assert (glanced.rows[0][1].startswith(f"{path}: conversations, "), glanced.problems) == (True, [])
+    data = opened(settings, tmp_path / "cache")
     chats = data.conversations["train"]
     tokenizer = Tokenizer.load(base)
     texts = [tokenizer.decode(chats.tokens[begin:end]) for begin, end in chats.answers.tolist()]
     assert texts == ["A model.<|im_end|>"]
     is_long = name in ("weight", "prompt")
     assert tokenizer.decode(chats.tokens).count("A model.") == 1 + is_long
+
+
+def test_the_built_in_template_refuses_calls_of_tools(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    train_tokenizer(["Who are you? A model. " * 20], 262, "base", chat=True).save(base)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
+    path = written(tmp_path / "chat.jsonl", {"messages": [*GOOD, call]})
+    said = (
+        r"chat.jsonl: line 1: the chat template in shardwise \(built in\) writes no tool_calls, .* of Qwen/Qwen3-0\.6B"
+    )
+    with pytest.raises(DataError, match=said):
+        prepare(config(path=path, format="chat", split="1,0", tokenizer=str(base)), tmp_path / "cache")
 
 
 def test_fields_that_nothing_reads_are_named_once(tmp_path: Path) -> None:
