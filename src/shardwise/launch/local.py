@@ -84,6 +84,8 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     try:
         ended = run_ranks(command, nproc, logs, stop.watch)
     except OSError as error:
+        if error.filename is None:
+            raise
         # No bad input: the folder could be used at the start.
         raise LaunchError(f"the ranks cannot be started or watched: {error.filename}: {reason_of(error)}") from error
     finally:
