@@ -127,6 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.layout is not None and arguments.write is None:
         raise ConfigError(f"--layout ({arguments.layout}) must go with --write FILE: it chooses what is written")
+    if arguments.plot is not None and not arguments.plot.suffix:
+        raise ConfigError(f"--plot ({arguments.plot}) must end in its format, such as .png or .svg")
     if len(devices) > 1:
         return compare_devices(arguments, devices, answered)
     chosen = answered(devices[0])

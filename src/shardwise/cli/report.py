@@ -52,24 +52,26 @@ def run(arguments: argparse.Namespace) -> int:
     name = "report.html" if compared is None else f"report-with-{watched[1].path.resolve().name}.html"
     file: Path = arguments.output or watched[0].path / name
     require_replaceable(file, "--output")
-    try:
-        if arguments.png is not None:
-            # Costly to import, for pictures alone.
-            from shardwise.runs.report.page import draw
+    if arguments.png is not None:
+        # Costly to import, for pictures alone.
+        from shardwise.runs.report.page import draw
 
+        try:
             files = draw(reports, arguments.png)
-            if not arguments.json:
-                output.line(f"pictures: {len(files)} in {arguments.png}")
-        if arguments.json:
-            output.json(_facts(reports, compared))
-            return 0
-        # Costly to import, for the page alone.
-        from shardwise.runs.report.page import page
+        except OSError as error:
+            raise ConfigError(f"--png ({error.filename}) cannot be written: {reason_of(error)}") from None
+        if not arguments.json:
+            output.line(f"pictures: {len(files)} in {arguments.png}")
+    if arguments.json:
+        output.json(_facts(reports, compared))
+        return 0
+    # Costly to import, for the page alone.
+    from shardwise.runs.report.page import page
 
+    try:
         write_atomic(file, page(reports, compared))
     except OSError as error:
-        where = file if error.filename is None or not arguments.json else error.filename
-        raise ConfigError(f"{where} cannot be written: {reason_of(error)}; --output chooses another file") from None
+        raise ConfigError(f"{file} cannot be written: {reason_of(error)}; --output chooses another file") from None
     output.line(f"report: {file}")
     return 0
 

@@ -16,6 +16,7 @@ from shardwise.config.recipe_files import recipe_names
 from shardwise.config.suggestions import has_other_values, plain_name, reason_without_key, suggestions
 
 _NUMBER = r"-\.?\d"
+_NEGATION = r"^(--.*\.|--)no[-_]"
 _FLAG_WITH_VALUE = r"(?s)argument (\S+): ignored explicit argument (.+)"
 _MISSING = r"the following arguments are required: (.+)"
 _WRONG_NUMBER = r"(?s)argument (\S+): invalid (int|float) value: (.+)"
@@ -140,7 +141,14 @@ def _unknown_option(parser: argparse.ArgumentParser, name: str, value: str, keys
     takes_keys = any(action.dest == "overrides" for action in parser._actions)
     valid = _valid_keys(keys) if takes_keys else []
     options = [option for option in parser._option_string_actions if option.startswith("--")]
-    meant = suggestions(name, valid, options, value)
+    positive = re.sub(_NEGATION, r"\1", name)
+    if takes_keys and positive != name:
+        value = "false"
+        meant = [
+            target for target in suggestions(positive, valid, options, value) if "=" in target or _is_switch(target)
+        ]
+    else:
+        meant = suggestions(name, valid, options, value)
     if takes_keys and not set(meant) & set(options) and (reason := reason_without_key(name)):
         return f"unknown option {name}: {reason}"
     if not meant:
@@ -156,8 +164,12 @@ def _with_value(parser: argparse.ArgumentParser, name: str, value: str, target: 
     if target.startswith("--"):
         takes_value = parser._option_string_actions[target].nargs != 0
         return f"{target} {value}" if takes_value and value else target
-    is_switch = known_paths()[target].annotation is bool
-    return f"{target}={value or ('true' if is_switch else 'VALUE')}"
+    return f"{target}={value or ('true' if _is_switch(target) else 'VALUE')}"
+
+
+def _is_switch(target: str) -> bool:
+    """True for a key whose values are true and false."""
+    return target in known_paths() and known_paths()[target].annotation is bool
 
 
 def _valid_keys(keys: Collection[str] | None) -> list[str]:

@@ -83,6 +83,11 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     handlers = stop_requests.handle_signals(stop.handle)
     try:
         ended = run_ranks(command, nproc, logs, stop.watch)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # No bad input: the folder could be used at the start.
+        raise LaunchError(f"the ranks cannot be started or watched: {error.filename}: {reason_of(error)}") from error
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

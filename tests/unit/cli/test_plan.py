@@ -262,6 +262,7 @@ def test_a_shipped_device_is_shown_as_a_file_that_describes_it(
         ),
         (["--device", "h100:8", "--nodes", "2,x"], r"--nodes \(2,x\) must be a number of machines, or several"),
         (["--device", "h100:8", "--failures", "-1"], r"--failures \(-1\.0\) must be failures of a device in a year"),
+        (["--device", "h100:8", "--plot", "plan"], r"--plot \(plan\) must end in its format, such as \.png or \.svg"),
         (["--device", "h100:8", "--restart", "soon"], r"--restart \('soon'\) must be a time in minutes, hours"),
         (
             ["--device", "h100:8", "--nodes", "4", "--objective", "cost", *FEW],

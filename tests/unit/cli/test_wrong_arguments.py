@@ -64,6 +64,9 @@ MISTAKES = {
     TRAIN + "eval_interval=5": "train.eval_every",
     TRAIN + "--compile": "compile.enabled=true",
     TRAIN + "--compile=False": "compile.enabled=false",
+    TRAIN + "--no-compile": "compile.enabled=false",
+    TRAIN + "--compile.no-enabled": "compile.enabled=false",
+    "plan llama2-tiny --no-sequence-parallel": "parallel.sequence=false",
     # torchtitan, DeepSpeed, NeuronX, nanochat
     TRAIN + "--compile.enable": "compile.enabled=true",
     TRAIN + "--zero_optimization.stage=2": "optimizer.zero=2",

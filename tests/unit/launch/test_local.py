@@ -106,6 +106,16 @@ report_failure(Failure(0, "rank 0: a consequence", 1))
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 
+def test_a_folder_that_is_closed_under_a_run_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "RUN/logs/error.json")
+
+    monkeypatch.setattr(local, "run_ranks", closed)
+    with pytest.raises(LaunchError, match=r"watched: RUN/logs/error\.json: Permission denied$") as caught:
+        launch(["true"], 2, tmp_path)
+    assert caught.value.exit_code == 1
+
+
 def test_a_killed_rank_is_named_before_what_followed_from_it(tmp_path: Path) -> None:
     body = """
 (folder / "logs" / f"rank-{rank:04d}.log").touch()

@@ -557,6 +557,15 @@ def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
     assert page.stat().st_size < 400 * 1024
 
 
+def test_pictures_need_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    run = write_run(tmp_path / "run")
+    (tmp_path / "file").touch()
+    assert main(["report", str(run), "--png", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"shardwise: --png ({tmp_path / 'file'}) cannot be written: File exists\n"
+    assert not (run / "report.html").exists()
+
+
 def test_pictures_need_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
