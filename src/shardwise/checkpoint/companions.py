@@ -64,8 +64,8 @@ def model_files(
     ends = {name: ids[name] for name in (BEGIN_ID, END_ID) if ids.get(name) is not None}
     if family is not None and family.causal and ends:
         generation[GENERATION] = to_json(ends)
-    beside = read_as_it_is({**companions.files, **tokenizer_files}, pairs=not config.causal)
-    return {**generation, **beside, CONFIG: to_json(described)}
+    token_files = read_as_it_is({**companions.files, **tokenizer_files}, pairs=not config.causal)
+    return {**generation, **token_files, CONFIG: to_json(described)}
 
 
 def _qwen2_note(config: Config, tokenizer: Path | None) -> tuple[str, ...]:

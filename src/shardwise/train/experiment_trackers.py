@@ -190,8 +190,8 @@ class MlflowRun:
         """MLflow's id of the run with a key; None where there is none."""
         if key is None:
             return None
-        found = self._client.search_runs([experiment], f"tags.`{_MLFLOW_TAG}` = '{key}'", max_results=1)
-        return str(found[0].info.run_id) if found else None
+        runs = self._client.search_runs([experiment], f"tags.`{_MLFLOW_TAG}` = '{key}'", max_results=1)
+        return str(runs[0].info.run_id) if runs else None
 
     def _created(self, experiment: str, run: TrackedRun) -> str:
         parent = self._found(experiment, run.id) if run.returns else None

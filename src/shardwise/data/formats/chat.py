@@ -153,16 +153,16 @@ def _conversations(source: _Source) -> Iterator[Chat]:
     else:
         files = zip(source.files, source.readings, strict=True)
         chats = chain.from_iterable(conversations(file, reading.kind, source.text_key) for file, reading in files)
-    found = 0
+    kept = 0
     empty = 0
     for where, chat in chats:
         if chat.messages:
-            found += 1
+            kept += 1
             yield where, chat
         else:
             empty += 1
     source.empty[source.name] = empty
-    if not found:
+    if not kept:
         raise DataError(f"{source.name} holds no messages: all of its conversations are empty")
 
 
@@ -194,8 +194,8 @@ class _ContentDigest:
         """The conversations, unchanged, each added to the digest."""
         for where, chat in chats:
             # The digest of messages alone must stay what it was before there was more.
-            more = [dict(chat.variables), sorted(chat.not_learned)] if chat.variables or chat.not_learned else []
-            for value in (chat.messages, *more):
+            extras = [dict(chat.variables), sorted(chat.not_learned)] if chat.variables or chat.not_learned else []
+            for value in (chat.messages, *extras):
                 self._digest.update(json.dumps(value, sort_keys=True).encode() + b"\n")
             self.bytes += sum(len(text.encode()) for text in chat.texts)
             yield where, chat
@@ -254,9 +254,9 @@ def _build(folder: Path, source: _Source, scan: _Scan, config: Config, announce:
 def _noting_unread(chats: Iterable[Chat], template: ChatTemplate, unread: dict[str, bool]) -> Iterator[Chat]:
     """The conversations, unchanged; `unread` gets each name in them, and whether nothing reads it."""
     for where, chat in chats:
-        found = template.unread(chat, unread)
+        unread_names = template.unread(chat, unread)
         names = {name for message in chat.messages for name in message} | chat.variables.keys()
-        unread.update({name: name in found for name in names if name not in unread})
+        unread.update({name: name in unread_names for name in names if name not in unread})
         unread.update(dict.fromkeys(chat.unread, True))
         yield where, chat
 

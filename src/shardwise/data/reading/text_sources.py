@@ -228,10 +228,10 @@ Source = FileSource | ColumnSource | PythonSource | StorySource
 """A text of many documents."""
 
 
-def announce_empty(source: Source, announce: Callable[[str], None] | None, what: str = "empty document") -> None:
+def announce_empty(source: Source, announce: Callable[[str], None] | None, kind: str = "empty document") -> None:
     """Tells the user how many documents of a text that was read are left out, as they are empty."""
     if announce is not None and isinstance(source, FileSource | ColumnSource) and (empty := sum(source.empty.values())):
-        announce(f"{source.name}: {counted(empty, what)} left out")
+        announce(f"{source.name}: {counted(empty, kind)} left out")
 
 
 def is_small(source: Source) -> bool:

@@ -147,10 +147,10 @@ def span(job: Submitted, run: Path, present: commands.SlurmJob | None) -> tuple[
     A job that a kill left no record of its end lasts until the next one began.
     """
     endings = history(run)
-    own = [ending for ending in endings if ending.job == job.id]
+    job_endings = [ending for ending in endings if ending.job == job.id]
     if present is not None:
-        return own[0].began if own else time.time() - commands.seconds(present.elapsed), math.inf
-    if own:
-        return own[0].began, own[-1].began + own[-1].seconds
+        return job_endings[0].began if job_endings else time.time() - commands.seconds(present.elapsed), math.inf
+    if job_endings:
+        return job_endings[0].began, job_endings[-1].began + job_endings[-1].seconds
     submission = seconds_of(asdict(job))
     return submission, min((ending.began for ending in endings if ending.began > submission), default=math.inf)
