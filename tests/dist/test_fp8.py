@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError
 from shardwise.layers import fp8
-from shardwise.models import fp8_blocks
+from shardwise.layers import units
 from shardwise.train.build import build_trainer
 from shardwise.verify.canonical_values import gradient_errors
 from tests.dist.cells import Cell, configuration, measure, small
