@@ -36,7 +36,7 @@ from shardwise.layers.linear import (
 from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
 from shardwise.layers.parts import activate
 from shardwise.layers.recompute import compose
-from shardwise.models.masks import Masks
+from shardwise.models.masks import Mask
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
 _Norm = LayerNorm | RMSNorm
@@ -233,18 +233,17 @@ class Context:
         dropout: the step's key; None: no dropout.
         masks: window of a block → keys that its queries see; a tensor `[B, 1, 1, S]` is true for them, and one
             `[B, 1, S, L]` is added to the scores. Without a mask they see all, in a causal model those up to the query.
-            Where keys come rank by rank, there is one for the keys of each rank.
         cache: keys and values of earlier tokens.
         rotary_tables: window of a block → cosines and sines of these tokens' positions; empty with learned positions.
-        is_cut: true if context parallelism cuts the samples, so that this rank has a part of their tokens.
+        gathers_keys: true if context parallelism cuts the samples, and attention gathers keys and values of all ranks.
         parts: the same for each part of the rank's tokens, in a bit-equal training with context parallelism.
     """
 
     dropout: AnyKey | None = None
-    masks: Mapping[int | None, Masks | None] = field(default_factory=dict)
+    masks: Mapping[int | None, Mask | None] = field(default_factory=dict)
     cache: KeyValueCache | None = None
     rotary_tables: Mapping[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    is_cut: bool = False
+    gathers_keys: bool = False
     parts: Sequence[Context] = ()
 
     @property
