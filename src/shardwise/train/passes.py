@@ -18,7 +18,7 @@ from shardwise.base.errors import RunError, see
 from shardwise.config import Config
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
-from shardwise.layers.replicated import ReplicatedParameters
+from shardwise.layers.bitwise.replicated import ReplicatedParameters
 from shardwise.layers.units import units
 from shardwise.models.blocks import gives_losses
 from shardwise.models.fp8_blocks import WeightScales
@@ -160,7 +160,7 @@ class Passes:
 
     def _forward_pass(self, part: nn.Module) -> AbstractContextManager[None]:
         # A backward pass in two parts computes the gradient of each parameter by itself.
-        if self._config.splits_backward:
+        if self._mesh.tp.grain is None or self._config.splits_backward:
             return nullcontext()
         return self._replicated[part].forward_pass()
 
