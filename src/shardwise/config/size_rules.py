@@ -99,7 +99,7 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
 def fp8_problems(config: Config) -> list[str]:
     """Refuse widths of a rank's products, and tokens of a micro-batch, that `precision.matmul` fp8 does not take.
 
-    The widths of a model of the user's own are checked where it is built (`models/fp8_blocks.py`).
+    The widths of a model of the user's own are checked where it is built (`models/user_model.py`).
     """
     if config.precision.matmul is None:
         return []

@@ -5,7 +5,7 @@ Shapes per rank, g = group size: S sequence, B batch, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -19,6 +19,7 @@ from shardwise.distributed.torch_private import call_forward_hooks, call_forward
 from shardwise.layers.arguments import by_name
 from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.chunks import loss_chunk_elements, vocabulary_rows
+from shardwise.layers.execution import execution
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 from shardwise.layers.loss import IGNORE_INDEX, VocabularyShard, chunk_losses, linear_cross_entropy
 from shardwise.layers.matmul import linear
@@ -68,6 +69,7 @@ class ParallelEmbedding(placement.PlacedModule):
         super().__init__()
         maker = ParameterMaker(self, by_name(type(self).__name__, further, _POSITIONAL, options))
         self.group = maker.group
+        self.context_group = execution().context_group
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx ({padding_idx}) must be in [-{num_embeddings}, {num_embeddings})")
         self.num_embeddings = num_embeddings
@@ -143,6 +145,7 @@ class ReplicatedEmbedding(placement.PlacedModule):
         super().__init__()
         maker = ParameterMaker(self, options, warns=sequence_parallel_enabled)
         self.group = maker.group
+        self.context_group = execution().context_group
         self.sequence_parallel_enabled = sequence_parallel_enabled
         shape = (num_embeddings, embedding_dim)
         piece = placement.Piece.replicated(
@@ -202,9 +205,9 @@ class ParallelLMHead(placement.PlacedModule):
         maker = ParameterMaker(self, options)
         self.group = group = maker.group
         self.vocab_size = vocab_size
-        # Both are set later: by compilation, and by a run with a loss of the user's.
-        self.chunk_losses = chunk_losses
-        self.own_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+        made_with = execution()
+        self.chunk_losses = chunk_losses if made_with.compiler is None else made_with.compiler.losses()
+        self.own_loss = made_with.loss
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.is_tied = tied_weight is not None
         # A tied weight keeps the embedding's record: a checkpoint then has one tensor for both.

@@ -18,6 +18,7 @@ from shardwise.distributed.mesh import Ranks
 from shardwise.distributed.placement import Init
 from shardwise.layers.arguments import by_name, features_per_head, refuse_unknown, sharing_group, two_sizes
 from shardwise.layers.bitwise.choice import choose_class
+from shardwise.layers.execution import execution
 from shardwise.layers.fp8 import Scaling, fp8_linear
 from shardwise.layers.matmul import Overlap, can_regather, gather_and_multiply, linear, multiply_and_sum, usable
 
@@ -159,6 +160,10 @@ class _ColumnParallel(placement.PlacedModule):
         self.input_size = input_size
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
+        made_with = execution()
+        self.overlap = made_with.overlap
+        self.regathers = made_with.regathers
+        self.scaling = made_with.scaling(group, cuts_outputs=True)
         for _, size, copies in parts:
             if size * copies % group.size:
                 raise ValueError(f"output size ({size}) must be divisible by the group's size ({group.size})")
@@ -481,6 +486,9 @@ class RowParallelLinear(placement.PlacedModule):
             raise ValueError("sequence_parallel_enabled (True) must go with input_is_parallel (True)")
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel_enabled = sequence_parallel_enabled
+        made_with = execution()
+        self.overlap = made_with.overlap
+        self.scaling = made_with.scaling(group, cuts_outputs=False)
         piece = placement.Piece.columns(maker.name(name, "weight"), (output_size, input_size), group, maker.init)
         if options.get("transposed", False):
             piece = piece.transpose()
@@ -550,19 +558,6 @@ def scaling_in_training(layer: _ColumnParallel | RowParallelLinear) -> Scaling |
 def linear_layers(model: nn.Module) -> list[_ColumnParallel | RowParallelLinear]:
     """Return all column- and row-parallel layers of a model."""
     return [module for module in model.modules() if isinstance(module, _ColumnParallel | RowParallelLinear)]
-
-
-def set_overlap(model: nn.Module, how: Overlap | None) -> None:
-    """Let all column- and row-parallel layers of a model communicate during their matmuls; None: in turn with them."""
-    for layer in linear_layers(model):
-        layer.overlap = how
-
-
-def set_regathers(model: nn.Module, regathers: bool) -> None:
-    """Let all column-parallel layers of a model gather their inputs again for the backward pass, or keep them."""
-    for layer in linear_layers(model):
-        if isinstance(layer, _ColumnParallel):
-            layer.regathers = regathers
 
 
 def weights_of(model: nn.Module) -> list[nn.Parameter]:

@@ -9,7 +9,7 @@ Of the key-value cache: L tokens for which there is room, S new tokens, m key an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar, cast
 
@@ -26,6 +26,7 @@ from shardwise.layers.arguments import sharing_group
 from shardwise.layers.bitwise.functions import activate_by_part, head_products
 from shardwise.layers.dropout import AnyKey, Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
+from shardwise.layers.execution import Execution, execution, made_with
 from shardwise.layers.gated import Gate, gated
 from shardwise.layers.linear import (
     ColumnParallelLinear,
@@ -89,8 +90,8 @@ class LayerFactory:
             core where no fused kernel computes it (`selective`), or each block (`full`).
         part: the pipeline stage.
         vocab_multiple: number that divides each rank's rows of embedding and head.
-        context_group: the ranks that share each sample.
         options: arguments that all layers take.
+        in_blocks: how the layers of blocks compute.
     """
 
     group: Group
@@ -98,8 +99,13 @@ class LayerFactory:
     recompute: Recompute
     part: Part
     vocab_multiple: int
-    context_group: Group
     options: LayerOptions
+    in_blocks: Execution
+
+    @property
+    def context_group(self) -> Group:
+        """The ranks that share each sample."""
+        return self.in_blocks.context_group
 
     @property
     def drops_cheap(self) -> bool:
@@ -140,7 +146,6 @@ class LayerFactory:
             name=name,
             **self.options,
         )
-        embedding.context_group = self.context_group
         self.part.embeddings[name] = embedding
         if config.tie_word_embeddings and self.part.ends.size > 1:
             # Each end has a tensor of its own, and computes the part of the gradient that its use of it makes.
@@ -149,11 +154,21 @@ class LayerFactory:
 
     def small_embedding(self, config: FamilyConfig, name: str, rows: int) -> ReplicatedEmbedding:
         """Make the layer positions or token types → a term of x, with the whole table on every rank."""
-        embedding = ReplicatedEmbedding(
+        return ReplicatedEmbedding(
             rows, config.hidden_size, sequence_parallel_enabled=self.sequence_parallel, name=name, **self.options
         )
-        embedding.context_group = self.context_group
-        return embedding
+
+    def blocks(self, config: _Config, make: Callable[[_Config, int, LayerFactory], nn.Module]) -> nn.ModuleList:
+        """Make the blocks of this part, each of them compiled where blocks are."""
+        compiler = self.in_blocks.compiler
+        blocks = nn.ModuleList()
+        with made_with(self.in_blocks):
+            for layer in self.part.block_numbers(config):
+                block = make(config, layer, self)
+                if compiler is not None:
+                    compiler.add_block(block, str(layer), layer)
+                blocks.append(block)
+        return blocks
 
     def query_key_value(
         self, config: FamilyConfig, names: Sequence[str], *, bias: bool = True, transposed: bool = False
@@ -347,6 +362,10 @@ class Family(nn.Module, Generic[_Config]):
         device: device of the parameters; None: torch's default.
         dtype: dtype of the parameters; None: torch's default.
         deferred: true if the optimizer gives the parameters memory and values (`LayerOptions`).
+
+    Attributes:
+        passes_keys: true if ranks that share samples pass their keys and values round, false if they gather them.
+        is_compiled: true if the blocks are compiled.
     """
 
     def __init__(
@@ -375,10 +394,13 @@ class Family(nn.Module, Generic[_Config]):
         options["deferred"] = deferred
         self.context_group = context_group or Group()
         self.sequence_ranks = ranks.size if sequence_parallel else 1
-        factory = LayerFactory(
-            ranks, sequence_parallel, recompute, self.part, vocab_multiple, self.context_group, options
-        )
-        self.build(config, factory)
+        in_blocks = replace(execution(), context_group=self.context_group)
+        self.passes_keys = in_blocks.passes_keys
+        self.is_compiled = in_blocks.compiler is not None and in_blocks.compiler.compiles_blocks
+        factory = LayerFactory(ranks, sequence_parallel, recompute, self.part, vocab_multiple, options, in_blocks)
+        # Layers outside of blocks, such as BERT's heads, are small: they keep the dtype of their weights.
+        with made_with(replace(in_blocks, fp8=False)):
+            self.build(config, factory)
 
     def build(self, config: _Config, factory: LayerFactory) -> None:
         """Make the layers of this part, in the order of the forward pass.

@@ -34,9 +34,7 @@ class CausalLM(Family[_Config]):
         lm_head: the output head.
         rotary: the rotary tables; None with learned positions.
         window_rotary: those of blocks with a window; None: the same.
-        is_compiled: true if the blocks are compiled.
         shares_samples: true if `context_group` shares samples, as in training; false if each rank has whole ones.
-        passes_keys: true if ranks that share samples pass their keys and values round, false if they gather them.
     """
 
     layers: nn.ModuleList
@@ -44,9 +42,7 @@ class CausalLM(Family[_Config]):
     lm_head: ParallelLMHead
     rotary: Rotary | None = None
     window_rotary: Rotary | None = None
-    is_compiled: bool = False
     shares_samples: bool = True
-    passes_keys: bool = False
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         """Token ids `[S, B]` → x; without `positions_SB` the positions are 0 … S-1."""

@@ -126,7 +126,7 @@ class Llama(CausalLM[DecoderConfig]):
             self.window_rotary = Rotary(config.model_copy(update={"rope_theta": base, "rope_scaling": None}))
         if factory.has_embedding(config):
             self.embed_tokens = factory.word_embedding(config, "model.embed_tokens")
-        self.layers = nn.ModuleList(LlamaBlock(config, layer, factory) for layer in factory.part.block_numbers(config))
+        self.layers = factory.blocks(config, LlamaBlock)
         if factory.part.is_last:
             self.norm = factory.norm(config, "model.norm", RMSNorm)
             self.lm_head = factory.head(config, "lm_head", "model.embed_tokens")

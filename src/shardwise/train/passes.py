@@ -19,9 +19,8 @@ from shardwise.config import Config
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.bitwise.replicated import ReplicatedParameters
-from shardwise.layers.units import units
+from shardwise.layers.units import WeightScales, units
 from shardwise.models.blocks import gives_losses
-from shardwise.models.fp8_blocks import WeightScales
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.clock import BACKWARD, FORWARD
 from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets

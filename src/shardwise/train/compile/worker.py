@@ -27,12 +27,11 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
 from shardwise.launch.local import die_with_parent
 from shardwise.layers.linear import weights_of
+from shardwise.layers.units import WeightScales
 from shardwise.layers.weight_gradients import add_without_cast, let_products_add
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
-from shardwise.models.fp8_blocks import WeightScales
-from shardwise.train.compile.graph_facts import unit_of_layer
-from shardwise.train.compile.units import HEAD, Compilation, compile_units, products_add_in_graphs
+from shardwise.train.compile.units import HEAD, Compilation, products_add_in_graphs, unit_of_layer
 from shardwise.train.loss import MicroBatch
 
 CAPTURING = "aot_eager"
@@ -69,6 +68,10 @@ def play(
     batch = _batch(config, torch.device("cpu") if only_capture else device).part(mesh.cp)
     adds = training and products_add_in_graphs(config, device)
     with fake_tensors() if only_capture else nullcontext():
+        if only_capture:
+            settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})
+            batch = batch.empty_on(device)
+        compilation = Compilation(settings, device, config.shapes, [mesh.tp, mesh.cp], only=unit)
         model = build_model(
             config,
             mesh.tp,
@@ -77,11 +80,8 @@ def play(
             device=device,
             dtype=dtype,
             part=part,
+            compiler=compilation,
         )
-        if only_capture:
-            settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})
-            batch = batch.empty_on(device)
-        compilation = compile_units(model, settings, device, only=unit)
         if adds:
             _give_gradients(weights_of(model))
         x = _input(config, layout, device, dtype, training)
