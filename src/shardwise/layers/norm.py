@@ -6,7 +6,7 @@ the group, which its placement says, so that the optimizer sums it once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, Unpack, cast
 
@@ -114,17 +114,41 @@ def factor(weight: Tensor, *, unit_offset: bool) -> Tensor:
     return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if unit_offset else weight
 
 
-def _norm_on_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return cast(Tensor, RMSNormOnCPU.apply(x, weight, eps))  # type: ignore[no-untyped-call]
+class Sums:
+    """The sums in which a norm is computed, over its width W, and in which the gradient of its weight is."""
+
+    def over_tokens(self, terms: Tensor) -> Tensor:
+        """`[…, W]` → `[W]`."""
+        return terms.reshape(-1, terms.shape[-1]).sum(0)
+
+    def over_width(self, terms: Tensor) -> Tensor:
+        """`[…, W]` → `[…]`."""
+        return terms.sum(-1)
+
+    def of_squares(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`[…, W]` → the sums of squares over the width, `[…]` in a dtype."""
+        norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
+        return norms.square()
+
+    def products(self, terms: Tensor, weight: Tensor) -> Tensor:
+        """`[…, W]`, `[W]` → the sums of products over the width, `[…]`."""
+        return terms @ weight
+
+    def spread(self, weight: Tensor) -> Tensor:
+        """Return the weight of each element of x, where a rank's heads share weights."""
+        return weight
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, on_cpu: Callable[..., Tensor] = _norm_on_cpu) -> Tensor:
-    """Return the norm of x; `on_cpu(x, weight, eps)` computes it where torch has no kernel for it."""
+_SUMS = Sums()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, sums: Sums = _SUMS) -> Tensor:
+    """Return the norm of x; torch's own kernels have no use for `sums`."""
     if weight.dtype != x.dtype:
-        return rms_norm(x.to(weight.dtype), weight, eps, on_cpu).to(x.dtype)
+        return rms_norm(x.to(weight.dtype), weight, eps, sums).to(x.dtype)
     if has_kernel(x, weight):
         return F.rms_norm(x, weight.shape, weight, eps)
-    return on_cpu(x, weight, eps)
+    return cast(Tensor, _RMSNorm.apply(x, weight, eps, sums))  # type: ignore[no-untyped-call]
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
@@ -134,49 +158,37 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
     return x.device.type != "cpu" or torch.compiler.is_compiling() or not is_float32
 
 
-class RMSNormOnCPU(torch.autograd.Function):
+class _RMSNorm(torch.autograd.Function):
     """RMSNorm where torch has no kernel for it and would keep x and the normalised x: this keeps x and 1/rms.
 
     With r = 1 / sqrt(mean(x²) + eps) and u = x·r: dx = r·(dy·w - u·mean(dy·w·u)), dw = Σ dy·u.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, sums: Sums) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         ctx.eps = eps
+        ctx.sums = sums
         y: Tensor = (x * inverse).mul_(weight)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *rms_norm_gradients(ctx, grads[0], _over_tokens, torch.matmul), None
-
-
-def _over_tokens(terms: Tensor) -> Tensor:
-    return terms.reshape(-1, terms.shape[-1]).sum(0)
-
-
-def rms_norm_gradients(
-    ctx: Any, dy: Tensor, over_tokens: Callable[[Tensor], Tensor], times: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return dx and dw of `RMSNormOnCPU`, whose sums over tokens and over the width two functions make."""
-    x, weight, inverse = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        # This gradient is differentiated again, and the saved tensor is no function of x.
-        inverse = x.square().mean(dim=-1, keepdim=True).add(ctx.eps).rsqrt()
-    unit = x * inverse
-    dy_unit = dy * unit
-    dw = None
-    if ctx.needs_input_grad[1]:
-        dw = over_tokens(dy_unit)
-    dx = None
-    if ctx.needs_input_grad[0]:
-        # Σ dy·u·w over the width, as one product of a matrix and a vector.
-        mean = times(dy_unit, weight).div_(x.shape[-1]).unsqueeze(-1)
-        dx = (dy * weight).addcmul_(unit, mean, value=-1).mul_(inverse)
-    return dx, dw
+        x, weight, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # This gradient is differentiated again, and the saved tensor is no function of x.
+            inverse = x.square().mean(dim=-1, keepdim=True).add(ctx.eps).rsqrt()
+        dy = grads[0]
+        unit = x * inverse
+        dy_unit = dy * unit
+        dw = ctx.sums.over_tokens(dy_unit) if ctx.needs_input_grad[1] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            mean = ctx.sums.products(dy_unit, weight).div_(x.shape[-1]).unsqueeze(-1)
+            dx = (dy * weight).addcmul_(unit, mean, value=-1).mul_(inverse)
+        return dx, dw, None, None
 
 
 class LayerNorm(_Norm):
@@ -287,7 +299,9 @@ class QueryKeyNorm(placement.PlacedModule):
     def _norm_together(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         # Squares of bfloat16 are summed in float32; float64 keeps its precision.
         exact = torch.promote_types(query.dtype, torch.float32)
-        squares = [self._sum_of_squares(x, exact) for x in (query, key)]
+        query_sums = self._sums("query_weight", query)
+        key_sums = self._sums("key_weight", key)
+        squares = [query_sums.of_squares(query, exact), key_sums.of_squares(key, exact)]
         totals = collectives.reduce_from_group(torch.stack(squares), self.group)
         inverses = []
         for x, total in zip((query, key), totals, strict=True):
@@ -296,28 +310,26 @@ class QueryKeyNorm(placement.PlacedModule):
             inverses.append((total / elements + self.eps).rsqrt())
         # Each rank uses the inverse for its own heads: its gradient is summed before it is multiplied any further.
         query_inverse, key_inverse = collectives.copy_to_group(torch.stack(inverses), self.group)
-        query = self._scale(query, "query_weight", query_inverse)
-        return query, self._scale(key, "key_weight", key_inverse)
+        query = _Scale.apply(query, self.query_weight, query_inverse, query_sums)  # type: ignore[no-untyped-call]
+        key = _Scale.apply(key, self.key_weight, key_inverse, key_sums)  # type: ignore[no-untyped-call]
+        return query, key
 
-    def _sum_of_squares(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
-        return norms.square()
-
-    def _scale(self, x: Tensor, name: str, inverse: Tensor) -> Tensor:
-        """Multiply x by `inverse`, 1 / the root mean square of all heads, and by the weight of this name."""
-        return cast(Tensor, _Scale.apply(x, getattr(self, name), inverse))  # type: ignore[no-untyped-call]
+    def _sums(self, name: str, x: Tensor) -> Sums:
+        """Return the sums over all heads of x, whose weight has this name."""
+        return _SUMS
 
     def extra_repr(self) -> str:
         return f"{self.over}, {len(self.query_weight)} and {len(self.key_weight)} of {self.group}, eps={self.eps}"
 
 
 class _Scale(torch.autograd.Function):
-    """`x · inverse · weight` with x `[…, W]`, weight `[W]`, inverse `[…]` in at least float32. Only these are kept."""
+    """`x · inverse · weight` with x `[…, W]`, inverse `[…]` in at least float32. Only these are kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor, sums: Sums) -> Tensor:
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse.unsqueeze(-1)).mul_(weight).to(x.dtype)
+        ctx.sums = sums
+        return (x * inverse.unsqueeze(-1)).mul_(sums.spread(weight)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -327,10 +339,10 @@ class _Scale(torch.autograd.Function):
         dw = None
         d_inverse = None
         if ctx.needs_input_grad[1]:
-            dw = _over_tokens((dy * x).mul_(inverse.unsqueeze(-1))).to(weight.dtype)
+            dw = ctx.sums.over_tokens((dy * x).mul_(inverse.unsqueeze(-1))).to(weight.dtype)
         # `inverse` is a function of x alone: where x needs no gradient, it needs none.
         if ctx.needs_input_grad[0]:
-            scaled = dy * weight
-            d_inverse = (scaled * x).sum(-1)
+            scaled = dy * ctx.sums.spread(weight)
+            d_inverse = ctx.sums.over_width(scaled * x)
             dx = scaled.mul_(inverse.unsqueeze(-1)).to(x.dtype)
-        return dx, dw, d_inverse
+        return dx, dw, d_inverse, None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.distributed.mesh import Group
-from shardwise.layers.bitwise.products import Section, column_products, gather_and_multiply_parts, row_products
+from shardwise.layers.bitwise.products import Section, column_products, row_products
 from shardwise.layers.bitwise.replicated import apply_by_sequence_part
 from shardwise.layers.linear import RowParallelLinear, _ColumnParallel, scaling_in_training
 
@@ -34,7 +34,7 @@ class BitEqualColumnParallel(_ColumnParallel):
         if not self.group.has_parts:
             return super().project(x)
         if self._regathers(x):
-            return gather_and_multiply_parts(x, self.weight, self.bias, self._sections, self.group)
+            return column_products(x, self.weight, self.bias, self._sections, self.group, gathers=True)
         return self.multiply(self._enter(x))
 
     def _copies_of_outputs(self) -> list[int]:

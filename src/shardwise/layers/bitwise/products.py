@@ -68,28 +68,21 @@ def column_products(
     sections: Sequence[Section],
     group: Group,
     scaling: Scaling | None = None,
+    *,
+    gathers: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return the outputs of a column-parallel layer by section: x `[…, I]`, weight `[Σ rows, I]` → `[…, P·w]` each.
 
     The gradient of x is this rank's term of it, and those of rows with copies are complete. With `scaling` the operands
-    of products are rounded to fp8, and multiplied in their own dtype.
+    of products are rounded to fp8, and multiplied in their own dtype. With `gathers` x is `[S/g, …]`, which is gathered
+    in both passes, and its gradient is complete.
     """
     require_width(x, weight)
+    gathered_over = group if gathers else _ALONE
     # Gradients are switched off within the function.
+    trained = torch.is_grad_enabled()
     weight_scale = None if scaling is None else scaling.of_weight(weight)
-    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), _ALONE, scaling, weight_scale)
-    return cast(tuple[Tensor, ...], _ColumnProducts.apply(*arguments))  # type: ignore[no-untyped-call]
-
-
-def gather_and_multiply_parts(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sections: Sequence[Section], group: Group
-) -> tuple[Tensor, ...]:
-    """Return `column_products` of the gathered x `[S/g, …]`, which is gathered again in the backward pass.
-
-    The gradient of x is complete.
-    """
-    require_width(x, weight)
-    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), group, None, None)
+    arguments = (x, weight, bias, tuple(sections), group.parts, trained, gathered_over, scaling, weight_scale)
     return cast(tuple[Tensor, ...], _ColumnProducts.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
