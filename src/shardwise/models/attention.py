@@ -24,13 +24,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwise.config import FamilyConfig
 from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import has_fused_attention
+from shardwise.layers.bitwise.replicated import SequenceParts, part_views
 from shardwise.layers.context import gather_chunks
 from shardwise.layers.dropout import AnyKey, DropoutKey, Place, scaled
 from shardwise.layers.linear import LinearOptions, RowParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
-from shardwise.layers.parts import head_products
 from shardwise.layers.recompute import Recomputed, can_drop, dropping
-from shardwise.layers.replicated import SequenceParts, part_views
 from shardwise.models.blocks import ATTENTION, Context, LayerFactory
 from shardwise.models.masks import KernelMask, Mask
 from shardwise.models.rotary import rotate
@@ -53,6 +52,7 @@ class AttentionCore(nn.Module):
         self.place = Place(layer, ATTENTION, self.context_group.rank * factory.group.size + factory.group.rank)
         self.recompute = factory.recompute == "selective"
         self.group = factory.group
+        self.head_products = factory.head_products
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q `[S, B, n, d]`, k and v `[L, B, m, d]`, where m divides n and L ≥ S → `[S, B, n·d]`."""
@@ -120,7 +120,7 @@ class AttentionCore(nn.Module):
             v = v.repeat_interleave(copies, dim=1)
         # q is scaled in place of the scores, as it has fewer elements.
         scale = 1.0 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
-        scores = head_products(q * scale, k.transpose(-1, -2), self.group)
+        scores = self.head_products(q * scale, k.transpose(-1, -2))
         if mask is None and self.causal:
             length = q.shape[-2]
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril_()
@@ -130,7 +130,7 @@ class AttentionCore(nn.Module):
             scores = scores.masked_fill(~mask, float("-inf"))
         # In float32, as the fused kernels do: a sum of many bfloat16 terms would lose digits.
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        return head_products(self._drop(probabilities, key), v, self.group)
+        return self.head_products(self._drop(probabilities, key), v)
 
     def _drop(self, probabilities_BnSL: Tensor, key: AnyKey) -> Tensor:
         if key.mode == "fast":

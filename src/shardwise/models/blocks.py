@@ -23,9 +23,11 @@ from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, of_or_whole, share
 from shardwise.layers.arguments import sharing_group
+from shardwise.layers.bitwise.functions import activate_by_part, head_products
 from shardwise.layers.dropout import AnyKey, Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
 from shardwise.layers.execution import Execution, execution, made_with
+from shardwise.layers.gated import Gate, gated
 from shardwise.layers.linear import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
@@ -34,7 +36,6 @@ from shardwise.layers.linear import (
     RowParallelLinear,
 )
 from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
-from shardwise.layers.parts import activate
 from shardwise.layers.recompute import compose
 from shardwise.models.masks import Mask
 
@@ -110,6 +111,22 @@ class LayerFactory:
     def drops_cheap(self) -> bool:
         """True if results that are cheap to compute are not kept for the backward pass."""
         return self.recompute == "selective"
+
+    def activation(self, config: FamilyConfig) -> Callable[[Tensor], Tensor]:
+        """Return the activation function of a rank's part of the width."""
+        function = ACTIVATIONS[config.activation]
+        if self.group.has_parts:
+            return partial(activate_by_part, function=function, count=self.group.parts)
+        return function
+
+    def gated(self, config: FamilyConfig) -> Callable[[Tensor], Tensor] | None:
+        """Return the function of gate and up side by side; None where the gate's width decides on bits."""
+        return None if self.group.has_parts else partial(gated, act=cast(Gate, config.activation))
+
+    @property
+    def head_products(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The product of each head's matrices."""
+        return partial(head_products, count=self.group.parts) if self.group.has_parts else torch.matmul
 
     def has_embedding(self, config: FamilyConfig) -> bool:
         """Return whether this part has the word embedding, for its input or as the head's weight."""
@@ -285,7 +302,7 @@ class MLP(nn.Module):
             name=up_name,
             **options,
         )
-        self.act = ACTIVATIONS[config.activation]
+        self.act = factory.activation(config)
         # ReLU keeps its result in place of its input.
         self.drops_activated = factory.drops_cheap and config.activation != "relu"
         # Here the width is cut over the ranks, elsewhere the sequence or nothing.
@@ -310,7 +327,7 @@ class MLP(nn.Module):
         """Return `then` of the input of the second projection, `[S, B, F/g]`."""
 
         def activated(up: Tensor) -> Tensor:
-            return cast(Tensor, self.dropout(activate(self.act, up, self.up.group), context.dropout))
+            return cast(Tensor, self.dropout(self.act(up), context.dropout))
 
         return compose(then, activated, self.up(x), drops=self.drops_activated)
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import FamilyConfig
+from shardwise.layers.bitwise.replicated import SequenceParts
 from shardwise.layers.context import cuts_samples, runs_of_places
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
-from shardwise.layers.replicated import SequenceParts
 from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
 from shardwise.models.masks import AttentionMask, DocumentSizes, Mask, PiecesMask

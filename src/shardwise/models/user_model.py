@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
 from shardwise.base.user_code import RAISED, error_text, load
-from shardwise.config import Config, UserModelConfig
+from shardwise.config import BITWISE, Config, UserModelConfig
 from shardwise.config.size_rules import FP8_MULTIPLE
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group
@@ -355,7 +355,7 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
     problems = {
         f"parallel.tensor ({group.size}) needs layers of shardwise, or shardwise.make_parameter, for {{}}: nothing "
         "says which part of them a rank holds": unplaced,
-        f"train.bitwise (true) with parallel.grain ({group.grain}) needs parameters that layers of shardwise make, "
+        f"{BITWISE} (true) with parallel.grain ({group.grain}) needs parameters that layers of shardwise make, "
         "with group=group; gradients of other parameters, {}, are summed in another order at each layout: set "
         "parallel.grain=1, with which parallel.tensor is 1": unordered,
         f"parallel.tensor ({group.size}) needs group=group, which the constructor is given, in the layers of {{}}: "

@@ -80,7 +80,7 @@ def build_trainer(
         DataError: the data hold less than one sample.
     """
     layout = layout or check_layout(config, mesh.world.size)
-    if config.train.bitwise:
+    if config.is_bit_equal:
         devices.add_in_one_order(mesh.device, config.train.threads)
     precision = config.precision.resolved(mesh.device.type != "cpu")
     feed = Feed.open(config, mesh, data, sets)

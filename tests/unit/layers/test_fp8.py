@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwise.distributed.mesh import Group
 from shardwise.layers import fp8
+from shardwise.layers.bitwise.products import Section, column_products, row_products
 from shardwise.layers.execution import Execution, made_with
 from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, fp8_linear, rounded
 from shardwise.layers.linear import (
@@ -17,7 +18,6 @@ from shardwise.layers.linear import (
     LinearOptions,
     RowParallelLinear,
 )
-from shardwise.layers.parts import Section, column_products, row_products
 from shardwise.layers.weight_gradients import add_without_cast, graph_gradients, let_products_add
 from tests.unit.layers.groups import pretend_group
 

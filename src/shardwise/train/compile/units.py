@@ -217,7 +217,7 @@ def products_add(config: Config, device: torch.device) -> bool:
     gradients of weights, as split backward passes do.
     """
     precision = config.precision.resolved(device.type != "cpu")
-    is_plain = config.shapes is None or config.train.bitwise or precision.gradient != "float32"
+    is_plain = config.shapes is None or config.is_bit_equal or precision.gradient != "float32"
     return not is_plain and devices.adds_products(device)
 
 

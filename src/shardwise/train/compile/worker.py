@@ -56,7 +56,7 @@ def play(
     config: Config, layout: Layout, device: torch.device, unit: str, *, training: bool, only_capture: bool
 ) -> Compilation:
     """Run one unit of the model on a micro-batch, so that its graph is captured; its name and mode choose the graph."""
-    if config.train.bitwise and device.type != "cpu":
+    if config.is_bit_equal and device.type != "cpu":
         devices.add_in_one_order(device, config.train.threads)
     mesh = Mesh(**config.parallel.degrees, device=device, grains=config.grains)
     # On CPU the ranks that will run the graph use gloo, where a group scatters by an all-to-all (`Group`).
