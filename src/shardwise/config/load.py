@@ -143,9 +143,9 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
         # pydantic has an error for each type of a union, and these may read the same.
         raise ConfigError(list(dict.fromkeys(all_problems)))
     config.came_from_tokens(token_counts)
-    if config.shapes is not None:
+    if not config.model.is_own:
         names = [path.split(".")[1] for path in typed if path.startswith("model.")]
-        config.shapes.came_from(Origin(file, from_file, frozenset(_canonical(family, name) for name in names)))
+        config.model.came_from(Origin(file, from_file, frozenset(_canonical(family, name) for name in names)))
     return config
 
 
