@@ -16,7 +16,6 @@ from shardwise.config.data import MixedSource
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES, UserModelConfig
 from shardwise.config.run_config import Config
-from shardwise.config.suggestions import reason_without_key, section_suggestion, suggestions
 from shardwise.config.token_counts import counts_steps
 
 
@@ -118,6 +117,9 @@ def _list_rule(field: FieldInfo) -> str:
 
 def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo], *, is_own_model: bool) -> list[str]:
     """The messages for an unknown key; those of an unknown section are about its keys, unless its name is a slip."""
+    # Reads the names of other programs from a file.
+    from shardwise.config.suggestions import reason_without_key, section_suggestion, suggestions
+
     if is_own_model:
         # Its class has keys of its own, and those that other models have are no advice.
         keys = {key: field for key, field in keys.items() if not key.startswith("model.")}
