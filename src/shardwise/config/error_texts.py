@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.config.base_section import PROBLEMS, Section, as_given
+from shardwise.config.base_section import PROBLEMS, Section
 from shardwise.config.data import MixedSource
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES, UserModelConfig
@@ -61,7 +61,7 @@ def error_texts(details: Any, family: str = "") -> list[str]:
     rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)
     if kind == "int_type" and isinstance(value, str) and counts_steps(Config, location):
         rule = "must be a whole number of steps, or tokens such as 20B, 500M or 1.5T"
-    shown = f" ({as_given(value)!r})" if not isinstance(value, (dict, list)) else ""
+    shown = f" ({value!r})" if not isinstance(value, (dict, list)) else ""
     return [f"{path}{shown} {rule or 'is not valid: ' + details['msg']}"]
 
 
@@ -70,6 +70,7 @@ _RULES = {
     "string_type": "must be text; put it in quotes",
     "path_type": "must be a path",
     "string_too_short": "must not be empty; null leaves it unset",
+    "string_unicode": "must be UTF-8: rename what it names",
     "string_pattern_mismatch": "must read package.module:Class",
     "finite_number": "must be a finite number",
     "model_type": "must be a mapping of keys",
