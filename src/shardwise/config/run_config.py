@@ -139,9 +139,8 @@ class Config(Section):
     @property
     def known_shapes(self) -> FamilyConfig:
         """The model's configuration of a family, after a rule has refused classes of the user's."""
-        shapes = self.shapes
-        assert shapes is not None, "the shapes of a class of the user's are not known"
-        return shapes
+        assert not self.model.is_own, "the shapes of a class of the user's are not known"
+        return self.model
 
     @property
     def is_bit_equal(self) -> bool:
@@ -205,9 +204,9 @@ class Config(Section):
     def companions(self) -> str | None:
         """The place that `checkpoint.companions` names, else that of `model.config`, unless weights are loaded."""
         checkpoint = self.checkpoint
-        if checkpoint.companions is not None or checkpoint.load is not None or self.shapes is None:
+        if checkpoint.companions is not None or checkpoint.load is not None:
             return checkpoint.companions
-        return self.shapes.origin.file
+        return self.model.origin.file
 
     def with_batch_for(self, ranks: int) -> Config:
         """This configuration with the global batch that its rule gives for a number of ranks.

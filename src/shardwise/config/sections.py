@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise.base.mesh_axes import keys_text
 from shardwise.base.redaction import has_query, redacted
-from shardwise.config.base_section import Section, as_given, reject, utf8_text
+from shardwise.config.base_section import Section, reject
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 from shardwise.config.token_counts import step_field
 
@@ -472,16 +472,6 @@ class LogConfig(Section):
         examples=[[0], [0, 8]],
         description="the ranks that `log.profile` traces; null = all",
     )
-
-    @field_validator("sample_prompt")
-    @classmethod
-    def _sample_prompt_is_text(cls, value: str | None) -> str | None:
-        text = as_given(value)
-        try:
-            return text and utf8_text(text)
-        except UnicodeError:
-            reject([f"log.sample_prompt ({text!r}) must be UTF-8, and a part of it is not"])
-            raise
 
     @field_validator("profile", mode="before")
     @classmethod

@@ -200,20 +200,19 @@ def _model(run: Config, begin: int, sizes: dict[str, Any]) -> ModelConfig:
     if not changes:
         return run.model
     place = f"the stage of data.stages at {begin:,}"
-    shapes = run.shapes
-    fields = {} if shapes is None else type(shapes).model_fields
-    missing = [key for key in changes if key not in fields]
-    if shapes is None or missing:
+    before = run.model
+    missing = [key for key in changes if key not in type(before).model_fields]
+    if before.is_own or missing:
         raise ConfigError(
             f"{place}: {(missing or [*changes])[0]} must be left out with model.family {run.model.family}, which has "
             "no such key"
         )
     try:
-        model = type(shapes).model_validate(shapes.model_dump() | changes)
+        model = type(before).model_validate(before.model_dump() | changes)
     except ValidationError as error:
         problems = refusal(error, "model", run.model.family).problems
         raise ConfigError([f"{place}: {problem}" for problem in problems]) from None
-    model.came_from(shapes.origin)
+    model.came_from(before.origin)
     return model
 
 
