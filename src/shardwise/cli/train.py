@@ -159,10 +159,7 @@ def _complete_recipe(arguments: argparse.Namespace) -> None:
         arguments.overrides.insert(0, recipe)
         recipe = None
     if recipe is None and run_path is None:
-        # Costly to import, for a mistake alone.
-        from shardwise.cli.wrong_arguments import missing_arguments
-
-        raise ConfigError(missing_arguments("shardwise train", ["RECIPE"]))
+        raise ConfigError("missing RECIPE, e.g. `shardwise train llama2-tiny` (list: `shardwise recipes`)")
     if recipe is None and run_path is not None:
         recorded = RunDirectory(run_path).config
         if not recorded.is_file():
