@@ -12,7 +12,7 @@ TEXT = "".join(f"Line {n}: the {w} of {n * 7} keys — naïve, 键.\n" for n, w 
 
 
 @pytest.mark.slow
-def test_a_folder_with_packed_lines_and_parquet_is_trained_on(tmp_path: Path) -> None:
+def test_the_text_page_runs(tmp_path: Path) -> None:
     """docs/data.md, "Text files"."""
     _, (trained,) = run_section("Text files", tmp_path)
     assert "data: texts: " in trained.out

@@ -48,7 +48,7 @@ ELSEWHERE = {
     (
         "docs/data-formats.md",
         "Text files",
-    ): "tests/e2e/test_choices.py::test_a_folder_with_packed_lines_and_parquet_is_trained_on",
+    ): "tests/e2e/test_choices.py::test_the_text_page_runs",
     ("docs/data-formats.md", "Hugging Face datasets"): "tests/e2e/test_datasets.py::test_the_page_runs",
     ("docs/data-formats.md", "Streams"): "tests/e2e/test_streaming.py::test_the_page_runs_and_goes_on",
     (

