@@ -91,7 +91,9 @@ def verified(*layouts: str, failing: int = 0) -> Verified:
 
 @pytest.mark.parametrize("layouts", [(), ("all",)])
 @pytest.mark.parametrize("failing", [0, 2])
-def test_the_table_has_a_row_of_each_layout(layouts: tuple[str, ...], failing: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_row_of_each_layout(
+    layouts: tuple[str, ...], failing: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     verified(*layouts, failing=failing).show()
     lines = capsys.readouterr().out.splitlines()
     table = lines[next(number for number, line in enumerate(lines) if line.lstrip().startswith("TP  ")) :]
