@@ -24,6 +24,7 @@ from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
 from shardwise.cli import output
+from shardwise.cli.arguments import add_overrides
 from shardwise.config import (
     Config,
     Layout,
@@ -59,9 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a shipped recipe's name, or a YAML file (default: the configuration of the run in --run-dir)",
     )
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as train.steps=100"
-    )
+    add_overrides(parser, "train.steps=100")
     parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
     parser.add_argument(
         "--run-dir",

@@ -27,6 +27,7 @@ from typing import Any
 from shardwise.base import hardware, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
+from shardwise.cli.arguments import add_json, add_overrides, add_recipe, count
 from shardwise.config import Config, load_config, recipe_name
 from shardwise.launch.environment import joined
 from shardwise.launch.local import EndedError
@@ -37,10 +38,8 @@ _CPU_RANKS = 4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as precision.mode=float32"
-    )
+    add_recipe(parser)
+    add_overrides(parser, "precision.mode=float32")
     parser.add_argument(
         "--layouts",
         metavar="KEY=VALUE",
@@ -58,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc",
         metavar="N",
-        type=int,
+        type=count,
         help=f"ranks of each layout (default: one per accelerator, and {_CPU_RANKS} on CPU)",
     )
     parser.add_argument(
@@ -74,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="train with train.bitwise: losses, gradient norms, weights and optimizer state must be equal to the last "
         "bit",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -115,8 +114,6 @@ def _devices(named: Sequence[str] | None, nproc: int | None) -> dict[str, int]:
     kind, count = hardware.accelerators()
     if named is not None and "accelerator" in named and not count:
         raise ConfigError("--devices accelerator: there is none on this machine that torch can use; leave it out")
-    if nproc is not None and nproc < 1:
-        raise ConfigError(f"--nproc ({nproc}) must be at least 1")
     # By default every device of this machine takes part: the contract holds across devices too.
     kinds = named if named is not None else ("cpu", "accelerator") if count else ("cpu",)
     if nproc is not None and "accelerator" in kinds and nproc > count:

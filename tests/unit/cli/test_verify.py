@@ -27,7 +27,7 @@ def _nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     [
         (["llama2-tni"], "unknown recipe 'llama2-tni': did you mean llama2-tiny?"),
         (["llama2-tiny", "--steps", "1"], "--steps (1) must be at least 2: one before the checkpoint, one after it"),
-        (["llama2-tiny", "--nproc", "0"], "--nproc (0) must be at least 1"),
+        (["llama2-tiny", "--nproc", "0"], "argument --nproc: 0 must be a whole number of at least 1"),
         (["llama2-tiny", "--devices", "accelerator"], "--devices accelerator: there is none on this machine"),
         (["llama2-tiny", "--devices", "gpu"], "argument --devices: invalid choice: 'gpu'"),
         (["llama2-tiny", "--layouts", "parallel.tensor=3"], "no layout of 4 ranks is chosen by --layouts: "),
