@@ -167,7 +167,6 @@ def test_how_many_checkpoints_time_makes_is_not_known() -> None:
     [
         ({}, "every 30 minutes and after the last step"),
         ({"every": 1000}, "every 1,000 steps, every 30 minutes and after the last step"),
-        ({"every": 1, "every_minutes": None}, "every 1 step and after the last step"),
         (
             {"every_minutes": None, "memory_every": 5},
             "after the last step; copies in memory every 5 steps",
