@@ -28,7 +28,7 @@ from shardwise.base import hardware, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
 from shardwise.cli.arguments import add_json, add_overrides, add_recipe, count
-from shardwise.config import Config, load_config, recipe_name
+from shardwise.config import BITWISE, Config, load_config, recipe_name
 from shardwise.launch.environment import joined
 from shardwise.launch.local import EndedError
 from shardwise.verify import layouts, miniature, verification
@@ -70,8 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bits",
         action="store_true",
-        help="train with train.bitwise: losses, gradient norms, weights and optimizer state must be equal to the last "
-        "bit",
+        help=f"train with {BITWISE}: losses, gradient norms, weights and optimizer state must be equal to the last bit",
     )
     add_json(parser)
 
@@ -233,7 +232,7 @@ class Verified:
         if config.shapes is None:
             text = f"{self.name}, as it is: shardwise does not know how to shrink {config.model.family}"
             fields[0] = ("model", text)
-        if train.bitwise:
+        if config.is_bit_equal:
             text = f"gradient norms, weights and optimizer state after steps {middle} and {train.steps}: equal"
             fields.append(("state", text))
         if not tolerance.is_of_float32:
