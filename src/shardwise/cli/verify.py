@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 2:
         raise ConfigError(f"--steps ({arguments.steps}) must be at least 2: one before the checkpoint, one after it")
     recipe = load_config(arguments.recipe, arguments.overrides)
-    if recipe.shapes is None:
+    if recipe.model.is_own:
         from shardwise.models.user_model import check_user_model
 
         check_user_model(recipe)
@@ -229,7 +229,7 @@ class Verified:
                 f"losses after step {middle}, from the checkpoint of the layout above: {_within(tolerance.losses)}",
             ),
         ]
-        if config.shapes is None:
+        if config.model.is_own:
             text = f"{self.name}, as it is: shardwise does not know how to shrink {config.model.family}"
             fields[0] = ("model", text)
         if config.is_bit_equal:
@@ -253,7 +253,7 @@ class Verified:
                 output.prose(f"  {line}")
             output.line()
         bound = Tolerance.of(self.config).gradients
-        if self.config.shapes is None and any(
+        if self.config.model.is_own and any(
             outcome.cell.tensor == 1 and outcome.differences is not None and not outcome.differences.gradients <= bound
             for outcome in broken
         ):
