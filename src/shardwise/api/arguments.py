@@ -21,13 +21,13 @@ def config_problems(config: object) -> list[str]:
     return [f"config ({shown_value(config)}) must be a shardwise.Config, as shardwise.load_recipe(RECIPE) returns it"]
 
 
-def require_path(name: str, value: str | os.PathLike[str], requirement: str = "a path or a URL") -> str:
+def require_path(name: str, value: object, requirement: str = "a path or a URL") -> str:
     """The path or URL that an argument names; `requirement`: what it must be.
 
     Raises:
         ConfigError: it is neither.
     """
-    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    path: object = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if isinstance(path, str) and path.strip() and "\0" not in path:
         return path
     raise ConfigError(f"{name} ({shown_value(value)}) must be {requirement}")

@@ -36,11 +36,14 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
         ConfigError: an argument is wrong, there is no such device, or the model is one of your own, whose shapes are
             not known.
     """
+    # Programs give values of any type.
+    name: Any = device
+    keys: Any = fixed
     problems = config_problems(config)
-    if not isinstance(device, str):
+    if not isinstance(name, str):
         problems.append(f"device ({device!r}) must be the name of a device, such as 'h100:8', or of a YAML file")
     problems += count_problems({"nodes": nodes, "best": best})
-    if isinstance(fixed, str) or not isinstance(fixed, Collection):
+    if isinstance(keys, str) or not isinstance(keys, Collection):
         problems.append(f"fixed ({fixed!r}) must be a list of keys, such as ['parallel.tensor']")
     else:
         problems += [

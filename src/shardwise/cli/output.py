@@ -100,9 +100,10 @@ def _narrow_table(
         grid.add_column(justify="right" if i in right else "left", no_wrap=i != widest, overflow="fold")
     for row in cells:
         grid.add_row(*map(Text, row))
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    drawn = io.StringIO()
+    console = Console(file=drawn, width=width, color_system=None)
     console.print(Padding(grid, (0, 0, 0, indent)))
-    for line in console.file.getvalue().splitlines():
+    for line in drawn.getvalue().splitlines():
         raw(line.rstrip())
 
 

@@ -196,7 +196,7 @@ def _check_user_code(config: Config) -> None:
     Raises:
         ConfigError: it cannot be imported, or not be called as it will be.
     """
-    if config.shapes is None:
+    if config.model.is_own:
         from shardwise.models.user_model import check_user_model
 
         check_user_model(config)

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 2:
         raise ConfigError(f"--steps ({arguments.steps}) must be at least 2: one before the checkpoint, one after it")
     recipe = load_config(arguments.recipe, arguments.overrides)
-    if recipe.shapes is None:
+    if recipe.model.is_own:
         from shardwise.models.user_model import check_user_model
 
         check_user_model(recipe)
@@ -286,7 +286,7 @@ def _sizes(config: Config) -> str:
 def _show_table(outcomes: Sequence[verification.CellOutcome]) -> None:
     """A row for each layout. Settings that all layouts share stand above; a mark is before those that are broken."""
     cells = [outcome.cell for outcome in outcomes]
-    columns = {
+    columns: dict[str, Sequence[str]] = {
         "": ["✗" if outcome.problems else "" for outcome in outcomes],
         "TP": [f"{cell.tensor}{' SP' if cell.sequence else ''}" for cell in cells],
         "CP": [str(cell.context) for cell in cells],
@@ -304,7 +304,7 @@ def _show_table(outcomes: Sequence[verification.CellOutcome]) -> None:
             del columns[head]
             for value in shared:
                 output.line(f"{head} {value}")
-    numbers = {
+    numbers: dict[str, Sequence[str]] = {
         "weights": [_number(outcome, "weights") for outcome in outcomes],
         "loss": [_number(outcome, "losses") for outcome in outcomes],
         "grad": [_number(outcome, "gradients") for outcome in outcomes],

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 import psutil
-import torch
 
 from shardwise.base.files import open_plain
 from shardwise.base.hardware import cpu_count
 from shardwise.base.parsing import record_of
 from shardwise.config import Layout
+from shardwise.distributed import devices
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import JsonLines, RunDirectory, now
 from shardwise.train.step_record import StepRecord
@@ -86,7 +86,7 @@ class RankFile:
             facts |= {"split_seconds": dict(record.split), "work_seconds": record.work_seconds}
         if record.memory:
             facts["memory_in_use_bytes"] = sum(record.memory.values())
-        if (utilization := _device_utilization()) is not None:
+        if (utilization := devices.utilization()) is not None:
             facts["device_utilization"] = utilization
         if _local_rank() == 0:
             memory = psutil.virtual_memory()
@@ -116,14 +116,6 @@ def process_seconds() -> float:
     """Seconds since this process began."""
     # By the clock of the machine, as the system records it: Python's own counters begin after its imports.
     return time.time() - psutil.Process().create_time()
-
-
-def _device_utilization() -> float | None:
-    """The use of this rank's GPU, 0 to 1; None where no library tells it."""
-    try:
-        return torch.cuda.utilization() / 100
-    except Exception:  # noqa: BLE001  no library, no driver, or a device that NVML does not see
-        return None
 
 
 def _local_rank() -> int:

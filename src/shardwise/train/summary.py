@@ -139,7 +139,7 @@ def start_rows(
     dtypes = "".join(f", {role} {dtype}" for role, dtype in roles.items() if dtype != precision.parameter)
     parts = ", ".join(f"{name} {units.size(size)}" for name, size in memory.items() if size)
     known = f"{summary.memory_text(sum(memory.values()))}: {parts}"
-    if config.shapes is None:
+    if config.model.is_own:
         known = f"{parts} on each rank; activations are not known for a model of your own"
     return [
         ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),
