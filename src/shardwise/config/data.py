@@ -19,6 +19,9 @@ SHUFFLE_BUFFER = 10_000
 """Default of `data.shuffle_buffer`; another value without a stream is refused."""
 CHAT = "chat"
 """The value of `data.format` for conversations, and of `data.dataset` for those of this package."""
+DataFormatName = Literal["auto", "text", "jsonl", "parquet", "megatron", "hdf5", "datasets", "chat"]
+"""The values of `data.format`; of each but auto, jsonl and parquet there is a module in `shardwise.data.formats`, and
+auto looks for them in this order."""
 BEST_FIT = "best_fit"
 """The value of `data.packing` for samples of whole documents."""
 _PACKED_DEFAULTS = {"reset_position_ids": True, "reset_attention_mask": True}
@@ -87,7 +90,7 @@ class SourceConfig(Section):
         strict=False,
         description="weights and prefixes of several Megatron data sets, alternating: [0.7, PREFIX, 0.3, PREFIX2]",
     )
-    format: Literal["auto", "text", "jsonl", "parquet", "datasets", "megatron", "hdf5", "chat"] = Field(
+    format: DataFormatName = Field(
         default="auto",
         description="the format of path; chat = conversations in JSON lines or parquet, with their answers as "
         "targets; "
