@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import ConfigError, DataError, listing, see
+from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache, hub
@@ -34,7 +34,7 @@ from shardwise.data.samples.conversations import ConversationBatches, Conversati
 from shardwise.data.split import describe_sizes, plan_split
 from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
 from shardwise.data.tokens.encoding import group_by_size, token_writers
-from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer, user_tokenizer_digest
+from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 _RULE = 2
 """Belongs to the key of every cache entry: raise it when a built-in template or the places of answers change."""
@@ -95,16 +95,14 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
         scan = _scan(source, announce)
         content = scan.content
         cache.remember_content(root, known, content)
-    key = cache.entry_key(root, _key(content, request, request.data.tokenizer))
-    entry = cache.open_or_build_tokens(
+    entry = common.open_text_tokens(
         root,
-        key,
+        lambda tokenizer: _key(content, request, tokenizer),
+        request.data.tokenizer,
         lambda folder: _build(folder, source, scan or _scan(source), request, announce),
-        f"{source.name}: once",
+        source.name,
         announce,
     )
-    # A run that continues, and an evaluation, name the tokenizer in the checkpoints, which is that of the entry.
-    cache.remember_same_tokens(root, key, _key(content, request, str(entry.tokenizer_path)))
     return _prepared(entry, source, request, any_size)
 
 
@@ -120,7 +118,7 @@ def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
             "chat": _RULE,
             "content": content,
             "split": weights[1] / sum(weights),
-            "tokenizer": "byte-level BPE" if tokenizer is None else user_tokenizer_digest(tokenizer),
+            "tokenizer": common.tokenizer_key(tokenizer),
             "vocab_size": request.vocab_size,
         }
     )
@@ -230,10 +228,7 @@ def _build(
     unread: dict[str, bool] = {}
     chats = _noting_unread(digest.watch(_conversations(source)), template, unread)
     parts = _encode(chats, is_held_out, template, folder)
-    if digest.hexdigest() != scan.content:
-        raise DataError(
-            f"{source.name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
-        )
+    common.require_unchanged(source.name, digest.hexdigest(), scan.content)
     rewritten = sum(facts["answers_left_out"] for facts in parts.values())
     if rewritten and announce is not None:
         announce(f"warning: {counted(rewritten, 'answer')} of {source.name} not learned: {_REWRITTEN}")

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from shardwise.base.errors import DataError
+from shardwise.base.errors import DataError, see
 from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
@@ -317,3 +318,38 @@ def entry_problems(request: DataRequest, entry: cache.CacheEntry, name: str, par
         sentences = entry.sentences(part) if request.in_pairs else None
         problems += shortage(request, part, name, entry.manifest[part]["tokens"], sentences)
     return problems
+
+
+def open_text_tokens(
+    root: Path,
+    key_with: Callable[[str | None], str],
+    tokenizer: str | None,
+    build: Callable[[Path], Mapping[str, Any]],
+    name: str,
+    announce: Announce,
+) -> cache.CacheEntry:
+    """The entry with the tokens of a text, built if the cache `root` has none.
+
+    Args:
+        key_with: function that returns the key of the text and a tokenizer, which is None if one is trained on it.
+        tokenizer: tokenizer that the user names, or None.
+        build: function that fills a folder, see `cache.open_or_build`.
+    """
+    key = cache.entry_key(root, key_with(tokenizer))
+    entry = cache.open_or_build_tokens(root, key, build, f"{name}: once", announce)
+    # A run that continues, and an evaluation, name the tokenizer in the checkpoints, which is that of the entry.
+    cache.remember_same_tokens(root, key, key_with(str(entry.tokenizer_path)))
+    return entry
+
+
+def tokenizer_key(tokenizer: str | None) -> str:
+    """The part of a cache key that says which tokenizer makes the tokens; None: one that is trained on the text."""
+    return "byte-level BPE" if tokenizer is None else user_tokenizer_digest(tokenizer)
+
+
+def require_unchanged(name: str, digest: str, content: str) -> None:
+    """Raises DataError if a text has another digest than when it was read first."""
+    if digest != content:
+        raise DataError(
+            f"{name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
+        )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import DataError, listing, see
+from shardwise.base.errors import DataError, listing
 from shardwise.base.files import cache_root
 from shardwise.base.units import count, counted, size
 from shardwise.config import DataConfig
@@ -44,7 +44,6 @@ from shardwise.data.tokens.tokenizer import (
     Tokenizer,
     keep_user_tokenizer,
     train_tokenizer,
-    user_tokenizer_digest,
 )
 
 # Characters that a tokenizer is trained on: more text changes the merges of a small vocabulary little and costs memory
@@ -76,16 +75,14 @@ def open_data(
     """Opens `source`, or the text of `request`, tokenizing it first if the cache `root` has no tokens of it."""
     source = source or open_source(request.data)
     content, scan = _content(root, source, announce)
-    key = cache.entry_key(root, _key(content, request, request.data.tokenizer))
-    entry = cache.open_or_build_tokens(
+    entry = common.open_text_tokens(
         root,
-        key,
+        lambda tokenizer: _key(content, request, tokenizer),
+        request.data.tokenizer,
         lambda folder: _build(folder, source, scan or _scan(source), request, announce),
-        f"{source.name}: once",
+        source.name,
         announce,
     )
-    # A run that continues, and an evaluation, name the tokenizer in the checkpoints, which is that of the entry.
-    cache.remember_same_tokens(root, key, _key(content, request, str(entry.tokenizer_path)))
     return packed.packed_text(request, root, _prepared(entry, source, request, any_size), announce)
 
 
@@ -145,7 +142,7 @@ def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
     described: dict[str, Any] = {
         "content": content,
         "split": list(request.data.split_names) or weights[1] / sum(weights),
-        "tokenizer": "byte-level BPE" if tokenizer is None else user_tokenizer_digest(tokenizer),
+        "tokenizer": common.tokenizer_key(tokenizer),
         "vocab_size": request.vocab_size,
         **request.data.chosen_marks,
     }
@@ -174,10 +171,7 @@ def _build(
     else:
         parts = encode_documents(pieces, tokenizer, common.document_marks(request.data, tokenizer), folder)
     # The text was read twice: to find its content and lengths, and to encode it.
-    if digest.hexdigest() != scan.content:
-        raise DataError(
-            f"{source.name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
-        )
+    common.require_unchanged(source.name, digest.hexdigest(), scan.content)
     digests = [scan.content]
     for part, facts in parts.items():
         if part == "test" and not request.data.split_names:
