@@ -362,15 +362,15 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
     ):
         from shardwise.data.held_out import BUILT_IN, held_out_text
 
-        rows.append(("held out", held_out_text(config, BUILT_IN)))
+        rows.append(("held out", held_out_text(config.data, config.train, BUILT_IN)))
     else:
-        from shardwise.data import open_data
+        from shardwise.data.describe import glance
 
-        glance = open_data.glance(config)
-        rows += glance.rows
-        problems.texts = [*glance.problems, *problems.texts]
+        glanced = glance(config)
+        rows += glanced.rows
+        problems.texts = [*glanced.problems, *problems.texts]
     if config.evaluation.sets:
-        from shardwise.data.evaluation_sets import glance_at_sets
+        from shardwise.data.describe import glance_at_sets
 
         sets = glance_at_sets(config)
         rows += sets.rows

@@ -33,7 +33,7 @@ from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
 from shardwise.data.reading.content import first_line, optional_library, readable
-from shardwise.data.samples.order import IntArray
+from shardwise.data.rows import IntArray
 
 KEYS = {
     "input_ids": "NS",

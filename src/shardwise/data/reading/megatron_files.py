@@ -36,8 +36,7 @@ from shardwise.base.files import reason_of, sync_folder, to_disk, user_path
 from shardwise.data.cache import spread_digest
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.raw_tokens import way_to_read
-from shardwise.data.samples.order import IntArray
-from shardwise.data.samples.sentences import Sentences
+from shardwise.data.rows import IntArray, Sentences
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError
-
-IntArray = npt.NDArray[np.int64]
+from shardwise.data.rows import IntArray
 
 # Four rounds of random functions make a permutation that nobody can tell from a random one (Luby and Rackoff 1988,
 # "How to construct pseudorandom permutations"). That holds for wide halves; those of small data have a few bits, so

@@ -21,7 +21,7 @@ from jinja2.exceptions import TemplateError
 from shardwise.base.errors import DataError
 from shardwise.base.user_code import RAISED
 from shardwise.data.reading.conversations import ASSISTANT, Conversation, Message, text_of
-from shardwise.data.samples.order import IntArray
+from shardwise.data.rows import IntArray
 from shardwise.data.tokens.template_sandbox import BEGIN, END, SandboxedTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.tokenizer_files import (
