@@ -132,7 +132,7 @@ class Passes:
 
         A model of the user's own may read a parameter wherever it likes: its gathers end with the step.
         """
-        if self._mesh.device.type == "cpu" or self._config.shapes is None:
+        if self._mesh.device.type == "cpu" or self._config.model.is_own:
             return nullcontext()
         return self._optimizer.gathers.behind_forward(units(self._model), self._optimizer.buckets)
 
