@@ -60,7 +60,7 @@ class Passes:
         self._clock = meters.clock
         self._sources = meters.sources
         self._replicated: dict[nn.Module, ReplicatedParameters] = defaultdict(ReplicatedParameters)
-        self._weight_scales = WeightScales(model)
+        self._weight_scales = WeightScales(model) if config.precision.matmul is not None else None
         self._groups = config.train.groups_apart(mesh.dp.size)
 
     def run(self, micro_batches: list[MicroBatch], step: int, *, last: bool = True) -> Tensor:
@@ -99,7 +99,7 @@ class Passes:
             if ends_group(number):
                 self._optimizer.end_group(leaves)
 
-        with self._weight_scales.kept():
+        with nullcontext() if self._weight_scales is None else self._weight_scales.kept():
             if self._pipeline is not None:
                 # Schedules that split the backward pass fire no hooks: the pipeline says which gradients are complete.
                 if self._config.splits_backward:
