@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 
@@ -347,7 +347,7 @@ def instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
     Raises:
         ValueError: a field is missing, or has another type than the class says.
     """
-    read: _T = _adapter(cls).validate_json(json.dumps(record), strict=True)
+    read: _T = _adapter(cast(Any, cls)).validate_json(json.dumps(record), strict=True)
     return read
 
 

@@ -22,11 +22,6 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 
 
-def cuts_samples(group: Group) -> bool:
-    """Return whether ranks of a group, or the parts of one rank, have a part of each sample."""
-    return group.size * group.parts > 1
-
-
 def runs_of_places(length: int, rank: int, ranks: int, parts: int = 1) -> tuple[range, ...]:
     """Return the places in the sequence of a rank's chunks, which have `length` tokens in all, two for each part."""
     size = length // (2 * parts)

@@ -66,9 +66,9 @@ def build_model(
         loss=loss,
         compiler=compiler,
     )
-    model = config.shapes
+    model = config.model
     with made_with(chosen):
-        if model is None:
+        if model.is_own:
             return build_user_model(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
         make = next(module for record, module in _ARCHITECTURES.items() if isinstance(model, record))
         return make(

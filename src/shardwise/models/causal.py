@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.config import FamilyConfig
 from shardwise.layers.bitwise.replicated import SequenceParts
-from shardwise.layers.context import cuts_samples, runs_of_places
+from shardwise.layers.context import runs_of_places
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.models.attention_pieces import define_attention_by_pieces
@@ -77,10 +77,10 @@ class CausalLM(Family[_Config]):
             ValueError: the cache has no room, or its keys are stale in the longer sequence (`outdates`).
         """
         known = 0 if cache is None else cache.length
-        if self.outdates(known, known + len(ids_SB)):
+        if known and self.outdates(known, known + len(ids_SB)):
             raise ValueError(f"the {known} tokens of the cache must be read again with those that follow")
         length = known + len(ids_SB)
-        is_cut = self.shares_samples and cuts_samples(self.context_group)
+        is_cut = self._cuts_samples
         runs: tuple[range, ...] = (range(known, length),)
         if is_cut:
             group = self.context_group
@@ -121,6 +121,11 @@ class CausalLM(Family[_Config]):
         return replace(key, places_S=by_part.transpose(0, 1).flatten())
 
     @property
+    def _cuts_samples(self) -> bool:
+        """True if this rank, or each part of its tokens, has a part of each sample."""
+        return self.shares_samples and self.context_group.size * self.context_group.parts > 1
+
+    @property
     def _windows(self) -> set[int | None]:
         """The windows of the blocks; None for those without."""
         return {self.config.window(number) for number in self.part.block_numbers(self.config)}
@@ -150,8 +155,7 @@ class CausalLM(Family[_Config]):
         Where keys come rank by rank, there is one mask for those of each rank.
         """
         cache = context.cache
-        comes_by_rank = self.passes_keys and self.shares_samples and cuts_samples(self.context_group)
-        ranks = self.context_group.size if comes_by_rank else 1
+        ranks = self.context_group.size if self.passes_keys and self._cuts_samples else 1
         masks: dict[int | None, Mask | None] = {}
         for window in self._windows:
             forgotten = 0 if cache is None else cache.length - cache.seen(window)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from shardwise.config import FamilyConfig, ModelConfig, Recompute, shapes_of
+from shardwise.config import FamilyConfig, ModelConfig, Recompute
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Stage
 from shardwise.layers.chunks import vocabulary_rows
@@ -114,10 +114,9 @@ def local_parameter_count(
     Returns:
         The number; None for a class of the user's.
     """
-    shapes = shapes_of(model)
-    if shapes is None:
+    if model.is_own:
         return None
-    return _element_count(shapes, tensor, vocab_multiple, None if stages is None else tuple(stages), block_matrices)
+    return _element_count(model, tensor, vocab_multiple, None if stages is None else tuple(stages), block_matrices)
 
 
 # The planner asks for the same stages in thousands of layouts.
@@ -171,10 +170,9 @@ def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Co
 
 def canonical_tensor_count(model: ModelConfig) -> int | None:
     """Return the number of tensors in Hugging Face's files; a tied one counts once. None for a class of the user's."""
-    shapes = shapes_of(model)
-    if shapes is None:
+    if model.is_own:
         return None
-    return sum(parameter.tensors for parameter in local_parameters(shapes, 1))
+    return sum(parameter.tensors for parameter in local_parameters(model, 1))
 
 
 def local_parameters(
@@ -410,11 +408,10 @@ def flops_per_token(
         count_masked: leave the halving out. That is the convention of PaLM (arXiv:2204.02311, appendix B) and of most
             published figures; it reports a higher utilisation for the same speed.
     """
-    shapes = shapes_of(model)
-    if shapes is None:
+    if model.is_own:
         return None
-    blocks = shapes.num_hidden_layers * block_work(shapes, sequence_length, count_masked=count_masked)
-    return 6.0 * (blocks + head_work(shapes, sequence_length, predictions))
+    blocks = model.num_hidden_layers * block_work(model, sequence_length, count_masked=count_masked)
+    return 6.0 * (blocks + head_work(model, sequence_length, predictions))
 
 
 def recomputed_flops_per_token(
@@ -427,15 +424,14 @@ def recomputed_flops_per_token(
     Args:
         fused_attention: true if one kernel computes the cores, whose output selective recompute keeps.
     """
-    shapes = shapes_of(model)
-    if shapes is None:
+    if model.is_own:
         return None
     if recompute == "none":
         return 0.0
-    core = 2.0 * shapes.num_hidden_layers * attention_work(shapes, sequence_length)
+    core = 2.0 * model.num_hidden_layers * attention_work(model, sequence_length)
     if recompute == "selective":
         return 0.0 if fused_attention else core
-    return core + 2.0 * matmul_parameter_count(shapes, "token")
+    return core + 2.0 * matmul_parameter_count(model, "token")
 
 
 def model_flops_utilization(

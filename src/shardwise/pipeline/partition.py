@@ -16,9 +16,9 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     If ranks have several stages, all stages have equally many blocks. Without a pipeline there is one stage. A model of
     your own has one stage with no `layers`: its blocks are not known.
     """
-    model = config.shapes
+    model = config.model
     stages = layout.stages
-    if model is None:
+    if model.is_own:
         return (Stage(0, 0, range(0), 1),)
     if stages == 1:
         sizes = [model.num_hidden_layers]

@@ -86,7 +86,7 @@ def build_trainer(
     dtype = torch_dtype(precision.parameter)
     compilation = None
     if config.compile.enabled:
-        compilation = Compilation(config.compile, mesh.device, config.shapes, [mesh.tp, mesh.cp])
+        compilation = Compilation(config.compile, mesh.device, config.model, [mesh.tp, mesh.cp])
     loss = user_loss(config.hooks.loss)
     model = build_stages(config, layout, mesh, dtype=dtype, deferred=True, loss=loss, compiler=compilation)
     optimizer = build_optimizer(config, precision, model, mesh)
@@ -94,7 +94,7 @@ def build_trainer(
     if weights is not None:
         _load_weights(config, weights, model, optimizer, mesh)
     # Another size of micro-batch would be compiled for this check alone.
-    if config.shapes is None and compilation is None:
+    if config.model.is_own and compilation is None:
         with optimizer.gathered(all_units=False):
             check_axes(model, feed.batches, mesh.device, config.model.vocab_size)
     progress = progress or Progress()
@@ -314,7 +314,7 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
 
 def _choose_accumulation(config: Config, precision: Precision, model: nn.Module, device: torch.device) -> None:
     """Choose what adds the gradients of weights to those of earlier micro-batches: products, or autograd."""
-    if config.shapes is not None and precision.gradient != precision.parameter:
+    if not config.model.is_own and precision.gradient != precision.parameter:
         add_without_cast(weights_of(model))
     if products_add(config, device):
         adds_in_graphs = products_add_in_graphs(config, device)
@@ -350,7 +350,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
         **options,
     )
     # A forward pass of the user's own may change parameters through `.data`; no family of ours does.
-    optimizer.compares_values = config.shapes is None
+    optimizer.compares_values = config.model.is_own
     return optimizer
 
 

@@ -23,7 +23,7 @@ from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
-from shardwise.layers.context import chunks_of_rank, cuts_samples
+from shardwise.layers.context import chunks_of_rank
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import gives_losses
 from shardwise.models.masks import DocumentSizes
@@ -68,7 +68,7 @@ class MicroBatch:
 
         Targets were shifted before: each token keeps its own.
         """
-        if not cuts_samples(group):
+        if group.size * group.parts == 1:
             return self
         inputs = {name: chunks_of_rank(tensor, group) for name, tensor in self.inputs.items()}
         counts_K = (inputs["targets_SB"] != IGNORE).sum().view(1)

@@ -72,7 +72,7 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     pipeline = layout.pipeline
     world = layout.world
     # A user's own model may have no recompute, and is never cut into stages.
-    is_user_model = config.shapes is None
+    is_user_model = config.model.is_own
     if micro > 1:
         # It must divide the present one, so that the global batch stays a multiple of it.
         smaller = max(part for part in range(1, micro // 2 + 1) if micro % part == 0)

@@ -71,7 +71,7 @@ def mean_text(config: Config, first_loss: float) -> str | None:
     model = config.model
     source = (
         f"forward of {model.family}, which gets ids and targets [sequence, batch],"
-        if config.shapes is None
+        if model.is_own
         else config.hooks.loss
     )
     # Equal probabilities of all V tokens give a loss of ln V.

@@ -60,7 +60,7 @@ class Passes:
         self._clock = meters.clock
         self._sources = meters.sources
         self._replicated: dict[nn.Module, ReplicatedParameters] = defaultdict(ReplicatedParameters)
-        self._weight_scales = WeightScales(model)
+        self._weight_scales = WeightScales(model) if config.precision.matmul is not None else None
         self._groups = config.train.groups_apart(mesh.dp.size)
 
     def run(self, micro_batches: list[MicroBatch], step: int, *, last: bool = True) -> Tensor:
@@ -99,7 +99,7 @@ class Passes:
             if ends_group(number):
                 self._optimizer.end_group(leaves)
 
-        with self._weight_scales.kept():
+        with nullcontext() if self._weight_scales is None else self._weight_scales.kept():
             if self._pipeline is not None:
                 # Schedules that split the backward pass fire no hooks: the pipeline says which gradients are complete.
                 if self._config.splits_backward:
@@ -132,7 +132,7 @@ class Passes:
 
         A model of the user's own may read a parameter wherever it likes: its gathers end with the step.
         """
-        if self._mesh.device.type == "cpu" or self._config.shapes is None:
+        if self._mesh.device.type == "cpu" or self._config.model.is_own:
             return nullcontext()
         return self._optimizer.gathers.behind_forward(units(self._model), self._optimizer.buckets)
 

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import load_config
 from shardwise.distributed.mesh import Group
 from shardwise.train.compile.units import Compilation
 from tests.unit.layers.groups import pretend_group
@@ -147,9 +146,9 @@ def test_buffers_that_the_final_weights_would_lose(write: Write) -> None:
 
 
 def test_a_model_without_blocks_cannot_be_compiled(write: Write) -> None:
-    settings = load_config("llama2-tiny", ["compile.backend=aot_eager"]).compile
+    chosen = config(write(PLAIN), {"compile": {"backend": "aot_eager"}})
     with pytest.raises(ConfigError, match=r"compile\.enabled \(true\) needs a model with blocks"):
-        build(config(write(PLAIN)), compiler=Compilation(settings, torch.device("cpu")))
+        build(chosen, compiler=Compilation(chosen.compile, torch.device("cpu"), chosen.model))
 
 
 FP8 = {"precision": {"mode": "float32", "matmul": "fp8"}, "train": {"sequence_length": 16}}

@@ -29,7 +29,7 @@ from shardwise.train.compile.units import BLOCK, HEAD, backend_of, products_add_
 
 _SOURCES = (
     "models/*.py",
-    "layers/*.py",
+    "layers/**/*.py",
     "train/compile/units.py",
     "distributed/collectives.py",
     "distributed/random_bits.py",
@@ -58,9 +58,9 @@ def planned_graphs(config: Config) -> list[tuple[str, bool]]:
 
     Their number depends neither on the layers nor on the ranks.
     """
-    model = config.shapes
+    model = config.model
     units = [BLOCK]
-    if model is not None:
+    if not model.is_own:
         units = [*dict.fromkeys(unit_of_layer(model, layer) for layer in range(model.num_hidden_layers)), HEAD]
     modes = (True, False) if config.train.eval_every else (True,)
     return [(unit, training) for unit in units for training in modes]
@@ -124,7 +124,7 @@ def _code(config: Config) -> str:
     """A hash of the sources that a graph is captured from; of a model of the user's own, those of its package too."""
     root = Path(shardwise.__file__).parent
     paths = {path for pattern in _SOURCES for path in root.glob(pattern)}
-    if config.shapes is None:
+    if config.model.is_own:
         paths |= _user_sources(check_user_model(config))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()[:16]
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.hardware import cpu_count
-from shardwise.config import CompileConfig, Config, FamilyConfig
+from shardwise.config import CompileConfig, Config, FamilyConfig, ModelConfig
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
@@ -72,7 +72,7 @@ class Compilation:
     gathers its weights in hooks, which no graph may have: so its `forward` is wrapped.
 
     Args:
-        model: a family's sizes, which tell what unit a block is; None for a model of the user's own.
+        model: record of the model, which tells what unit a block of a family is.
         groups: the ranks with which layers communicate.
         only: unit that is compiled; None compiles all.
 
@@ -88,7 +88,7 @@ class Compilation:
         self,
         settings: CompileConfig,
         device: torch.device,
-        model: FamilyConfig | None = None,
+        model: ModelConfig,
         groups: Iterable[Group] = (),
         *,
         only: str | None = None,
@@ -120,7 +120,7 @@ class Compilation:
 
     def add_block(self, block: nn.Module, path: str, layer: int | None = None) -> None:
         """Let a block call its compiled function. Its key of dropout, which has numbers, becomes tensors."""
-        unit = BLOCK if self._model is None or layer is None else unit_of_layer(self._model, layer)
+        unit = BLOCK if self._model.is_own or layer is None else unit_of_layer(self._model, layer)
         if self._only not in (None, unit):
             return
         candidates = [getattr(module, "place", None) for module in block.modules()]
@@ -217,7 +217,7 @@ def products_add(config: Config, device: torch.device) -> bool:
     gradients of weights, as split backward passes do.
     """
     precision = config.precision.resolved(device.type != "cpu")
-    is_plain = config.shapes is None or config.is_bit_equal or precision.gradient != "float32"
+    is_plain = config.model.is_own or config.is_bit_equal or precision.gradient != "float32"
     return not is_plain and devices.adds_products(device)
 
 

@@ -62,7 +62,7 @@ def play(
     for group in (mesh.tp, mesh.cp):
         group.scatter_by_all_to_all = device.type == "cpu" or group.adds_in_tree
     dtype: torch.dtype = getattr(torch, config.precision.resolved(device.type != "cpu").parameter)
-    part = None if config.shapes is None else _part(config, unit)
+    part = None if config.model.is_own else _part(config, unit)
     settings = config.compile
     batch = _batch(config, torch.device("cpu") if only_capture else device).part(mesh.cp)
     adds = training and products_add_in_graphs(config, device)
@@ -70,7 +70,7 @@ def play(
         if only_capture:
             settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})
             batch = batch.empty_on(device)
-        compilation = Compilation(settings, device, config.shapes, [mesh.tp, mesh.cp], only=unit)
+        compilation = Compilation(settings, device, config.model, [mesh.tp, mesh.cp], only=unit)
         model = build_model(
             config,
             mesh.tp,
@@ -126,10 +126,10 @@ def _batch(config: Config, device: torch.device) -> MicroBatch:
 
 def _input(config: Config, layout: Layout, device: torch.device, dtype: torch.dtype, training: bool) -> Tensor | None:
     """The input x of a later pipeline stage; None for a user's own model, which has no stages."""
-    if config.shapes is None:
+    if config.model.is_own:
         return None
     rows = config.train.sequence_length // layout.sequence_parts
-    shape = rows, config.train.micro_batch, config.shapes.hidden_size
+    shape = rows, config.train.micro_batch, config.model.hidden_size
     return torch.zeros(shape, device=device, dtype=dtype, requires_grad=training)
 
 
