@@ -1,4 +1,4 @@
-"""When gradients are reduced: each bucket once its gradients are complete, in one order on all ranks.
+"""The sums of gradients over ranks: each bucket once its gradients are complete, in one order on all ranks.
 
 A round reduces each bucket once. It is a step, or, where gradients are reduced in each backward pass, a backward pass
 of a pipeline stage, whose buckets alone take part. A bucket without all of its gradients is reduced at the end of the
@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
+from shardwise.distributed import collectives, placement
+from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import after_backward, backward_number
 from shardwise.optim.buckets import Bucket
 
@@ -26,6 +29,8 @@ class Reductions:
     Attributes:
         each_pass: True if each backward pass is a round; then all ranks must do equally many, each of which reaches a
             parameter.
+        overlaps: True if the present backward pass is the last one of the step: full buckets start at once.
+        is_local: True while backward passes leave each rank the gradients of its own samples.
 
     Args:
         buckets: buckets of this rank; more may be added to this list.
@@ -33,13 +38,36 @@ class Reductions:
 
     def __init__(self, buckets: Sequence[Bucket], *, each_pass: bool) -> None:
         self.each_pass = each_pass
+        self.overlaps = False
+        self.is_local = False
         self._buckets = buckets
         self._under_way: deque[Bucket] = deque()
         self._passes: dict[int, int] = {}
         """The number of the last backward pass of each pipeline stage."""
 
     def take(self, bucket: Bucket, index: int) -> None:
-        """Take the gradient of a parameter in a backward pass that is a round."""
+        """Take the gradient of a parameter that a backward pass has added to."""
+        if self.is_local:
+            self._refuse_late(bucket)
+            bucket.keep_local(index)
+            return
+        if self.each_pass:
+            self._begin_round(bucket)
+        else:
+            self._refuse_late(bucket)
+        bucket.adopt(index)
+        if self.each_pass or self.overlaps:
+            self.ready(bucket, index)
+
+    def _refuse_late(self, bucket: Bucket) -> None:
+        if bucket.reduced:
+            raise RuntimeError(
+                "backward() came after this step's gradients were reduced: put all but the step's last backward() "
+                "under `with optimizer.accumulate():`, or drop the reduced ones by optimizer.zero_grad()"
+            )
+
+    def _begin_round(self, bucket: Bucket) -> None:
+        """Begin another round of a bucket's pipeline stage, if this is its first gradient or a second one."""
         number = backward_number()
         is_new = self._passes.get(bucket.stage) != number
         if is_new:
@@ -53,8 +81,6 @@ class Reductions:
                 bucket_of_round.ready.clear()
         while bucket.is_reducing:
             self._under_way.popleft().finish_reduction()
-        bucket.adopt(index)
-        self.ready(bucket, index)
 
     def ready(self, bucket: Bucket, index: int) -> None:
         """Report that a parameter's gradient is complete for this round. A full bucket starts its reduction at once.
@@ -81,11 +107,12 @@ class Reductions:
 
     def reset(self) -> None:
         """Begin a new step; the buckets are reset too."""
+        self.overlaps = False
         self._under_way.clear()
         self._passes.clear()
 
-    def _round_of(self, stage: int) -> list[Bucket]:
-        return [bucket for bucket in self._buckets if bucket.stage == stage or not self.each_pass]
+    def _round_of(self, stage: int) -> Sequence[Bucket]:
+        return [bucket for bucket in self._buckets if bucket.stage == stage] if self.each_pass else self._buckets
 
     @torch.no_grad()
     def _end_pass(self, stage: int) -> None:
@@ -98,3 +125,36 @@ class Reductions:
             self._under_way.popleft().finish_reduction()
         bucket.start_reduction()
         self._under_way.append(bucket)
+
+
+class PartialGradients:
+    """The owned parts of gradients that must still be summed over some ranks, as placements say.
+
+    Attributes:
+        summed: True once they are summed in this step.
+
+    Args:
+        buckets: buckets of this rank.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.summed = False
+        self._views: dict[Group, list[Tensor]] = {}
+        for bucket in buckets:
+            for index, p in enumerate(bucket.parameters):
+                for piece in placement.of_or_whole(p).pieces:
+                    if piece.partial and piece.copies.size > 1:
+                        views = self._views.setdefault(piece.copies, [])
+                        for start, length in bucket.owned_runs(index, piece.local):
+                            views.append(bucket.gradient[start : start + length])
+
+    def sum_(self) -> None:
+        """Sum them, unless they are `summed` already; one all-reduce for each group."""
+        if self.summed:
+            return
+        self.summed = True
+        for group, views in self._views.items():
+            if views:
+                total = collectives.all_reduce_(torch.cat(views), group)
+                for view, part in zip(views, total.split([v.numel() for v in views]), strict=True):
+                    view.copy_(part)

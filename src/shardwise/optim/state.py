@@ -20,7 +20,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, placements
 from shardwise.optim.buckets import Bucket, in_order
-from shardwise.optim.master_update import is_number, kept_state
+from shardwise.optim.wrapped_class import is_number, kept_state
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 MASTER = "master"

@@ -21,7 +21,7 @@ from shardwise.data.formats.user_samples import load_reader
 from shardwise.distributed import devices
 from shardwise.launch import stop_requests
 from shardwise.layers.embedding import ParallelLMHead
-from shardwise.optim.master_update import require_elementwise
+from shardwise.optim.wrapped_class import require_elementwise
 from shardwise.runs.folder import JsonLines
 
 Callback = Callable[[dict[str, Any]], object]

@@ -105,12 +105,6 @@ def test_fault_01_weights_that_are_not_contiguous_are_restored(turns: bool, tmp_
 NO_STATE_DICT: list[tuple[Any, str]] = [
     (None, "gave, and it lacks state, param_groups, masters and layout: state of another optimizer cannot be loaded"),
     ({"masters": ...}, "must be what ZeroRedundancyOptimizer.state_dict() gave, and it lacks masters: state of"),
-    ({"masters": [None]}, "optimizer state has masters of shapes [None], which must be [[64]]"),
-    ({"param_groups": []}, "optimizer state has parameter groups of [] buckets, which must be this optimizer's [1]"),
-    (
-        {"state": {0: {"step": 1, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(64)}}},
-        "optimizer state has exp_avg of shape [2], which must be [64]",
-    ),
 ]
 
 

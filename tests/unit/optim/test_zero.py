@@ -36,11 +36,6 @@ def test_a_class_keeps_its_own_way_to_add_parameters() -> None:
     assert Counting.groups == 0, "the class itself is not changed"
 
 
-def test_a_model_that_nothing_wraps_costs_no_search_for_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gc, "get_referrers", lambda *_: pytest.fail("searched"))
-    ZeroRedundancyOptimizer(make().parameters(), torch.optim.AdamW)
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
