@@ -4,11 +4,9 @@ Crash safety rests on three steps, in this order: a file's bytes are on the disk
 one rename, and the name is on the disk (`sync_folder`). `write_atomic` does all three for a small file.
 
 Our own files beside a user's (locks, parts of a file being fetched, temporary files) have names that can be predicted.
-In a folder that others can write to, someone may have made a link of that name to a file that only the user may write,
-or a folder of that name. So our files are opened without following links, relative to a folder that was found without
-trusting such entries (`open_folder`). In a folder that anyone may write, such as /tmp, an entry counts only if this
-user, root or the owner of that folder owns it, or if it is the folder of a team: its group, which this user is in, may
-write it. Elsewhere those who may write a folder are trusted: its owner, and its group where a team shares it.
+In a folder that anyone may write, such as /tmp, another user may have made a link or a folder of that name. So our
+files are opened without following links, and an entry of such a folder counts only if this user, root or the owner of
+that folder owns it (`require_trusted`). Elsewhere those who may write a folder are trusted: its owner, and its group.
 
 A name that comes from outside (a key of an object store, a file that an index or a manifest lists) may lead out of the
 folder that it belongs to. `name_problem` checks each before it is joined to a folder.
@@ -83,62 +81,44 @@ def user_path(path: str | Path) -> Path:
 # ---- opening
 
 
-def open_folder(path: Path, denied: int = 0) -> int:
-    """A descriptor of the folder at `path`, for opening what is in it; nothing that another user may have put counts.
+def require_trusted(path: Path, denied: int = 0, *, links: int = _MOST_LINKS) -> None:
+    """Refuse a folder that another user may have put there. One that is not there passes: who uses it says so.
 
-    A link on the way is followed where its owner counts, so that a home or a scratch folder may be one.
+    Links on the way are followed where their owners count, so that a home or a scratch folder may be one.
 
     Args:
         denied: bits that its mode must not have: `ANYONE_WRITES` for programs, `OTHERS` for a folder of this user
             alone, which must be no link.
+        links: links that are followed.
 
     Raises:
-        OSError: as `os.open`.
-        UntrustedError: a part of the path may be another user's trap, or the mode has a denied bit.
+        UntrustedError: an entry of the path may be another user's trap, or the mode has a denied bit.
     """
-    names = [*reversed(path.absolute().parts)]
-    links = 0
-    folder = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    reached = Path("/")
-    try:
-        while names:
-            name = names.pop()
-            entry = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-            try:
-                status = os.fstat(entry)
-                _require_trusted(folder, status, reached / name)
-                if stat.S_ISLNK(status.st_mode):
-                    links += 1
-                    if links > _MOST_LINKS or (denied == OTHERS and not names):
-                        raise UntrustedError(errno.ELOOP, f"{reached / name} is a link that is not followed: remove it")
-                    names += reversed(Path(os.readlink("", dir_fd=entry)).parts)
-                    continue
-                if not stat.S_ISDIR(status.st_mode):
-                    raise NotADirectoryError(errno.ENOTDIR, f"{reached / name} is no folder")
-                # Exchanged: `finally` closes the folder above.
-                folder, entry = entry, folder
-                reached /= name
-            finally:
-                os.close(entry)
-        _require_mode(os.fstat(folder), path, denied)
-    except BaseException:
-        os.close(folder)
-        raise
-    return folder
+    path = path.absolute()
+    for part in (*reversed(path.parents), path):
+        try:
+            entry = part.lstat()
+            is_link = stat.S_ISLNK(entry.st_mode)
+            target = part.readlink() if is_link else part
+        except OSError:
+            return
+        _require_owner(part, entry)
+        if is_link:
+            if links == 0 or (denied == OTHERS and part == path):
+                raise UntrustedError(errno.ELOOP, f"{part} is a link that is not followed: remove it")
+            require_trusted(part.parent / target / path.relative_to(part), denied, links=links - 1)
+            return
+    _require_mode(entry, path, denied)
 
 
-def require_trusted(path: Path, denied: int = 0) -> None:
-    """Check a folder as `open_folder` does. One that is not there, or cannot be opened, passes: who uses it says so.
+def open_folder(path: Path, denied: int = 0) -> int:
+    """A descriptor of the folder at `path`, for opening what is in it.
 
     Raises:
-        UntrustedError: as `open_folder`.
+        OSError: as `os.open` and `require_trusted`.
     """
-    try:
-        os.close(open_folder(path, denied))
-    except UntrustedError:
-        raise
-    except OSError:
-        pass
+    require_trusted(path, denied)
+    return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def make_folder(path: Path) -> None:
@@ -165,13 +145,10 @@ def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None)
         OSError: as `os.open` and `open_folder`; ELOOP where the file is a link, symbolic or hard, or no regular file.
     """
     if folder is None:
-        folder = open_folder(path.parent, denied)
-        try:
-            return open_own(path, flags, denied, folder)
-        finally:
-            os.close(folder)
+        require_trusted(path.parent, denied)
+    name = path if folder is None else path.name
     try:
-        descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=folder)
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=folder)
     except OSError as error:
         if error.errno not in _LINKS:
             raise
@@ -179,7 +156,7 @@ def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None)
         status = os.fstat(descriptor)
         try:
             if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
-                _require_trusted(folder, status, path)
+                _require_owner(path, status)
                 _require_mode(status, path, denied)
                 return descriptor
         except OSError:
@@ -198,42 +175,16 @@ def open_to_append(path: Path) -> int:
     return open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
-def _require_trusted(folder: int, entry: os.stat_result, path: Path) -> None:
-    """Raise UntrustedError where a user who is not trusted put an entry into a folder that anyone may write."""
-    around = os.fstat(folder)
+def _require_owner(path: Path, entry: os.stat_result) -> None:
+    """Refuse what a user who is not trusted put into a folder that anyone may write."""
+    around = path.parent.stat()
     if not around.st_mode & ANYONE_WRITES or entry.st_uid in (os.geteuid(), 0, around.st_uid):
-        return
-    if _is_of_team(entry) or entry.st_uid == _owner_of_new_files(folder):
         return
     raise UntrustedError(
         errno.EPERM,
         f"{path} must belong to you, and it belongs to {_user(entry.st_uid)}, who may have put it there because "
-        f"anyone may write {path.parent}: choose another folder, or remove it; if it is the folder of your team, its "
-        "owner must give its group, with you in it, the right to write (`chmod 2775`)",
+        f"anyone may write {path.parent}: choose another folder, or remove it",
     )
-
-
-def _is_of_team(entry: os.stat_result) -> bool:
-    """True if it is a folder that a group of this user may write, and not everyone."""
-    writers = entry.st_mode & (stat.S_IWGRP | ANYONE_WRITES)
-    return stat.S_ISDIR(entry.st_mode) and writers == stat.S_IWGRP and entry.st_gid in (os.getegid(), *os.getgroups())
-
-
-def _owner_of_new_files(folder: int) -> int | None:
-    """Whom a folder's disk records for a file of this user; None where none can be made.
-
-    A server may record another user than the one who writes: NFS gives what root makes to `nobody`.
-    """
-    name = f".owner-{os.urandom(8).hex()}.tmp"
-    try:
-        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
-    except OSError:
-        return None
-    try:
-        return os.fstat(descriptor).st_uid
-    finally:
-        os.close(descriptor)
-        os.unlink(name, dir_fd=folder)
 
 
 def _require_mode(status: os.stat_result, path: Path, denied: int) -> None:

@@ -16,14 +16,16 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
 from shardwise.base.files import read_plain
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 MOST_LEVELS = 64
 """Mappings and lists inside each other: far more than any file has, and far less than Python's recursion takes."""
@@ -345,14 +347,16 @@ def instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
     Raises:
         ValueError: a field is missing, or has another type than the class says.
     """
-    hints = get_type_hints(cls)
-    values = {}
-    for field in fields(cls):  # type: ignore[arg-type]
-        if field.name in record and _matches(record[field.name], hints[field.name]):
-            values[field.name] = record[field.name]
-        elif field.name in record or field.default is MISSING:
-            raise ValueError(f"{field.name} must be {hints[field.name]}")
-    return cls(**values)
+    read: _T = _adapter(cls).validate_json(json.dumps(record), strict=True)
+    return read
+
+
+@cache
+def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    # Costly to import for commands that read none of these records.
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
 
 
 def instances(cls: type[_T], path: Path) -> list[_T]:
@@ -366,17 +370,3 @@ def instances(cls: type[_T], path: Path) -> list[_T]:
             with suppress(ValueError):
                 records.append(instance(cls, record_of(line)))
     return records
-
-
-def _matches(value: Any, hint: Any) -> bool:
-    """True if a value has the type of an annotation."""
-    if isinstance(hint, UnionType):
-        return any(_matches(value, member) for member in get_args(hint))
-    if hint is int:
-        return count_of(value) is not None
-    if hint is float:
-        return _amount(value) is not None
-    # Only a Literal has arguments here.
-    if get_args(hint):
-        return value in get_args(hint)
-    return type(value) is (NoneType if hint is None else hint)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
+from shardwise.config import BITWISE
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.state_records import StateRecords
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_equal = comparison.step is None
     if arguments.json:
         facts = {"run": str(directory.path), "from": stretch.first, "to": stretch.last, "ranks": replayed.ranks}
-        output.json({**facts, "equal": is_equal, "bitwise": config.train.bitwise, **asdict(comparison)})
+        output.json({**facts, "equal": is_equal, "bitwise": config.is_bit_equal, **asdict(comparison)})
         return int(not is_equal)
     _show(stretch, comparison)
     if changes := [change for change in recorded.changes if not is_equal and change[0] > stretch.first]:
@@ -75,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"the run changed keys after step {changes[-1][0]:,}, and the replay has its last ones from the beginning: "
             f"{listing([text for _, text in changes], most=5)}; --from {changes[-1][0]} leaves out the steps before"
         )
-    if not config.train.bitwise:
-        output.line("the run was trained without train.bitwise: it is repeated to the bit only at its own layout")
+    if not config.is_bit_equal:
+        output.line(f"the run was trained without {BITWISE}: it is repeated to the bit only at its own layout")
     return int(not is_equal)
 
 

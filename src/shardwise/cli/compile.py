@@ -200,7 +200,7 @@ def _result(outcome: GraphOutcome) -> str:
 
 def _threads(config: Config, layout: Layout, device: str) -> int:
     """The threads that `train` would give to each rank on this machine."""
-    if config.train.bitwise and device == "cpu":
+    if config.is_bit_equal and device == "cpu":
         return config.train.threads
     ranks = layout.world if device == "cpu" else max(1, accelerators()[1])
     return whole_number(os.environ.get("OMP_NUM_THREADS", "")) or max(1, cpu_count() // ranks)

@@ -28,7 +28,7 @@ from typing import Any
 from shardwise.base import hardware, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
-from shardwise.config import Config, load_config, recipe_name
+from shardwise.config import BITWISE, Config, load_config, recipe_name
 from shardwise.launch.environment import joined
 from shardwise.launch.local import EndedError
 from shardwise.verify import layouts, miniature, verification
@@ -72,8 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bits",
         action="store_true",
-        help="train with train.bitwise: losses, gradient norms, weights and optimizer state must be equal to the last "
-        "bit",
+        help=f"train with {BITWISE}: losses, gradient norms, weights and optimizer state must be equal to the last bit",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -227,7 +226,7 @@ class Verified:
             "resumed": f"losses after step {middle}, from the checkpoint of the layout above: "
             f"{_within(tolerance.losses)}",
         }
-        if train.bitwise:
+        if self.config.is_bit_equal:
             fields["grad"] = "gradients of step 1, of each tensor: equal to the bit"
             fields["state"] = (
                 f"gradient norms, weights and optimizer state after steps {middle} and {train.steps}: equal"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 PROBLEMS = "shardwise_problems"
@@ -15,11 +14,6 @@ LARGEST = 2**31 - 1
 """The largest whole number of a key without a bound of its own: larger ones overflow in libraries."""
 MOST_LAYERS = 2**16
 """The largest number of blocks. Each one is a Python object: far more would not fit in memory."""
-
-# Python has halves of characters ("surrogates", U+DC80 and up) for the bytes of a name that its encoding lacks, and
-# pydantic takes them for no text. The stand-ins lie in the last plane of Unicode, which no text uses.
-_STAND_INS = {0xDC80 + byte: 0x10DC80 + byte for byte in range(0x80)}
-_BYTES = {stand_in: byte for byte, stand_in in _STAND_INS.items()}
 
 
 @dataclass(frozen=True)
@@ -63,21 +57,13 @@ class Section(BaseModel):
                 kept[name] = recorded[name]
         return kept
 
-    @model_validator(mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _has_names_of_the_system(cls, values: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Take any path, give texts as the system's names have them, whichever encoding Python has, and take a choice
-        in capitals too.
-        """
-        if not isinstance(values, Mapping) or all(map(_is_plain, values.values())):  # as nearly always
-            return validated(values)
+    def _takes_choices_in_capitals(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or all(map(_has_no_capitals, values.values())):  # as nearly always
+            return values
         choices = {name: _choices(key.annotation) for name, key in cls.model_fields.items()}
-        chosen = {name: _chosen(value, choices.get(name, {})) for name, value in values.items()}
-        section = validated({name: with_stand_ins(system_names(value)) for name, value in chosen.items()})
-        # Past pydantic, which would refuse to change a frozen section.
-        for key, value in section.__dict__.items():
-            section.__dict__[key] = as_given(value)
-        return section
+        return {name: _chosen(value, choices.get(name, {})) for name, value in values.items()}
 
     @field_validator("*", mode="after")
     @classmethod
@@ -103,11 +89,9 @@ def _chosen(value: Any, choices: Mapping[str, str]) -> Any:
     return choices.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _is_plain(value: object) -> bool:
-    """True if a value is the same in each encoding and has no capitals; a section within this one sees to its own."""
-    if isinstance(value, str):
-        return value.isascii() and value == value.lower()
-    return not isinstance(value, list | tuple)
+def _has_no_capitals(value: object) -> bool:
+    """True if no choice is written in capitals in a value; a section within this one sees to its own."""
+    return value == value.lower() if isinstance(value, str) else not isinstance(value, list | tuple)
 
 
 def utf8_text(text: str) -> str:
@@ -117,34 +101,6 @@ def utf8_text(text: str) -> str:
         UnicodeError: the bytes are not UTF-8.
     """
     return text.encode("utf-8", "surrogateescape").decode()
-
-
-def with_stand_ins(value: Any) -> Any:
-    """A text, or those in a list, as pydantic and YAML take it: with other characters for bytes that are no text."""
-    return _translated(value, _STAND_INS)
-
-
-def as_given(value: Any) -> Any:
-    """A value of `with_stand_ins` with the bytes again."""
-    return _translated(value, _BYTES)
-
-
-def system_names(value: Any) -> Any:
-    """A text, or those in a list, as paths have them, whichever encoding Python has; other values as they are."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(system_names, value))
-    if not isinstance(value, str) or value.isascii():
-        return value
-    try:
-        return os.fsdecode(as_given(value).encode("utf-8", "surrogateescape"))
-    except UnicodeEncodeError:  # pydantic will refuse it
-        return value
-
-
-def _translated(value: Any, table: Mapping[int, int]) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_translated(inner, table) for inner in value)
-    return value.translate(table) if isinstance(value, str) and not value.isascii() else value
 
 
 def _hashable(value: Any) -> Any:
@@ -160,5 +116,4 @@ def reject(problems: Sequence[str]) -> None:
     """Raise all `problems` as one pydantic error, if there are any; `error_texts` takes them apart again."""
     if problems:
         # The text comes by the context: in the template itself, its braces would be taken for fields.
-        text = with_stand_ins("; ".join(problems))
-        raise PydanticCustomError(PROBLEMS, "{text}", {"text": text, "problems": list(problems)})
+        raise PydanticCustomError(PROBLEMS, "{text}", {"text": "; ".join(problems), "problems": list(problems)})

@@ -11,12 +11,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.config.base_section import PROBLEMS, Section, as_given
+from shardwise.config.base_section import PROBLEMS, Section
 from shardwise.config.data import MixedSource
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES, UserModelConfig
 from shardwise.config.run_config import Config
-from shardwise.config.suggestions import reason_without_key, section_suggestion, suggestions
 from shardwise.config.token_counts import counts_steps
 
 
@@ -62,7 +61,7 @@ def error_texts(details: Any, family: str = "") -> list[str]:
     rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)
     if kind == "int_type" and isinstance(value, str) and counts_steps(Config, location):
         rule = "must be a whole number of steps, or tokens such as 20B, 500M or 1.5T"
-    shown = f" ({as_given(value)!r})" if not isinstance(value, (dict, list)) else ""
+    shown = f" ({value!r})" if not isinstance(value, (dict, list)) else ""
     return [f"{path}{shown} {rule or 'is not valid: ' + details['msg']}"]
 
 
@@ -71,6 +70,7 @@ _RULES = {
     "string_type": "must be text; put it in quotes",
     "path_type": "must be a path",
     "string_too_short": "must not be empty; null leaves it unset",
+    "string_unicode": "must be UTF-8: rename what it names",
     "string_pattern_mismatch": "must read package.module:Class",
     "finite_number": "must be a finite number",
     "model_type": "must be a mapping of keys",
@@ -118,6 +118,9 @@ def _list_rule(field: FieldInfo) -> str:
 
 def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo], *, is_own_model: bool) -> list[str]:
     """The messages for an unknown key; those of an unknown section are about its keys, unless its name is a slip."""
+    # Reads the names of other programs from a file.
+    from shardwise.config.suggestions import reason_without_key, section_suggestion, suggestions
+
     if is_own_model:
         # Its class has keys of its own, and those that other models have are no advice.
         keys = {key: field for key, field in keys.items() if not key.startswith("model.")}

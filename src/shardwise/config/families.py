@@ -57,6 +57,8 @@ class FamilyConfig(Section):
     A family states the facts in which it differs from the defaults here.
     """
 
+    is_own: ClassVar[Literal[False]] = False
+    """True for a class of the user's own, of which nobody knows the shapes before it is built (`UserModelConfig`)."""
     config_file: ClassVar[ConfigFile]
     """The way in which its `config.json` is written."""
     weight_names: ClassVar[WeightNames]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,7 +11,7 @@ from pydantic import ValidationError
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import user_path
 from shardwise.config import hugging_face, recipe_files
-from shardwise.config.base_section import Origin, system_names, utf8_text
+from shardwise.config.base_section import Origin
 from shardwise.config.data import DataConfig
 from shardwise.config.error_texts import error_texts, refusal
 from shardwise.config.families import FamilyConfig
@@ -143,9 +142,9 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
         # pydantic has an error for each type of a union, and these may read the same.
         raise ConfigError(list(dict.fromkeys(all_problems)))
     config.came_from_tokens(token_counts)
-    if config.shapes is not None:
+    if not config.model.is_own:
         names = [path.split(".")[1] for path in typed if path.startswith("model.")]
-        config.shapes.came_from(Origin(file, from_file, frozenset(_canonical(family, name) for name in names)))
+        config.model.came_from(Origin(file, from_file, frozenset(_canonical(family, name) for name in names)))
     return config
 
 
@@ -179,11 +178,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not equals or not all(path.strip().split(".")):
         raise ConfigError(f"the override {override!r} must read key=value, such as train.steps=100")
     try:
-        path = utf8_text(path)
-    except UnicodeError:
-        raise ConfigError(f"the override {override!r} must have a key in UTF-8, such as train.steps") from None
-    with suppress(UnicodeError):  # a path may have any bytes
-        text = utf8_text(text)
+        override.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"the override {override!r} must be UTF-8: rename what it names") from None
     _set(values, path, recipe_files.parse_value(text, f"the override {override!r}"))
 
 
@@ -221,7 +218,7 @@ def _expanded(model: dict[str, Any], typed: Collection[str], *, loads: bool) -> 
     The section is None if the file cannot be read. Fields that are not supported have their defaults in it.
     """
     changed = {key: value for key, value in model.items() if key != "config"}
-    path = system_names(model["config"])
+    path = model["config"]
     if not isinstance(path, str) or not path:
         return None, [f"{_MODEL_FILE} ({path!r}) must be the path of a Hugging Face config.json or of its folder"]
     problems: list[str] = []

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from shardwise.base.errors import listing
-from shardwise.config.base_section import Section, reject
+from shardwise.config.base_section import Origin, Section, reject
 from shardwise.config.decoders import DECODERS
 from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig, Objective
 from shardwise.config.hugging_face_names import WeightNames
 
 
 class UserModelConfig(Section):
-    """A causal language model of your own: `family` names its class, which gets every key under `model`."""
+    """A causal language model of your own: `family` names its class, which gets every key under `model`.
+
+    The facts are those of `FamilyConfig`. They are attributes of this class, and a key of the user's with the name of
+    one is in `model_extra` alone.
+    """
 
     model_config = ConfigDict(extra="allow")
 
+    is_own: ClassVar[Literal[True]] = True
     has_dropout: ClassVar[bool] = False
     """False, as shardwise draws no dropout for it: the class may drop what it likes."""
     causal: ClassVar[bool] = True
     objectives: ClassVar[tuple[Objective, ...]] = ("lm",)
+    predicts_masked_tokens: ClassVar[bool] = False
+    predicts_sentences: ClassVar[bool] = False
+    rotary_dim: ClassVar[int] = 0
     extends_positions: ClassVar[bool] = False
+    ignore: ClassVar[tuple[str, ...]] = ()
+    origin: ClassVar[Origin] = Origin()
 
     family: str = Field(pattern=r"^\w+(\.\w+)*:\w+$", description="your class: package.module:Class")
     vocab_size: int = Field(gt=0, description="rows of the embedding and of the output head")

@@ -13,7 +13,6 @@ import yaml
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import read_small, user_path
 from shardwise.base.parsing import TAG, NotReadError, scalar, yaml_value
-from shardwise.config.base_section import with_stand_ins
 from shardwise.config.run_config import Config
 
 _RECIPES = Path(__file__).parent / "recipes"
@@ -148,7 +147,6 @@ def _node(value: Any) -> yaml.Node:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, str):
-        value = with_stand_ins(value)
         plain = scalar(value) == value and value.isprintable()
         return yaml.ScalarNode(TAG + "str", value, style=None if plain else '"')
     if value is None:

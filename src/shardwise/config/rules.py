@@ -207,11 +207,10 @@ def _compile_problems(config: Config) -> list[str]:
 def _schedule_problems(config: Config) -> list[str]:
     train = config.train
     model = config.model
-    shapes = config.shapes
     problems = config.data.late_stage_problems(train.steps)
     limit = model.max_position_embeddings
     if limit is not None and train.sequence_length > limit and not model.extends_positions:
-        unless = " without model.rope_scaling" if shapes is not None and shapes.rotary_dim else ""
+        unless = " without model.rope_scaling" if model.rotary_dim else ""
         problems.append(
             f"train.sequence_length ({train.sequence_length}) must be at most "
             f"model.max_position_embeddings ({limit}){unless}"
@@ -294,8 +293,8 @@ def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     """
     parallel = config.parallel
     if parallel.pipeline == 1:
-        return _no_pipeline_problems(parallel, is_user_model=config.shapes is None)
-    if config.shapes is None:
+        return _no_pipeline_problems(parallel, is_user_model=config.model.is_own)
+    if config.model.is_own:
         return [
             f"parallel.pipeline ({parallel.pipeline}) must be 1 with a model of your own (model.family "
             f"{config.model.family}): shardwise does not know how to cut it into stages"
@@ -303,7 +302,7 @@ def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     # Each rule assumes those before it: with a wrong number of stages, the numbers of blocks mean nothing.
     problems = _virtual_stages_problems(parallel)
     if not problems:
-        problems = _block_count_problems(parallel, config.shapes.num_hidden_layers)
+        problems = _block_count_problems(parallel, config.model.num_hidden_layers)
     if not problems and micro_batches is not None:
         problems = _micro_batch_problems(config, micro_batches)
     return problems

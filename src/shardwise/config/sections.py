@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise.base.mesh_axes import keys_text
 from shardwise.base.redaction import has_query, redacted
-from shardwise.config.base_section import Section, as_given, reject, utf8_text
+from shardwise.config.base_section import Section, reject
 from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 from shardwise.config.token_counts import step_field
 
@@ -103,6 +103,8 @@ Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 TensorOverlap = Literal["pieces", "symmetric_memory"]
 ContextKeys = Literal["gather", "ring"]
+BITWISE = "train.bitwise"
+"""The key of bit-equal training, for messages."""
 _SINGLE_STAGE_NAMES = " and ".join(spec.name for spec in SCHEDULES.values() if spec.is_single_stage)
 _MOST_GRADIENT_GROUPS = 8
 """The largest default of `train.data_grain`, a power of two. One rank then keeps 1 + log2(8) gradients of the model."""
@@ -314,6 +316,8 @@ class TrainConfig(Section):
 
     def groups_apart(self, data: int) -> int:
         """Groups whose gradients each of `data` ranks keeps apart. Two of one micro-batch are one: m + n is one sum."""
+        if not self.bitwise:
+            return 1
         groups = self.gradient_groups // data
         return groups // 2 if groups > 1 and self.gradient_groups == self.micro_batches else groups
 
@@ -468,16 +472,6 @@ class LogConfig(Section):
         examples=[[0], [0, 8]],
         description="the ranks that `log.profile` traces; null = all",
     )
-
-    @field_validator("sample_prompt")
-    @classmethod
-    def _sample_prompt_is_text(cls, value: str | None) -> str | None:
-        text = as_given(value)
-        try:
-            return text and utf8_text(text)
-        except UnicodeError:
-            reject([f"log.sample_prompt ({text!r}) must be UTF-8, and a part of it is not"])
-            raise
 
     @field_validator("profile", mode="before")
     @classmethod

@@ -65,7 +65,7 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
     named = f"parallel.context ({context})" if context > 1 else f"parallel.context_grain ({cuts})"
     named += " must be 1 with"
     family = config.model.family
-    if config.shapes is None:
+    if config.model.is_own:
         return [f"{named} model.family {family}, a model of your own, whose attention reads the keys of its rank alone"]
     if "mlm" in config.model.objectives:
         return [
@@ -78,7 +78,7 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
             problems.append(f"{must} train.bitwise (true): the order of its sums follows the ranks")
         if config.compile.enabled:
             problems.append(f"{must} compile.enabled (true), whose graphs of a block have no messages between kernels")
-        dropout = config.shapes.attention_dropout_p
+        dropout = config.model.attention_dropout_p
         if dropout:
             problems.append(f"{must} dropout of attention ({dropout}), which no kernel computes for the keys of a rank")
     length = config.train.sequence_length
@@ -99,7 +99,7 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
 def fp8_problems(config: Config) -> list[str]:
     """Refuse widths of a rank's products, and tokens of a micro-batch, that `precision.matmul` fp8 does not take.
 
-    The widths of a model of the user's own are checked where it is built (`models/fp8_blocks.py`).
+    The widths of a model of the user's own are checked where it is built (`models/user_model.py`).
     """
     if config.precision.matmul is None:
         return []
@@ -108,8 +108,8 @@ def fp8_problems(config: Config) -> list[str]:
     tokens = train.sequence_length * train.micro_batch // context
     product = "train.sequence_length × train.micro_batch" + (" / parallel.context" if context > 1 else "")
     sizes = {f"{product} ({tokens})": tokens}
-    model = config.shapes
-    if model is not None:
+    model = config.model
+    if not model.is_own:
         tensor = config.parallel.tensor
         query = model.num_attention_heads * model.head_dim // tensor
         key_value = max(model.num_key_value_heads // tensor, 1) * model.head_dim

@@ -18,6 +18,7 @@ from shardwise.config.error_texts import refusal
 from shardwise.config.load import config_from
 from shardwise.config.model import ModelConfig
 from shardwise.config.run_config import Config, SizeStage
+from shardwise.config.sections import BITWISE
 from shardwise.config.stage import StageConfig
 
 _TRAIN_KEYS = ("sequence_length", "global_batch", "micro_batch")
@@ -107,7 +108,7 @@ def stage_problems(stages: list[Config]) -> list[str]:
         )
     if len({tuple(sorted(stage.grains.items())) for stage in stages}) > 1:
         problems.append(
-            "the groups in which train.bitwise adds gradients must be the same in all data.stages: set "
+            f"the groups in which {BITWISE} adds gradients must be the same in all data.stages: set "
             f"train.data_grain={min(stage.train.gradient_groups for stage in stages)}"
         )
     if len({stage.train.sequence_length for stage in stages}) > 1:
@@ -199,20 +200,19 @@ def _model(run: Config, begin: int, sizes: dict[str, Any]) -> ModelConfig:
     if not changes:
         return run.model
     place = f"the stage of data.stages at {begin:,}"
-    shapes = run.shapes
-    fields = {} if shapes is None else type(shapes).model_fields
-    missing = [key for key in changes if key not in fields]
-    if shapes is None or missing:
+    before = run.model
+    missing = [key for key in changes if key not in type(before).model_fields]
+    if before.is_own or missing:
         raise ConfigError(
             f"{place}: {(missing or [*changes])[0]} must be left out with model.family {run.model.family}, which has "
             "no such key"
         )
     try:
-        model = type(shapes).model_validate(shapes.model_dump() | changes)
+        model = type(before).model_validate(before.model_dump() | changes)
     except ValidationError as error:
         problems = refusal(error, "model", run.model.family).problems
         raise ConfigError([f"{place}: {problem}" for problem in problems]) from None
-    model.came_from(shapes.origin)
+    model.came_from(before.origin)
     return model
 
 

@@ -1,18 +1,23 @@
-"""The key or option that a wrong name most likely stands for."""
+"""The key or option that a wrong name most likely stands for: a name of another program, or the nearest of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from difflib import SequenceMatcher
+from collections.abc import Collection
+from difflib import get_close_matches
 
 from shardwise.base.errors import nearest_name
-from shardwise.config.other_names import OTHER_NAMES, OTHER_VALUES, OWN_MEANING, SECTIONS, WITHOUT_KEY
+from shardwise.config.other_names import OTHER_NAMES, OTHER_VALUES, SECTIONS, WITHOUT_KEY
 
 _NEAR = 0.65
 """Least similarity of names in one section, and of options."""
 _VERY_NEAR = 0.8
 """Least similarity of names anywhere."""
 _NO = ("false", "no", "off", "0")
+_OWN_MEANING = frozenset({
+    "config", "data", "enabled", "every", "format", "keep", "load", "loss", "mode", "name", "nodes", "optimizer",
+    "options", "path", "reduce", "resume", "schedule", "stages", "steps", "timeout",
+})  # fmt: skip
+"""Leaves of keys that have another meaning in another section: there they are no advice."""
 
 
 def plain_name(name: str) -> str:
@@ -23,7 +28,7 @@ def plain_name(name: str) -> str:
 def _with_leaf(name: str) -> list[str]:
     """A name, and its part after the last dot where that has the same meaning in each section."""
     leaf = name.rpartition(".")[2]
-    return [name] if leaf in OWN_MEANING else [name, leaf]
+    return [name] if leaf in _OWN_MEANING else [name, leaf]
 
 
 def reason_without_key(name: str) -> str | None:
@@ -41,7 +46,7 @@ def suggestions(
 ) -> list[str]:
     """The possible meanings of `name`: keys, keys with their values or options; empty if nothing means the same.
 
-    The order is: another spelling of a name, a name of another library, the most similar name of any section.
+    The order is: another spelling of a name, a name of another program, the most similar name.
 
     Args:
         name: a key that is unknown, or an unknown option with its dashes.
@@ -57,8 +62,8 @@ def suggestions(
         return [plain_options[leaf]]
     if f"{section}.{leaf}".lstrip(".") in keys:
         return [f"{section}.{leaf}".lstrip(".")]
-    targets = next((OTHER_NAMES[known] for known in _with_leaf(plain) if known in OTHER_NAMES), ())
-    valid = [target for target in targets if _is_valid(target, keys, options)]
+    meant = next((OTHER_NAMES[known] for known in _with_leaf(plain) if known in OTHER_NAMES), ())
+    valid = [target for target in meant if _is_valid(target, keys, options)]
     if not valid and (near := _most_similar(section, leaf, keys, plain_options, options)):
         valid = [near]
     if str(value).lower() not in _NO:
@@ -74,31 +79,27 @@ def _is_valid(target: str, keys: Collection[str], options: Collection[str] | Non
 
 
 def _most_similar(
-    section: str, leaf: str, keys: Iterable[str], plain_options: dict[str, str], options: Collection[str] | None
+    section: str, leaf: str, keys: Collection[str], plain_options: dict[str, str], options: Collection[str] | None
 ) -> str | None:
-    """The most similar of all names; one of the same section may be less similar than others."""
-    keys = list(keys)
-    candidates = [*plain_options.items()]
+    """The most similar key or option; one of the same section may be less similar than others."""
+    near = {} if section else {**plain_options}
+    far = {**plain_options}
+    for name, targets in OTHER_NAMES.items():
+        valid = [target for target in targets if _is_valid(target, keys, options)]
+        if valid and "." not in name and name not in OTHER_VALUES:
+            far[name] = valid[0]
     for key in keys:
         section_of_key, _, leaf_of_key = key.rpartition(".")
-        if section_of_key == section or leaf_of_key not in OWN_MEANING:
-            candidates.append((leaf_of_key, key))
-    for name, targets in OTHER_NAMES.items():
-        if "." not in name and name not in OTHER_VALUES:
-            candidates += [(name, target) for target in targets if _is_valid(target, keys, options)]
-    best = None
-    best_score = 0.0
-    for known, target in candidates:
-        is_near = target.rpartition(".")[0] == section if section else target in plain_options.values()
-        if section and leaf in OWN_MEANING and not is_near:
-            continue
-        score = SequenceMatcher(None, leaf, known).ratio()
-        # A slip within a section is likelier than a name of another one.
-        rank = score + 0.05 * is_near
-        if score >= (_NEAR if is_near and known not in OTHER_NAMES else _VERY_NEAR) and rank > best_score:
-            best = target
-            best_score = rank
-    return best
+        if section and section_of_key == section:
+            near[leaf_of_key] = key
+        elif leaf_of_key not in _OWN_MEANING:
+            far[leaf_of_key] = key
+    if found := get_close_matches(leaf, near, n=1, cutoff=_NEAR):
+        return near[found[0]]
+    if section and leaf in _OWN_MEANING:
+        return None
+    found = get_close_matches(leaf, far, n=1, cutoff=_VERY_NEAR)
+    return far[found[0]] if found else None
 
 
 def section_suggestion(name: str, sections: Collection[str]) -> str | None:

@@ -4,68 +4,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Literal, TypeVar, cast
 
 import torch
 
 from shardwise.base.errors import ArgumentError, listing, refuse_unknown_arguments
 from shardwise.distributed.mesh import Group, Ranks, job_rank, job_size
 
-_GIVE_GROUP = "give group="
-_SAME_AT_ANY_DEGREE = "leave it out: with seed= and name= the weights are the same at any degree"
-_PADDED = "leave it out: a vocabulary is padded by itself, see row_multiple=, and other sizes must be divisible"
-_NOT_NEEDED = "leave it out, nothing replaces it"
-_NOT_SUPPORTED = "leave it out, it is not supported"
-_FOREIGN: dict[str, tuple[str, tuple[object, ...]]] = {
-    "tensor_model_parallel_group": (_GIVE_GROUP, (None,)),
-    "tp_group": (_GIVE_GROUP, (None,)),
-    "process_group": (_GIVE_GROUP, (None,)),
-    "rank_ordering": ("give group=, whose order counts", (None,)),
-    "config": ("give group=, sequence_parallel_enabled=, dtype= and seed= by themselves", ()),
-    "init_method": ("give init=, such as shardwise.Init.normal(0.02)", (None,)),
-    "params_dtype": ("give dtype=", ()),
-    "reduce_scatter_embeddings": ("give sequence_parallel_enabled=", (False,)),
-    "skip_weight_param_allocation": ("ParallelLMHead takes tied_weight=", (False,)),
-    "skip_bias_add": ("give bias=False and add a bias of your own", (False,)),
-    "bias": ("leave it out: LayerNorm has a bias, and RMSNorm and embeddings have none", ()),
-    "elementwise_affine": ("leave it out: a norm always has a weight", (True,)),
-    "stride": ("leave it out: MergedColumnParallelLinear holds several layers of one input", (1,)),
-    "fuse_qkv": ("leave it out: Q, K and V are always one matmul", (True,)),
-    "shard_across_embedding": ("leave it out: the table is cut along the vocabulary", (False,)),
-    "sequence_dimension": ("leave it out: the sequence is dim 0", (None, 0)),
-    "reduce_dtype": ("leave it out: sums are made in the dtype of the activations", ()),
-    "reduce_output": ("leave it out: the output is always summed over the group", (True,)),
-    "collect_output": ("leave it out: the output is always summed over the group", (True,)),
-    "reduction": ("leave it out: the loss of each token is returned", ("none",)),
-    "keep_master_weight": (_SAME_AT_ANY_DEGREE, (False,)),
-    "keep_master_weight_for_test": (_SAME_AT_ANY_DEGREE, (False,)),
-    "use_cpu_initialization": (_SAME_AT_ANY_DEGREE, (False,)),
-    "perform_initialization": (_SAME_AT_ANY_DEGREE, (True,)),
-    "pad": (_PADDED, (False,)),
-    "pad_alignment_size_per_rank": (_PADDED, (1,)),
-    "keep_padded_output": (_PADDED, (False,)),
-    "async_tensor_model_parallel_allreduce": (_NOT_NEEDED, (True, False)),
-    "no_async_tensor_model_parallel_allreduce": (_NOT_NEEDED, (True, False)),
-    "gradient_accumulation_fusion": (_NOT_NEEDED, (True, False)),
-    "disable_grad_reduce": (_NOT_NEEDED, (False,)),
-    "embedding_activation_buffer": (_NOT_NEEDED, (None,)),
-    "grad_output_buffer": (_NOT_NEEDED, (None,)),
-    "tp_comm_buffer_name": (_NOT_NEEDED, (None,)),
-    "tile_cc": (_NOT_NEEDED, (True, False)),
-    "use_spmd_rank": (_NOT_NEEDED, (False,)),
-    "is_expert": (_NOT_SUPPORTED, (False,)),
-    "max_norm": (_NOT_SUPPORTED, (None,)),
-    "norm_type": (_NOT_SUPPORTED, (2.0, 2)),
-    "scale_grad_by_freq": (_NOT_SUPPORTED, (False,)),
-    "sparse": (_NOT_SUPPORTED, (False,)),
-}
-"""Argument of neuronx-distributed's or Megatron-LM's class or loss of the same name → advice for its users, and values.
-
-The values change nothing here: a call with them runs.
-"""
-_ADVICE = {name: advice for name, (advice, _) in _FOREIGN.items()}
-_NEUTRAL = {name: values for name, (_, values) in _FOREIGN.items()}
 _Given = TypeVar("_Given", bound=Mapping[str, object])
 
 _warned: list[str] = []
@@ -108,7 +54,9 @@ def _warn_unshared(owner: str) -> None:
     )
 
 
-def refuse_unknown(owner: type | Callable[..., object], given: Mapping[str, object], known: Iterable[str] = ()) -> None:
+def refuse_unknown(
+    owner: type | Callable[..., object], given: Mapping[str, object], known: Collection[str] = ()
+) -> None:
     """Refuse keyword arguments that a layer or loss does not take, unless their value changes nothing.
 
     Args:
@@ -119,29 +67,35 @@ def refuse_unknown(owner: type | Callable[..., object], given: Mapping[str, obje
     Raises:
         ArgumentError: some are unknown; the message says what replaces each.
     """
-    unknown = set(without_neutral(given, _NEUTRAL)) - set(known)
+    unknown = {name: value for name, value in given.items() if name not in known}
     if not unknown:
         return
-    # Only for the message: a signature takes long to read, and a model makes many layers.
+    # Only now: a signature takes long to read, and a model makes many layers.
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     named = [argument.name for argument in inspect.signature(owner).parameters.values() if argument.kind in kinds]
-    refuse_unknown_arguments(
-        owner.__name__, [name for name in given if name in unknown], [*named, *sorted(known)], _ADVICE
-    )
+    refuse_unless_neutral(owner.__name__, unknown, [*named, *sorted(known)], "layers")
 
 
-def without_neutral(given: Mapping[str, object], neutral: Mapping[str, Sequence[object]]) -> dict[str, object]:
-    """Return the arguments of a call but for those whose value changes nothing.
+def refuse_unless_neutral(
+    owner: str, unknown: Mapping[str, object], known: Iterable[str], kind: Literal["layers", "optimizer"]
+) -> None:
+    """Refuse arguments that a class or function does not take, unless their values change nothing.
 
     Args:
-        given: the arguments of a call by name.
-        neutral: the values that change nothing, by the argument's name. Types must agree: 1 does not stand for True.
+        owner: its name.
+        unknown: the arguments.
+        known: names that it takes.
+        kind: the other libraries' arguments that count (`config/other_names.yaml`).
+
+    Raises:
+        ArgumentError: some values change something; the message says what replaces each.
     """
-    return {
-        name: value
-        for name, value in given.items()
-        if not any(type(value) is type(unused) and value == unused for unused in neutral.get(name, ()))
-    }
+    # Reads the names of other libraries from a file.
+    from shardwise.config.other_names import ARGUMENTS
+
+    others = ARGUMENTS[kind]
+    refused = [name for name, value in unknown.items() if name not in others or not others[name].changes_nothing(value)]
+    refuse_unknown_arguments(owner, refused, known, {name: argument.advice for name, argument in others.items()})
 
 
 def by_name(owner: str, further: Sequence[object], names: Sequence[str], given: _Given, *, last: str = "") -> _Given:

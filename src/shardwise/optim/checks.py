@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.base.errors import ConfigError, refuse_unknown_arguments
+from shardwise.base.errors import ConfigError
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.layers.arguments import by_name, without_neutral
+from shardwise.layers.arguments import by_name, refuse_unless_neutral
 
 # ---- plain parameters
 
@@ -200,73 +200,8 @@ def _direct_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
 
 # ---- arguments of other libraries
 
-_LEAVE_OUT = {
-    # neuronx-distributed and torch_xla
-    "pin_layout": "the layouts of collectives need no pinning",
-    "lazy_init": "state is made at the first step",
-    "coalesce_cc": "collectives move whole buckets",
-    "use_grad_acc_hook": "gradients accumulate in flat buckets, in gradient_dtype",
-    "save_master_weights": "state_dict() has the masters",
-    "use_world_for_grad_norm": "the norm is that of the whole model",
-    # torch
-    "parameters_as_bucket_view": "parameters always are views of buckets",
-    # Megatron-LM
-    "overlap_param_gather": "step() gathers the parameters bucket by bucket",
-}
-_USE = {
-    # neuronx-distributed and torch_xla
-    "sharding_groups": "group= or mesh=, the ranks that share the state",
-    "grad_norm_groups": "mesh=, over whose ranks the norm is taken",
-    "bucket_cap_mb_all_gather": "bucket_mib=",
-    "bucket_cap_mb_reduce_scatter": "bucket_mib=",
-    "higher_cc_precision": "reduce_dtype=torch.float32",
-    "use_fp32_grad_acc": "gradient_dtype=torch.float32",
-    "keep_master_weight": "optimizer_dtype=torch.float32: parameters of another dtype then have masters",
-    "use_master_weights": "optimizer_dtype=torch.float32: parameters of another dtype then have masters",
-    "max_grad_norm": "max_norm=",
-    # torch
-    "process_group": "group=",
-    "overlap_with_ddp": "the parameters of the model without DDP, and accumulate(last=True) around the last backward()",
-    # Megatron-LM
-    "clip_grad": "max_norm=",
-    "use_distributed_optimizer": "stage=",
-    "overlap_grad_reduce": "accumulate(last=True) around the last backward()",
-    "data_parallel_group": "group= or mesh=",
-    "model_parallel_group": "mesh=",
-    "params_dtype": "parameters of this dtype",
-    "main_params_dtype": "optimizer_dtype=",
-    "main_grads_dtype": "gradient_dtype=",
-    "grad_reduce_in_fp32": "reduce_dtype=torch.float32",
-}
-REPLACED = {name: f"leave it out: {why}" for name, why in _LEAVE_OUT.items()} | {
-    name: f"use {replacement}" for name, replacement in _USE.items()
-}
-
-
 _POSITIONAL = ("pin_layout", "sharding_groups", "grad_norm_groups", "lazy_init")
 """The arguments of torch_xla's class after `max_norm`, in its order."""
-
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "pin_layout": (True, False, None),
-    "sharding_groups": (None,),
-    "grad_norm_groups": (None,),
-    "lazy_init": (False,),
-    "coalesce_cc": (True, False),
-    "bucket_cap_mb_all_gather": (0, None),
-    "bucket_cap_mb_reduce_scatter": (0, None),
-    "use_grad_acc_hook": (False,),
-    "save_master_weights": (True, False),
-    "use_world_for_grad_norm": (True, False),
-    "higher_cc_precision": (False,),
-    "use_fp32_grad_acc": (False,),
-    "keep_master_weight": (False,),
-    "use_master_weights": (False,),
-    "process_group": (None,),
-    "parameters_as_bucket_view": (True, False),
-    "overlap_with_ddp": (False,),
-    "overlap_param_gather": (True, False),
-}
-"""Values of other libraries' arguments that change nothing here: a call that gives them runs as it is."""
 
 
 def known_options(
@@ -289,11 +224,11 @@ def known_options(
     taken = inspect.signature(optimizer_class).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     passed_on = [*taken, *given] if takes_any else [*taken]
-    foreign = {name: values for name, values in _NEUTRAL.items() if name not in passed_on}
-    options = without_neutral(by_name(sharded.__name__, further, _POSITIONAL, given), foreign)
+    options = by_name(sharded.__name__, further, _POSITIONAL, given)
+    unknown = {name: value for name, value in options.items() if name not in passed_on}
     named = [name for name in inspect.signature(sharded).parameters if name not in ("further", "defaults")]
-    refuse_unknown_arguments(sharded.__name__, options, dict.fromkeys([*named, *passed_on]), REPLACED)
-    return options
+    refuse_unless_neutral(sharded.__name__, unknown, dict.fromkeys([*named, *passed_on]), "optimizer")
+    return {name: value for name, value in options.items() if name in passed_on}
 
 
 # ---- a torch.amp.GradScaler

@@ -1,11 +1,9 @@
 """A link that lies where a file of our own is to be is never followed."""
 
-import ctypes
 import errno
 import fcntl
 import os
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -251,52 +249,6 @@ def test_fault_16_folders_that_a_team_shares_and_links_of_its_own_still_work(sha
     os.chown(shared, NOBODY, NOBODY)
     os.chown(place, NOBODY, NOBODY)
     require_trusted(place)  # the owner of a folder may do what he likes in it, whoever else may write it
-
-
-@AS_ROOT
-def test_fault_16_a_team_may_have_its_folder_in_a_place_that_anyone_may_write(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    team, link, group = shared / "team", shared / "link", 4321
-    team.mkdir()
-    os.chown(team, NOBODY, group)
-    team.chmod(0o2775)
-    link.symlink_to(team)
-    os.chown(link, NOBODY, group, follow_symlinks=False)
-    told = r" must belong to you, .*: choose another folder, or remove it; if it is the folder of your team, its owner"
-    with pytest.raises(UntrustedError, match=f"team{told} must give its group, with you in it, the right to write"):
-        require_trusted(team)
-    monkeypatch.setattr(os, "getgroups", lambda: [group])
-    RunDirectory(team / "runs" / "a").create()
-    with cache.locked(team, "key") as exclusive:
-        assert exclusive
-    with pytest.raises(UntrustedError, match=f"link{told}"):
-        require_trusted(link)
-    for mode in (0o2755, 0o2777):
-        team.chmod(mode)
-        with pytest.raises(UntrustedError, match=f"team{told}"):
-            make_folder(team / "b")
-    assert [path.name for path in shared.iterdir() if path.name.startswith(".")] == []
-
-
-@AS_ROOT
-def test_fault_16_a_disk_may_record_another_owner_than_this_user() -> None:
-    """As NFS does for root: the number that the kernel gives to files is that of nobody."""
-    set_user = ctypes.CDLL(None).setfsuid
-    with tempfile.TemporaryDirectory() as name:  # nobody may not open the folder of all tests
-        place = Path(name)
-        place.chmod(0o1777)
-        made = place / "runs"
-        made.mkdir()
-        os.chown(made, NOBODY, NOBODY)
-        with pytest.raises(UntrustedError, match="runs must belong to you"):
-            open_folder(made)
-        before = set_user(NOBODY)
-        try:
-            os.close(open_folder(made))
-        finally:
-            set_user(before)
-        assert list(place.iterdir()) == [made]
 
 
 def test_fault_16_a_volume_that_another_user_has_opened_to_all_has_room_for_a_folder_below(

@@ -53,12 +53,11 @@ def test_fault_21_what_a_run_writes_is_kept() -> None:
 def test_fault_21_a_class_takes_a_record_of_its_types_alone(field: str) -> None:
     record = ending("failed", 5.0, 9.0, 3)
     assert instance(AttemptEnding, record).step == 3
-    with pytest.raises(ValueError, match=f"{field} must be "):
+    with pytest.raises(ValueError, match=field):
         instance(AttemptEnding, record | {field: [1]})
-    if field in ("text",):
-        return
-    with pytest.raises(ValueError, match=f"{field} must be "):
-        instance(AttemptEnding, {name: value for name, value in record.items() if name != field})
+    if field != "text":  # the only one with a default
+        with pytest.raises(ValueError, match=field):
+            instance(AttemptEnding, {name: value for name, value in record.items() if name != field})
 
 
 def test_fault_21_a_file_that_might_never_answer_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardwise import LAMB, ZeroRedundancyOptimizer
-from shardwise.optim.checks import REPLACED
+from shardwise.config.other_names import ARGUMENTS
 from tests.unit.optim.net import make
 
 NAMES = set(inspect.signature(ZeroRedundancyOptimizer).parameters)
@@ -17,15 +17,9 @@ NAMES = set(inspect.signature(ZeroRedundancyOptimizer).parameters)
     ("given", "message"),
     [
         (
-            {"sharding_groups": [[0]], "lazy_init": True, "lr": 0.1},
+            {"sharding_groups": [[0]], "lazy_init": True, "maxnorm": 1.0, "lr": 0.1},
             "ZeroRedundancyOptimizer does not take sharding_groups (use group= or mesh=, the ranks that share the "
-            "state) or lazy_init (leave it out: state is made at the first step)",
-        ),
-        ({"process_group": object()}, "ZeroRedundancyOptimizer does not take process_group (use group=)"),
-        ({"keep_master_weight": True}, "keep_master_weight (use optimizer_dtype=torch.float32: parameters of another"),
-        (
-            {"maxnorm": 1.0, "weight_deca": 0.1},
-            "take maxnorm (did you mean max_norm?) or weight_deca (did you mean",
+            "state), lazy_init (leave it out: state is made at the first step) or maxnorm (did you mean max_norm?)",
         ),
         ({"zzz": 1}, "does not take zzz; it takes params, optimizer_class, optimizer_dtype, grad_clipping, max_norm,"),
     ],
@@ -50,10 +44,10 @@ def test_options_of_the_wrapped_class_are_its_own() -> None:
 
 
 def test_what_replaces_an_argument_is_taken() -> None:
-    assert not NAMES & set(REPLACED)
-    for text in REPLACED.values():
-        named = [word.split("=")[0] for word in text.split() if "=" in word and not word.startswith("accumulate(")]
-        assert set(named) <= NAMES, text
+    assert not NAMES & set(ARGUMENTS["optimizer"])
+    for argument in ARGUMENTS["optimizer"].values():
+        words = [word for word in argument.advice.split() if not word.startswith("accumulate(")]
+        assert {word.split("=")[0] for word in words if "=" in word} <= NAMES, argument.advice
 
 
 def test_the_positional_arguments_of_torch_xla_are_taken() -> None:

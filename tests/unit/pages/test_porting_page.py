@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 import shardwise as sw
+from shardwise.config.other_names import ARGUMENTS
 from shardwise.distributed import collectives
-from shardwise.optim.checks import REPLACED
 from tests.arch.source import ROOT
 
 PAGE = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
@@ -41,4 +41,5 @@ def test_what_is_left_out_or_replaced_is_what_the_refusals_say() -> None:
     for name in names:
         (row,) = (row for row in rows if f"`{name}`" in row)
         wanted = re.findall(r"`([^`]+)`", row.split("|")[3])
-        assert REPLACED[name] == f"use {wanted[0]}" if wanted else REPLACED[name].startswith("leave it out"), row
+        advice = ARGUMENTS["optimizer"][name].advice
+        assert advice == f"use {wanted[0]}" if wanted else advice.startswith("leave it out"), row
