@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 import torch
+import torch.distributed as dist
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_numbers
 from shardwise.config import Frequency, Rounding
@@ -150,6 +151,13 @@ class Ranks:
 
     data: Group
     mesh: Mesh | None
+
+    @staticmethod
+    def of(group: Group | dist.ProcessGroup | None, mesh: Mesh | None) -> Ranks:
+        """Take a group for the data-parallel ranks; None: the mesh's, or the world."""
+        if group is not None:
+            return Ranks(Group.of(group), mesh)
+        return Ranks(mesh.replicas if mesh is not None else Group.world("dp"), mesh)
 
     @property
     def world(self) -> Group:

@@ -157,11 +157,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.optimizer_class = optimizer_class
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
-        if group is not None:
-            self.group = Group.of(group)
-        else:
-            self.group = mesh.replicas if mesh is not None else Group.world("dp")
-        self._ranks = Ranks(self.group, mesh)
+        self._ranks = Ranks.of(group, mesh)
+        self.group = self._ranks.data
         self.tensor = self._ranks.tensor
         self.cut = self._sharding.cut(self.group)
         self.state_dtype = self._dtypes.state
