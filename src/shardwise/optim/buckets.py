@@ -91,7 +91,7 @@ class Bucket:
         master = self.shard.to(master_dtype)
         self.on_host = on_host
         self.master = nn.Parameter(devices.to_host(master) if on_host else master)
-        self._versions = self._parameter_versions()
+        self._versions = list(map(version_of, self.parameters))
         self._pending: Pending | None = None
         self._pending_heads: Pending | None = None
         self.reset()
@@ -235,7 +235,7 @@ class Bucket:
             values = self.shard.to(master.device)
             is_unchanged = values == master.to(values.dtype)
             torch.where(is_unchanged, master, values.to(master.dtype), out=master)
-            self._versions = self._parameter_versions()
+            self._versions = list(map(version_of, self.parameters))
 
     def adopt_changes(self) -> None:
         """Let the masters adopt what the user wrote since the last step, as the parameters' versions tell.
@@ -243,7 +243,7 @@ class Bucket:
         An in-place change raises the version of a parameter. A change through `.data` does not, and neither does one
         by a kernel that torch does not know: only a comparison shows it.
         """
-        if self._versions != self._parameter_versions():
+        if self._versions != list(map(version_of, self.parameters)):
             self.adopt_values()
 
     def differs_from_masters(self) -> Tensor | None:
@@ -254,9 +254,6 @@ class Bucket:
         if not self.separate or self.on_host:
             return None
         return (self.shard != self.master.detach().to(self.shard.dtype)).any()
-
-    def _parameter_versions(self) -> list[int]:
-        return list(map(version_of, self.parameters))
 
     # ---- the reduction of the gradients
 

@@ -34,12 +34,11 @@ def row_norms(flat: Tensor) -> Tensor:
     """Return norms of a flat tensor's rows of 16,384 elements, the last maybe shorter, in float32 or float64."""
     in_rows = flat.numel() // _ROW * _ROW
     dtype = torch.promote_types(flat.dtype, torch.float32)
-    parts = []
+    norms: list[Tensor] = []
     if in_rows < flat.numel() or not in_rows:  # an empty tensor has one empty row, whose norm is 0
-        parts.append(flat[in_rows:].view(1, -1))
+        norms.append(torch.linalg.vector_norm(flat[in_rows:].view(1, -1), dim=1, dtype=dtype))
     if in_rows:
-        parts.append(flat[:in_rows].view(-1, _ROW))
-    norms = [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts]
+        norms.append(torch.linalg.vector_norm(flat[:in_rows].view(-1, _ROW), dim=1, dtype=dtype))
     return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 

@@ -35,7 +35,7 @@ def learning_rate(settings: OptimizerConfig, steps: int, step: int) -> float:
 def decaying(settings: OptimizerConfig, steps: int, step: int) -> float:
     """`linear` and `cosine`: the rate decays from the end of the warmup on."""
     shape: DecayShape = "cosine" if settings.schedule == "cosine" else "linear"
-    end = RateAtStep(_first_at_minimum(settings, steps), settings.min_lr, shape)
+    end = RateAtStep(steps - settings.constant_steps + 1, settings.min_lr, shape)
     return rate_at([*_warmup(settings), end], step)
 
 
@@ -48,7 +48,7 @@ def warmup_stable_decay(settings: OptimizerConfig, steps: int, step: int) -> flo
     """`wsd`: the rate stays at `lr`, and decays in the last `decay_steps` (arXiv:2404.06395)."""
     points = _warmup(settings)
     if settings.decay_steps:
-        first_at_minimum = _first_at_minimum(settings, steps)
+        first_at_minimum = steps - settings.constant_steps + 1
         points.append(RateAtStep(first_at_minimum - 1 - settings.decay_steps, settings.lr))
         points.append(RateAtStep(first_at_minimum, settings.min_lr, settings.decay_shape))
     return rate_at(points, step)
@@ -62,10 +62,6 @@ def by_points(settings: OptimizerConfig, steps: int, step: int) -> float:
 def _warmup(settings: OptimizerConfig) -> list[RateAtStep]:
     peak = RateAtStep(max(1, settings.warmup_steps), settings.lr)
     return [RateAtStep(0, 0.0), peak] if settings.warmup_steps else [peak]
-
-
-def _first_at_minimum(settings: OptimizerConfig, steps: int) -> int:
-    return steps - settings.constant_steps + 1
 
 
 def rate_at(points: Sequence[RateAtStep], step: int) -> float:

@@ -85,7 +85,7 @@ class Update:
         Afterwards the group has the options that the update of its last bucket left: what the class keeps there, such
         as a count of steps, is the same after each.
         """
-        options = [options_of(group) for group in self._inner.param_groups]
+        options = list(map(options_of, self._inner.param_groups))
         for number, bucket in self._in_forward_order:
             if number not in without:
                 group = self._inner.param_groups[number]
@@ -122,7 +122,9 @@ def _divisor(factor: Tensor | float, device: torch.device) -> Tensor | None:
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
+    options = dict(group)
+    del options["params"]
+    return options
 
 
 class HostUpdate(Update):

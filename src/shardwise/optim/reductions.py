@@ -8,11 +8,11 @@ round, so that all ranks call the same collectives, whatever parameters their sa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
@@ -34,37 +34,39 @@ class Reductions:
 
     Args:
         buckets: buckets of this rank; more may be added to this list.
+        places: bucket of each trained parameter, and its number there.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, each_pass: bool) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], places: Mapping[nn.Parameter, tuple[Bucket, int]], *, each_pass: bool
+    ) -> None:
         self.each_pass = each_pass
         self.overlaps = False
         self.is_local = False
         self._buckets = buckets
+        self._places = places
         self._under_way: deque[Bucket] = deque()
         self._passes: dict[int, int] = {}
         """The number of the last backward pass of each pipeline stage."""
 
-    def take(self, bucket: Bucket, index: int) -> None:
+    @torch.no_grad()
+    def take(self, parameter: Tensor) -> None:
         """Take the gradient of a parameter that a backward pass has added to."""
-        if self.is_local:
-            self._refuse_late(bucket)
-            bucket.keep_local(index)
-            return
-        if self.each_pass:
-            self._begin_round(bucket)
-        else:
-            self._refuse_late(bucket)
-        bucket.adopt(index)
-        if self.each_pass or self.overlaps:
-            self.ready(bucket, index)
-
-    def _refuse_late(self, bucket: Bucket) -> None:
-        if bucket.reduced:
+        bucket, index = self._places[parameter]  # type: ignore[index]
+        begins_rounds = self.each_pass and not self.is_local
+        if bucket.reduced and not begins_rounds:
             raise RuntimeError(
                 "backward() came after this step's gradients were reduced: put all but the step's last backward() "
                 "under `with optimizer.accumulate():`, or drop the reduced ones by optimizer.zero_grad()"
             )
+        if begins_rounds:
+            self._begin_round(bucket)
+        if self.is_local:
+            bucket.keep_local(index)
+        else:
+            bucket.adopt(index)
+        if begins_rounds or (self.overlaps and not self.is_local):
+            self.ready(parameter)
 
     def _begin_round(self, bucket: Bucket) -> None:
         """Begin another round of a bucket's pipeline stage, if this is its first gradient or a second one."""
@@ -82,12 +84,14 @@ class Reductions:
         while bucket.is_reducing:
             self._under_way.popleft().finish_reduction()
 
-    def ready(self, bucket: Bucket, index: int) -> None:
+    @torch.no_grad()
+    def ready(self, parameter: Tensor) -> None:
         """Report that a parameter's gradient is complete for this round. A full bucket starts its reduction at once.
 
         Buckets start in the same order on every rank, whatever the order of the calls: collectives of two ranks are
         matched by their order alone.
         """
+        bucket, index = self._places[parameter]  # type: ignore[index]
         bucket.ready.add(index)
         for candidate in self._round_of(bucket.stage):
             if candidate.reduced:
@@ -145,8 +149,8 @@ class PartialGradients:
                 for piece in placement.of_or_whole(p).pieces:
                     if piece.partial and piece.copies.size > 1:
                         views = self._views.setdefault(piece.copies, [])
-                        for start, length in bucket.owned_runs(index, piece.local):
-                            views.append(bucket.gradient[start : start + length])
+                        runs = bucket.owned_runs(index, piece.local)
+                        views += [bucket.gradient[start : start + length] for start, length in runs]
 
     def sum_(self) -> None:
         """Sum them, unless they are `summed` already; one all-reduce for each group."""

@@ -149,11 +149,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._dtypes = Dtypes(
             gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32, state_dtype, rounding, rounding_seed
         )
-        if stage == 3 and model is None:
-            raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
         defaults = checks.known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
         self._inner_class = wrapped_class.class_for_slices(optimizer_class, defaults)
-        _require_elementwise_options(self._inner_class, self._sharding, self._dtypes)
+        _require_suitable(self._inner_class, self._sharding, self._dtypes, model)
         self.optimizer_class = optimizer_class
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
@@ -163,15 +161,15 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.cut = self._sharding.cut(self.group)
         self.state_dtype = self._dtypes.state
         self._places = {} if model is None else places_in(model)
-        self._average = average
+        self._scale = 1.0 / self.group.size if average else 1.0
         self._defaults = defaults
         self.steps = 0
         self.buckets: list[Bucket] = []
+        self._bucket_places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         each_pass = stage >= 2 and reduce == "micro_batch" and self.cut.ranks.size > 1
-        self._reductions = Reductions(self.buckets, each_pass=each_pass)
+        self._reductions = Reductions(self.buckets, self._bucket_places, each_pass=each_pass)
         self._partial: list[PartialGradients] = []
         self.gathers = Gathers()
-        self._bucket_places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._watch = checks.ParameterWatch(self._bucket_places)
         self._frozen: list[nn.Parameter] = []
         super().__init__(params, self._make_inner({"params": [nn.Parameter(torch.zeros(1))]}).defaults)
@@ -221,7 +219,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             checks.broadcast_value(p, self.group)
         self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
-        hook = weak_hook(self._on_gradient)
+        hook = weak_hook(self._reductions.take)
         buckets = make_buckets(trainable, self._sharding, self.cut, self._dtypes, self._places)
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
@@ -295,16 +293,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         """True if each backward() reduces its gradients, and not only the last one of a step."""
         return self._reductions.each_pass and not self._reductions.is_local
 
-    @torch.no_grad()
-    def _on_gradient(self, parameter: Tensor) -> None:
-        self._reductions.take(*self._bucket_places[parameter])  # type: ignore[index]
-
-    @torch.no_grad()
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Report that a parameter's gradient is complete for this step. A full bucket starts its reduction at once."""
-        self._reductions.ready(*self._bucket_places[parameter])
+        self._reductions.ready(parameter)
 
-    @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Finish this step's gradients: each rank then has the sum (not yet averaged or clipped) of what it owns."""
         self._reduce(measures_weights=False)
@@ -313,8 +305,11 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     def _reduce(self, *, measures_weights: bool) -> None:
         if self._norms is not None:
             return
-        if any(p.grad is not None for p in self._frozen):
-            raise RuntimeError("a parameter that was frozen when the optimizer was made has a gradient: make it again")
+        for p in self._frozen:
+            if p.grad is not None:
+                raise RuntimeError(
+                    "a parameter that was frozen when the optimizer was made has a gradient: make it again"
+                )
         self._reductions.overlaps = False
         self.gathers.wait()
         self._watch.check()
@@ -350,10 +345,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                 if has_changed:
                     bucket.adopt_values()
 
-    @property
-    def _scale(self) -> float:
-        return 1.0 / self.group.size if self._average else 1.0
-
     def norms(self) -> tuple[Tensor, Tensor]:
         """L2 norms `[]` of the whole model's gradient (before `step` clips) and parameters; reduces gradients first."""
         self._reduce(measures_weights=True)
@@ -365,16 +356,17 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     def gradient_norm(self) -> Tensor:
         """The first of `norms`, `[]`, for steps that need not read all parameters for the second."""
-        self.reduce_gradients()
+        self._reduce(measures_weights=False)
         assert self._norms is not None
         return self._norms[0]
 
     def _final_norm(self) -> Tensor:
         """The gradient norm; raises if the gradients were changed after they were reduced."""
-        gradient_norm = self.gradient_norm()
+        self._reduce(measures_weights=False)
+        assert self._norms is not None
         for bucket in self.buckets:
             bucket.check_gradients()
-        return gradient_norm
+        return self._norms[0]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | None, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -549,10 +541,12 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         return {"state": state_bytes, "masters": master_bytes, "padding": round(padding * per_element)}
 
 
-def _require_elementwise_options(
-    optimizer_class: type[torch.optim.Optimizer], sharding: Sharding, dtypes: Dtypes
+def _require_suitable(
+    optimizer_class: type[torch.optim.Optimizer], sharding: Sharding, dtypes: Dtypes, model: nn.Module | None
 ) -> None:
-    """Refuse options that a class which needs whole tensors, or stochastic rounding, does not go with."""
+    """Refuse what does not go together: ZeRO-3 without a model, and options of elementwise classes with others."""
+    if sharding.stage == 3 and model is None:
+        raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
     if sharding.offload and dtypes.rounds_at_random:
         raise ConfigError(
             "offload (True) must be False with rounding='stochastic' or a state_dtype, whose random bits the device "
