@@ -70,11 +70,6 @@ def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
 def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group, device: torch.device) -> None:
     """Require the same parameters in the same order on all ranks of `group`; one all-reduce of a digest.
 
-    Args:
-        groups: parameter groups of the optimizer.
-        group: ranks that must agree.
-        device: device on which the ranks compute.
-
     Raises:
         ConfigError: the parameters differ; raised on every rank, with the first one that does.
     """
@@ -145,9 +140,6 @@ class ParameterWatch:
 
     Modules' parameters are replaced by `load_state_dict(assign=True)` or `module.weight = …`, or a
     DistributedDataParallel wraps them.
-
-    Args:
-        parameters: parameters of the optimizer.
     """
 
     def __init__(self, parameters: Collection[nn.Parameter]) -> None:
@@ -213,8 +205,6 @@ def known_options(
     """Return the arguments of a call that are for the wrapped class.
 
     Args:
-        sharded: class that is called.
-        optimizer_class: class that it wraps.
         given: keyword arguments of the call that `sharded` does not name.
         further: torch_xla's positional arguments after `max_norm`.
 

@@ -61,7 +61,6 @@ class Gathers:
 
         Args:
             units: modules, each with the parameters that a call of it reads.
-            buckets: buckets of these parameters.
         """
         bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         hooks = []
@@ -134,7 +133,6 @@ class UnitWeights:
 
     Args:
         model: the model, or the list of its pipeline stages on this rank.
-        buckets: buckets of the trained parameters.
         prefetch: number of units whose gather is started ahead.
         once_a_step: True to release nothing until the update, so that each bucket is gathered once a step.
     """

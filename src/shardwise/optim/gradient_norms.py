@@ -133,9 +133,6 @@ class ModelNorms:
     """L2 norms over the whole model.
 
     Args:
-        buckets: buckets of this rank, which may have none.
-        device: device of the model.
-        ranks: ranks that the optimizer works with.
         dtype: the result of `sum_dtype`.
     """
 
@@ -257,11 +254,6 @@ class CanonicalNorms:
 
     The constructor is collective over `world`: it gives each tensor the same number on every rank. A fused weight is
     several tensors, a tensor that is cut into several pieces is one, padding is none, and copies count once.
-
-    Args:
-        groups: buckets of each parameter group.
-        pieces: pieces of canonical tensors that each parameter holds.
-        device, ranks, dtype: arguments of `ModelNorms`.
 
     Attributes:
         count: T, the number of canonical tensors of the model.

@@ -136,9 +136,6 @@ class PartialGradients:
 
     Attributes:
         summed: True once they are summed in this step.
-
-    Args:
-        buckets: buckets of this rank.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:

@@ -84,11 +84,7 @@ class SliceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient, each as one tensor.
-
-        Args:
-            closure: computes the loss again before the update, as in `torch.optim.Optimizer.step`.
-        """
+        """Update every parameter that has a gradient, each as one tensor; `closure` computes the loss before."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -109,11 +105,9 @@ class SliceOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def step_rounded(self, model: ModelSlices, slices: RoundedSlices) -> None:
-        """Update the masters of the `whole_tensor_groups` as `step_slices` does, with stochastic rounding.
+        """Update the masters of the `whole_tensor_groups` as `step_slices` does, with stochastic rounding by `slices`.
 
-        Args:
-            model: slices of the model, whose reduced gradients are neither averaged nor clipped yet.
-            slices: computes in float32 and rounds, a run at a time.
+        The reduced gradients are neither averaged nor clipped yet.
         """
         raise NotImplementedError
 

@@ -134,10 +134,6 @@ class RandomBits:
     """16 random bits for each element of a bucket's owned part and for each tensor of its state.
 
     Two tensors share a 32-bit word: element i of a canonical tensor has `scramble(hash + i · INCREMENT_32)`.
-
-    Args:
-        pieces: pieces of canonical tensors that each parameter holds.
-        seed: seed of the run.
     """
 
     def __init__(self, pieces: Pieces, seed: int) -> None:
@@ -203,11 +199,6 @@ class _FloatCopy:
     """A float32 copy of some masters and their state, which an optimizer of the wrapped class updates.
 
     Masters that are float32 themselves are updated in place.
-
-    Args:
-        make: makes an optimizer of the wrapped class from a parameter group.
-        inner: the wrapped optimizer.
-        group: one of its parameter groups.
 
     Attributes:
         parameter: masters of the elements that were loaded last.
@@ -289,7 +280,6 @@ class StochasticUpdate(Update):
     Args:
         inner, model: arguments of `Update`; the masters are bfloat16 or float32.
         make: makes an optimizer of the wrapped class from a parameter group.
-        bits: random bits for the elements of these buckets.
     """
 
     def __init__(
@@ -324,31 +314,22 @@ class StochasticUpdate(Update):
             yield bucket
 
 
+@dataclass(frozen=True)
 class _FloatSlices:
-    """The `RoundedSlices` of a step.
+    """The `RoundedSlices` of a step, with a float32 copy for the chunks of each bucket."""
 
-    Args:
-        copies: a float32 copy for the chunks of each bucket.
-        factor: multiplies the gradients.
-        bits: random bits for the elements of these buckets.
-        step: number of the step.
-    """
-
-    def __init__(
-        self, copies: Mapping[Bucket, _FloatCopy], factor: Tensor | float, bits: RandomBits, step: int
-    ) -> None:
-        self._copies = copies
-        self._factor = factor
-        self._bits = bits
-        self._step = step
+    copies: Mapping[Bucket, _FloatCopy]
+    factor: Tensor | float
+    bits: RandomBits
+    step: int
 
     def load(self, chunk: ElementRun) -> Tensor:
-        self._copies[chunk.bucket].load(chunk, self._factor)
-        return self._copies[chunk.bucket].parameter.detach()
+        self.copies[chunk.bucket].load(chunk, self.factor)
+        return self.copies[chunk.bucket].parameter.detach()
 
     def load_direction(self, chunk: ElementRun) -> tuple[Tensor, Tensor]:
         masters = self.load(chunk)
-        float_copy = self._copies[chunk.bucket]
+        float_copy = self.copies[chunk.bucket]
         optimizer = float_copy.optimizer
         gradient = float_copy.parameter.grad
         assert isinstance(optimizer, SliceOptimizer)
@@ -356,4 +337,4 @@ class _FloatSlices:
         return masters, optimizer.direction(float_copy.parameter, float_copy.group, out=gradient)
 
     def store(self, chunk: ElementRun) -> None:
-        self._copies[chunk.bucket].store(chunk, self._bits, self._step)
+        self.copies[chunk.bucket].store(chunk, self.bits, self.step)

@@ -149,12 +149,7 @@ _KEYS = ("state", "param_groups", "masters", "layout")
 
 
 def layout_of(buckets: Sequence[Bucket], ranks: Group) -> dict[str, Any]:
-    """Return the facts that decide which elements' state a rank has.
-
-    Args:
-        buckets: buckets of this rank.
-        ranks: ranks that share the state.
-    """
+    """Return the facts that decide which elements' state a rank has, of those that share it."""
     orders = [bucket.orders for bucket in buckets]
     layout: dict[str, Any] = {}
     # Left out for contiguous parameters: states of earlier versions lack it.
@@ -171,14 +166,7 @@ def layout_of(buckets: Sequence[Bucket], ranks: Group) -> dict[str, Any]:
 def require_loadable(
     state_dict: object, inner: torch.optim.Optimizer, make: MakeOptimizer, layout: dict[str, Any]
 ) -> None:
-    """Raise ValueError for state of another layout, or of a class that keeps other state; nothing is changed.
-
-    Args:
-        state_dict: state to load.
-        inner: wrapped optimizer that gets it.
-        make: makes an optimizer of its class from a parameter group.
-        layout: the result of `layout_of` for this optimizer.
-    """
+    """Raise ValueError for state of another layout, or of a class that keeps other state; nothing is changed."""
     given = state_dict if isinstance(state_dict, Mapping) else {}
     lacked = [key for key in _KEYS if key not in given]
     if lacked:

@@ -198,9 +198,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             for options in groups:
                 for shape in {piece.shape for p in options["params"] for piece in of_or_whole(p).pieces}:
                     self._inner_class.require_tensor(shape, options)
-        take_first_values(groups, self.tensor, self.group, device)
+        take_first_values(groups, self._ranks, device)
         self._partial.append(PartialGradients([bucket for options in groups for bucket in self._move(options)]))
-        self._uncut = UncutGradients(self.param_groups, self.buckets, self.tensor, self.group, device)
+        self._uncut = UncutGradients(self.param_groups, self.buckets, self._ranks, device)
         sum_dtype = gradient_norms.sum_dtype(self._dtypes, self.group, device)
         self._model = ModelNorms(self.buckets, device, self._ranks, sum_dtype)
         # Norms that were measured before lack the gradients of the new buckets.
