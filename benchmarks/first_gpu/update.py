@@ -16,6 +16,7 @@ from shardwise.distributed.random_bits import INCREMENT_32, scramble_
 from shardwise.distributed.torch_private import dividing_gradients, step_optimizer
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms
 from shardwise.optim.master_update import scaled_gradient
+from shardwise.optim.sharding import Ranks
 from shardwise.optim.stochastic_rounding import round_into
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 
@@ -43,7 +44,7 @@ def _mixed_precision(session: Session) -> None:
     bucket = optimizer.buckets[0]
     bucket.gradients.normal_(0.0, 1e-3)
     mesh = Mesh(device=session.device)
-    norms = ModelNorms(optimizer.buckets, session.device, mesh.world, mesh.tp)
+    norms = ModelNorms(optimizer.buckets, session.device, Ranks(mesh.replicas, mesh), torch.float32)
     factor = torch.ones((), device=session.device)
 
     def fused_adamw() -> None:

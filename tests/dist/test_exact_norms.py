@@ -22,6 +22,7 @@ from shardwise import (
 from shardwise.distributed.placement import named_pieces, placements
 from shardwise.optim import exact_sums
 from shardwise.optim.gradient_norms import CanonicalNorms, ElementRun
+from shardwise.optim.sharding import Ranks
 from tests.dist.dense import random, run
 
 GRAIN = 4
@@ -108,9 +109,8 @@ def measure(case: Case) -> Found:
         [optimizer.buckets],
         named_pieces(optimizer.param_groups, 0),
         ranks.device,
-        ranks.world,
-        ranks.tp,
-        fixed=True,
+        Ranks(ranks.replicas, ranks),
+        None,
     )
     with patch.object(exact_sums, "norms", wraps=exact_sums.norms) as rounding:
         of_model = torch.stack(optimizer.norms())

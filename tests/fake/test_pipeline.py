@@ -87,7 +87,7 @@ def config_of(recipe: str, schedule: Schedule, whole: bool) -> tuple[Config, Lay
 def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leave out what reads numbers or addresses of tensors that have none, and drawing weights."""
     monkeypatch.setattr("shardwise.distributed.placement.initialize_", lambda *_: None)
-    monkeypatch.setattr("shardwise.optim.master_update.require_elementwise", lambda *_: None)
+    monkeypatch.setattr("shardwise.optim.wrapped_class.require_elementwise", lambda *_: None)
     monkeypatch.setattr("shardwise.layers.embedding.ParallelEmbedding._check", lambda *_: None)
     monkeypatch.setattr("shardwise.layers.loss.VocabularyShard.check", lambda *_, **__: None)
     monkeypatch.setattr(torch, "equal", lambda *_: True)

@@ -19,7 +19,6 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import Piece, placements
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.master_update import may_continue
 from shardwise.optim.state import (
     MASTER,
     STEP,
@@ -31,6 +30,7 @@ from shardwise.optim.state import (
     state_slices,
     state_tensors,
 )
+from shardwise.optim.wrapped_class import may_continue
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 _SHOWN = 3

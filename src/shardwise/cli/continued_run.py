@@ -46,7 +46,9 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
     changes = resume_changes(earlier.config, config.recorded())
     rows += [("  changed", change) for change in changes or ["no key"]]
     if checkpoint is not None:
-        moved_end = moved_end_text(config, earlier.config["train"]["steps"], checkpoint.step)
+        moved_end = moved_end_text(
+            config.optimizer, config.train.steps, earlier.config["train"]["steps"], checkpoint.step
+        )
         if moved_end is not None:
             rows.append(("  schedule", moved_end))
     return rows, []

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shardwise.base.errors import listing
 from shardwise.config.base_section import Section, reject
+from shardwise.config.learning_rates import LEARNING_RATES
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
 from shardwise.config.token_counts import step_field
 
@@ -61,8 +62,9 @@ class OptimizerConfig(Section):
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: int = step_field(0, ge=0, description="steps of linear warmup; the last of them has lr")
     constant_steps: int = step_field(0, ge=0, description="steps at the run's end, after the decay, with min_lr")
-    schedule: Literal["linear", "cosine", "constant", "wsd", "points"] = Field(
+    schedule: str = Field(
         default="cosine",
+        json_schema_extra={"enum": [*LEARNING_RATES]},
         description="rates after the warmup: linear and cosine decay to min_lr over the whole run, constant stays at "
         "lr, wsd stays at lr and decays in the last decay_steps, points follows optimizer.points from step 1",
     )
@@ -148,13 +150,14 @@ class OptimizerConfig(Section):
         """The record of the optimizer that `name` names."""
         return OPTIMIZERS[self.name]
 
-    @field_validator("name", mode="before")
+    @field_validator("name", "schedule", mode="before")
     @classmethod
-    def _name_has_a_record(cls, value: object) -> object:
-        # Not a `Literal`, so that a record in `OPTIMIZERS` is all that a new optimizer needs.
+    def _has_a_record(cls, value: object, info: ValidationInfo) -> object:
+        # Not a `Literal`, so that a record is all that a new optimizer or schedule needs.
+        records = OPTIMIZERS if info.field_name == "name" else LEARNING_RATES
         name = str(value).lower()
-        if name not in OPTIMIZERS:
-            reject([f"optimizer.name ({value!r}) must be {listing(OPTIMIZERS, 'or')}"])
+        if name not in records:
+            reject([f"optimizer.{info.field_name} ({value!r}) must be {listing(records, 'or')}"])
         return name
 
     @field_validator("zero", mode="before")
@@ -171,11 +174,6 @@ class OptimizerConfig(Section):
         if self.min_lr > self.lr:
             problems.append(f"optimizer.min_lr ({self.min_lr}) must be at most optimizer.lr ({self.lr})")
         problems += self._schedule_problems()
-        if self.constant_steps and self.schedule == "constant":
-            problems.append(
-                f"optimizer.constant_steps ({self.constant_steps}) must be 0 with optimizer.schedule constant, which "
-                "never decays to optimizer.min_lr: choose cosine or linear"
-            )
         if not all(0 <= beta < 1 for beta in self.betas):
             problems.append(f"optimizer.betas ({list(self.betas)}) must lie in [0, 1)")
         if self.spec.has_trust_ratios and not self.weight_decay:
@@ -204,37 +202,27 @@ class OptimizerConfig(Section):
         return self
 
     def _schedule_problems(self) -> list[str]:
-        problems = []
-        if self.schedule == "wsd" and self.decay_steps is None:
-            problems.append(
-                "optimizer.decay_steps must be given with optimizer.schedule wsd: a tenth to a fifth of train.steps, "
-                "or 0 for a trunk that other runs branch from"
-            )
-        if self.schedule != "wsd" and (self.decay_steps is not None or self.decay_shape != "linear"):
-            problems.append(
-                f"optimizer.decay_steps and decay_shape must be left out with optimizer.schedule {self.schedule}: they "
-                "belong to optimizer.schedule=wsd"
-            )
-        if self.schedule != "points":
-            if self.points:
-                problems.append(
-                    f"optimizer.points must be left out with optimizer.schedule {self.schedule}: set "
-                    "optimizer.schedule=points"
-                )
-            return problems
-        if not self.points:
-            problems.append(
-                "optimizer.points must have a point with optimizer.schedule points, such as {at: 1, factor: 1}"
-            )
+        schedule = LEARNING_RATES[self.schedule]
+        given = {key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default}
+        problems = [
+            f"optimizer.{key} must be given with optimizer.schedule {self.schedule}: {example}"
+            for key, example in schedule.needs.items()
+            if key not in given
+        ]
+        for other in LEARNING_RATES.values():
+            if keys := [key for key in other.keys if key in given and key not in schedule.keys]:
+                problems.append(self._left_out(keys, f"set optimizer.schedule={other.name}"))
+        if keys := [key for key in schedule.excludes if key in given]:
+            problems.append(self._left_out(keys, schedule.reason))
         for before, after in itertools.pairwise(self.points):
             if after.at <= before.at:
                 problems.append(
                     f"optimizer.points must have rising steps: the point at step {after.at} comes after that at step "
                     f"{before.at}"
                 )
-        if self.warmup_steps or self.constant_steps or self.min_lr:
-            problems.append(
-                "optimizer.warmup_steps, constant_steps and min_lr must be left out with optimizer.schedule points, "
-                "which has all rates: write them as points"
-            )
         return problems
+
+    def _left_out(self, keys: list[str], fix: str) -> str:
+        values = {key: getattr(self, key) for key in keys}
+        shown = [f"optimizer.{key}" + ("" if isinstance(v, tuple) else f" ({v})") for key, v in values.items()]
+        return f"{listing(shown)} must be left out with optimizer.schedule {self.schedule}: {fix}"

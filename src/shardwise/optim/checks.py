@@ -1,10 +1,7 @@
-"""The requirements of `ZeroRedundancyOptimizer`: refusals before the damage of a wrong call, in five parts.
+"""The requirements of `ZeroRedundancyOptimizer`: refusals before the damage of a wrong call.
 
 Parameters must be plain, the same on all ranks, and still those of the model. Arguments of other libraries' ZeRO
-optimizers are taken if they change nothing, and else the message says what replaces them. State may be loaded into an
-optimizer of the same layout whose class keeps the same state. A `torch.amp.GradScaler` must find the same on all ranks:
-it skips the step and changes its factor by the gradients of its own rank, and one rank's step must not pair with
-another rank's next step.
+optimizers are taken if they change nothing, and else the message says what replaces them.
 """
 
 from __future__ import annotations
@@ -15,23 +12,19 @@ import gc
 import hashlib
 import inspect
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.base.errors import ConfigError, listing
-from shardwise.config import Frequency
+from shardwise.base.errors import ConfigError
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.layers.arguments import by_name, refuse_unless_neutral
-from shardwise.optim.buckets import Bucket
-from shardwise.optim.master_update import MakeOptimizer, is_of_elements, kept_state, may_continue
 
 # ---- plain parameters
 
@@ -56,56 +49,19 @@ def require_plain(parameters: Iterable[nn.Parameter], *, has_mesh: bool) -> None
     refuse_wrapped(parameters)
 
 
-def require_sharding(
-    stage: int, model: nn.Module | None, bucket_mib: float | None, *, replicate: int, prefetch: int, **frequencies: str
-) -> None:
-    """Raise ValueError for arguments that do not say how the parameters are cut into buckets and over ranks.
-
-    frequencies: `micro_batch` or `step` each.
-    """
-    for name, number, least in (("replicate", replicate, 1), ("prefetch", prefetch, 0)):
-        if number < least:
-            raise ValueError(f"{name} ({number}) must be at least {least}")
-    if bucket_mib is not None and not bucket_mib > 0:
-        raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
-    if isinstance(stage, bool) or stage not in range(4):
-        raise ValueError(f"stage ({stage}) must be 0, 1, 2 or 3")
-    if stage == 3 and model is None:
-        raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
-    for name, value in frequencies.items():
-        if value not in get_args(Frequency):
-            raise ValueError(f"{name} ({value!r}) must be {listing(map(repr, get_args(Frequency)), 'or')}")
-
-
 def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise ValueError for parameters whose gradients a DistributedDataParallel reduces, whenever it was made."""
-    accumulated = {id(p) for p in parameters if p.requires_grad and _is_accumulator_held(p)}
-    if accumulated and any(id(p) in accumulated for wrapper in _wrappers() for p in wrapper.parameters()):
+    """Raise ValueError for parameters whose gradients a DistributedDataParallel reduces."""
+    classes = [DistributedDataParallel]
+    for wrapper_class in classes:  # also those that the next line adds
+        classes += wrapper_class.__subclasses__()
+    # The garbage collector knows the objects that refer to their classes.
+    wrappers = (item for item in gc.get_referrers(*classes) if issubclass(type(item), DistributedDataParallel))
+    trained = {id(p) for p in parameters if p.requires_grad}
+    if any(id(p) in trained for wrapper in wrappers for p in wrapper.parameters()):
         raise ValueError(
             "the model is wrapped in DistributedDataParallel, which reduces every gradient by itself: "
             "give ZeroRedundancyOptimizer the parameters of the unwrapped model; its step() does the reduction"
         )
-
-
-def _is_accumulator_held(parameter: nn.Parameter) -> bool:
-    """Return whether DDP or a graph holds the autograd node that accumulates the parameter's gradient.
-
-    Otherwise torch makes a new node for each call, which lacks what was written to the metadata of the last one.
-    """
-
-    def metadata() -> Any:  # a dict, though torch annotates it as a method
-        return get_gradient_edge(parameter).node.metadata
-
-    metadata()["shardwise"] = True
-    return "shardwise" in metadata()
-
-
-def _wrappers() -> Iterator[DistributedDataParallel]:
-    """Yield all instances in this process: the garbage collector knows the objects that refer to their classes."""
-    classes = [DistributedDataParallel]
-    for wrapper_class in classes:  # also those that the next line adds
-        classes += wrapper_class.__subclasses__()
-    return (item for item in gc.get_referrers(*classes) if issubclass(type(item), DistributedDataParallel))
 
 
 # ---- the same parameters on all ranks
@@ -113,11 +69,6 @@ def _wrappers() -> Iterator[DistributedDataParallel]:
 
 def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group, device: torch.device) -> None:
     """Require the same parameters in the same order on all ranks of `group`; one all-reduce of a digest.
-
-    Args:
-        groups: parameter groups of the optimizer.
-        group: ranks that must agree.
-        device: device on which the ranks compute.
 
     Raises:
         ConfigError: the parameters differ; raised on every rank, with the first one that does.
@@ -184,18 +135,17 @@ def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
 # ---- parameters that the model still uses
 
 
-class Assignments:
-    """A record of the module parameters that are replaced, by `load_state_dict(assign=True)` or `module.weight = …`.
+class ParameterWatch:
+    """A watch over what happens to the parameters of an optimizer after it was made, which then would not train them.
 
-    An optimizer that was made before would train the old one.
-
-    Args:
-        parameters: parameters of the optimizer.
+    Modules' parameters are replaced by `load_state_dict(assign=True)` or `module.weight = …`, or a
+    DistributedDataParallel wraps them.
     """
 
-    def __init__(self, parameters: Container[nn.Parameter]) -> None:
+    def __init__(self, parameters: Collection[nn.Parameter]) -> None:
         self._parameters = parameters
         self._places: dict[tuple[weakref.ref[nn.Module], str], None] = {}  # in order, so that ranks report the same
+        self._has_looked_for_wrappers = False
         _watch_assignments()
         _watching.add(self)
 
@@ -206,7 +156,10 @@ class Assignments:
             self._places[weakref.ref(module), name] = None
 
     def check(self) -> None:
-        """Raise RuntimeError if a trainable parameter that is not watched has replaced a watched one."""
+        """Raise if a trainable parameter that is not watched has replaced a watched one, or a wrapper took them."""
+        if not self._has_looked_for_wrappers:
+            refuse_wrapped(self._parameters)
+            self._has_looked_for_wrappers = True
         for reference, name in self._places:
             module = reference()
             current = None if module is None else _direct_parameter(module, name)
@@ -218,18 +171,18 @@ class Assignments:
                 )
 
 
-_watching: weakref.WeakSet[Assignments] = weakref.WeakSet()
+_watching: weakref.WeakSet[ParameterWatch] = weakref.WeakSet()
 
 
 @functools.cache
 def _watch_assignments() -> None:
     """Register torch's hook, once for the process: it cannot be limited to some modules."""
-    register_module_parameter_registration_hook(_note_assignment)
 
+    def note(module: nn.Module, name: str, _parameter: Tensor | None) -> None:
+        for watch in list(_watching):
+            watch.note(module, name)
 
-def _note_assignment(module: nn.Module, name: str, _parameter: Tensor | None) -> None:
-    for assignments in list(_watching):
-        assignments.note(module, name)
+    register_module_parameter_registration_hook(note)
 
 
 def _direct_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
@@ -252,8 +205,6 @@ def known_options(
     """Return the arguments of a call that are for the wrapped class.
 
     Args:
-        sharded: class that is called.
-        optimizer_class: class that it wraps.
         given: keyword arguments of the call that `sharded` does not name.
         further: torch_xla's positional arguments after `max_norm`.
 
@@ -270,135 +221,7 @@ def known_options(
     return {name: value for name, value in options.items() if name in passed_on}
 
 
-# ---- state to load
-
-_KEYS = ("state", "param_groups", "masters", "layout")
-
-
-def layout_of(buckets: Sequence[Bucket], ranks: Group) -> dict[str, Any]:
-    """Return the facts that decide which elements' state a rank has.
-
-    Args:
-        buckets: buckets of this rank.
-        ranks: ranks that share the state.
-    """
-    orders = [bucket.orders for bucket in buckets]
-    layout: dict[str, Any] = {}
-    # Left out for contiguous parameters: states of earlier versions lack it.
-    if any(list(order) != sorted(order) for bucket_orders in orders for order in bucket_orders):
-        layout["orders"] = orders
-    return layout | {
-        "rank": ranks.rank,
-        "ranks": ranks.size,
-        "buckets": [bucket.numel for bucket in buckets],
-        "dtypes": [f"{bucket.values.dtype}/{bucket.master.dtype}" for bucket in buckets],
-    }
-
-
-def require_loadable(
-    state_dict: object,
-    inner: torch.optim.Optimizer,
-    make: MakeOptimizer,
-    layout: dict[str, Any],
-) -> None:
-    """Refuse state of another layout, or of a class that keeps other state; nothing is changed.
-
-    Args:
-        state_dict: state to load.
-        inner: wrapped optimizer that gets it.
-        make: makes an optimizer of its class from a parameter group.
-        layout: layout of the optimizer.
-
-    Raises:
-        ValueError: the state is no `state_dict()` of this optimizer, or is of another layout, bucket size, model or
-            class.
-    """
-    given = state_dict if isinstance(state_dict, Mapping) else {}
-    lacked = [key for key in _KEYS if key not in given]
-    if lacked:
-        raise ValueError(
-            f"optimizer state must be what ZeroRedundancyOptimizer.state_dict() gave, and it lacks {listing(lacked)}: "
-            "state of another optimizer cannot be loaded"
-        )
-    stored = given["layout"]
-    if stored != layout:
-        raise ValueError(f"optimizer state is of layout {stored}, which must be this optimizer's {layout}")
-    groups = inner.param_groups
-    loaded_groups = given["param_groups"]
-    sizes = [len(group["params"]) for group in groups]
-    loaded_sizes = [len(group["params"]) for group in loaded_groups]
-    if sizes != loaded_sizes:
-        raise ValueError(
-            f"optimizer state has parameter groups of {loaded_sizes} buckets, which must be this optimizer's {sizes}"
-        )
-    states = given["state"]
-    saved_class = given.get("class")
-    for group, loaded in zip(groups, loaded_groups, strict=True):
-        kept = kept_state(make, {**group, **loaded})
-        loaded_states = [states[number] for number in loaded["params"] if number in states]
-        if given.get("steps") and group["params"] and not states:
-            # A class without state must not take over from one that keeps some.
-            loaded_states = [{}]
-        for state in loaded_states:
-            _require_kept(state, kept, type(inner), saved_class)
-        for number, master in zip(loaded["params"], group["params"], strict=True):
-            _require_shapes(states.get(number, {}), kept, master)
-    shapes = _master_shapes(groups, layout)
-    stored_shapes = [list(m.shape) if isinstance(m, torch.Tensor) else None for m in given["masters"] or ()]
-    if stored_shapes != shapes:
-        raise ValueError(f"optimizer state has masters of shapes {stored_shapes}, which must be {shapes}")
-
-
-def _master_shapes(groups: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> list[list[int] | None]:
-    """Return the shapes of the masters by bucket; None for masters that are the parameters' own memory."""
-    masters = [master for group in groups for master in group["params"]]
-    shapes: list[list[int] | None] = []
-    for master, dtypes in zip(masters, layout["dtypes"], strict=True):
-        parameter_dtype, _, master_dtype = dtypes.partition("/")
-        shapes.append(None if parameter_dtype == master_dtype else list(master.shape))
-    return shapes
-
-
-def _require_kept(
-    state: Mapping[str, Any], kept: Mapping[str, Any], optimizer_class: type[torch.optim.Optimizer], saved: str | None
-) -> None:
-    """Raise ValueError for the state of a bucket that is not what the class keeps, or is of another class."""
-    names = {key for key, value in state.items() if value is not None}
-    name = optimizer_class.__name__
-    # A class may make more state in later steps than in its first.
-    is_whole = kept.keys() <= names and (saved == name or not names - kept.keys())
-    if not is_whole or (saved is not None and not may_continue(optimizer_class, saved)):
-        kept_names = listing(sorted(kept)) or "nothing"
-        loaded_names = listing(sorted(names)) or "nothing"
-        raise ValueError(
-            f"optimizer state ({loaded_names}, of {saved or 'another class'}) must be what {name} keeps "
-            f"({kept_names}): make the optimizer of the class whose state it is"
-        )
-
-
-def _require_shapes(state: Mapping[str, Any], kept: Mapping[str, Any], master: torch.Tensor) -> None:
-    """Raise ValueError for a tensor that holds a value for each element, and not for each of this bucket's."""
-    for key, value in state.items():
-        shape = list(getattr(value, "shape", ()))
-        if is_of_elements(kept.get(key)) and shape != list(master.shape):
-            raise ValueError(f"optimizer state has {key} of shape {shape}, which must be {list(master.shape)}")
-
-
 # ---- a torch.amp.GradScaler
-
-
-@torch.no_grad()
-def spread_non_finite(buckets: Sequence[Bucket], gradient_norm: Tensor) -> None:
-    """Make a gradient of each bucket NaN if the whole model's gradient norm is not finite; else change nothing."""
-    for bucket in buckets:
-        # 0 times a finite norm is 0, and NaN otherwise: no synchronisation with the device is needed.
-        if bucket.frees_gradients:
-            smallest = min(bucket.parameters, key=lambda p: p.numel())
-            smallest.grad = torch.zeros(smallest.shape, dtype=bucket.gradients.dtype, device=gradient_norm.device)
-            smallest.grad += gradient_norm * 0
-        else:
-            bucket.gradients[0] += gradient_norm * 0
-            bucket.note_gradients()
 
 
 def require_scaled(scale: Tensor | None, *, clipped: bool) -> Tensor:

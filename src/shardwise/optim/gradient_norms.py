@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from shardwise.distributed.placement import Piece, Pieces
 from shardwise.layers.chunks import rounding_chunk_elements
 from shardwise.optim import exact_sums
 from shardwise.optim.buckets import Bucket
+from shardwise.optim.sharding import Dtypes, Ranks
 
 _ROW = 1 << 14
 """Elements of a sum of squares: in float32 on the CPU, a single sum over 40 million elements has an error of 0.3 %."""
@@ -32,12 +34,11 @@ def row_norms(flat: Tensor) -> Tensor:
     """Return norms of a flat tensor's rows of 16,384 elements, the last maybe shorter, in float32 or float64."""
     in_rows = flat.numel() // _ROW * _ROW
     dtype = torch.promote_types(flat.dtype, torch.float32)
-    parts = []
+    norms: list[Tensor] = []
     if in_rows < flat.numel() or not in_rows:  # an empty tensor has one empty row, whose norm is 0
-        parts.append(flat[in_rows:].view(1, -1))
+        norms.append(torch.linalg.vector_norm(flat[in_rows:].view(1, -1), dim=1, dtype=dtype))
     if in_rows:
-        parts.append(flat[:in_rows].view(-1, _ROW))
-    norms = [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts]
+        norms.append(torch.linalg.vector_norm(flat[:in_rows].view(-1, _ROW), dim=1, dtype=dtype))
     return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
@@ -117,40 +118,37 @@ def _owners(bucket: Bucket, index: int, tensor: Group) -> Iterator[tuple[Piece, 
         yield piece, bucket.copies.size * piece.copies.size
 
 
+def sum_dtype(dtypes: Dtypes, data: Group, device: torch.device) -> torch.dtype | None:
+    """Return the dtype in which squares are added; None for sums that have the same bits at every layout.
+
+    With stochastic rounding it is float64, if the device has it: the order of the sum, which depends on the layout,
+    then hardly ever changes the norm, which is float32 in any case.
+    """
+    if data.grain is not None:
+        return None
+    return widest_dtype(device) if dtypes.is_stochastic else torch.float32
+
+
 class ModelNorms:
     """L2 norms over the whole model.
 
     Args:
-        buckets: buckets of this rank, which may have none.
-        device: device of the model.
-        world: ranks that together hold the model.
-        tensor: tensor-parallel ranks.
-        exact: True to sum in float64. The order of the sum, which depends on the layout, then hardly ever changes the
-            result, which is float32 in any case. A device without float64 sums in float32.
-        fixed: True for norms that have the same bits at every layout (`exact_sums`).
+        dtype: the result of `sum_dtype`.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        device: torch.device,
-        world: Group,
-        tensor: Group,
-        *,
-        exact: bool = False,
-        fixed: bool = False,
+        self, buckets: Sequence[Bucket], device: torch.device, ranks: Ranks, dtype: torch.dtype | None
     ) -> None:
-        self._world = world
+        self._world = ranks.world
         self._device = device
-        self._dtype = _sum_dtype(exact, device)
-        self._fixed = fixed
+        self._dtype = dtype
         self._runs: dict[tuple[int, int], list[ElementRun]] = {}
         for bucket in buckets:
             end = 0
             for index, p in enumerate(bucket.parameters):
                 first = bucket.offsets[index] - bucket.owned.start
-                for piece, copies in _owners(bucket, index, tensor):
-                    atom = _atom(bucket, index, piece, tensor) if fixed else 1
+                for piece, copies in _owners(bucket, index, ranks.tensor):
+                    atom = 1 if dtype is not None else _atom(bucket, index, piece, ranks.tensor)
                     runs = self._runs.setdefault((copies, atom), [])
                     for start, length in bucket.owned_runs(index, piece.local):
                         # Between the end of one parameter and the start of the next all is 0: one run covers both.
@@ -159,29 +157,21 @@ class ModelNorms:
 
     def measure(self, *takes: Take | None) -> Tensor:
         """Return a norm for each of `takes`, by one all-reduce; 0 for None, for which nothing is read."""
-        if self._fixed:
-            return self._measure_fixed(takes)
-        squares = torch.zeros(len(takes), dtype=self._dtype, device=self._device)
-        for (copies, _), runs in self._runs.items():
-            if not runs:
-                continue
-            for column, take in enumerate(takes):
-                if take is None:
-                    continue
-                # `copies` ranks add the same square, so that the sum over the ranks counts it once.
-                squares[column] += _norm(runs, take, self._dtype).square() / copies
-        return collectives.all_reduce_(squares, self._world).sqrt().float()
-
-    def _measure_fixed(self, takes: Sequence[Take | None]) -> Tensor:
-        sums = []
-        for take in takes:
-            parts = [
-                _weighted(_sum_of_squares(runs, take, atom), copies, self._world)
+        if self._dtype is None:
+            terms = [
+                _Term(column, copies, atom, runs, take)
+                for column, take in enumerate(takes)
                 for (copies, atom), runs in self._runs.items()
                 if take is not None
             ]
-            sums.append(exact_sums.joined(parts))
-        return _norms_of(sums, self._world, self._device)
+            return _exact_norms(len(takes), self._world, self._device, terms)
+        squares = torch.zeros(len(takes), dtype=self._dtype, device=self._device)
+        for (copies, _), runs in self._runs.items():
+            for column, take in enumerate(takes):
+                if runs and take is not None:
+                    # `copies` ranks add the same square, so that the sum over the ranks counts it once.
+                    squares[column] += _norm(runs, take, self._dtype).square() / copies
+        return collectives.all_reduce_(squares, self._world).sqrt().float()
 
 
 def _atom(bucket: Bucket, index: int, piece: Piece, tensor: Group) -> int:
@@ -193,24 +183,35 @@ def _atom(bucket: Bucket, index: int, piece: Piece, tensor: Group) -> int:
     return exact_sums.atom_elements(shape, tensor.grain or 1)
 
 
-def _sum_of_squares(runs: Sequence[ElementRun], take: Take, atom: int) -> int:
-    # A part at a time, as `take` may copy it in a wider dtype; parts have whole atoms, and are no shorter than pays.
-    parts = (part for run in runs for part in run.split(max(chunk_elements(run.bucket), 1 << 20)))
-    squares = [exact_sums.atom_squares(take(part), atom) for part in parts]
-    if not squares:
-        return 0
-    terms = torch.cat(squares)
-    runs_of_terms = terms.split(exact_sums.terms_at_once(terms.device))
-    return exact_sums.joined(exact_sums.exact_sum(part) for part in runs_of_terms)
+class _Term(NamedTuple):
+    """A part of the exact sum number `place`: the squares of some values, in atoms, which `copies` ranks add."""
+
+    place: int
+    copies: int
+    atom: int
+    runs: Sequence[ElementRun]
+    take: Take
+
+    def total(self) -> int:
+        # A part at a time, as `take` may copy it in a wider dtype. Parts have whole atoms, and are not too short.
+        parts = (part for run in self.runs for part in run.split(max(chunk_elements(run.bucket), 1 << 20)))
+        squares = [exact_sums.atom_squares(self.take(part), self.atom) for part in parts]
+        if not squares:
+            return 0
+        terms = torch.cat(squares)
+        runs_of_terms = terms.split(exact_sums.terms_at_once(terms.device))
+        return exact_sums.joined(exact_sums.exact_sum(part) for part in runs_of_terms)
 
 
-def _weighted(total: int, copies: int, world: Group) -> int:
-    """Return a sum so many times that `copies` ranks together have it 2 · world times."""
-    return total if total == exact_sums.NOT_A_NUMBER else total * (2 * world.size // copies)
-
-
-def _norms_of(sums: Sequence[int], world: Group, device: torch.device) -> Tensor:
-    """Return the norms of sums that each rank has `_weighted` a part of, in float32. Collective over the world."""
+def _exact_norms(count: int, world: Group, device: torch.device, terms: Iterable[_Term]) -> Tensor:
+    """Return `count` norms in float32, of the same bits at every layout. Collective over the world."""
+    sums = [0] * count
+    for term in terms:
+        total = term.total()
+        if total != exact_sums.NOT_A_NUMBER:
+            # `copies` ranks together have it 2 · world times, a whole number of times each.
+            total *= 2 * world.size // term.copies
+        sums[term.place] = exact_sums.joined((sums[term.place], total))
     limbs = collectives.all_reduce_(exact_sums.limbs(sums, device), world)
     return torch.tensor(exact_sums.norms(limbs, 2 * world.size), dtype=torch.float32, device=device)
 
@@ -221,10 +222,6 @@ def _append(runs: list[ElementRun], run: ElementRun, joint: int) -> None:
         start = runs.pop().start
         run = ElementRun(run.bucket, start, run.end - start)
     runs.append(run)
-
-
-def _sum_dtype(exact: bool, device: torch.device) -> torch.dtype:
-    return widest_dtype(device) if exact else torch.float32
 
 
 # ---- tensor by tensor
@@ -258,11 +255,6 @@ class CanonicalNorms:
     The constructor is collective over `world`: it gives each tensor the same number on every rank. A fused weight is
     several tensors, a tensor that is cut into several pieces is one, padding is none, and copies count once.
 
-    Args:
-        groups: buckets of each parameter group.
-        pieces: pieces of canonical tensors that each parameter holds.
-        device, world, tensor, exact, fixed: arguments of `ModelNorms`.
-
     Attributes:
         count: T, the number of canonical tensors of the model.
 
@@ -275,29 +267,25 @@ class CanonicalNorms:
         groups: Sequence[Sequence[Bucket]],
         pieces: Pieces,
         device: torch.device,
-        world: Group,
-        tensor: Group,
-        *,
-        exact: bool = False,
-        fixed: bool = False,
+        ranks: Ranks,
+        dtype: torch.dtype | None,
     ) -> None:
-        self._world = world
+        self._world = ranks.world
         self._device = device
-        self._dtype = _sum_dtype(exact, device)
-        self._fixed = fixed
+        self._dtype = dtype
         atoms: dict[_Key, int] = {}
         tensors: list[tuple[int, int, _Key, list[ElementRun]]] = []
         for group, buckets in enumerate(groups):
             for bucket in buckets:
                 for index in range(len(bucket.parameters)):
-                    for key, copies, runs in _tensors(bucket, index, tensor, pieces):
+                    for key, copies, runs in _tensors(bucket, index, ranks.tensor, pieces):
                         tensors.append((group, copies, key, runs))
                     for piece in pieces[bucket.parameters[index]]:
-                        atoms[piece.name, piece.shape] = _atom(bucket, index, piece, tensor)
+                        atoms[piece.name, piece.shape] = _atom(bucket, index, piece, ranks.tensor)
         elements: dict[_Key, Fraction] = {}  # fractions, as copies share an element
         for _, copies, key, runs in tensors:
             elements[key] = elements.get(key, Fraction()) + Fraction(sum(run.length for run in runs), copies)
-        numbers = _agreed_numbers(elements, world)
+        numbers = _agreed_numbers(elements, self._world)
         self.count = len(numbers)
         atom_of_number = {numbers[key]: atom for key, atom in atoms.items()}
         shares: dict[tuple[int, int], dict[int, list[ElementRun]]] = {}
@@ -305,14 +293,8 @@ class CanonicalNorms:
             if runs:
                 shares.setdefault((group, copies), {})[numbers[key]] = runs
         self._shares = [
-            _Share(
-                group,
-                copies,
-                runs_by_tensor,
-                atom_of_number,
-                torch.tensor(list(runs_by_tensor), device=self._device),
-            )
-            for (group, copies), runs_by_tensor in shares.items()
+            _Share(group, copies, runs, atom_of_number, torch.tensor(list(runs), device=device))
+            for (group, copies), runs in shares.items()
         ]
 
     def measure(self, groups: Sequence[int], *takes: Take) -> Tensor:
@@ -320,28 +302,22 @@ class CanonicalNorms:
 
         Collective: one all-reduce of these numbers over the world.
         """
-        if self._fixed:
-            return self._measure_fixed(groups, takes)
+        shares = [share for share in self._shares if share.group in groups]
+        if self._dtype is None:
+            count = len(takes) * self.count
+            terms = [
+                _Term(column * self.count + number, share.copies, share.atoms[number], runs, take)
+                for share in shares
+                for column, take in enumerate(takes)
+                for number, runs in share.tensors.items()
+            ]
+            return _exact_norms(count, self._world, self._device, terms).view(len(takes), self.count)
         squares = torch.zeros((len(takes), self.count), dtype=self._dtype, device=self._device)
-        for share in self._shares:
-            if share.group not in groups:
-                continue
+        for share in shares:
             for column, take in enumerate(takes):
                 norms = torch.stack([_norm(runs, take, self._dtype) for runs in share.tensors.values()])
                 squares[column].index_add_(0, share.numbers, norms.to(squares).square(), alpha=1.0 / share.copies)
         return collectives.all_reduce_(squares, self._world).sqrt().float()
-
-    def _measure_fixed(self, groups: Sequence[int], takes: Sequence[Take]) -> Tensor:
-        sums = [0] * (len(takes) * self.count)
-        for share in self._shares:
-            if share.group not in groups:
-                continue
-            for column, take in enumerate(takes):
-                for number, runs in share.tensors.items():
-                    part = _weighted(_sum_of_squares(runs, take, share.atoms[number]), share.copies, self._world)
-                    place = column * self.count + number
-                    sums[place] = exact_sums.joined((sums[place], part))
-        return _norms_of(sums, self._world, self._device).view(len(takes), self.count)
 
     def runs(self, group: int) -> Iterator[tuple[int, ElementRun]]:
         """Yield the runs that this rank owns of a parameter group, each with its tensor's number."""

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.optim.gradient_norms import ElementRun, chunk_elements, row_norms
-from shardwise.optim.model_slices import ModelSlices
-from shardwise.optim.slice_optimizer import RoundedSlices, SliceOptimizer, gradient_of
+from shardwise.optim.slice_optimizer import ModelSlices, RoundedSlices, SliceOptimizer, gradient_of
 
 
 class LAMB(SliceOptimizer):

@@ -1,7 +1,11 @@
-"""The learning rate of each step, as a pure function of the step.
+"""The learning rate of each step, as a pure function of the step; `config/learning_rates.py` lists the schedules.
 
-A schedule is a list of points, each a step with its rate, and shapes of the ways between them. Before the first point
-the rate is that of the first, after the last one that of the last.
+A curve is a list of points, each a step with its rate, and shapes of the ways between them. Before the first point the
+rate is that of the first, after the last one that of the last.
+
+The warmup rises from 0 at step 0, so that step s of w has `lr · s / w`; without warmup, step 1 has `lr`. The last
+`constant_steps` steps have `min_lr`; without them, the step after the run's last would be the first at `min_lr`. So no
+step of a schedule with a warmup has a rate of 0 unless `min_lr` is 0 there.
 """
 
 from __future__ import annotations
@@ -10,8 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.config import Config
-from shardwise.config.optimizer import DecayShape
+from shardwise.config.learning_rates import LEARNING_RATES
+from shardwise.config.optimizer import DecayShape, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -23,17 +27,49 @@ class RateAtStep:
     shape: DecayShape = "linear"
 
 
-def learning_rate(config: Config, step: int) -> float:
-    """Return the rate of optimizer step `step` (from 1).
+def learning_rate(settings: OptimizerConfig, steps: int, step: int) -> float:
+    """Return the rate of optimizer step `step` (from 1) of a run of `steps` steps."""
+    return LEARNING_RATES[settings.schedule].rate(settings, steps, step)
+
+
+def decaying(settings: OptimizerConfig, steps: int, step: int) -> float:
+    """`linear` and `cosine`: the rate decays from the end of the warmup on."""
+    shape: DecayShape = "cosine" if settings.schedule == "cosine" else "linear"
+    end = RateAtStep(steps - settings.constant_steps + 1, settings.min_lr, shape)
+    return rate_at([*_warmup(settings), end], step)
+
+
+def constant(settings: OptimizerConfig, steps: int, step: int) -> float:
+    """`constant`: the rate stays at `lr`."""
+    return rate_at(_warmup(settings), step)
+
+
+def warmup_stable_decay(settings: OptimizerConfig, steps: int, step: int) -> float:
+    """`wsd`: the rate stays at `lr`, and decays in the last `decay_steps` (arXiv:2404.06395)."""
+    points = _warmup(settings)
+    if settings.decay_steps:
+        first_at_minimum = steps - settings.constant_steps + 1
+        points.append(RateAtStep(first_at_minimum - 1 - settings.decay_steps, settings.lr))
+        points.append(RateAtStep(first_at_minimum, settings.min_lr, settings.decay_shape))
+    return rate_at(points, step)
+
+
+def by_points(settings: OptimizerConfig, steps: int, step: int) -> float:
+    """`points`: the rate follows the user's curve."""
+    return rate_at([RateAtStep(point.at, settings.lr * point.factor, point.shape) for point in settings.points], step)
+
+
+def _warmup(settings: OptimizerConfig) -> list[RateAtStep]:
+    peak = RateAtStep(max(1, settings.warmup_steps), settings.lr)
+    return [RateAtStep(0, 0.0), peak] if settings.warmup_steps else [peak]
+
+
+def rate_at(points: Sequence[RateAtStep], step: int) -> float:
+    """Return the rate of a step by the points of a curve.
 
     With part p of the way between two points, from 0 to 1, the rate is `end + (start - end) · f(p)`: `f` is `1 - p`
     linear, `(1 + cos πp) / 2` cosine, `1 - √p` sqrt (arXiv:2405.18392).
     """
-    return rate_at(schedule_points(config), step)
-
-
-def rate_at(points: Sequence[RateAtStep], step: int) -> float:
-    """Return the rate of a step by the points of a schedule."""
     start = points[0]
     for end in points:
         if step < end.step:
@@ -42,54 +78,32 @@ def rate_at(points: Sequence[RateAtStep], step: int) -> float:
     return start.rate
 
 
-def schedule_points(config: Config) -> list[RateAtStep]:
-    """Return the points of a run's schedule.
-
-    The warmup rises from 0 at step 0, so that step s of w has `lr · s / w`; without warmup, step 1 has `lr`. The last
-    `constant_steps` steps have `min_lr`; without them, the step after the run's last would be the first at `min_lr`.
-    So no step of a named schedule has a rate of 0 unless `min_lr` is 0 there. With `wsd` the `decay_steps` steps before
-    (arXiv:2404.06395) decay, all others with `linear` and `cosine`, none with `constant`.
-    """
-    o = config.optimizer
-    if o.schedule == "points":
-        return [RateAtStep(point.at, o.lr * point.factor, point.shape) for point in o.points]
-    points = [RateAtStep(max(1, o.warmup_steps), o.lr)]
-    if o.warmup_steps:
-        points.insert(0, RateAtStep(0, 0.0))
-    first_at_minimum = config.train.steps - o.constant_steps + 1
-    if o.schedule == "wsd":
-        decay_steps = o.decay_steps or 0
-        if decay_steps:
-            points.append(RateAtStep(first_at_minimum - 1 - decay_steps, o.lr))
-            points.append(RateAtStep(first_at_minimum, o.min_lr, o.decay_shape))
-    elif o.schedule != "constant":
-        points.append(RateAtStep(first_at_minimum, o.min_lr, o.schedule))
-    return points
-
-
-def moved_end_text(config: Config, former_steps: int, step: int) -> str | None:
-    """Return a line for the user of a run whose schedule ends at another step than before; None if it does not.
-
-    Args:
-        former_steps: `train.steps` before the run was resumed.
-        step: the last step that is done.
-    """
-    train = config.train.model_copy(update={"steps": former_steps})
-    former = schedule_points(config.model_copy(update={"train": train}))
-    points = schedule_points(config)
-    if former == points:
-        return None
-    rate, former_rate = (rate_at(schedule, step + 1) for schedule in (points, former))
-    changed = f"{rate:.2e} in place of {former_rate:.2e}" if rate != former_rate else f"{rate:.2e}, as before"
-    return (
-        f"the {config.optimizer.schedule} schedule ends at step {config.train.steps:,} in place of "
-        f"{former_steps:,}, so that step {step + 1:,} has {changed}"
-    )
-
-
 def _between(start: RateAtStep, end: RateAtStep, step: int) -> float:
     if start.rate == 0 and end.shape == "linear":
         return end.rate * (step - start.step) / (end.step - start.step)
     part = (step - start.step) / (end.step - start.step)
     shape = {"linear": 1 - part, "cosine": (1 + math.cos(math.pi * part)) / 2, "sqrt": 1 - math.sqrt(part)}[end.shape]
     return end.rate + (start.rate - end.rate) * shape
+
+
+def moved_end_text(settings: OptimizerConfig, steps: int, former_steps: int, step: int) -> str | None:
+    """Return a line for the user of a run whose schedule ends at another step than before; None if it does not.
+
+    Args:
+        settings: section `optimizer`.
+        steps: `train.steps`.
+        former_steps: `train.steps` before the run was resumed.
+        step: the last step that is done.
+    """
+
+    def rates(total: int) -> list[float]:
+        return [learning_rate(settings, total, each) for each in (step + 1, min(steps, former_steps))]
+
+    (rate, *at_end), (former_rate, *former_at_end) = rates(steps), rates(former_steps)
+    if rate == former_rate and at_end == former_at_end:
+        return None
+    changed = f"{rate:.2e} in place of {former_rate:.2e}" if rate != former_rate else f"{rate:.2e}, as before"
+    return (
+        f"the {settings.schedule} schedule ends at step {steps:,} in place of {former_steps:,}, so that step "
+        f"{step + 1:,} has {changed}"
+    )

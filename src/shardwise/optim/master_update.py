@@ -1,51 +1,40 @@
 """The update of master weights: the wrapped optimizer's step on the slices that this rank owns.
 
-Masters are the parameters in the optimizer's dtype, such as float32 masters of bfloat16 weights. ZeRO-1 gives the
-wrapped optimizer flat slices of many parameters. This is right for Adam, SGD and their like, and wrong for a class that
-looks at a whole parameter (somebody's LAMB, Muon's matrix, Adafactor's factors), at all of them (LBFGS's line search)
-or at sparse gradients. There is no list of good classes: what a class does, and which state it keeps, is found out by
-running it on a small parameter.
+Masters are the parameters in the optimizer's dtype, such as float32 masters of bfloat16 weights.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.user_code import RAISED, error_text
-from shardwise.distributed.torch_private import (
-    divides_gradients,
-    dividing_gradients,
-    step_optimizer,
-    without_compiler,
-)
+from shardwise.distributed.torch_private import divides_gradients, dividing_gradients, step_optimizer
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.model_slices import ModelSlices
-from shardwise.optim.slice_optimizer import SliceOptimizer, updates_slices
+from shardwise.optim.slice_optimizer import ModelSlices, SliceOptimizer
 
-MakeSlices = Callable[[list[list[Bucket]]], ModelSlices]
-"""Describes the buckets of each parameter group as the slices of the model that this rank owns."""
+_Item = TypeVar("_Item")
+_AHEAD = 2
+"""Buckets whose gradients are on their way to the host while it updates another one."""
 
 
 class Update:
     """Updates in the optimizer's dtype: each result is rounded to the nearest number of that dtype.
 
     Args:
-        inner: the wrapped optimizer, whose parameters are the masters of `buckets`.
-        make_slices: describes `buckets` to a `SliceOptimizer`.
+        inner: the wrapped optimizer.
+        model: buckets of each of its parameter groups, whose masters are its parameters.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, buckets: Sequence[Bucket], make_slices: MakeSlices) -> None:
-        bucket_of = {bucket.master: bucket for bucket in buckets}
+    def __init__(self, inner: torch.optim.Optimizer, model: ModelSlices) -> None:
         self._inner = inner
-        self._groups = [[bucket_of[master] for master in group["params"]] for group in inner.param_groups]
-        self._model = make_slices(self._groups)
-        self._in_forward_order = [(number, bucket) for number, group in enumerate(self._groups) for bucket in group]
+        self._model = model
+        self._in_forward_order = [(number, bucket) for number, group in enumerate(model.groups) for bucket in group]
         # Buckets were filled from the last parameter to the first, and equal ones keep their order.
         self._in_forward_order.reverse()
         self._in_forward_order.sort(key=lambda entry: entry[1].order)
@@ -96,7 +85,7 @@ class Update:
         Afterwards the group has the options that the update of its last bucket left: what the class keeps there, such
         as a count of steps, is the same after each.
         """
-        options = [options_of(group) for group in self._inner.param_groups]
+        options = list(map(options_of, self._inner.param_groups))
         for number, bucket in self._in_forward_order:
             if number not in without:
                 group = self._inner.param_groups[number]
@@ -133,127 +122,60 @@ def _divisor(factor: Tensor | float, device: torch.device) -> Tensor | None:
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
+    options = dict(group)
+    del options["params"]
+    return options
 
 
-# ---- properties of a class, found out by running it
+class HostUpdate(Update):
+    """Updates by the host of masters and state in its memory, by an elementwise class (ZeRO-Offload, arXiv:2101.06840).
 
-_ADVICE = (
-    "each rank gives it flat slices of parameters, so it must update each element by itself, as AdamW does, "
-    "or be shardwise.LAMB or shardwise.Muon"
-)
-_TRIAL_STEPS = 12
-"""Steps of the trial. RAdam changes its update at step 6; a class that does so later than step 12 is not noticed."""
-_CLASSES_WITH_ADAM_STATE = {"Adam", "AdamW", "LAMB"}
-"""Classes with equal states, which each may continue from."""
+    Each bucket's gradients travel to the host while it updates the buckets before, and the new weights travel back:
 
-MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
-"""Makes an optimizer of the wrapped class from a parameter group."""
+        to the host      gradients 1 | gradients 2 | gradients 3
+        host                           update 1    | update 2    | update 3
+        to the device                                weights 1   | weights 2 | weights 3
 
-
-def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
-    """Refuse a class that updates a matrix otherwise than two optimizers of it update the matrix's halves, in 12 steps.
-
-    Raises:
-        ValueError: names the class and what it did. Errors of its constructor about its options are passed on.
+    The device keeps parameters and gradients. Masters are pinned, so that the host need not wait for the weights to
+    leave.
     """
-    weight = _random((6, 4), seed=0)
-    gradients = _random((_TRIAL_STEPS, 6, 4), seed=1)
-    # Rows of different size, so that a norm over all of them shows.
-    gradients[:, 3:] *= 100.0
-    options = trial_options(defaults)
-    matrix = nn.Parameter(weight.clone())
-    optimizer = optimizer_class([matrix], **options)
-    refusal = f"optimizer_class {optimizer_class.__name__} cannot be sharded: {_ADVICE}"
-    try:
-        _run(optimizer, matrix, gradients)
-        halves: list[Tensor] = []
-        for part, gradient in zip(weight.flatten().chunk(2), gradients.flatten(1).chunk(2, dim=1), strict=True):
-            half = nn.Parameter(part.clone())
-            _run(optimizer_class([half], **options), half, gradient)
-            halves.append(half)
-    except RAISED as error:
-        raise ValueError(f"{refusal}; its trial failed with: {error_text(error)}") from error
-    # Equal up to rounding: a fused kernel may add in another order at another length.
-    if not torch.allclose(matrix.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
-        raise ValueError(f"{refusal}; its result depends on the whole parameter")
+
+    def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
+        buckets = [bucket for _, bucket in self._in_forward_order]
+        if not buckets:
+            return
+        stream = torch.Stream(buckets[0].values.device)
+        sent = (_HostCopy(scaled_gradient(bucket, factor), stream) for bucket in buckets)
+        for (group, bucket), gradient in zip(self._buckets_with_options(), _ahead(sent, _AHEAD), strict=True):
+            bucket.master.grad = gradient.wait()
+            self._step_alone(group, bucket.master)
+            bucket.master.grad = None
+            del gradient
+            yield bucket
 
 
-def class_for_slices(
-    optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
-) -> type[torch.optim.Optimizer]:
-    """Make the child of a class that gets the flat slices of this rank; refuse a class that cannot update them."""
-    child = without_compiler(optimizer_class)
-    if updates_slices(optimizer_class):
-        cast("type[SliceOptimizer]", child).has_slices = True
-    else:
-        require_elementwise(child, defaults)
-    return child
+class _HostCopy:
+    """A copy of a tensor in pinned memory that is under way, behind other work of the device."""
+
+    def __init__(self, tensor: Tensor, stream: torch.Stream) -> None:
+        self._source = tensor  # whose memory must stay until the copy has ended
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        stream.wait_stream(torch.accelerator.current_stream(tensor.device))
+        with stream:
+            self._copy.copy_(tensor, non_blocking=True)
+        self._event = stream.record_event()
+
+    def wait(self) -> Tensor:
+        self._event.synchronize()
+        del self._source
+        return self._copy
 
 
-def _random(shape: tuple[int, ...], seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-
-
-def kept_state(make: MakeOptimizer, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that a class makes for a parameter in its first step, by name: tensors and numbers.
-
-    The trial's parameter has two elements, so a tensor of that shape is state of each element, and a tensor of one
-    element is a number.
-
-    Args:
-        make: makes an optimizer of the class from a parameter group; the optimizer of the run is not touched.
-        options: options of the parameter group.
-
-    Raises:
-        Exception: any error that the class raises for a wrong option.
-    """
-    trial = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
-    trial.grad = torch.zeros_like(trial)
-    optimizer = make({**trial_options(options), "params": [trial]})
-    if isinstance(optimizer, SliceOptimizer) and optimizer.whole_tensor_groups():
-        optimizer.direction(trial, optimizer.param_groups[0], torch.empty_like(trial))
-    else:
-        step_optimizer(optimizer)
-    return {name: value for name, value in optimizer.state[trial].items() if isinstance(value, Tensor | int | float)}
-
-
-def may_continue(optimizer_class: type[torch.optim.Optimizer], saved: str) -> bool:
-    """True if a class may have the state of the class `saved`: itself, a parent, a child, or an Adam of an Adam."""
-    parents = optimizer_class.__mro__[: optimizer_class.__mro__.index(torch.optim.Optimizer)]
-    # The wrapped class is a child of the user's class and has its name: the user's class is the last of that name.
-    user_class = [parent for parent in parents if parent.__name__ == optimizer_class.__name__][-1]
-    names = {relative.__name__ for relative in (*parents, *_children(user_class))}
-    has_adam_state = not names.isdisjoint(_CLASSES_WITH_ADAM_STATE)
-    return saved in names or (saved in _CLASSES_WITH_ADAM_STATE and has_adam_state)
-
-
-def _children(parent: type[Any]) -> Iterator[type[Any]]:
-    for child in parent.__subclasses__():
-        yield child
-        yield from _children(child)
-
-
-def is_of_elements(kept: object) -> bool:
-    """Return whether an entry of `kept_state` has a value for each element of a parameter."""
-    return isinstance(kept, Tensor) and kept.shape == (2,)
-
-
-def is_number(value: object, parameter: Tensor) -> bool:
-    """Return whether an entry of a parameter's state is a single number, such as a count of steps."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and value.shape != parameter.shape
-    return isinstance(value, int | float)
-
-
-def trial_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of a class as a trial on the CPU can have them: `capturable` needs an accelerator."""
-    replaced = {"lr": 0.01, "capturable": False}
-    return {key: replaced.get(key, value) for key, value in options.items()}
-
-
-def _run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients: Tensor) -> None:
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
-        step_optimizer(optimizer)
+def _ahead(items: Iterable[_Item], count: int) -> Iterator[_Item]:
+    """Yield items, each once `count` further ones were drawn."""
+    drawn: deque[_Item] = deque()
+    for item in items:
+        drawn.append(item)
+        if len(drawn) > count:
+            yield drawn.popleft()
+    yield from drawn

@@ -22,7 +22,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Outputs, Piece
 from shardwise.optim.bucket_layout import matrix_chunk_elements
 from shardwise.optim.buckets import Bucket, in_order
-from shardwise.optim.model_slices import ModelSlices
+from shardwise.optim.slice_optimizer import ModelSlices
 
 
 @dataclass(frozen=True, order=True)
@@ -94,7 +94,7 @@ class MatrixExchange:
 
     def __init__(self, model: ModelSlices, groups: Sequence[int], *, by_head: bool) -> None:
         self.model = model
-        self._ranks = model.stage
+        self._ranks = model.ranks.stage
         # Of copies, one rank sends; all get the update.
         self._sent: _Parts = {}
         self._updated: _Parts = {}
@@ -183,9 +183,9 @@ def _parts(
     """Yield the parts of matrices that this rank updates, or those that it sends: of copies, one rank sends."""
     within = slice(0, len(bucket.master)) if for_update else bucket.share
     for index, parameter in enumerate(bucket.parameters):
-        placed = placement.of_or_whole(parameter, tensor=model.tensor).pieces
+        placed = placement.of_or_whole(parameter, tensor=model.ranks.tensor).pieces
         for piece, placed_piece in zip(model.pieces[parameter], placed, strict=True):
-            if for_update or _is_first(placed_piece.copies, model.stage):
+            if for_update or _is_first(placed_piece.copies, model.ranks.stage):
                 yield from _parts_of_piece(bucket, index, piece, within, group, by_head=by_head)
 
 

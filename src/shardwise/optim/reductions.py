@@ -1,4 +1,4 @@
-"""When gradients are reduced: each bucket once its gradients are complete, in one order on all ranks.
+"""The sums of gradients over ranks: each bucket once its gradients are complete, in one order on all ranks.
 
 A round reduces each bucket once. It is a step, or, where gradients are reduced in each backward pass, a backward pass
 of a pipeline stage, whose buckets alone take part. A bucket without all of its gradients is reduced at the end of the
@@ -8,11 +8,14 @@ round, so that all ranks call the same collectives, whatever parameters their sa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor, nn
 
+from shardwise.distributed import collectives, placement
+from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import after_backward, backward_number
 from shardwise.optim.buckets import Bucket
 
@@ -26,20 +29,47 @@ class Reductions:
     Attributes:
         each_pass: True if each backward pass is a round; then all ranks must do equally many, each of which reaches a
             parameter.
+        overlaps: True if the present backward pass is the last one of the step: full buckets start at once.
+        is_local: True while backward passes leave each rank the gradients of its own samples.
 
     Args:
         buckets: buckets of this rank; more may be added to this list.
+        places: bucket of each trained parameter, and its number there.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, each_pass: bool) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], places: Mapping[nn.Parameter, tuple[Bucket, int]], *, each_pass: bool
+    ) -> None:
         self.each_pass = each_pass
+        self.overlaps = False
+        self.is_local = False
         self._buckets = buckets
+        self._places = places
         self._under_way: deque[Bucket] = deque()
         self._passes: dict[int, int] = {}
         """The number of the last backward pass of each pipeline stage."""
 
-    def take(self, bucket: Bucket, index: int) -> None:
-        """Take the gradient of a parameter in a backward pass that is a round."""
+    @torch.no_grad()
+    def take(self, parameter: Tensor) -> None:
+        """Take the gradient of a parameter that a backward pass has added to."""
+        bucket, index = self._places[parameter]  # type: ignore[index]
+        begins_rounds = self.each_pass and not self.is_local
+        if bucket.reduced and not begins_rounds:
+            raise RuntimeError(
+                "backward() came after this step's gradients were reduced: put all but the step's last backward() "
+                "under `with optimizer.accumulate():`, or drop the reduced ones by optimizer.zero_grad()"
+            )
+        if begins_rounds:
+            self._begin_round(bucket)
+        if self.is_local:
+            bucket.keep_local(index)
+        else:
+            bucket.adopt(index)
+        if begins_rounds or (self.overlaps and not self.is_local):
+            self.ready(parameter)
+
+    def _begin_round(self, bucket: Bucket) -> None:
+        """Begin another round of a bucket's pipeline stage, if this is its first gradient or a second one."""
         number = backward_number()
         is_new = self._passes.get(bucket.stage) != number
         if is_new:
@@ -53,15 +83,15 @@ class Reductions:
                 bucket_of_round.ready.clear()
         while bucket.is_reducing:
             self._under_way.popleft().finish_reduction()
-        bucket.adopt(index)
-        self.ready(bucket, index)
 
-    def ready(self, bucket: Bucket, index: int) -> None:
+    @torch.no_grad()
+    def ready(self, parameter: Tensor) -> None:
         """Report that a parameter's gradient is complete for this round. A full bucket starts its reduction at once.
 
         Buckets start in the same order on every rank, whatever the order of the calls: collectives of two ranks are
         matched by their order alone.
         """
+        bucket, index = self._places[parameter]  # type: ignore[index]
         bucket.ready.add(index)
         for candidate in self._round_of(bucket.stage):
             if candidate.reduced:
@@ -81,11 +111,12 @@ class Reductions:
 
     def reset(self) -> None:
         """Begin a new step; the buckets are reset too."""
+        self.overlaps = False
         self._under_way.clear()
         self._passes.clear()
 
-    def _round_of(self, stage: int) -> list[Bucket]:
-        return [bucket for bucket in self._buckets if bucket.stage == stage or not self.each_pass]
+    def _round_of(self, stage: int) -> Sequence[Bucket]:
+        return [bucket for bucket in self._buckets if bucket.stage == stage] if self.each_pass else self._buckets
 
     @torch.no_grad()
     def _end_pass(self, stage: int) -> None:
@@ -98,3 +129,33 @@ class Reductions:
             self._under_way.popleft().finish_reduction()
         bucket.start_reduction()
         self._under_way.append(bucket)
+
+
+class PartialGradients:
+    """The owned parts of gradients that must still be summed over some ranks, as placements say.
+
+    Attributes:
+        summed: True once they are summed in this step.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.summed = False
+        self._views: dict[Group, list[Tensor]] = {}
+        for bucket in buckets:
+            for index, p in enumerate(bucket.parameters):
+                for piece in placement.of_or_whole(p).pieces:
+                    if piece.partial and piece.copies.size > 1:
+                        views = self._views.setdefault(piece.copies, [])
+                        runs = bucket.owned_runs(index, piece.local)
+                        views += [bucket.gradient[start : start + length] for start, length in runs]
+
+    def sum_(self) -> None:
+        """Sum them, unless they are `summed` already; one all-reduce for each group."""
+        if self.summed:
+            return
+        self.summed = True
+        for group, views in self._views.items():
+            if views:
+                total = collectives.all_reduce_(torch.cat(views), group)
+                for view, part in zip(views, total.split([v.numel() for v in views]), strict=True):
+                    view.copy_(part)

@@ -6,16 +6,42 @@ more. A class that looks at a whole tensor derives from `SliceOptimizer` and say
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, overload
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.distributed.placement import Pieces
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.gradient_norms import ElementRun
-from shardwise.optim.model_slices import ModelSlices
+from shardwise.optim.gradient_norms import CanonicalNorms, ElementRun
+from shardwise.optim.sharding import Ranks
+
+
+@dataclass(frozen=True)
+class ModelSlices:
+    """The slices of the model that this rank owns, and the ranks that own the others.
+
+    Attributes:
+        groups: buckets of each parameter group.
+        pieces: pieces of canonical tensors that each parameter holds.
+        device: device of the model.
+        ranks: the ranks that the optimizer works with.
+        sum_dtype: argument of `CanonicalNorms`.
+    """
+
+    groups: list[list[Bucket]]
+    pieces: Pieces
+    device: torch.device
+    ranks: Ranks
+    sum_dtype: torch.dtype | None
+
+    @cached_property
+    def norms(self) -> CanonicalNorms:
+        """L2 norms of the canonical tensors. The first use is collective over the world."""
+        return CanonicalNorms(self.groups, self.pieces, self.device, self.ranks, self.sum_dtype)
 
 
 class RoundedSlices(Protocol):
@@ -58,11 +84,7 @@ class SliceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient, each as one tensor.
-
-        Args:
-            closure: computes the loss again before the update, as in `torch.optim.Optimizer.step`.
-        """
+        """Update every parameter that has a gradient, each as one tensor; `closure` computes the loss before."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -83,11 +105,9 @@ class SliceOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def step_rounded(self, model: ModelSlices, slices: RoundedSlices) -> None:
-        """Update the masters of the `whole_tensor_groups` as `step_slices` does, with stochastic rounding.
+        """Update the masters of the `whole_tensor_groups` as `step_slices` does, with stochastic rounding by `slices`.
 
-        Args:
-            model: slices of the model, whose reduced gradients are neither averaged nor clipped yet.
-            slices: computes in float32 and rounds, a run at a time.
+        The reduced gradients are neither averaged nor clipped yet.
         """
         raise NotImplementedError
 
@@ -100,17 +120,3 @@ def gradient_of(bucket: Bucket) -> Tensor:
     """Return the gradient of a bucket's master, which `step_slices` may replace by a direction."""
     assert bucket.master.grad is not None
     return bucket.master.grad
-
-
-def updates_slices(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Return whether a class updates slices as its `step` updates whole tensors.
-
-    A child that replaces `step` or `step_tensors` alone does not: its `step_slices` is still that of its parent.
-    """
-    if not issubclass(optimizer_class, SliceOptimizer):
-        return False
-    parent = next(ancestor for ancestor in optimizer_class.__mro__ if "step_slices" in vars(ancestor))
-    assert issubclass(parent, SliceOptimizer)
-    # torch wraps `step` to profile it.
-    is_step_kept = inspect.unwrap(optimizer_class.step) is inspect.unwrap(parent.step)
-    return is_step_kept and optimizer_class.step_tensors is parent.step_tensors

@@ -20,7 +20,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, placements
 from shardwise.optim.buckets import Bucket, in_order
-from shardwise.optim.master_update import is_number, kept_state
+from shardwise.optim.wrapped_class import is_number, kept_state
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 MASTER = "master"
@@ -173,10 +173,7 @@ def state_bytes(optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec, *, all_
 def kept_bytes(model: nn.Module, optimizer: ZeroRedundancyOptimizer, state: int) -> dict[str, int]:
     """Return bytes by kind that this rank's device keeps from step to step.
 
-    Args:
-        model: its frozen parameters are in no bucket.
-        optimizer: its buckets have the others.
-        state: bytes of masters and states, which may be on the host.
+    state: bytes of masters and states, which may be on the host.
     """
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     on_host = any(bucket.on_host for bucket in optimizer.buckets)
@@ -198,7 +195,6 @@ def begin_restoring(
     A bucket gets the entries that the class keeps with the options of the bucket's parameter group.
 
     Args:
-        optimizer: new optimizer that continues.
         names: names of the saved tensors.
         steps: number of steps of the whole optimizer.
         numbers: numbers of each bucket; None: the count of steps alone, as checkpoints of earlier versions have it.

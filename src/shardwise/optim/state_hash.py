@@ -29,13 +29,7 @@ _Keys: TypeAlias = list[tuple[str, str]]
 
 
 class StateSums:
-    """Sums of the tensors of a model and of its optimizer's state.
-
-    Args:
-        model: parameters are local tensors with placements.
-        optimizer: optimizer of these parameters; a frozen parameter, which never changes, has no sum.
-        mesh: ranks that hold the model.
-    """
+    """Sums of the tensors of a model and of its optimizer's state. A frozen parameter never changes and has none."""
 
     def __init__(self, model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh) -> None:
         self._optimizer = optimizer

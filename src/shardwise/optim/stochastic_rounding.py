@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,59 +28,12 @@ from shardwise.distributed.random_bits import INCREMENT_32, hashed, scramble_, w
 from shardwise.distributed.torch_private import step_optimizer
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.gradient_norms import ElementRun, chunk_elements
-from shardwise.optim.master_update import MakeOptimizer, MakeSlices, Update, options_of
-from shardwise.optim.slice_optimizer import SliceOptimizer
+from shardwise.optim.master_update import Update, options_of
+from shardwise.optim.slice_optimizer import ModelSlices, SliceOptimizer
+from shardwise.optim.wrapped_class import MakeOptimizer
 
 _BITS = 16
 """Bits of a float32 that bfloat16 lacks."""
-
-
-def is_stochastic(rounding: str) -> bool:
-    """Return whether rounding is stochastic; raise ValueError unless it is that or to the nearest."""
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding ({rounding!r}) must be 'nearest' or 'stochastic'")
-    return rounding == "stochastic"
-
-
-def _require_bfloat16(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
-    """Raise ValueError unless `dtype`, of masters and state, is bfloat16, and would be so for all parameters."""
-    if dtype != torch.bfloat16:
-        raise ValueError(f"rounding='stochastic' rounds to bfloat16: optimizer_dtype ({dtype}) must be torch.bfloat16")
-    if any(p.dtype == torch.float64 for p in parameters):
-        raise ValueError("rounding='stochastic' rounds to bfloat16: no parameter may be torch.float64")
-
-
-def require_roundable(
-    is_stochastic: bool, masters: torch.dtype, state: torch.dtype | None, parameters: Sequence[nn.Parameter]
-) -> None:
-    """Raise ValueError if masters or states of the parameters cannot be rounded to bfloat16 as they shall be."""
-    if is_stochastic:
-        _require_bfloat16(masters, parameters)
-    if state is not None and any(p.dtype == torch.float64 for p in parameters):
-        raise ValueError(f"state_dtype ({state}) must be left out with parameters of torch.float64")
-
-
-def rounded_state(
-    state: torch.dtype | None, masters: torch.dtype, optimizer_class: type[torch.optim.Optimizer]
-) -> torch.dtype | None:
-    """Return the dtype of states that are rounded beside masters of that dtype; None if they have the masters'.
-
-    Raises:
-        ValueError: such states cannot be kept.
-    """
-    if state is None or state == masters:
-        return None
-    if state != torch.bfloat16 or masters != torch.float32:
-        raise ValueError(
-            f"state_dtype ({state}) must be torch.bfloat16, with optimizer_dtype torch.float32 ({masters} is given), "
-            "or be left out"
-        )
-    if issubclass(optimizer_class, SliceOptimizer):
-        raise ValueError(
-            f"state_dtype ({state}) must be left out with {optimizer_class.__name__}, which needs whole tensors: give "
-            "an elementwise class, such as torch.optim.AdamW"
-        )
-    return state
 
 
 def cast_states(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
@@ -181,10 +134,6 @@ class RandomBits:
     """16 random bits for each element of a bucket's owned part and for each tensor of its state.
 
     Two tensors share a 32-bit word: element i of a canonical tensor has `scramble(hash + i · INCREMENT_32)`.
-
-    Args:
-        pieces: pieces of canonical tensors that each parameter holds.
-        seed: seed of the run.
     """
 
     def __init__(self, pieces: Pieces, seed: int) -> None:
@@ -250,11 +199,6 @@ class _FloatCopy:
     """A float32 copy of some masters and their state, which an optimizer of the wrapped class updates.
 
     Masters that are float32 themselves are updated in place.
-
-    Args:
-        make: makes an optimizer of the wrapped class from a parameter group.
-        inner: the wrapped optimizer.
-        group: one of its parameter groups.
 
     Attributes:
         parameter: masters of the elements that were loaded last.
@@ -334,20 +278,18 @@ class StochasticUpdate(Update):
     Each tensor of the state stays in bfloat16, 2 bytes an element, and so do masters, unless they are float32.
 
     Args:
-        inner, buckets, make_slices: arguments of `Update`; the masters are bfloat16 or float32.
+        inner, model: arguments of `Update`; the masters are bfloat16 or float32.
         make: makes an optimizer of the wrapped class from a parameter group.
-        bits: random bits for the elements of these buckets.
     """
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        buckets: Sequence[Bucket],
-        make_slices: MakeSlices,
+        model: ModelSlices,
         make: MakeOptimizer,
         bits: RandomBits,
     ) -> None:
-        super().__init__(inner, buckets, make_slices)
+        super().__init__(inner, model)
         self._make = make
         self._bits = bits
 
@@ -372,31 +314,22 @@ class StochasticUpdate(Update):
             yield bucket
 
 
+@dataclass(frozen=True)
 class _FloatSlices:
-    """The `RoundedSlices` of a step.
+    """The `RoundedSlices` of a step, with a float32 copy for the chunks of each bucket."""
 
-    Args:
-        copies: a float32 copy for the chunks of each bucket.
-        factor: multiplies the gradients.
-        bits: random bits for the elements of these buckets.
-        step: number of the step.
-    """
-
-    def __init__(
-        self, copies: Mapping[Bucket, _FloatCopy], factor: Tensor | float, bits: RandomBits, step: int
-    ) -> None:
-        self._copies = copies
-        self._factor = factor
-        self._bits = bits
-        self._step = step
+    copies: Mapping[Bucket, _FloatCopy]
+    factor: Tensor | float
+    bits: RandomBits
+    step: int
 
     def load(self, chunk: ElementRun) -> Tensor:
-        self._copies[chunk.bucket].load(chunk, self._factor)
-        return self._copies[chunk.bucket].parameter.detach()
+        self.copies[chunk.bucket].load(chunk, self.factor)
+        return self.copies[chunk.bucket].parameter.detach()
 
     def load_direction(self, chunk: ElementRun) -> tuple[Tensor, Tensor]:
         masters = self.load(chunk)
-        float_copy = self._copies[chunk.bucket]
+        float_copy = self.copies[chunk.bucket]
         optimizer = float_copy.optimizer
         gradient = float_copy.parameter.grad
         assert isinstance(optimizer, SliceOptimizer)
@@ -404,4 +337,4 @@ class _FloatSlices:
         return masters, optimizer.direction(float_copy.parameter, float_copy.group, out=gradient)
 
     def store(self, chunk: ElementRun) -> None:
-        self._copies[chunk.bucket].store(chunk, self._bits, self._step)
+        self.copies[chunk.bucket].store(chunk, self.bits, self.step)

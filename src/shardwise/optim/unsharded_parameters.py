@@ -20,6 +20,7 @@ from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.checks import described, require_same_parameters
+from shardwise.optim.sharding import Ranks
 
 _SHOWN_NAMES = 3
 _TOLERANCE = 1e-2
@@ -32,22 +33,17 @@ def uncut_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
     return [p for options in groups for p in options["params"] if placement.of_or_whole(p).group.size == 1]
 
 
-def take_first_values(groups: Sequence[dict[str, Any]], tensor: Group, data: Group, device: torch.device) -> None:
+def take_first_values(groups: Sequence[dict[str, Any]], ranks: Ranks, device: torch.device) -> None:
     """Give uncut parameters the values of the first tensor-parallel rank; one rank warns where this changed some.
 
-    Collective over `tensor`. Data parallelism spreads the values of its own first rank afterwards.
-
-    Args:
-        groups: parameter groups.
-        tensor: tensor-parallel ranks.
-        data: data-parallel ranks.
-        device: device on which the ranks compute.
+    Collective over tensor parallelism. Data parallelism spreads the values of its own first rank afterwards.
 
     Raises:
-        ConfigError: the ranks hold different uncut parameters; raised on every rank of `tensor`.
+        ConfigError: the ranks hold different uncut parameters; raised on every tensor-parallel rank.
     """
     uncut = uncut_of(groups)
     changed: list[int] = []
+    tensor = ranks.tensor
     if tensor.size == 1 or not uncut:
         return
     require_same_parameters([{"params": uncut}], tensor, device)
@@ -59,7 +55,7 @@ def take_first_values(groups: Sequence[dict[str, Any]], tensor: Group, data: Gro
     if not collectives.any_rank(bool(changed), tensor):
         return
     changed_anywhere = set[int]().union(*collectives.all_gather_objects(changed, tensor))
-    if tensor.rank == data.rank == 0:
+    if tensor.rank == ranks.data.rank == 0:
         names = described([uncut[number] for number in sorted(changed_anywhere)])
         warnings.warn(
             "each tensor-parallel rank holds these parameters whole, and they began with other values on other ranks: "
@@ -73,31 +69,19 @@ class UncutGradients:
     """The gradients of uncut parameters: in each step those of the first tensor-parallel rank.
 
     In steps 1, 2, 4, 8, … the ranks compare them.
-
-    Args:
-        groups: parameter groups of the optimizer.
-        buckets: buckets of this rank.
-        tensor: tensor-parallel ranks.
-        data: data-parallel ranks.
-        device: device on which the ranks compute.
     """
 
     def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        buckets: Sequence[Bucket],
-        tensor: Group,
-        data: Group,
-        device: torch.device,
+        self, groups: Sequence[dict[str, Any]], buckets: Sequence[Bucket], ranks: Ranks, device: torch.device
     ) -> None:
-        self._tensor = tensor
-        self._data = data
+        self._tensor = ranks.tensor
+        self._data = ranks.data
         self._device = device
         self._steps = 0
         self._parameters: list[nn.Parameter] = []
         self._views: list[tuple[int, Tensor]] = []
         """Parts of the gradients that this rank owns, each with the number of its parameter."""
-        if tensor.size == 1:
+        if self._tensor.size == 1:
             return
         uncut = set(uncut_of(groups))
         for bucket in buckets:

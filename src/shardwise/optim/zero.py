@@ -10,45 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import Frequency, Rounding
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import named_pieces, of_or_whole
 from shardwise.distributed.torch_private import WithoutCompiler
-from shardwise.optim import stochastic_rounding
-from shardwise.optim.buckets import Bucket, Dtypes, Sharding, make_buckets, weak_hook
-from shardwise.optim.checks import (
-    Assignments,
-    broadcast_value,
-    device_of,
-    known_options,
-    layout_of,
-    refuse_wrapped,
-    require_loadable,
-    require_plain,
-    require_same_parameters,
-    require_scaled,
-    require_sharding,
-    spread_non_finite,
-)
+from shardwise.optim import checks, gradient_norms, stochastic_rounding, wrapped_class
+from shardwise.optim.buckets import Bucket, weak_hook
 from shardwise.optim.flat_memory import draw_in_place
-from shardwise.optim.gathers import Gathers
+from shardwise.optim.freed_buckets import make_buckets
+from shardwise.optim.gathers import Gathers, UnitWeights, places_in
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
-from shardwise.optim.host_update import HostUpdate, require_offloadable
-from shardwise.optim.master_update import Update, class_for_slices, options_of
-from shardwise.optim.model_slices import ModelSlices
-from shardwise.optim.parameter_changes import adopt_changes
-from shardwise.optim.partial_gradients import PartialGradients
-from shardwise.optim.reductions import Reductions
-from shardwise.optim.slice_optimizer import SliceOptimizer
-from shardwise.optim.unit_weights import UnitWeights, places_in
+from shardwise.optim.master_update import HostUpdate, Update, options_of
+from shardwise.optim.reductions import PartialGradients, Reductions
+from shardwise.optim.sharding import Dtypes, Ranks, Sharding
+from shardwise.optim.slice_optimizer import ModelSlices, SliceOptimizer
 from shardwise.optim.unsharded_parameters import UncutGradients, take_first_values
 
 
@@ -107,7 +90,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         gather: at stage 3, whether parameters are released in every `micro_batch` or once a `step`, after the update.
         prefetch: at stage 3, units whose parameters are gathered ahead of their use.
         offload: whether an accelerator's masters and state are in the host's memory and the host updates them
-            (`optim/host_update.py`); with torch.optim.AdamW, give `fused=True` too. Changes of parameters through
+            (`optim/master_update.py`); with torch.optim.AdamW, give `fused=True` too. Changes of parameters through
             `.data` are then lost.
         average: False sums gradients over the group instead.
         bucket_mib: gradients that travel together, in MiB; None: by the model and the link (`optim.bucket_layout`).
@@ -127,9 +110,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     """
 
     compares_values = True
-    _overlapping = False
-    _keeps_gradients = False
-    _checked_wrappers = False
     _clipped = False
     _norms: Tensor | None = None
     _has_weight_norm = False
@@ -165,52 +145,41 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     ) -> None:
         if grad_clipping:
             require_max_norm(max_norm)
-        require_sharding(stage, model, bucket_mib, replicate=replicate, prefetch=prefetch, reduce=reduce, gather=gather)
-        defaults = known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
-        self._inner_class = class_for_slices(optimizer_class, defaults)
+        self._sharding = Sharding(stage, replicate, reduce, gather, prefetch, offload, bucket_mib)
+        self._dtypes = Dtypes(
+            gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32, state_dtype, rounding, rounding_seed
+        )
+        defaults = checks.known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
+        self._inner_class = wrapped_class.class_for_slices(optimizer_class, defaults)
+        _require_suitable(self._inner_class, self._sharding, self._dtypes, model)
         self.optimizer_class = optimizer_class
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
-        self._choose_ranks(group, mesh)
-        self.sharding = Sharding.of(stage, self.group, replicate)
+        self._ranks = Ranks.of(group, mesh)
+        self.group = self._ranks.data
+        self.tensor = self._ranks.tensor
+        self.cut = self._sharding.cut(self.group)
+        self.state_dtype = self._dtypes.state
         self._places = {} if model is None else places_in(model)
-        self._average = average
-        self._bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
-        self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32)
+        self._scale = 1.0 / self.group.size if average else 1.0
         self._defaults = defaults
-        self._is_stochastic = stochastic_rounding.is_stochastic(rounding)
-        self.state_dtype = stochastic_rounding.rounded_state(state_dtype, self._dtypes.optimizer, self._inner_class)
-        self._offload = offload
-        if offload:
-            require_offloadable(self._inner_class, rounds=self._is_stochastic or self.state_dtype is not None)
-        self._rounding_seed = rounding_seed
         self.steps = 0
         self.buckets: list[Bucket] = []
-        each_pass = stage >= 2 and reduce == "micro_batch" and self.sharding.ranks.size > 1
-        self._reductions = Reductions(self.buckets, each_pass=each_pass)
+        self._bucket_places: dict[nn.Parameter, tuple[Bucket, int]] = {}
+        each_pass = stage >= 2 and reduce == "micro_batch" and self.cut.ranks.size > 1
+        self._reductions = Reductions(self.buckets, self._bucket_places, each_pass=each_pass)
         self._partial: list[PartialGradients] = []
         self.gathers = Gathers()
-        self._bucket_places: dict[nn.Parameter, tuple[Bucket, int]] = {}
-        self._assignments = Assignments(self._bucket_places)
+        self._watch = checks.ParameterWatch(self._bucket_places)
         self._frozen: list[nn.Parameter] = []
-        super().__init__(params, self._inner_class([nn.Parameter(torch.zeros(1))], **defaults).defaults)
+        super().__init__(params, self._make_inner({"params": [nn.Parameter(torch.zeros(1))]}).defaults)
         self._take_over(self.param_groups)
         if model is not None and stage == 3:
             self._weights = UnitWeights(model, self.buckets, prefetch, once_a_step=gather == "step")
 
-    def _choose_ranks(self, group: Group | dist.ProcessGroup | None, mesh: Mesh | None) -> None:
-        if group is not None:
-            self.group = Group.of(group)
-        else:
-            self.group = mesh.replicas if mesh is not None else Group.world("dp")
-        self._mesh = mesh
-        self._world = mesh.world if mesh is not None else self.group
-        self.tensor = mesh.tp if mesh is not None else Group()
-        self._pipeline_stage = mesh.pp.rank if mesh is not None else 0
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add `param_group`; its parameters move into buckets of their own. Collective, as making the optimizer is."""
-        if self._inner is not None and self.sharding.stage == 3:
+        if self._inner is not None and self.cut.stage == 3:
             raise ValueError("a parameter group cannot be added at stage 3: give all groups when the optimizer is made")
         super().add_param_group(param_group)
         if self._inner is not None:  # else it is one of the constructor's, which takes all of them over at once
@@ -221,45 +190,37 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                 raise
 
     def _take_over(self, groups: list[dict[str, Any]]) -> None:
-        require_plain((p for options in groups for p in options["params"]), has_mesh=self._mesh is not None)
-        device = device_of(self.param_groups, self._mesh)
-        require_same_parameters(groups, self.group, device)
-        self._require_tensors(groups)
-        take_first_values(groups, self.tensor, self.group, device)
-        self._partial.append(PartialGradients([bucket for options in groups for bucket in self._move(options)]))
-        self._uncut = UncutGradients(self.param_groups, self.buckets, self.tensor, self.group, device)
-        self._model = ModelNorms(
-            self.buckets, device, self._world, self.tensor, exact=self._is_stochastic, fixed=self._sums_in_order
-        )
-        # Norms that were measured before lack the gradients of the new buckets.
-        self._norms = None
-        self._updates = self._make_update(device)
-
-    def _require_tensors(self, groups: list[dict[str, Any]]) -> None:
-        """Refuse parameters that a class which needs whole tensors cannot update."""
+        mesh = self._ranks.mesh
+        checks.require_plain((p for options in groups for p in options["params"]), has_mesh=mesh is not None)
+        device = self._device
+        checks.require_same_parameters(groups, self.group, device)
         if issubclass(self._inner_class, SliceOptimizer):
             for options in groups:
                 for shape in {piece.shape for p in options["params"] for piece in of_or_whole(p).pieces}:
                     self._inner_class.require_tensor(shape, options)
+        take_first_values(groups, self._ranks, device)
+        self._partial.append(PartialGradients([bucket for options in groups for bucket in self._move(options)]))
+        self._uncut = UncutGradients(self.param_groups, self.buckets, self._ranks, device)
+        sum_dtype = gradient_norms.sum_dtype(self._dtypes, self.group, device)
+        self._model = ModelNorms(self.buckets, device, self._ranks, sum_dtype)
+        # Norms that were measured before lack the gradients of the new buckets.
+        self._norms = None
+        self._updates = self._make_update(device, sum_dtype)
+
+    @property
+    def _device(self) -> torch.device:
+        return checks.device_of(self.param_groups, self._ranks.mesh)
 
     def _move(self, options: dict[str, Any]) -> list[Bucket]:
         """Give a group's parameters the first rank's values, and move those that are trained into buckets."""
         frozen = [p for p in options["params"] if not p.requires_grad]
         for p in frozen:
             draw_in_place(p)
-            broadcast_value(p, self.group)
+            checks.broadcast_value(p, self.group)
         self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
-        hook = weak_hook(self._on_gradient)
-        stochastic_rounding.require_roundable(self._is_stochastic, self._dtypes.optimizer, self.state_dtype, trainable)
-        buckets = make_buckets(
-            trainable,
-            self.sharding,
-            self._bucket_bytes,
-            dtypes=self._dtypes,
-            places=self._places,
-            offload=self._offload,
-        )
+        hook = weak_hook(self._reductions.take)
+        buckets = make_buckets(trainable, self._sharding, self.cut, self._dtypes, self._places)
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
                 self._bucket_places[p] = (bucket, index)
@@ -275,92 +236,67 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     def _make_inner(self, group: dict[str, Any]) -> torch.optim.Optimizer:
         return self._inner_class([group], **self._defaults)
 
-    def _make_update(self, device: torch.device) -> Update:
-        pieces = named_pieces(self.param_groups, self._pipeline_stage)
-        exact = self._is_stochastic
-        fixed = self._sums_in_order
-        make_slices = partial(
-            ModelSlices, pieces=pieces, device=device, data=self.group, mesh=self._mesh, exact=exact, fixed=fixed
-        )
-        if not self._is_stochastic and self.state_dtype is None:
-            update_class = HostUpdate if any(bucket.on_host for bucket in self.buckets) else Update
-            return update_class(self.inner, self.buckets, make_slices)
-        bits = stochastic_rounding.RandomBits(pieces, self._rounding_seed)
-        return stochastic_rounding.StochasticUpdate(self.inner, self.buckets, make_slices, self._make_inner, bits)
+    def _make_update(self, device: torch.device, sum_dtype: torch.dtype | None) -> Update:
+        mesh = self._ranks.mesh
+        pieces = named_pieces(self.param_groups, 0 if mesh is None else mesh.pp.rank)
+        bucket_of = {bucket.master: bucket for bucket in self.buckets}
+        groups = [[bucket_of[master] for master in group["params"]] for group in self.inner.param_groups]
+        model = ModelSlices(groups, pieces, device, self._ranks, sum_dtype)
+        if self._dtypes.rounds_at_random:
+            bits = stochastic_rounding.RandomBits(pieces, self._dtypes.rounding_seed)
+            return stochastic_rounding.StochasticUpdate(self.inner, model, self._make_inner, bits)
+        update_class = HostUpdate if any(bucket.on_host for bucket in self.buckets) else Update
+        return update_class(self.inner, model)
 
     # ---- when gradients are ready
 
     @contextmanager
     def accumulate(self, *, last: bool = False) -> Iterator[None]:
         """Inside, backward() only accumulates; the first after it, or one under `last=True`, overlaps its reduction."""
-        self._overlapping = last
+        self._reductions.overlaps = last
         try:
             yield
         except BaseException:
-            self._overlapping = False
+            self._reductions.overlaps = False
             raise
-        self._overlapping = not last
+        self._reductions.overlaps = not last
 
     @torch.no_grad()
     def end_group(self, leaves: Iterable[Tensor] | None = None) -> None:
         """Keep the gradients of the micro-batches since the last group: those of the next ones add up by themselves.
 
-        The reduction adds all groups (`optim/gradient_groups.py`).
+        The reduction adds all groups (`buckets.GroupSums`).
 
         Args:
             leaves: parameters `[…]` and leaves of heads (`placement.head_leaf`) whose group ends; None: all.
         """
         chosen = None if leaves is None else set(leaves)
         for bucket in self.buckets:
-            for leaf in bucket.group_sums:
-                if chosen is None or leaf in chosen:
-                    bucket.end_group(leaf)
+            bucket.end_group(chosen)
 
     def provide_gradients(self) -> None:
         """Give all gradients memory in their buckets, for a backward pass that adds to `.grad` by itself."""
         for bucket in self.buckets:
             bucket.provide_gradients()
-            bucket.attach_gradients()
 
     @contextmanager
     def local_gradients(self) -> Iterator[None]:
         """Inside, backward() leaves each rank the gradients of its own samples, at any stage."""
-        self._keeps_gradients = True
+        self._reductions.is_local = True
         try:
             yield
         finally:
-            self._keeps_gradients = False
+            self._reductions.is_local = False
 
     @property
     def reduces_each_pass(self) -> bool:
         """True if each backward() reduces its gradients, and not only the last one of a step."""
-        return self._reductions.each_pass and not self._keeps_gradients
+        return self._reductions.each_pass and not self._reductions.is_local
 
-    @torch.no_grad()
-    def _on_gradient(self, parameter: Tensor) -> None:
-        bucket, index = self._bucket_places[parameter]  # type: ignore[index]
-        if self.reduces_each_pass:
-            self._reductions.take(bucket, index)
-            return
-        if bucket.reduced:
-            raise RuntimeError(
-                "backward() came after this step's gradients were reduced: put all but the step's last backward() "
-                "under `with optimizer.accumulate():`, or drop the reduced ones by optimizer.zero_grad()"
-            )
-        if not (bucket.frees_gradients and self._keeps_gradients):
-            bucket.adopt(index)
-        elif parameter.grad is not None:
-            # Without the bucket's memory, later ones would be added in the parameter's dtype.
-            parameter.grad = parameter.grad.to(bucket.gradients.dtype)
-        if self._overlapping:
-            self._reductions.ready(bucket, index)
-
-    @torch.no_grad()
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Report that a parameter's gradient is complete for this step. A full bucket starts its reduction at once."""
-        self._reductions.ready(*self._bucket_places[parameter])
+        self._reductions.ready(parameter)
 
-    @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Finish this step's gradients: each rank then has the sum (not yet averaged or clipped) of what it owns."""
         self._reduce(measures_weights=False)
@@ -369,20 +305,18 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     def _reduce(self, *, measures_weights: bool) -> None:
         if self._norms is not None:
             return
-        if not self._checked_wrappers:
-            refuse_wrapped(self._bucket_places)
-            self._checked_wrappers = True
-        if any(p.grad is not None for p in self._frozen):
-            raise RuntimeError("a parameter that was frozen when the optimizer was made has a gradient: make it again")
-        self._overlapping = False
+        for p in self._frozen:
+            if p.grad is not None:
+                raise RuntimeError(
+                    "a parameter that was frozen when the optimizer was made has a gradient: make it again"
+                )
+        self._reductions.overlaps = False
         self.gathers.wait()
-        self._assignments.check()
+        self._watch.check()
         if self._before_changes is not None:
-            torch.accelerator.current_stream(device_of(self.param_groups, self._mesh)).wait_event(self._before_changes)
+            torch.accelerator.current_stream(self._device).wait_event(self._before_changes)
             self._before_changes = None
-        for bucket in self.buckets:
-            bucket.check_parameters()
-        adopt_changes(self.buckets, compares_values=self.compares_values)
+        self._adopt_changes()
         self._reductions.finish()
         for gradients in self._partial:
             gradients.sum_()
@@ -394,14 +328,22 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         for bucket in self.buckets:
             bucket.note_gradients()
 
-    @property
-    def _sums_in_order(self) -> bool:
-        """True if every sum has one order at all layouts (`Group.grain`)."""
-        return self.group.grain is not None
+    def _adopt_changes(self) -> None:
+        """Let masters adopt what the user wrote to parameters since the last step (load_state_dict, clamp_).
 
-    @property
-    def _scale(self) -> float:
-        return 1.0 / self.group.size if self._average else 1.0
+        Where values are compared, that reads and writes 12 bytes for each bfloat16 parameter, and the host waits once
+        for the device.
+        """
+        differs: dict[Bucket, Tensor] = {}
+        for bucket in self.buckets:
+            bucket.check_parameters()
+            bucket.adopt_changes()
+            if self.compares_values and (compared := bucket.differs_from_masters()) is not None:
+                differs[bucket] = compared
+        if differs:
+            for bucket, has_changed in zip(differs, torch.stack(list(differs.values())).tolist(), strict=True):
+                if has_changed:
+                    bucket.adopt_values()
 
     def norms(self) -> tuple[Tensor, Tensor]:
         """L2 norms `[]` of the whole model's gradient (before `step` clips) and parameters; reduces gradients first."""
@@ -414,16 +356,17 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     def gradient_norm(self) -> Tensor:
         """The first of `norms`, `[]`, for steps that need not read all parameters for the second."""
-        self.reduce_gradients()
+        self._reduce(measures_weights=False)
         assert self._norms is not None
         return self._norms[0]
 
     def _final_norm(self) -> Tensor:
         """The gradient norm; raises if the gradients were changed after they were reduced."""
-        gradient_norm = self.gradient_norm()
+        self._reduce(measures_weights=False)
+        assert self._norms is not None
         for bucket in self.buckets:
             bucket.check_gradients()
-        return gradient_norm
+        return self._norms[0]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | None, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -457,9 +400,12 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     def _step_supports_amp_scaling(self) -> bool:
         """True: step() unscales. A scaler asks this just before it looks for inf in this rank's `p.grad`.
 
-        The gradients are reduced now, so that all ranks' scalers find the same.
+        It skips the step, and changes its factor, by the gradients of its own rank, and one rank's step must not pair
+        with another rank's next step: the gradients are reduced now, so that all ranks' scalers find the same.
         """
-        spread_non_finite(self.buckets, self._final_norm())
+        gradient_norm = self._final_norm()
+        for bucket in self.buckets:
+            bucket.spoil(gradient_norm)
         return True
 
     # ---- the torch.optim interface
@@ -482,7 +428,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         gradient_norm = self.gradient_norm() if scaled else self._final_norm()
         factor: Tensor | float = self._scale
         if scaled:
-            scale = require_scaled(self.grad_scale, clipped=self._clipped)
+            scale = checks.require_scaled(self.grad_scale, clipped=self._clipped)
             if not torch.isfinite(gradient_norm):
                 self.zero_grad()
                 return loss
@@ -490,17 +436,14 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             gradient_norm = gradient_norm / scale
         if self.grad_clipping and self.max_norm is not None and not self._clipped:
             factor = clipping_factor(gradient_norm, self.max_norm) * factor
-        self._update(factor)
+        self.steps += 1
+        self.gathers.run(self._updates.step(self.param_groups, factor, self.steps))
         self.zero_grad()
         return loss
 
     def overwrite_after(self, event: torch.Event) -> None:
         """Let the next step change masters, state and parameters only after an event, such as the end of their copy."""
         self._before_changes = event
-
-    def _update(self, factor: Tensor | float) -> None:
-        self.steps += 1
-        self.gathers.run(self._updates.step(self.param_groups, factor, self.steps))
 
     @contextmanager
     def gathered(self, *, all_units: bool = True) -> Iterator[None]:
@@ -520,7 +463,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     @property
     def gathers_in_passes(self) -> bool:
         """True if a pass of the model is collective over the group, as units gather their parameters."""
-        return self._weights is not None and self.sharding.ranks.size > 1
+        return self._weights is not None and self.cut.ranks.size > 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to 0: views into the buckets, whatever `set_to_none` says, and None from stage 2 on."""
@@ -534,7 +477,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             gradients.summed = False
         self._norms = None
         self._clipped = False
-        self._overlapping = False
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -554,7 +496,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             "param_groups": [{**options_of(outer), "params": group["params"]} for outer, group in groups],
             "masters": [b.master.detach() if b.separate else None for b in self.buckets],
             "class": type(self.inner).__name__,
-            "layout": layout_of(self.buckets, self.sharding.ranks),
+            "layout": wrapped_class.layout_of(self.buckets, self.cut.ranks),
             "steps": self.steps,
         }
 
@@ -565,8 +507,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         Raises:
             ValueError: the state belongs to another layout, bucket size, model or class.
         """
-        require_loadable(state_dict, self.inner, self._make_inner, layout_of(self.buckets, self.sharding.ranks))
-        devices.synchronize(device_of(self.param_groups, self._mesh))  # masters may be on their way to the device
+        wrapped_class.require_loadable(
+            state_dict, self.inner, self._make_inner, wrapped_class.layout_of(self.buckets, self.cut.ranks)
+        )
+        devices.synchronize(self._device)  # masters may be on their way to the device
         self.inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         if self.state_dtype is not None:
             stochastic_rounding.cast_states(self.inner, self.state_dtype)
@@ -595,3 +539,22 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         padding = elements - sum(bucket.elements for bucket in self.buckets)
         per_element = (state_bytes + master_bytes) / max(elements, 1)
         return {"state": state_bytes, "masters": master_bytes, "padding": round(padding * per_element)}
+
+
+def _require_suitable(
+    optimizer_class: type[torch.optim.Optimizer], sharding: Sharding, dtypes: Dtypes, model: nn.Module | None
+) -> None:
+    """Refuse what does not go together: ZeRO-3 without a model, and options of elementwise classes with others."""
+    if sharding.stage == 3 and model is None:
+        raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
+    if sharding.offload and dtypes.rounds_at_random:
+        raise ConfigError(
+            "offload (True) must be False with rounding='stochastic' or a state_dtype, whose random bits the device "
+            "draws: leave them out, with optimizer_dtype=torch.float32"
+        )
+    for name, value in (("offload", sharding.offload or None), ("state_dtype", dtypes.state)):
+        if value is not None and issubclass(optimizer_class, SliceOptimizer):
+            raise ConfigError(
+                f"{name} ({value}) must be left out with {optimizer_class.__name__}, which needs whole tensors: give "
+                "an elementwise class, such as torch.optim.AdamW"
+            )

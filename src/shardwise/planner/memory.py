@@ -40,7 +40,7 @@ from shardwise.planner.sharding import InFlight, StageInFlight, whole_gradient_b
 
 _FLOAT32 = 4
 _BUCKETS_ON_THEIR_WAY = 3
-"""Buckets whose gradients travel to the host, or are there while their masters are updated (`optim/host_update.py`)."""
+"""Buckets whose gradients travel to the host, or are there while masters are updated (`optim/master_update.py`)."""
 _OPTIONAL = ("pipeline", "in_flight")
 
 

@@ -1,6 +1,6 @@
 """What ZeRO-2 and ZeRO-3 have in memory only while it is used: weights of units, and gradients under reduction.
 
-The passes of a stage are replayed as `optim/unit_weights.py` gathers and releases weights, and as `optim/zero.py`
+The passes of a stage are replayed as `optim/gathers.py` gathers and releases weights, and as `optim/zero.py`
 starts and ends reductions of gradients, but with bytes in place of tensors.
 """
 
@@ -412,6 +412,6 @@ def _stages_in_flight(case: _Case) -> dict[int, StageInFlight]:
 def whole_gradient_bytes(workload: RankWorkload) -> int:
     """Return the bytes of all gradients, with copies for the groups of bit-equal sums."""
     elements = sum(bucket.elements for bucket in bucket_shapes(workload)) + workload.head_gradient_elements
-    # A binary counter of the groups of a data-parallel rank (`optim/gradient_groups.py`).
+    # A binary counter of the groups of a data-parallel rank (`optim/buckets.py`).
     copies = workload.config.train.groups_apart(workload.layout.data).bit_length()
     return copies * elements * DTYPE_BYTES[workload.precision.gradient]

@@ -20,7 +20,7 @@ from shardwise.config import Config
 from shardwise.data.training_data import load_reader
 from shardwise.distributed import devices
 from shardwise.launch import stop_requests
-from shardwise.optim.master_update import require_elementwise
+from shardwise.optim.wrapped_class import require_elementwise
 from shardwise.runs.folder import JsonLines
 
 Callback = Callable[[dict[str, Any]], object]

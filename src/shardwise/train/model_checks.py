@@ -98,7 +98,7 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int, optimizer: ZeroRedun
     """
     by_group: dict[Group, list[tuple[str, Tensor]]] = {}
     for piece, _, values, is_part in weight_slices(model, optimizer, mesh.tp):
-        owners = optimizer.sharding.copies if is_part and optimizer is not None else mesh.replicas
+        owners = optimizer.cut.copies if is_part and optimizer is not None else mesh.replicas
         groups = [group for group in (owners, piece.copies) if group.size > 1]
         if groups:
             digest = _digest(values)

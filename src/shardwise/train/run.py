@@ -397,7 +397,9 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
         )
     reporter.resumed(manifest, str(resumed.folder), opened.folder.changes, resumed.seconds)
     if opened.folder.former_steps is not None:
-        moved_end = moved_end_text(opened.config, opened.folder.former_steps, manifest.step)
+        moved_end = moved_end_text(
+            opened.config.optimizer, opened.config.train.steps, opened.folder.former_steps, manifest.step
+        )
         if moved_end is not None:
             reporter.message(f"learning rate: {moved_end}")
 

@@ -231,7 +231,7 @@ class Checkpoints:
         schedule = {
             "name": config.optimizer.schedule,
             "steps": config.train.steps,
-            "lr": learning_rate(config, max(progress.step, 1)),
+            "lr": learning_rate(config.optimizer, config.train.steps, max(progress.step, 1)),
             **self.went_back,
         }
         # All random numbers are functions of these, the step and the sample. The only other state is where streams are

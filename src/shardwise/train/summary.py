@@ -18,7 +18,7 @@ from shardwise.base.errors import listing
 from shardwise.config import Config, Layout, Precision, dump_yaml, stages_of, tokens_of_run
 from shardwise.config.layout import Stage
 from shardwise.models import parameter_counts
-from shardwise.optim.learning_rate import rate_at, schedule_points
+from shardwise.optim.learning_rate import learning_rate
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import bubble, simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
@@ -399,8 +399,8 @@ def _rate_curve(config: Config) -> list[str]:
     """Draw the learning rate of each step of the whole schedule, from 0 up, in lines of blocks."""
     last = config.train.steps
     width = min(last, _CURVE_WIDTH)
-    points = schedule_points(config)
-    rates = [rate_at(points, 1 + column * (last - 1) // max(1, width - 1)) for column in range(width)]
+    steps = [1 + column * (last - 1) // max(1, width - 1) for column in range(width)]
+    rates = [learning_rate(config.optimizer, last, step) for step in steps]
     largest = max(rates)
     if not largest:
         return []

@@ -134,7 +134,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(numbers.gradient_norm)):
             raise self.passes.non_finite_error(micro_batches, step, loss, numbers.gradient_norm)
         self.progress.phase = "optimizer update"
-        lr = learning_rate(self.config, step)
+        lr = learning_rate(self.config.optimizer, self.config.train.steps, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         # The loss and the norms are finite: from here on the parameters change.

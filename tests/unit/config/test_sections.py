@@ -121,7 +121,7 @@ def test_a_batch_for_a_number_of_ranks_becomes_a_number() -> None:
 
 def test_constant_steps_need_a_decay_before_them() -> None:
     keys = ["optimizer.constant_steps=5", "optimizer.schedule=constant"]
-    with pytest.raises(ConfigError, match=r"optimizer.constant_steps \(5\) must be 0 with optimizer.schedule constant"):
+    with pytest.raises(ConfigError, match=r"optimizer.constant_steps \(5\) must be left out with .* constant"):
         load_config("llama2-tiny", keys)
     assert load_config("llama2-tiny", keys[:1]).optimizer.constant_steps == 5
 

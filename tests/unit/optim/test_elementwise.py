@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwise import ZeroRedundancyOptimizer
-from shardwise.optim.master_update import require_elementwise
+from shardwise.optim.wrapped_class import require_elementwise
 
 
 class Lamb(torch.optim.Optimizer):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardwise import ZeroRedundancyOptimizer
 from shardwise.distributed.collectives import tree_sum
-from shardwise.optim.gradient_groups import GroupSums
+from shardwise.optim.buckets import GroupSums
 from tests.dist.dense import random
 
 
@@ -64,10 +65,13 @@ def test_the_ranks_add_up_the_tree(degree: int) -> None:
 
 
 def test_dropped_groups_are_not_added() -> None:
-    gradient = torch.zeros(5)
-    sums = GroupSums(gradient)
-    run(gradient, sums, random(0, 4, 1, 5))
-    sums.drop()
-    gradient.fill_(1.0)
-    sums.join()
-    assert torch.equal(gradient, torch.ones(5))
+    weight = nn.Parameter(torch.ones(5))
+    optimizer = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=1.0, grad_clipping=False)
+    for is_dropped in (True, False):
+        weight.sum().backward()
+        optimizer.end_group()
+        if is_dropped:
+            optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.full((5,), -1.0))

@@ -1,6 +1,5 @@
 """LAMB against the paper's formulas, alone and through the wrapper, in one process."""
 
-import io
 import math
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import LAMB, Mesh, ZeroRedundancyOptimizer
 from shardwise.config import load_config
 from shardwise.train.build import _optimizer_class
-from tests.unit.optim.net import PLAIN, assert_equal, batch, make, train
+from tests.unit.optim.net import PLAIN, batch, make, train
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -172,25 +171,6 @@ def test_ratio_of_many_elements_is_exact() -> None:
 # ---- what a training script does with an optimizer
 
 
-@pytest.mark.parametrize("build", [LAMB, wrap])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_survives_a_file(build: Any, dtype: torch.dtype) -> None:
-    model = make().to(dtype)
-    optimizer = build(groups(model), lr=0.01)
-    train(model, optimizer, 4)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    train(model, optimizer, 4, 4)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed = make(seed=1).to(dtype)
-    optimizer = build(groups(resumed), lr=0.5)
-    optimizer.load_state_dict(saved["optimizer"])
-    resumed.load_state_dict(saved["model"])
-    train(resumed, optimizer, 4, 4)
-    assert_equal(resumed, model)
-
-
 def test_group_added_and_schedule_changed_during_training() -> None:
     plain, ours = make(), make()
     reference, optimizer = LAMB(plain.first.parameters(), lr=0.01), wrap(ours.first.parameters(), lr=0.01)
@@ -268,28 +248,10 @@ def test_sharded_step_needs_no_memory() -> None:
 # ---- what it refuses
 
 
-@pytest.mark.parametrize(
-    ("options", "wanted"),
-    [
-        ({"lr": -1.0}, r"lr \(-1.0\) must be at least 0"),
-        ({"eps": -1e-6, "weight_decay": float("nan")}, r"eps \(-1e-06\) must be .*; weight_decay \(nan\) must be"),
-        ({"betas": (0.9, 1.0)}, r"betas \(\[0.9, 1.0\]\) must lie in \[0, 1\)"),
-    ],
-)
 @pytest.mark.parametrize("build", [LAMB, wrap])
-def test_options_out_of_range(build: Any, options: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(ValueError, match=wanted):
-        build(make().parameters(), **options)
-
-
-def test_sparse_and_complex_gradients_are_refused_alone() -> None:
-    table = nn.Embedding(5, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    number = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    number.grad = torch.ones_like(number)
-    for p in (table.weight, number):
-        with pytest.raises(RuntimeError, match="LAMB takes dense and real gradients"):
-            LAMB([p]).step()
+def test_options_out_of_range(build: Any) -> None:
+    with pytest.raises(ValueError, match=r"eps \(-1e-06\) .*; weight_decay \(nan\) .*; betas \(\[0.9, 1.0\]\)"):
+        build(make().parameters(), eps=-1e-6, weight_decay=float("nan"), betas=(0.9, 1.0))
 
 
 class Bounded(LAMB):

@@ -7,7 +7,11 @@ import pytest
 import torch
 import transformers
 
+from shardwise.base.errors import ConfigError
+from shardwise.cli.entry import main
 from shardwise.config import Config, config_from, load_config
+from shardwise.config.learning_rates import LEARNING_RATES, LearningRateSpec
+from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.recipe_files import parse_yaml, recipe_text
 from shardwise.optim.learning_rate import learning_rate, moved_end_text
 from tests.arch.source import ROOT
@@ -50,9 +54,13 @@ def with_keys(*keys: str) -> Config:
     return load_config("llama-small", ["train.steps=40", "optimizer.warmup_steps=4", *keys])
 
 
+def rate(config: Config, step: int) -> float:
+    return learning_rate(config.optimizer, config.train.steps, step)
+
+
 def rates(config: Config) -> list[float]:
     """Of all steps of the run."""
-    return [learning_rate(config, step) for step in range(1, config.train.steps + 1)]
+    return [rate(config, step) for step in range(1, config.train.steps + 1)]
 
 
 def rates_of_transformers(schedule: str, *, warmup: int, steps: int, lr: float) -> list[float]:
@@ -86,15 +94,15 @@ def rates_of_nemo(*, warmup: int, steps: int, lr: float, min_lr: float = 0.0, co
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
 def test_warmup_rises_from_the_first_step_to_the_peak(schedule: str) -> None:
     config = make(schedule)
-    assert [learning_rate(config, step) for step in range(1, 5)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
+    assert [rate(config, step) for step in range(1, 5)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_decay_would_reach_the_minimum_one_step_after_the_last(schedule: str) -> None:
     config = make(schedule)
-    assert learning_rate(config, 21) == pytest.approx(1e-5)
-    assert learning_rate(config, 20) > 1.001e-5, "the last step is one of the decay"
-    assert learning_rate(make(schedule, steps=19), 12) == pytest.approx(5.05e-4), "halfway from step 4 to step 20"
+    assert rate(config, 21) == pytest.approx(1e-5)
+    assert rate(config, 20) > 1.001e-5, "the last step is one of the decay"
+    assert rate(make(schedule, steps=19), 12) == pytest.approx(5.05e-4), "halfway from step 4 to step 20"
     assert rates(config)[3:] == sorted(rates(config)[3:], reverse=True)
     assert min(rates(make(schedule, min_lr=0.0))) > 0, "an update is wasted"
 
@@ -117,18 +125,13 @@ def test_cosine_is_a_cosine() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-@pytest.mark.parametrize("warmup", [1, 7])
+@pytest.mark.parametrize("warmup", [0, 1, 7])
 def test_transformers_is_one_update_behind(schedule: str, warmup: int) -> None:
-    """Its first update has a rate of 0. The others, in a run of one more, are the steps here."""
-    theirs = rates_of_transformers(schedule, warmup=warmup, steps=21, lr=1e-3)
-    assert theirs[0] == 0
-    assert rates(make(schedule, warmup=warmup, min_lr=0.0)) == pytest.approx(theirs[1:])
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_without_warmup_transformers_is_the_same(schedule: str) -> None:
-    theirs = rates_of_transformers(schedule, warmup=0, steps=20, lr=1e-3)
-    assert rates(make(schedule, warmup=0, min_lr=0.0)) == pytest.approx(theirs)
+    """With a warmup its first update has a rate of 0. The others, in a run of one more, are the steps here."""
+    wasted = min(warmup, 1)
+    theirs = rates_of_transformers(schedule, warmup=warmup, steps=20 + wasted, lr=1e-3)
+    assert theirs[:wasted] == [0] * wasted
+    assert rates(make(schedule, warmup=warmup, min_lr=0.0)) == pytest.approx(theirs[wasted:])
 
 
 @pytest.mark.parametrize("constant", [0, 6])
@@ -161,13 +164,13 @@ def test_the_documented_table_is_true() -> None:
 
 def test_stopping_early_does_not_bend_the_schedule() -> None:
     short, full = make("cosine", stop_after=5), make("cosine")
-    assert [learning_rate(short, step) for step in range(1, 6)] == [learning_rate(full, step) for step in range(1, 6)]
+    assert [rate(short, step) for step in range(1, 6)] == [rate(full, step) for step in range(1, 6)]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
 def test_all_steps_may_be_warmup(schedule: str) -> None:
-    assert learning_rate(make(schedule, warmup=20), 20) == pytest.approx(1e-3)
-    assert learning_rate(make(schedule, warmup=0, steps=1, min_lr=0.0), 1) == pytest.approx(1e-3)
+    assert rate(make(schedule, warmup=20), 20) == pytest.approx(1e-3)
+    assert rate(make(schedule, warmup=0, steps=1, min_lr=0.0), 1) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize(("shape", "theirs"), [("linear", "linear"), ("cosine", "cosine"), ("sqrt", "1-sqrt")])
@@ -196,7 +199,8 @@ def test_wsd_without_decay_is_constant_and_constant_steps_come_last() -> None:
 
 def test_an_end_that_moved_is_told_with_the_rate_of_the_next_step() -> None:
     def text(*keys: str, former_steps: int = 240) -> str | None:
-        return moved_end_text(load_config("llama2-tiny", ["train.steps=480", *keys]), former_steps, 200)
+        settings = load_config("llama2-tiny", keys).optimizer
+        return moved_end_text(settings, 480, former_steps, 200)
 
     linear = ["optimizer.schedule=linear", "optimizer.warmup_steps=0", "optimizer.lr=4.8e-4"]
     assert text(*linear) == (
@@ -236,7 +240,23 @@ def test_the_points_of_the_page_are_a_curve() -> None:
     recipe["train"]["steps"] = "11B"
     config = config_from(recipe)
     step_tokens = config.train.global_batch * config.train.sequence_length
-    billions = {
-        number: learning_rate(config, round(number * 1e9 / step_tokens)) for number in (0.05, 1, 8, 8.5, 10, 11)
-    }
+    billions = {number: rate(config, round(number * 1e9 / step_tokens)) for number in (0.05, 1, 8, 8.5, 10, 11)}
     assert billions == pytest.approx({0.05: 5e-4, 1: 1e-3, 8: 1e-3, 8.5: 5.5e-4, 10: 1e-4, 11: 1e-4}, rel=1e-3)
+
+
+def inverse_root(settings: OptimizerConfig, steps: int, step: int) -> float:
+    """The schedule of arXiv:1706.03762: the root of the warmup over the step."""
+    return settings.lr * min(step / settings.warmup_steps, (settings.warmup_steps / step) ** 0.5)
+
+
+def test_a_new_schedule_is_a_function_and_a_record(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = LearningRateSpec("inverse_root", f"{__name__}:inverse_root", excludes=("min_lr",), reason="it has none")
+    monkeypatch.setitem(LEARNING_RATES, record.name, record)
+    keys = ["optimizer.schedule=inverse_root", "optimizer.warmup_steps=4", "optimizer.min_lr=0", "train.steps=16"]
+    assert rates(with_keys(*keys)) == [2e-3 * min(step / 4, (4 / step) ** 0.5) for step in range(1, 17)]
+    assert main(["train", "llama-small", *keys, "--dry-run"]) == 0
+    assert "inverse_root" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"optimizer.min_lr \(0.1\) must be left out .* inverse_root: it has none"):
+        with_keys(*keys, "optimizer.lr=1", "optimizer.min_lr=0.1")

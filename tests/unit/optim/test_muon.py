@@ -1,6 +1,5 @@
 """Muon against `torch.optim.Muon` and AdamW, alone and through the wrapper, in one process."""
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -86,34 +85,15 @@ def test_each_kind_of_parameter_keeps_its_own_state() -> None:
     assert others == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_state_survives_a_file() -> None:
-    first, second = net(), net()
-    optimizers = [ZeroRedundancyOptimizer(groups(model), Muon, lr=LR) for model in (first, second)]
-    train(first, optimizers[0], steps=3)
-    file = io.BytesIO()
-    torch.save(optimizers[0].state_dict(), file)
-    file.seek(0)
-    second.load_state_dict(first.state_dict())
-    optimizers[1].load_state_dict(torch.load(file, weights_only=True))
-    for model, optimizer in ((first, optimizers[0]), (second, optimizers[1])):
-        train(model, optimizer, steps=3)
-    for p, q in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: Muon([nn.Parameter(torch.zeros(3))]), r"of shape \[3\] must be a matrix, of two dimensions"),
-        (lambda: Muon([nn.Parameter(torch.zeros(3, 2, 2))]), r"of shape \[3, 2, 2\] must be a matrix"),
         (
             lambda: ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(3))], Muon),
             r"put it into a parameter group with use_muon=False",
         ),
-        (lambda: Muon(net().parameters(), ns_steps=0), r"ns_steps \(0\) must be from 1 to 99"),
-        (lambda: Muon(net().parameters(), momentum=1.0), r"momentum \(1.0\) must lie in \[0, 1\)"),
-        (lambda: Muon(net().parameters(), adjust_lr_fn="mine"), r"adjust_lr_fn \('mine'\) must be 'original' or"),
-        (lambda: Muon(net().parameters(), ns_dtype="float16"), r"ns_dtype \('float16'\) must be None, 'float32' or"),
+        (lambda: Muon(net().parameters(), ns_steps=0, momentum=1.0), r"momentum \(1.0\) must .*; ns_steps \(0\) must"),
     ],
 )
 def test_wrong_parameters_and_options_are_refused(make: Callable[[], Any], said: str) -> None:

@@ -35,17 +35,23 @@ class Recorded:
         self.is_reducing = False
 
 
+def made(buckets: dict[str, Recorded]) -> Reductions:
+    """Reductions of these buckets, each with a parameter of its name."""
+    places = {name: (bucket, 0) for name, bucket in buckets.items()}
+    return Reductions(list(buckets.values()), places, each_pass=True)  # type: ignore[arg-type]
+
+
 def calls_of(passes: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls of a step with three buckets, where each pass has the gradients of the named ones, in this order."""
     calls: list[str] = []
     buckets = {name: Recorded(name, calls) for name in "ABC"}
     at_end: list[Callable[[], None]] = []
     monkeypatch.setattr(reductions, "after_backward", at_end.append)
-    step = Reductions(list(buckets.values()), each_pass=True)  # type: ignore[arg-type]
+    step = made(buckets)
     for number, names in enumerate(passes):
         monkeypatch.setattr(reductions, "backward_number", lambda number=number: number)
         for name in names:
-            step.take(buckets[name], 0)  # type: ignore[arg-type]
+            step.take(name)  # type: ignore[arg-type]
         while at_end:
             at_end.pop()()
     step.finish()
@@ -77,12 +83,12 @@ def test_a_pass_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
     bucket = Recorded("A", calls)
     monkeypatch.setattr(reductions, "after_backward", lambda function: None)  # an error ends a pass without its end
     monkeypatch.setattr(reductions, "backward_number", lambda: 1)
-    step = Reductions([bucket, Recorded("B", calls)], each_pass=True)  # type: ignore[list-item]
-    step.take(bucket, 0)  # type: ignore[arg-type]
+    step = made({"A": bucket, "B": Recorded("B", calls)})
+    step.take("A")  # type: ignore[arg-type]
     step.reset()
     bucket.is_reducing = False  # as `Bucket.reset` leaves it
     at_end: list[Callable[[], None]] = []
     monkeypatch.setattr(reductions, "after_backward", at_end.append)
     monkeypatch.setattr(reductions, "backward_number", lambda: 2)
-    step.take(bucket, 0)  # type: ignore[arg-type]
+    step.take("A")  # type: ignore[arg-type]
     assert len(at_end) == 1, "the next pass has an end again"

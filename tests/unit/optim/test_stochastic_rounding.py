@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import io
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -267,25 +266,6 @@ def test_small_updates_are_not_lost() -> None:
     assert moved["stochastic"] == pytest.approx(0.75, abs=0.01), "1,024 steps of 2^-12"
 
 
-@pytest.mark.parametrize("name", ["AdamW", "LAMB"])
-def test_a_resumed_run_is_equal_to_the_bit(name: str) -> None:
-    models = [make().bfloat16() for _ in range(2)]
-    first, second = (
-        ZeroRedundancyOptimizer(model.parameters(), class_of(name), lr=1e-3, **STOCHASTIC) for model in models
-    )
-    train(models[0], first, 3)
-    file = io.BytesIO()
-    torch.save([models[0].state_dict(), first.state_dict()], file)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
-    models[1].load_state_dict(weights)
-    second.load_state_dict(state)
-    for model, optimizer in zip(models, (first, second), strict=True):
-        train(model, optimizer, 3, 3)
-    assert_equal(*models)
-    assert first.steps == second.steps == 6
-
-
 def test_another_seed_rounds_otherwise() -> None:
     weights = []
     for seed in (0, 0, 1):
@@ -299,22 +279,25 @@ def test_another_seed_rounds_otherwise() -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_what_cannot_be_rounded_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"rounds to bfloat16: optimizer_dtype \(torch.float32\) must be torch.bfloat16"
-    ):
-        ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, rounding="stochastic", **PLAIN)
-    with pytest.raises(ValueError, match=r"no parameter may be torch.float64"):
-        ZeroRedundancyOptimizer(make().double().parameters(), torch.optim.SGD, **STOCHASTIC)
-    with pytest.raises(ValueError, match=r"rounding \('up'\) must be 'nearest' or 'stochastic'"):
-        ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, **(STOCHASTIC | {"rounding": "up"}))
-    state: dict[str, Any] = PLAIN | {"state_dtype": torch.bfloat16}
-    with pytest.raises(ValueError, match=r"state_dtype \(torch.bfloat16\) must be left out with LAMB"):
-        ZeroRedundancyOptimizer(make().parameters(), LAMB, **state)
-    with pytest.raises(ValueError, match=r"state_dtype \(torch.float16\) must be torch.bfloat16"):
-        ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, **(state | {"state_dtype": torch.float16}))
-    with pytest.raises(ValueError, match=r"must be left out with parameters of torch.float64"):
-        ZeroRedundancyOptimizer(make().double().parameters(), torch.optim.SGD, **state)
+@pytest.mark.parametrize(
+    ("dtype", "options", "said"),
+    [
+        (torch.float32, {"rounding": "stochastic"}, r"optimizer_dtype \(torch.float32\) must be torch.bfloat16"),
+        (torch.float64, STOCHASTIC, r"no parameter may be torch.float64"),
+        (torch.float32, {"rounding": "up"}, r"rounding \('up'\) must be 'nearest' or 'stochastic'"),
+        (torch.float32, {"state_dtype": torch.float16}, r"state_dtype \(torch.float16\) must be torch.bfloat16"),
+        (torch.float64, {"state_dtype": torch.bfloat16}, r"must be left out with parameters of torch.float64"),
+    ],
+)
+def test_what_cannot_be_rounded_is_refused(dtype: torch.dtype, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ZeroRedundancyOptimizer(make().to(dtype).parameters(), torch.optim.SGD, **(PLAIN | options))
+
+
+def test_options_of_elementwise_classes_are_refused_with_others() -> None:
+    for options in ({"state_dtype": torch.bfloat16}, {"offload": True}):
+        with pytest.raises(ValueError, match=r"must be left out with LAMB, which needs whole tensors"):
+            ZeroRedundancyOptimizer(make().parameters(), LAMB, **options)
 
 
 class Harmonic(torch.optim.Optimizer):

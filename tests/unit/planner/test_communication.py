@@ -10,8 +10,9 @@ from shardwise.config import Config, Layout, config_from
 from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count
-from shardwise.optim.buckets import Dtypes, Sharding, make_buckets
-from shardwise.optim.unit_weights import places_in
+from shardwise.optim.freed_buckets import make_buckets
+from shardwise.optim.gathers import places_in
+from shardwise.optim.sharding import Dtypes, Sharding
 from shardwise.planner.bucket_shapes import bucket_shapes
 from shardwise.planner.communication import Transfer, evaluation_transfers, step_transfers, wire_bytes
 from shardwise.planner.rank_workload import RankWorkload
@@ -151,15 +152,16 @@ def test_data_parallelism_reduces_the_padded_local_parameters() -> None:
 def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float | None, zero: int) -> None:
     chosen = make_config(section(name), optimizer={"zero": zero, "bucket_mib": bucket_mib}, precision={"mode": "mixed"})
     model: nn.Module = build_model(chosen, Group(), sequence_parallel=False, dtype=torch.bfloat16)
+    sharding = Sharding(zero, bucket_mib=bucket_mib)
     made = [
         bucket.numel
         for group in decay_groups(model.parameters(), 0.1)
         for bucket in make_buckets(
             group["params"],  # type: ignore[arg-type]
-            Sharding.of(zero, Group(), 1),
-            None if bucket_mib is None else bucket_mib * 2**20,
-            dtypes=Dtypes(torch.float32, torch.float32, torch.float32),
-            places=places_in(model),
+            sharding,
+            sharding.cut(Group()),
+            Dtypes(torch.float32, torch.float32, torch.float32),
+            places_in(model),
         )
     ]
     case = RankWorkload.of(chosen, Layout(1), False)

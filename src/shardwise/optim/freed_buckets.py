@@ -1,0 +1,237 @@
+"""Buckets of which a rank keeps less than whole between their uses: the stages 2 and 3 of ZeRO.
+
+At stage 2 gradients of all elements have memory only until they are reduced, at stage 3 parameters only while a unit of
+the model uses them (`flat_memory.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.distributed import collectives, placement
+from shardwise.distributed.collectives import Pending
+from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, bucket_bytes, packed
+from shardwise.optim.buckets import Bucket, has_matrices
+from shardwise.optim.flat_memory import allocate, has_memory, mark_gathered, mark_released, release
+from shardwise.optim.sharding import Cut, Dtypes, Sharding
+
+
+class FreedGradients(Bucket):
+    """A bucket whose gradients have memory only until they are reduced; the owned part has memory of its own."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *arguments: Any, **options: Any) -> None:
+        has_gradients = any(p.grad is not None for p in parameters)
+        self._is_summed = False
+        super().__init__(parameters, *arguments, **options)
+        # Kernels that read the padding between parameters find 0 there.
+        ends = [offset + p.numel() for offset, p in zip(self.offsets, self.parameters, strict=True)]
+        self._gaps = [slice(end, start) for end, start in zip(ends, [*self.offsets[1:], self.numel], strict=True)]
+        if not has_gradients:
+            self._release_gradients()
+            self.attach_gradients()
+
+    def _own(self) -> tuple[Tensor, Tensor]:
+        gradient, values = super()._own()
+        return gradient.clone(), values
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.gradient.nbytes
+
+    def attach_gradients(self) -> None:
+        """Make every `.grad` the bucket's view again, or None while the gradients have no memory."""
+        has_gradients = has_memory(self.gradients)
+        for leaf, view in self._leaves:
+            leaf.grad = view if has_gradients else None
+
+    def zero_gradients(self) -> None:
+        self._release_gradients()
+        self._is_summed = False
+        self._group_sums.clear()
+        self.attach_gradients()
+
+    def provide_gradients(self) -> None:
+        if self._allocate_gradients():
+            for flat in self._gradient_buffers:
+                flat.zero_()
+        self.attach_gradients()
+
+    def _allocate_gradients(self) -> bool:
+        """Give the gradients memory if they have none, of arbitrary values but for 0 between the parameters."""
+        if self._pending is not None:
+            self.finish_reduction()
+        if has_memory(self.gradients):
+            return False
+        for flat in self._gradient_buffers:
+            allocate(flat)
+            for gap in self._gaps:
+                flat[gap].zero_()
+        return True
+
+    def _release_gradients(self) -> None:
+        for flat in self._gradient_buffers:
+            release(flat)
+
+    def adopt(self, index: int) -> None:
+        leaf, view = self._leaves[index]
+        if leaf.grad is not view:
+            self._allocate_gradients()
+            super().adopt(index)
+
+    def keep_local(self, index: int) -> None:
+        p = self.parameters[index]
+        if p.grad is not None:
+            p.grad = p.grad.to(self.gradients.dtype)
+
+    def spoil(self, norm: Tensor) -> None:
+        smallest = min(self.parameters, key=lambda p: p.numel())
+        smallest.grad = torch.zeros(smallest.shape, dtype=self.gradients.dtype, device=norm.device)
+        smallest.grad += norm * 0
+
+    def start_reduction(self) -> None:
+        super().start_reduction()
+        # The next backward pass may add to gradients before this sum is complete: they begin elsewhere.
+        for leaf, _ in self._leaves:
+            leaf.grad = None
+
+    def _take_sum(self, total: Tensor) -> None:
+        if self._is_summed:
+            self.gradient.add_(total)
+        else:
+            self.gradient.copy_(total)
+
+    def finish_reduction(self) -> None:
+        if self._pending is not None:
+            super().finish_reduction()
+            self._release_gradients()
+            self._is_summed = True
+
+    def check_gradients(self) -> None:
+        """Do nothing: what the user finds in `.grad` is no memory of the bucket."""
+
+
+class FreedWeights(FreedGradients):
+    """A bucket whose parameters, too, have memory only while a unit of the model uses them.
+
+    Attributes:
+        keeps_values: True if the values are whole, and may be changed, until it is set to False.
+    """
+
+    frees_values: ClassVar[bool] = True
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.keeps_values = False
+        self._gather: Pending | None = None
+        self.release_values()
+
+    def _own(self) -> tuple[Tensor, Tensor]:
+        gradient, values = super()._own()
+        return gradient, values.clone()
+
+    @property
+    def value_bytes(self) -> int:
+        return self.shard.nbytes
+
+    def adopt_changes(self) -> None:
+        if self.keeps_values:
+            self.take_values()
+
+    def differs_from_masters(self) -> Tensor | None:
+        return None
+
+    def start_gather(self) -> Pending | None:
+        if self.keeps_values:
+            return super().start_gather()
+        self._round_masters()
+        self.release_values()
+        return None
+
+    def begin_gather(self) -> None:
+        """Start bringing all elements to this rank, if they have no memory."""
+        if not has_memory(self.values):
+            allocate(self.values)
+            self._gather = collectives.all_gather_async(self.shard, self.group, out=self.values)
+
+    def finish_gather(self) -> None:
+        """Wait until the parameters are complete, and let them be read."""
+        self.begin_gather()
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+            self.has_values = True
+            for p in self.parameters:
+                mark_gathered(p)
+
+    def release_values(self) -> None:
+        """Release the memory of the parameters but for the owned part; waits for a gather that is under way."""
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+        if has_memory(self.values):
+            release(self.values)
+            self.has_values = False
+            for p in self.parameters:
+                mark_released(p)
+
+    def take_values(self) -> None:
+        """Take over changes of gathered parameters to the owned part and the masters."""
+        self.shard.copy_(self.values[self.owned])
+        self.adopt_values()
+
+
+def make_buckets(
+    parameters: Sequence[nn.Parameter],
+    sharding: Sharding,
+    cut: Cut,
+    dtypes: Dtypes,
+    places: Mapping[nn.Parameter, UnitPlace],
+) -> list[Bucket]:
+    """Make buckets of at most `bucket_mib` of gradients (None: `bucket_bytes`), packed by `bucket_layout.packed`.
+
+    A parameter that ranks of other pipeline stages hold too (a tied weight) has a bucket to itself: the same elements
+    must be owned by corresponding ranks of both stages, and the other parameters of the stages differ. So has one with
+    `head_gradients`, which are as long as the bucket.
+
+    Args:
+        places: pipeline stage and unit of each parameter; one that has none is in the first unit.
+    """
+    sizes = []
+    for i, p in enumerate(parameters):
+        place = places.get(p, FIRST_PLACE)
+        is_alone = bool(_ranks_beyond(p)) or placement.head_leaf(p) is not None
+        kind = (p.dtype, p.device, place.stage, is_alone and i + 1)
+        dtypes.of_master(p.dtype)  # it refuses some, while no parameter has moved
+        sizes.append((kind, p.numel() * (dtypes.gradient or p.dtype).itemsize, place.unit))
+    cap_bytes = sharding.bucket_bytes
+    if cap_bytes is None:
+        accelerator = any(p.device.type not in ("cpu", "meta") for p in parameters)
+        ranks = cut.ranks.size * cut.copies.size
+        cap_bytes = bucket_bytes(sum(size for _, size, _ in sizes), ranks, accelerator=accelerator)
+    buckets = []
+    for indices in packed(sizes, cap_bytes):
+        of_bucket = [parameters[index] for index in indices]
+        place = min(places.get(p, FIRST_PLACE) for p in of_bucket)
+        on_host = sharding.offload and of_bucket[0].device.type not in ("cpu", "meta")
+        buckets.append(_class_of(cut, of_bucket)(of_bucket, cut, dtypes=dtypes, place=place, on_host=on_host))
+    return buckets
+
+
+def _class_of(cut: Cut, parameters: Sequence[nn.Parameter]) -> type[Bucket]:
+    """Return the class of a bucket: what its stage of ZeRO frees. Vectors are too small to be worth a gather."""
+    if cut.ranks.size == 1 or cut.stage < 2:
+        return Bucket
+    return FreedWeights if cut.stage == 3 and has_matrices(parameters) else FreedGradients
+
+
+def _ranks_beyond(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the ranks that hold copies of a parameter beyond the group that it is cut over, if there are any."""
+    record = placement.of_or_whole(parameter)
+    for piece in record.pieces:
+        if piece.copies.size > 1 and not set(piece.copies.ranks) <= set(record.group.ranks):
+            return piece.copies.ranks
+    return ()

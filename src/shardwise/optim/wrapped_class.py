@@ -1,0 +1,205 @@
+"""What the wrapped class does and which state it keeps, found out by running it on a small parameter.
+
+ZeRO-1 gives the wrapped optimizer flat slices of many parameters. This is right for Adam, SGD and their like, and wrong
+for a class that looks at a whole parameter (somebody's LAMB, Muon's matrix, Adafactor's factors), at all of them
+(LBFGS's line search) or at sparse gradients. There is no list of good classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.base.errors import listing
+from shardwise.base.user_code import RAISED, error_text
+from shardwise.distributed.mesh import Group
+from shardwise.distributed.torch_private import step_optimizer, without_compiler
+from shardwise.optim.buckets import Bucket
+from shardwise.optim.slice_optimizer import SliceOptimizer
+
+_ADVICE = (
+    "each rank gives it flat slices of parameters, so it must update each element by itself, as AdamW does, "
+    "or be shardwise.LAMB or shardwise.Muon"
+)
+_TRIAL_STEPS = 12
+"""Steps of the trial. RAdam changes its update at step 6; a class that does so later than step 12 is not noticed."""
+_CLASSES_WITH_ADAM_STATE = {"Adam", "AdamW", "LAMB"}
+"""Classes with equal states, which each may continue from."""
+
+MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
+"""Makes an optimizer of the wrapped class from a parameter group."""
+
+
+def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
+    """Refuse a class that updates a matrix otherwise than two optimizers of it update the matrix's halves, in 12 steps.
+
+    Raises:
+        ValueError: names the class and what it did. Errors of its constructor about its options are passed on.
+    """
+    weight, gradients = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
+        for seed, shape in enumerate(((6, 4), (_TRIAL_STEPS, 6, 4)))
+    )
+    # Rows of different size, so that a norm over all of them shows.
+    gradients[:, 3:] *= 100.0
+    options = trial_options(defaults)
+    matrix = nn.Parameter(weight.clone())
+    optimizer = optimizer_class([matrix], **options)
+    refusal = f"optimizer_class {optimizer_class.__name__} cannot be sharded: {_ADVICE}"
+    try:
+        _run(optimizer, matrix, gradients)
+        halves: list[Tensor] = []
+        for part, gradient in zip(weight.flatten().chunk(2), gradients.flatten(1).chunk(2, dim=1), strict=True):
+            half = nn.Parameter(part.clone())
+            _run(optimizer_class([half], **options), half, gradient)
+            halves.append(half)
+    except RAISED as error:
+        raise ValueError(f"{refusal}; its trial failed with: {error_text(error)}") from error
+    # Equal up to rounding: a fused kernel may add in another order at another length.
+    if not torch.allclose(matrix.flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
+        raise ValueError(f"{refusal}; its result depends on the whole parameter")
+
+
+def class_for_slices(
+    optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+) -> type[torch.optim.Optimizer]:
+    """Make the child of a class that gets the flat slices of this rank; refuse a class that cannot update them."""
+    child = without_compiler(optimizer_class)
+    if updates_slices(optimizer_class):
+        cast("type[SliceOptimizer]", child).has_slices = True
+    else:
+        require_elementwise(child, defaults)
+    return child
+
+
+def kept_state(make: MakeOptimizer, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that a class makes for a parameter in its first step, by name: tensors and numbers.
+
+    The trial's parameter has two elements, so a tensor of that shape is state of each element, and a tensor of one
+    element is a number.
+
+    Args:
+        make: makes an optimizer of the class from a parameter group; the optimizer of the run is not touched.
+        options: options of the parameter group.
+
+    Raises:
+        Exception: any error that the class raises for a wrong option.
+    """
+    trial = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
+    trial.grad = torch.zeros_like(trial)
+    optimizer = make({**trial_options(options), "params": [trial]})
+    if isinstance(optimizer, SliceOptimizer) and optimizer.whole_tensor_groups():
+        optimizer.direction(trial, optimizer.param_groups[0], torch.empty_like(trial))
+    else:
+        step_optimizer(optimizer)
+    return {name: value for name, value in optimizer.state[trial].items() if isinstance(value, Tensor | int | float)}
+
+
+def may_continue(optimizer_class: type[torch.optim.Optimizer], saved: str) -> bool:
+    """True if a class may have the state of the class `saved`: itself, a parent, a child, or an Adam of an Adam."""
+    parents = optimizer_class.__mro__[: optimizer_class.__mro__.index(torch.optim.Optimizer)]
+    # The wrapped class is a child of the user's class and has its name: the user's class is the last of that name.
+    relatives = [[parent for parent in parents if parent.__name__ == optimizer_class.__name__][-1]]
+    for relative in relatives:  # also those that the next line adds
+        relatives += relative.__subclasses__()
+    names = {relative.__name__ for relative in (*parents, *relatives)}
+    return saved in names or (saved in _CLASSES_WITH_ADAM_STATE and not names.isdisjoint(_CLASSES_WITH_ADAM_STATE))
+
+
+def is_number(value: object, parameter: Tensor) -> bool:
+    """Return whether an entry of a parameter's state is a single number, such as a count of steps."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.shape != parameter.shape
+    return isinstance(value, int | float)
+
+
+def trial_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a class as a trial on the CPU can have them: `capturable` needs an accelerator."""
+    replaced = {"lr": 0.01, "capturable": False}
+    return {key: replaced.get(key, value) for key, value in options.items()}
+
+
+def _run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients: Tensor) -> None:
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        step_optimizer(optimizer)
+
+
+def updates_slices(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Return whether a class updates slices as its `step` updates whole tensors.
+
+    A child that replaces `step` or `step_tensors` alone does not: its `step_slices` is still that of its parent.
+    """
+    if not issubclass(optimizer_class, SliceOptimizer):
+        return False
+    parent = next(ancestor for ancestor in optimizer_class.__mro__ if "step_slices" in vars(ancestor))
+    assert issubclass(parent, SliceOptimizer)
+    # torch wraps `step` to profile it.
+    is_step_kept = inspect.unwrap(optimizer_class.step) is inspect.unwrap(parent.step)
+    return is_step_kept and optimizer_class.step_tensors is parent.step_tensors
+
+
+# ---- state to load
+
+_KEYS = ("state", "param_groups", "masters", "layout")
+
+
+def layout_of(buckets: Sequence[Bucket], ranks: Group) -> dict[str, Any]:
+    """Return the facts that decide which elements' state a rank has, of those that share it."""
+    orders = [bucket.orders for bucket in buckets]
+    layout: dict[str, Any] = {}
+    # Left out for contiguous parameters: states of earlier versions lack it.
+    if any(list(order) != sorted(order) for bucket_orders in orders for order in bucket_orders):
+        layout["orders"] = orders
+    return layout | {
+        "rank": ranks.rank,
+        "ranks": ranks.size,
+        "buckets": [bucket.numel for bucket in buckets],
+        "dtypes": [f"{bucket.values.dtype}/{bucket.master.dtype}" for bucket in buckets],
+    }
+
+
+def require_loadable(
+    state_dict: object, inner: torch.optim.Optimizer, make: MakeOptimizer, layout: dict[str, Any]
+) -> None:
+    """Raise ValueError for state of another layout, or of a class that keeps other state; nothing is changed."""
+    given = state_dict if isinstance(state_dict, Mapping) else {}
+    lacked = [key for key in _KEYS if key not in given]
+    if lacked:
+        raise ValueError(
+            f"optimizer state must be what ZeroRedundancyOptimizer.state_dict() gave, and it lacks {listing(lacked)}: "
+            "state of another optimizer cannot be loaded"
+        )
+    stored = given["layout"]
+    if stored != layout:
+        raise ValueError(f"optimizer state is of layout {stored}, which must be this optimizer's {layout}")
+    saved_class = given.get("class")
+    for group, loaded in zip(inner.param_groups, given["param_groups"], strict=False):
+        kept = kept_state(make, {**group, **loaded})
+        loaded_states = [given["state"][number] for number in loaded["params"] if number in given["state"]]
+        if given.get("steps") and group["params"] and not given["state"]:
+            # A class without state must not take over from one that keeps some.
+            loaded_states = [{}]
+        for state in loaded_states:
+            _require_kept(state, kept, type(inner), saved_class)
+
+
+def _require_kept(
+    state: Mapping[str, Any], kept: Mapping[str, Any], optimizer_class: type[torch.optim.Optimizer], saved: str | None
+) -> None:
+    """Raise ValueError for the state of a bucket that is not what the class keeps, or is of another class."""
+    names = {key for key, value in state.items() if value is not None}
+    name = optimizer_class.__name__
+    # A class may make more state in later steps than in its first.
+    is_whole = kept.keys() <= names and (saved == name or not names - kept.keys())
+    if not is_whole or (saved is not None and not may_continue(optimizer_class, saved)):
+        kept_names = listing(sorted(kept)) or "nothing"
+        loaded_names = listing(sorted(names)) or "nothing"
+        raise ValueError(
+            f"optimizer state ({loaded_names}, of {saved or 'another class'}) must be what {name} keeps "
+            f"({kept_names}): make the optimizer of the class whose state it is"
+        )
