@@ -41,8 +41,8 @@ from shardwise.base.files import (
     write_atomic,
 )
 from shardwise.base.parsing import json_value
+from shardwise.data.arrays import Sentences
 from shardwise.data.samples.batch import TokenArray
-from shardwise.data.samples.sentences import Sentences
 from shardwise.data.split import PARTS, Part
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.

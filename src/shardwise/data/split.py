@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from shardwise.base.errors import listing
 from shardwise.base.units import count
+from shardwise.data.arrays import mix
 from shardwise.data.reading.text_sources import TextPiece
-from shardwise.data.samples.order import mix
 
 Part = Literal["train", "eval", "test"]
 PART_NAMES: dict[Part, str] = {"train": "training", "eval": "evaluation", "test": "test"}

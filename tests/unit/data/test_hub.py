@@ -1,7 +1,6 @@
 """Hub ids are fetched once, through the hub's own protocol; what goes wrong is told in one sentence."""
 
 import errno
-import hashlib
 import json
 import os
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.model_folder import check_weights
 from shardwise.data import hub
 from tests.e2e.command import shardwise
 from tests.loopback_hub import TOKEN, Site, serve, user_of
@@ -47,6 +47,7 @@ CALL = """
 import json, sys
 from shardwise.data import hub
 from shardwise.base.errors import ConfigError
+from shardwise.base.model_folder import check_weights
 function, arguments, cached = json.loads(sys.argv[1])
 said = []
 try:
@@ -156,9 +157,9 @@ def test_gated_missing_and_refused(user: User, site: Site) -> None:
     assert user.resolve("acme/gated", HF_TOKEN=TOKEN).is_dir()
     with pytest.raises(ConfigError, match=r"checkpoint.revision \(v9\) must be a branch, tag or commit of acme/tiny"):
         user.resolve("acme/tiny", "v9")
-    with pytest.raises(ConfigError, match=r"no such folder in .*, and on .* no such repository .*HF_TOKEN"):
+    with pytest.raises(ConfigError, match=r"is no path, and .* no such repository .*HF_TOKEN"):
         user.resolve("acme/private")
-    with pytest.raises(ConfigError, match=r"refuses the token in use \(status 401\)"):
+    with pytest.raises(ConfigError, match=r"answers with status 401; set HF_TOKEN to a valid token"):
         user.resolve("acme/private", HF_TOKEN="hf_expired")
     with pytest.raises(ConfigError, match="answers with status 500"):
         user.resolve("acme/broken")
@@ -190,14 +191,11 @@ PATHS = {
     "checkpoints/step-0000010": r"there is none of that name in .*did you mean checkpoints/step-00000100\?",
     "runs/latest": "there is none of that name in [^:;]*$",
     "./nowhere": "there is none of that name in ",
-    "/no/where": "there is none of that name in ",
     "a/b/c": "there is none of that name in ",
-    "owner/": "there is none of that name in ",
-    "name--of.git": "there is none of that name in .*, and a hub id reads owner/name",
     "two words": "there is none of that name in .*, and a hub id reads owner/name",
     "weights.pt": r"pickled \(weights.pt\): opening a pickle can run any code .*save_pretrained",
     "pickled": r"pickled \(pytorch_model.bin\): opening a pickle can run any code .*save_pretrained",
-    "empty": "must hold model.safetensors: it is empty",
+    "empty": "must hold model.safetensors or .*: it is empty",
     "checkpoints/step-00000100/model.safetensors": "it is a file: set checkpoint.load=checkpoints/step-00000100$",
 }
 
@@ -223,23 +221,16 @@ def test_a_folder_is_taken_as_it_is(here: Path) -> None:
             "lacks model-2.safetensors: its index says that they hold weights"
         ),
         '{"weight_map": {"a": "../model-1.safetensors"}}': "must name files of its own folder, and '../model-1.saf",
-        '{"weight_map": {"a": "/etc/model-1.safetensors"}}': "'/etc/model-1.safetensors' is absolute",
-        '{"weight_map": {"a": "deep/model-1.safetensors"}}': "'deep/model-1.safetensors' lies in another folder",
-        '{"weight_map": {"a": ""}}': "'' has a part without a name",
-        '{"weight_map": {"a": "model\\u0000.safetensors"}}': "has a backslash or a control character",
-        '{"weight_map": {"a": "..\\\\model-1.safetensors"}}': "has a backslash or a control character",
         '{"weight_map": {}}': "must name files of its own folder, and it names none",
         "{": "is no index of safetensors files",
-        "[]": "is no index of safetensors files",
         '{"weight_map": {"a": 1}}': "must name files of its own folder, and 1 is no text",
-        '{"weight_map": {"a": [1]}}': "is no index of safetensors files",
     }.items(),
 )
 def test_an_index_is_checked(index: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "model-1.safetensors").write_bytes(b"")
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ConfigError, match=text):
-        hub.check_weights(tmp_path)
+        check_weights(tmp_path)
 
 
 @pytest.mark.slow
@@ -269,7 +260,7 @@ def test_a_tokenizer_at_a_revision(user: User, site: Site) -> None:
     assert user.tokenizer(f"acme/tiny@{site.commit('words')}").name == site.commit("words")
     with pytest.raises(ConfigError, match=r"\(acme/tiny@v1\) must hold a tokenizer, which is .*: it has config.json"):
         user.tokenizer("acme/tiny@v1")
-    with pytest.raises(ConfigError, match=r"holds vocab.json without merges.txt, and the tokenizer is read from both"):
+    with pytest.raises(ConfigError, match=r"must hold a tokenizer, which is .*: it has config.json and vocab.json"):
         user.tokenizer("acme/tiny@half")
     with pytest.raises(ConfigError, match=r"the revision of data.tokenizer \(v9\) must be a branch, tag or commit of"):
         user.tokenizer("acme/tiny@v9")
@@ -279,22 +270,11 @@ def test_a_tokenizer_at_a_revision(user: User, site: Site) -> None:
         user.tokenizer("acme/tiny@v9", cached=True)
 
 
-@pytest.mark.slow
-def test_a_gated_and_a_missing_tokenizer(user: User, site: Site) -> None:
-    page = f"{site.address}/acme"
-    with pytest.raises(ConfigError, match=rf"data.tokenizer \(acme/gated\) is gated: .* {page}/gated, then set HF_TO"):
-        user.tokenizer("acme/gated")
-    with pytest.raises(ConfigError, match=rf"no such folder in .* no such repository .* {page}/private and set HF_"):
-        user.tokenizer("acme/private")
-    assert user.tokenizer("acme/private", HF_TOKEN=TOKEN).is_dir()
-    with pytest.raises(ConfigError, match=r"and set data.tokenizer to the folder"):
-        user.tokenizer("acme/other", HF_HUB_OFFLINE="1")
-
-
 LOOK = """
 import json, sys
 from shardwise.data import hub
 from shardwise.base.errors import ConfigError
+from shardwise.base.model_folder import check_weights
 found = []
 for named in sys.argv[1:]:
     try:
@@ -311,7 +291,7 @@ def test_a_look_fetches_nothing(user: User, site: Site) -> None:
     (user.at / "look.py").write_text(LOOK)
     look = (sys.executable, str(user.at / "look.py"))
     found = json.loads(shardwise(*named, at=user.at, program=look, **user.environment).succeeded().out)
-    texts = ["hub", "must be a branch, tag", "holds vocab.json without merges.txt", "no such repository", "unknown"]
+    texts = ["hub", "must be a branch, tag", "must hold a tokenizer", "no such repository", "unknown"]
     assert [text for text, said in zip(texts, found, strict=True) if text not in said] == [], found
     assert site.fetched == []
     assert not list((user.at / "hf").rglob("tokenizer.json"))
@@ -327,10 +307,7 @@ def test_a_look_fetches_nothing(user: User, site: Site) -> None:
     ("named", "text"),
     {
         "run/checkpoint": r"there is none of that name in .*; did you mean run/checkpoints\?",
-        "./tokenizer": "there is none of that name in ",
         "tokenizer.json": "there is none of that name in ",
-        "llama/tokenizer.model": "there is none of that name in ",
-        "a/b/c": "there is none of that name in ",
         "two words": "there is none of that name in .*, and a hub id reads owner/name",
     }.items(),
 )
@@ -344,33 +321,6 @@ def test_what_is_no_tokenizer(named: str, text: str, here: Path) -> None:
 def test_a_tokenizers_path_is_taken_as_it_is(here: Path) -> None:
     assert hub.resolve_tokenizer("empty") == Path("empty")
     assert hub.resolve_tokenizer("weights.pt") == Path("weights.pt")
-
-
-@pytest.mark.slow
-def test_a_damaged_tokenizer_is_fetched_again(user: User, site: Site) -> None:
-    """The hub's client looks whether a file is there, and at nothing else; also of a commit, which never changes."""
-    for named in ("acme/tiny", f"acme/tiny@{site.commit('main')}"):
-        file = user.tokenizer(named) / "tokenizer.json"
-        file.resolve().write_bytes(b"[")
-        assert (user.tokenizer(named) / "tokenizer.json").read_bytes() == b"[]", named
-    assert site.fetched == ["tokenizer.json"] * 3
-
-
-def test_files_are_known_by_their_hashes(tmp_path: Path) -> None:
-    names = {
-        "large": hashlib.sha256(b"large").hexdigest(),
-        "small": hashlib.sha1(b"blob 5\0small").hexdigest(),
-        "cut off": hashlib.sha256(b"cut off, once").hexdigest(),
-        "of another kind": "etag-7",
-    }
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot/deeper").mkdir(parents=True)
-    for content, name in names.items():
-        (tmp_path / "blobs" / name).write_bytes(content.encode())
-        (tmp_path / "snapshot/deeper" / content).symlink_to(tmp_path / "blobs" / name)
-    assert hub.drop_damaged(tmp_path / "snapshot") == [tmp_path / "snapshot/deeper/cut off"]
-    assert {path.name for path in (tmp_path / "blobs").iterdir()} == set(names.values()) - {names["cut off"]}
-    assert hub.drop_damaged(tmp_path / "snapshot") == []
 
 
 def test_a_path_is_no_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,12 +308,12 @@ def test_all_that_is_wrong_is_reported_at_once(at: Path) -> None:
 
 def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None:
     Path("texts/c.ndjson").write_text('{"text": "c"}\n')
-    Path("texts/d.txt").write_bytes(gzip.compress("d".encode("utf-16")))
+    Path("texts/d.txt").write_bytes(gzip.compress(b"d"))
     Path("texts/_SUCCESS").touch()
     Path("texts/README.md").write_text("about the data")
     said = (
-        "texts: 4 files, 53 B, read as plain text (a.txt), JSON lines (2 files) and plain text in UTF-16 unpacked by "
-        "gzip (d.txt), left out README.md and _SUCCESS, prepared when the run starts"
+        "texts: 4 files, 50 B, read as plain text (a.txt), JSON lines (2 files) and plain text unpacked by gzip "
+        "(d.txt), left out README.md and _SUCCESS, prepared when the run starts"
     )
     assert said in look(path="texts").rows[0][1]
     Path("texts/stats.json").write_text('{"rows": 2}\n')
@@ -325,7 +325,7 @@ def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None
     Path("texts/stats.json").unlink()
     Path("texts/table").write_text("id,text\n1,a\n")
     (problem,) = look(path="texts").problems
-    assert problem.startswith("texts/table is a table of separated values, not plain text: convert it")
+    assert problem.startswith("texts/table is a table of separated values, and must be plain text")
     assert look(path="texts", format="text").problems == []
     with pytest.raises(DataError, match="texts/table is a table of separated values"):
         inspect("texts", 1, {})

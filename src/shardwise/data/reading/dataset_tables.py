@@ -21,10 +21,11 @@ from typing import Any, Self, TypeVar
 
 from shardwise.base.errors import ConfigError, DataError, listing, nearest_name, see
 from shardwise.base.files import name_problem, user_path
+from shardwise.base.libraries import first_line, optional_library
 from shardwise.base.parsing import json_value
 from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
 from shardwise.data import hub
-from shardwise.data.reading.content import first_line, optional_library, readable
+from shardwise.data.reading.content import readable
 from shardwise.data.reading.text_files import TOKENS, require_sound
 
 _STATE = "state.json"
@@ -129,8 +130,6 @@ class _HubTables:
         builder = self._builder(library())
         # In the second turn, tables that are damaged are made again from the files in the hub's cache.
         for mode in ("reuse_dataset_if_exists", "reuse_cache_if_exists"):
-            if mode == "reuse_cache_if_exists" or not Path(builder.cache_dir, _INFO).is_file():
-                hub.drop_damaged(self.folder)
             try:
                 builder.download_and_prepare(download_mode=mode)
             except Exception as error:  # noqa: BLE001  of the library's formats and of the hub's client: any

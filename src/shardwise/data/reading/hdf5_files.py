@@ -29,11 +29,12 @@ import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import free_bytes, make_folder, user_path
+from shardwise.base.libraries import first_line, optional_library
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.reading.content import first_line, optional_library, readable
-from shardwise.data.samples.order import IntArray
+from shardwise.data.arrays import IntArray
+from shardwise.data.reading.content import readable
 
 KEYS = {
     "input_ids": "NS",

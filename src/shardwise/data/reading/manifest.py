@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shardwise.base.parsing import json_value
-from shardwise.data.tokens.tokenizer import Tokenizer
 
 KIND = "shardwise.prepared"
 VERSION = 1
@@ -56,7 +55,14 @@ def write_manifest(path: Path, facts: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({"kind": KIND, "version": VERSION, **facts}, indent=2) + "\n", encoding="utf-8")
 
 
-def tokenizer_problems(tokenizer: Tokenizer | None, named: str | None, manifests: Iterable[Path]) -> list[str]:
+class Digested(Protocol):
+    """A tokenizer, of which the digest is all that a manifest knows."""
+
+    @property
+    def digest(self) -> str: ...
+
+
+def tokenizer_problems(tokenizer: Digested | None, named: str | None, manifests: Iterable[Path]) -> list[str]:
     """The problems of data that were prepared with another tokenizer than the one that `data.tokenizer` names.
 
     Tokenizers are the same if they give the same ids, whatever files they lie in.

@@ -6,25 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.data.samples.order import IntArray
-
-
-@dataclass(frozen=True)
-class Sentences:
-    """The bounds of the sentences and the documents of a row of tokens.
-
-    Attributes:
-        bounds: first token of each sentence, then the number of tokens: [sentences + 1], increasing.
-        documents: first sentence of each document, then the number of sentences: [documents + 1], increasing.
-    """
-
-    bounds: IntArray
-    documents: IntArray
-
-    def __post_init__(self) -> None:
-        for row in (self.bounds, self.documents):
-            assert row.ndim == 1
-            assert row[0] == 0
+from shardwise.data.arrays import IntArray
+from shardwise.data.arrays import Sentences as Sentences
 
 
 @dataclass(frozen=True)
