@@ -8,6 +8,7 @@ licence files are fetched: a pickle is never opened. The token that gated reposi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import re
 import sys
@@ -46,6 +47,9 @@ FOUND = {
     "unknown": "not in the cache of this machine, and the hub cannot be reached from here",
 }
 """The words of a dry run about a hub id, by the result of `find`."""
+# Names of files in the hub's cache: SHA-256 of large files, git's hash of others.
+_SHA256 = re.compile("[0-9a-f]{64}")
+_GIT = re.compile("[0-9a-f]{40}")
 # A dry run does not wait longer for the hub's answer.
 _PATIENCE_SECONDS = 10.0
 
@@ -65,6 +69,7 @@ class HubFiles:
         repo_type: kind of repository, in the hub's word.
         hint: end of a message, with another name that may have been meant.
         no_revision: message if the repository has no such revision; empty: the usual one.
+        verified: True to check the hashes of files in the cache and fetch damaged ones again; only for small files.
     """
 
     key: str
@@ -77,6 +82,7 @@ class HubFiles:
     repo_type: Literal["model", "dataset"] = "model"
     hint: str = ""
     no_revision: str = ""
+    verified: bool = False
 
     @property
     def named(self) -> str:
@@ -181,6 +187,7 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
         "data.tokenizer", repository, revision, (*TOKENIZER_FILES, *LICENCES),
         is_there=holds_tokenizer,
         lacking=lambda names: without_tokenizer(key, names),
+        verified=True,
     )  # fmt: skip
 
 
@@ -197,7 +204,7 @@ def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
         raise ConfigError(f"{must}, and a path is named by data.path: {_ID_RULE}{hint}")
     # The card and the list of large files name the configurations; the last is its loading script, if it has one.
     patterns = ("README.md", ".gitattributes", f"{repository.rpartition('/')[2]}.py")
-    return HubFiles("data.dataset", repository, revision, patterns, repo_type="dataset", hint=hint)
+    return HubFiles("data.dataset", repository, revision, patterns, repo_type="dataset", hint=hint, verified=True)
 
 
 def obtain(place: Path | HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
@@ -240,6 +247,33 @@ def hub_address() -> str:
 
     address = urlsplit(constants.ENDPOINT)
     return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
+
+
+def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path]:
+    """Delete and return files of a commit's folder in the cache that changed since they were fetched."""
+    damaged = [
+        path
+        for path in sorted({path for pattern in patterns for path in folder.glob(pattern)})
+        if path.is_file() and _is_damaged(path.resolve())
+    ]
+    for path in damaged:
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+    return damaged
+
+
+def _is_damaged(content: Path) -> bool:
+    """True if a file of the cache differs from its name: the SHA-256 of large files, git's hash of others."""
+    with content.open("rb") as file:
+        # Git hashes a header with the size before the content.
+        if _SHA256.fullmatch(content.name):
+            digest = hashlib.file_digest(file, hashlib.sha256)
+        elif _GIT.fullmatch(content.name):
+            header = f"blob {content.stat().st_size}\0".encode()
+            digest = hashlib.file_digest(file, lambda: hashlib.sha1(header, usedforsecurity=False))
+        else:
+            return False
+    return digest.hexdigest() != content.name
 
 
 def _revision(named: str, key: str) -> tuple[str, str | None]:
@@ -288,8 +322,9 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
     logging.getLogger("huggingface_hub._snapshot_download").setLevel(logging.ERROR)
     try:
         folder = files.download(local_files_only=True)
+        damaged = drop_damaged(folder, files.patterns) if files.verified else []
         files.require(folder)
-        if files.revision == folder.name:
+        if files.revision == folder.name and not damaged:
             return folder  # a commit never changes
     except (LocalEntryNotFoundError, ConfigError):
         if announce is not None:

@@ -130,6 +130,8 @@ class _HubTables:
         builder = self._builder(library())
         # In the second turn, tables that are damaged are made again from the files in the hub's cache.
         for mode in ("reuse_dataset_if_exists", "reuse_cache_if_exists"):
+            if mode == "reuse_cache_if_exists" or not Path(builder.cache_dir, _INFO).is_file():
+                hub.drop_damaged(self.folder)
             try:
                 builder.download_and_prepare(download_mode=mode)
             except Exception as error:  # noqa: BLE001  of the library's formats and of the hub's client: any
