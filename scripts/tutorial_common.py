@@ -102,7 +102,7 @@ def random_trainer(config: Config, mesh: Mesh) -> Trainer:
     import numpy as np
 
     from shardwise.data.formats.common import PreparedText
-    from shardwise.data.samples.sentences import Sentences
+    from shardwise.data.rows import Sentences
     from shardwise.data.tokens.tokenizer import PairTokens
     from shardwise.train.build import build_trainer
 

@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.config import Config
 from shardwise.data.formats.chat import PreparedChat
+from shardwise.data.formats.common import make_batches
 from shardwise.data.samples.conversations import Conversations
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
@@ -59,7 +60,7 @@ def losses(config: Config) -> list[float]:
 
 def test_the_batches_count_differently() -> None:
     config = settings({}, 2)
-    batches = prepared().batches(config, "train")
+    batches = make_batches(config, prepared(), "train")
     assert batches is not None
     counts = [int(batch.counts[0]) for batch in batches.local_batch(0, 8, 0, 1, 2)]
     assert len(set(counts)) > 1

@@ -10,7 +10,6 @@ import struct
 import time
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
@@ -19,6 +18,7 @@ from tests.arch.source import ROOT
 from tests.e2e import processes
 from tests.e2e.command import Outcome, metrics, miniature, shardwise, within
 from tests.loopback_hub import TOKEN, serve, user_of
+from tests.unit.data import hdf5_shards
 from tests.unit.data.formats.test_datasets_of_the_hub import FILES
 from tests.unit.data.prepare.jobs import WORDS, texts, write_jsonl
 
@@ -48,23 +48,8 @@ def losses(run: Path) -> list[float]:
     return [event["loss"] for event in metrics(run, "step")]
 
 
-def test_text_to_arrow_to_gpt2(at: Path) -> None:
-    """The tutorials' first way: text becomes blocks of tokens, which a GPT-2 reads; another tokenizer is refused."""
-    given = ("--format", "arrow", "--tokenizer", "vocabulary", "--sequence-length", "32")
-    prepared(at, "a.jsonl", "blocks", *given)
-    run = ("model.vocab_size=64", "data.path=blocks", "train.sequence_length=32")
-    shardwise("train", "gpt-tiny", *TRAIN, *run, "data.tokenizer=vocabulary", "--run-dir", "arrow", at=at).succeeded()
-    assert len(losses(at / "arrow")) == 3
-    (at / "other").mkdir(exist_ok=True)
-    lines = (at / "vocabulary" / "vocab.txt").read_text().splitlines()
-    (at / "other" / "vocab.txt").write_text("\n".join([*lines[:5], *reversed(lines[5:])]) + "\n")
-    said = within("train", "gpt-tiny", *TRAIN, *run, "data.tokenizer=other", "--run-dir", "no", at=at).failed(2)
-    assert "data.tokenizer (other, " in said, said
-    assert "manifest.json" in said, said
-
-
 def test_text_to_megatron_to_a_blend(at: Path) -> None:
-    """The tutorials' third way: two texts become .bin and .idx, which a GPT reads in proportions."""
+    """Two texts become .bin and .idx, which a GPT reads in proportions."""
     for source, prefix in (("a.jsonl", "a"), ("b.txt", "b")):
         prepared(at, source, prefix, "--format", "megatron", "--tokenizer", "vocabulary")
     run = ("model.vocab_size=64", "data.blend=[0.7,a,0.3,b]", "data.tokenizer=vocabulary", "train.sequence_length=32")
@@ -93,42 +78,32 @@ def test_a_data_set_of_the_hub(at: Path, tmp_path: Path) -> None:
     assert TOKEN not in done.out + done.err + (tmp_path / "out.json").read_text()
 
 
+def test_text_to_megatron_to_bert(at: Path) -> None:
+    """Sentences as sequences, which a BERT pairs and masks."""
+    prepared(at, "a.jsonl", "pairs", "--split-sentences", "--tokenizer", "vocabulary")
+    run = ("model.vocab_size=64", "data.path=pairs", "data.tokenizer=vocabulary", "train.sequence_length=32")
+    shardwise("train", "bert-tiny", *TRAIN, *run, "--run-dir", "bert", at=at).succeeded()
+    assert len(losses(at / "bert")) == 3
+
+
 @pytest.fixture(scope="module")
 def shards(at: Path) -> Path:
-    given = ("--format", "hdf5", "--tokenizer", "vocabulary", "--sequence-length", "32", "--max-predictions", "5")
-    prepared(at, "a.jsonl", "shards", *given, "--whole-word", "--dupe-factor", "2")
+    (at / "shards").mkdir()
+    for number in range(2):
+        hdf5_shards.write(at / "shards" / f"shards_training_{number}.hdf5", hdf5_shards.arrays(100))
     return at / "shards"
 
 
-def test_text_to_hdf5_to_bert(at: Path, shards: Path) -> None:
-    """The tutorials' second way: sentence pairs whose whole words are masked."""
-    run = ("model.vocab_size=64", "data.path=shards", "data.tokenizer=vocabulary", "train.sequence_length=32")
-    shardwise("train", "bert-tiny", *TRAIN, *run, "--run-dir", "pairs", at=at).succeeded()
-    assert len(losses(at / "pairs")) == 3
-    vocabulary = (at / "vocabulary" / "vocab.txt").read_text().split()
-    goes_on = np.array([token.startswith("##") for token in vocabulary])
-    with h5py.File(shards / "shards_training_0.hdf5") as file:
-        whole, positions, ids = (file[key][:] for key in ("input_ids", "masked_lm_positions", "masked_lm_ids"))
-    rows, places = np.nonzero(positions)
-    whole[rows, positions[rows, places]] = ids[rows, places]
-    masked = np.zeros(whole.shape, dtype=bool)
-    masked[rows, positions[rows, places]] = True
-    joined = goes_on[whole[:, 1:]] & (whole[:, :-1] >= len(SPECIAL))
-    assert joined.any()
-    assert np.array_equal(masked[:, 1:][joined], masked[:, :-1][joined]), "a word is masked whole or not at all"
-
-
-def test_another_tokenizer_than_the_manifests_is_refused(at: Path, shards: Path) -> None:
+def test_another_tokenizer_than_the_manifests_is_refused(at: Path) -> None:
     (at / "other").mkdir(exist_ok=True)
     lines = (at / "vocabulary" / "vocab.txt").read_text().splitlines()
     (at / "other" / "vocab.txt").write_text("\n".join([*lines[:5], *reversed(lines[5:])]) + "\n")
     prepared(at, "a.jsonl", "refused", "--format", "megatron", "--tokenizer", "vocabulary")
-    for recipe, path, name in (("gpt-tiny", "refused", "refused.json"), ("bert-tiny", "shards", "manifest.json")):
-        run = ("model.vocab_size=64", f"data.path={path}", "data.tokenizer=other", "train.sequence_length=32")
-        said = within("train", recipe, *TRAIN, *run, "--run-dir", "refused-run", at=at).failed(2)
-        assert "data.tokenizer (other, " in said, said
-        assert name in said, said
-        assert len(said.splitlines()) == 1
+    run = ("model.vocab_size=64", "data.path=refused", "data.tokenizer=other", "train.sequence_length=32")
+    said = within("train", "gpt-tiny", *TRAIN, *run, "--run-dir", "refused-run", at=at).failed(2)
+    assert "data.tokenizer (other, " in said, said
+    assert "refused.json" in said, said
+    assert len(said.splitlines()) == 1
 
 
 SIGNAL_AT_A_MOMENT = """
@@ -145,32 +120,26 @@ if int(number):
 """The process of the command sends itself a signal as it opens or renames the first file after a file has its size."""
 IN_SEVERAL_PROCESSES = """
 import shardwise.data.prepare.tokenizing as tokenizing
-import shardwise.data.prepare.to_hdf5 as to_hdf5
 tokenizing.COMMIT_SECONDS = 0.0
 tokenizing.BATCH_CHARACTERS = 20_000
-tokenizing.SMALL_BYTES = to_hdf5.SMALL_BYTES = 0
-to_hdf5.SECTION_TOKENS = 60_000
+tokenizing.SMALL_BYTES = 0
 """
 """What is done is durable at once."""
-MOMENTS = {
-    "megatron": ("state.json 0", "tokens.bin 200000", "tokens.idx 0"),
-    "hdf5": ("tokens.bin 200000", "output/part_training_0.hdf5 0"),
-}
+MOMENTS = ("state.json 0", "tokens.bin 200000", "tokens.idx 0")
 
 
-@pytest.mark.parametrize("format_", [pytest.param(kind, marks=pytest.mark.slow) for kind in ("megatron", "hdf5")])
-def test_what_sigkill_leaves_is_read_by_nobody_and_gone_on_with(at: Path, format_: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_what_sigkill_leaves_is_read_by_nobody_and_gone_on_with(at: Path, tmp_path: Path) -> None:
     """Killed at several moments, and then left alone: the same bytes as without."""
     write_jsonl(tmp_path / "large.jsonl", texts(200, seed=2) * 20)
     (tmp_path / "sitecustomize.py").write_text(SIGNAL_AT_A_MOMENT + IN_SEVERAL_PROCESSES)
     variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     variables["SHARDWISE_CACHE"] = str(tmp_path / "cache")
-    given = ("data", "prepare", "large.jsonl", "--format", format_, "--tokenizer", at / "vocabulary")
-    for moment in MOMENTS[format_]:
+    given = ("data", "prepare", "large.jsonl", "--format", "megatron", "--tokenizer", at / "vocabulary")
+    for moment in MOMENTS:
         killed = shardwise(*given, "part", at=tmp_path, **variables, SIGNAL_AT=f"9 .part.preparing/{moment}")
         assert killed.code == -signal.SIGKILL, killed
         assert not (tmp_path / "part.idx").exists()
-        assert not (tmp_path / "part").exists()
     for name in ("part", "whole"):
         done = shardwise(*given, name, at=tmp_path, **variables)
         assert done.code == 0, done.err
@@ -207,30 +176,20 @@ def test_ctrl_c_is_one_line(at: Path, tmp_path: Path) -> None:
 BAD = {
     "no-such.txt out --format megatron --tokenizer vocabulary": "INPUT (no-such.txt) does not exist",
     "a.jsonl out --format megatron --tokenizer vocabulary --config en": "--config (en) must be left out with INPUT",
-    "a.jsonl out --format megatron --tokenizer ./no-such": "--tokenizer (./no-such)",
-    "a.jsonl out --format megatron --tokenizer vocabulary --dupe-factor 2": "--dupe-factor must be left out with",
-    "a.jsonl out --format hdf5 --tokenizer vocabulary --sequence-length 4": "--sequence-length (4) must be in 5 …",
-    "a.jsonl out --format hdf5 --tokenizer vocabulary --dupe-factor 0": "--dupe-factor (0) must be at least 1",
-    "a.jsonl out --format arrow --tokenizer vocabulary --seed 3": "--seed must be left out with --format arrow",
-    "a.jsonl out --format megatron --tokenizer vocabulary --text-key body": "has no field 'body': set --text-key",
+    "a.jsonl out --format hdf5 --tokenizer vocabulary --whole-word": "--format (hdf5) must be megatron, or left out",
+    "a.jsonl out --format arrow --tokenizer vocabulary": "--format (arrow) must be megatron, or left out: a run cuts",
+    "a.jsonl out --tokenizer vocabulary --sequence-length 64": "--sequence-length must be left out: a run cuts",
     "latin.txt out --format megatron --tokenizer vocabulary": "latin.txt: byte 3 (0xe9) is not UTF-8",
-    "empty.jsonl out --format hdf5 --tokenizer vocabulary": "empty.jsonl holds no text: all of its documents are empty",
-    "raw.bin out --format arrow --tokenizer vocabulary": "--format (arrow) must be megatron, which raw tokens become",
     "raw.bin out --format megatron --append-eod": "--append-eod must be left out with raw tokens",
-    "raw out --format megatron --tokenizer vocabulary": "raw/train.bin holds raw tokens, not text: `shardwise data p",
     "a.jsonl out --format megatron": "--tokenizer is missing: text becomes tokens by one",
     "a.jsonl out --format megatron --tokenizer vocabulary --eod-token 5": "--eod-token must be left out with text",
-    "a.jsonl vocabulary --format hdf5 --tokenizer vocabulary": "vocabulary is there, and was not prepared here",
 }
 
 
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_line(line: str, at: Path) -> None:
     (at / "latin.txt").write_bytes(b"caf\xe9")
-    (at / "raw").mkdir(exist_ok=True)
-    for path in ("raw.bin", "raw/train.bin"):
-        (at / path).write_bytes(b"\x05\x00\x20\x00")
-    (at / "empty.jsonl").write_text('{"text": ""}\n')
+    (at / "raw.bin").write_bytes(b"\x05\x00\x20\x00")
     said = within("data", "prepare", *line.split(), at=at).failed(2)
     assert BAD[line] in said, said
     assert sum(not each.startswith("preparing") for each in said.splitlines()) == 1, said
@@ -267,7 +226,7 @@ def test_inspect_fits_a_terminal(at: Path, shards: Path) -> None:
     for path, words in (
         ("seen", ("Megatron .bin and .idx", "documents  200\n", "uint16", "made of    a.jsonl, 200 documents")),
         ("seen.idx", ("Megatron .bin and .idx",)),
-        ("shards", ("2 of 375 samples", "HDF5 shards", "whole-word yes", "[CLS]")),
+        ("shards", ("2 of 100 samples", "HDF5 shards")),
         ("shards/*_0.hdf5", ("HDF5 shards", "1 of ")),
         ("a.jsonl", ("text", "documents   200\n")),
         (".", ("files",)),
@@ -305,13 +264,7 @@ def test_a_large_file_is_inspected_at_once(tmp_path: Path) -> None:
 
 INSPECTED = {
     "no-such": "PATH (no-such) does not exist in FOLDER: name Megatron's PREFIX, HDF5 shards, an arrow folder",
-    "cut": "cut.idx (40 bytes) must have",
-    "longer": "longer.bin",
-    "magic": "magic.idx: byte 0",
     "key.hdf5": "key.hdf5 must have the array next_sentence_labels",
-    "ragged.hdf5": "the rows of input_ids must have one length, and they are ragged",
-    "none.hdf5": "none.hdf5 must be an HDF5 file",
-    "latin.txt": "latin.txt: byte 3 (0xe9) is not UTF-8",
     "bad.jsonl": "bad.jsonl: line 2",
     "arrow": "arrow cannot be opened as an arrow folder",
 }
@@ -329,29 +282,10 @@ def test_inspect_tells_what_is_wrong_in_one_line(path: str, at: Path, shards: Pa
 
 
 def damage(at: Path, path: str) -> None:
-    if path in ("cut", "longer", "magic"):
-        prepared(at, "a.jsonl", path, "--format", "megatron", "--tokenizer", "vocabulary", "--force")
-        idx, found = at / f"{path}.idx", at / f"{path}.bin"
-        if path == "cut":
-            os.truncate(idx, 40)
-        elif path == "magic":
-            idx.write_bytes(b"x" + idx.read_bytes()[1:])
-        else:
-            found.write_bytes(found.read_bytes() + b"\0\0")
-    elif path in ("key.hdf5", "ragged.hdf5"):
-        with h5py.File(at / "shards" / "shards_training_0.hdf5") as file:
-            arrays = {key: file[key][:] for key in file}
-        with h5py.File(at / path, "w") as file:
-            for key, array in arrays.items():
-                if path == "ragged.hdf5" and key == "input_ids":
-                    rows = file.create_dataset(key, (2,), dtype=h5py.vlen_dtype(np.dtype("i4")))
-                    rows[0], rows[1] = [1, 2], [3]
-                elif path == "ragged.hdf5" or key != "next_sentence_labels":
-                    file[key] = array
-    elif path == "none.hdf5":
-        (at / path).write_bytes(b"nothing")
-    elif path == "latin.txt":
-        (at / path).write_bytes(b"caf\xe9")
+    if path == "key.hdf5":
+        found = hdf5_shards.arrays(4)
+        del found["next_sentence_labels"]
+        hdf5_shards.write(at / path, found)
     elif path == "bad.jsonl":
         (at / path).write_text('{"text": "one"}\n{"text"\n')
     elif path == "arrow":

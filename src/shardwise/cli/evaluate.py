@@ -40,7 +40,7 @@ from shardwise.launch.environment import is_launched
 from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
 
 if TYPE_CHECKING:
-    from shardwise.data.split import Part
+    from shardwise.data.rows import Part
     from shardwise.train.evaluation import Evaluation
 
 KEYS = (

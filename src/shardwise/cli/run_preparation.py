@@ -17,10 +17,8 @@ from shardwise.checkpoint.storage.run_identity import continued_checkpoint, earl
 from shardwise.cli import output
 from shardwise.config import Config, stages_of
 from shardwise.data import hub
-from shardwise.data.evaluation_sets import prepare_sets
 from shardwise.data.evaluation_tasks import require_tasks
-from shardwise.data.open_data import prepare
-from shardwise.data.reading.dataset_tables import fetch_dataset
+from shardwise.data.training_data import fetch_dataset, prepare, prepare_sets
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank
 from shardwise.runs.folder import RUNS, RunDirectory, RunLock, new_run_path

@@ -384,17 +384,17 @@ def glance_at_inputs(
     has_tokenizer = data.tokenizer is None and load is None and config.model.vocab_size in _BUILT_IN_VOCABULARIES
     # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
     if not is_built_in or not has_tokenizer or data.packs_documents:
-        from shardwise.data import open_data
+        from shardwise.data.describe import glance
 
-        glance = open_data.glance(config)
-        rows += glance.rows
-        problems = [*glance.problems, *problems]
+        glanced = glance(config)
+        rows += glanced.rows
+        problems = [*glanced.problems, *problems]
     else:
         from shardwise.data.held_out import BUILT_IN, held_out_text
 
-        rows.append(("held out", held_out_text(config, BUILT_IN)))
+        rows.append(("held out", held_out_text(data, config.train, BUILT_IN)))
     if config.evaluation.sets:
-        from shardwise.data.evaluation_sets import glance_at_sets
+        from shardwise.data.describe import glance_at_sets
 
         sets = glance_at_sets(config)
         rows += sets.rows

@@ -19,6 +19,8 @@ SHUFFLE_BUFFER = 10_000
 """Default of `data.shuffle_buffer`; another value without a stream is refused."""
 CHAT = "chat"
 """The value of `data.format` for conversations, and of `data.dataset` for those of this package."""
+DataFormatName = Literal["auto", "text", "jsonl", "parquet", "megatron", "hdf5", "datasets", "chat"]
+"""Values of `data.format`; all but auto, jsonl and parquet are modules of `data.formats`, looked for in this order."""
 BEST_FIT = "best_fit"
 """The value of `data.packing` for samples of whole documents."""
 _PACKED_DEFAULTS = {"reset_position_ids": True, "reset_attention_mask": True}
@@ -87,10 +89,9 @@ class SourceConfig(Section):
         strict=False,
         description="weights and prefixes of several Megatron data sets, alternating: [0.7, PREFIX, 0.3, PREFIX2]",
     )
-    format: Literal["auto", "text", "jsonl", "parquet", "datasets", "megatron", "hdf5", "chat"] = Field(
+    format: DataFormatName = Field(
         default="auto",
-        description="the format of path; chat = conversations in JSON lines or parquet, with their answers as "
-        "targets; "
+        description="the format of path; chat = conversations in JSON lines or parquet, with their answers as targets; "
         "auto detects other formats from file names (PREFIX.idx, .hdf5 and .h5, state.json and dataset_dict.json of "
         "datasets), else from the content of each file: JSON lines, parquet or plain text; packed files (gzip, zstd, "
         "xz, bzip2, lz4) are unpacked",
@@ -249,7 +250,6 @@ class DataConfig(SourceConfig):
         ge=0,
         description="the id that ends a document, for packing, eod_mask_loss and reset_*; null = the tokenizer's",
     )
-
     workers: int = Field(
         default=1,
         ge=1,

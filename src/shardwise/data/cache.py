@@ -41,9 +41,7 @@ from shardwise.base.files import (
     write_atomic,
 )
 from shardwise.base.parsing import json_value
-from shardwise.data.arrays import Sentences
-from shardwise.data.samples.batch import TokenArray
-from shardwise.data.split import PARTS, Part
+from shardwise.data.rows import PARTS, Part, Sentences, TokenArray
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 2

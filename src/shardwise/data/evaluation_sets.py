@@ -14,7 +14,7 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.data.formats import common
-from shardwise.data.open_data import Glance, glance_at_set, prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.data.samples.batch import Batches
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -54,15 +54,15 @@ def prepare_sets(config: Config, data: common.PreparedData, announce: common.Ann
     problems: list[str] = []
     for name in config.evaluation.sets:
         try:
-            batches[name] = _open(_config_of_set(config, name, data.tokenizer_path), announce)
+            batches[name] = _open(config_of_set(config, name, data.tokenizer_path), announce)
         except ConfigError as error:
-            problems += [_problem_of_set(text, name) for text in error.problems]
+            problems += [problem_of_set(text, name) for text in error.problems]
     if problems:
         raise DataError(problems)
     return EvaluationSets(batches, byte_counts(config, data) if batches else None)
 
 
-def _problem_of_set(text: str, name: str) -> str:
+def problem_of_set(text: str, name: str) -> str:
     """A message on the data of a set, with its key."""
     shown = as_keys_of_set(text, name)
     key = f"evaluation.sets.{name}"
@@ -80,19 +80,7 @@ def byte_counts(config: Config, data: common.PreparedData) -> npt.NDArray[np.int
     return np.pad(counts, (0, config.model.vocab_size - len(counts)))
 
 
-def glance_at_sets(config: Config) -> Glance:
-    """The rows of a dry run about `evaluation.sets`; nothing is fetched or prepared."""
-    rows = []
-    problems: list[str] = []
-    for name in config.evaluation.sets:
-        try:
-            rows.append((f"set, {name}", glance_at_set(_config_of_set(config, name, None))))
-        except ConfigError as error:
-            problems += [_problem_of_set(text, name) for text in error.problems]
-    return Glance(rows, problems)
-
-
-def _config_of_set(config: Config, name: str, tokenizer: Path | None) -> Config:
+def config_of_set(config: Config, name: str, tokenizer: Path | None) -> Config:
     """The configuration whose data are a set, all of them in one part."""
     changes: dict[str, Any] = {
         "data": config.evaluation.sets[name].model_copy(update={"tokenizer": tokenizer and str(tokenizer)}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.base.units import counted
-from shardwise.config import Config
+from shardwise.config import DataConfig, TrainConfig
 
 WHOLE_DOCUMENTS = "whole documents from all over it"
 END_OF_TEXT = "its end, as its documents are few or long"
@@ -31,34 +31,30 @@ BUILT_IN = HeldOut(WHOLE_DOCUMENTS)
 """The held-out part of built-in data, which have many documents."""
 
 
-def held_out_text(config: Config, part: HeldOut | None = None, *, is_cut: bool = False) -> str:
-    """Say what is held out of the training, and what the evaluations of the run read of it.
+def held_out_text(data: DataConfig, train: TrainConfig, part: HeldOut, *, is_cut: bool = False) -> str:
+    """What is held out of the training: its place, its size, and how much of it the evaluations of the run read.
 
     Args:
-        part: the held-out part; None for a mixture.
         is_cut: True if the part lies after the training part, as in data that are tokens already.
     """
-    data = config.data
     if not data.holds_out:
         return f"nothing (data.split={data.split}): `shardwise evaluate` needs a text of its own"
-    part = part or HeldOut()
-    place = _place(config, part, is_cut=is_cut)
+    place = _place(data, part, is_cut=is_cut)
     if part.conversations is not None:
         # A sequence has one conversation at least.
-        return f"{place}; {_reading(config, part.conversations[0])}"
+        return f"{place}; {_evaluated(train, part.conversations[0])}"
     if part.tokens is None:
-        return f"{place}; {_reading(config, None)}"
+        return f"{place}; {_evaluated(train, None)}"
     tokens = part.tokens
     if data.packs_documents:
         # The number of packed sequences is known once a run has packed them.
-        return f"{place}; {counted(tokens, 'token')}; {_reading(config, None)}"
-    sequences, odd_tokens = divmod(max(0, tokens - 1), config.train.sequence_length)
+        return f"{place}; {counted(tokens, 'token')}; {_evaluated(train, None)}"
+    sequences, odd_tokens = divmod(max(0, tokens - 1), train.sequence_length)
     size = f"{counted(tokens, 'token')}, {counted(sequences, 'full sequence')}"
-    return f"{place}; {size}; {_reading(config, sequences, has_rest=odd_tokens > 0)}"
+    return f"{place}; {size}; {_evaluated(train, sequences, has_rest=odd_tokens > 0)}"
 
 
-def _place(config: Config, part: HeldOut, *, is_cut: bool) -> str:
-    data = config.data
+def _place(data: DataConfig, part: HeldOut, *, is_cut: bool) -> str:
     if data.mixture:
         return "a share of each source, as its split says"
     if data.split_names:
@@ -76,8 +72,7 @@ def _place(config: Config, part: HeldOut, *, is_cut: bool) -> str:
     return f"{held_out} of the text, {part.place}"
 
 
-def _reading(config: Config, sequences: int | None, *, has_rest: bool = False) -> str:
-    train = config.train
+def _evaluated(train: TrainConfig, sequences: int | None, *, has_rest: bool = False) -> str:
     if not train.eval_every:
         return "the run evaluates nothing (train.eval_every=0), `shardwise evaluate` all of it"
     most = train.eval_batches * train.global_batch

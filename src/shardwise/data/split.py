@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import listing
 from shardwise.base.units import count
-from shardwise.data.arrays import mix
 from shardwise.data.reading.text_sources import TextPiece
-
-Part = Literal["train", "eval", "test"]
-PART_NAMES: dict[Part, str] = {"train": "training", "eval": "evaluation", "test": "test"}
-"""All parts in the order of the weights of `data.split`, as messages call them."""
-PARTS: tuple[Part, ...] = tuple(PART_NAMES)
+from shardwise.data.rows import PART_NAMES, Part
+from shardwise.data.samples.order import mix
 
 # A document larger than this fraction of the held-out share is never held out: whether the last one still fits then
 # changes the share by a quarter at most.

@@ -20,8 +20,7 @@ from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, Precision, check_layout
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.optimizers import OptimizerSpec
-from shardwise.data.evaluation_sets import EvaluationSets
-from shardwise.data.formats.common import PreparedData
+from shardwise.data.training_data import EvaluationSets, PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout
 from shardwise.data.samples.batch import Batches
-from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.data.training_data import Tokenizer
 from shardwise.distributed.mesh import Mesh
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.train.evaluation import Evaluation, evaluate_rounds

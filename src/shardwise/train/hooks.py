@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.user_code import RAISED, accepts, error_text, load
 from shardwise.config import Config
-from shardwise.data.formats.user_samples import load_reader
+from shardwise.data.training_data import load_reader
 from shardwise.distributed import devices
 from shardwise.launch import stop_requests
 from shardwise.layers.embedding import ParallelLMHead

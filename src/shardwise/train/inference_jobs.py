@@ -19,7 +19,7 @@ from shardwise.config import Config, check_layout
 from shardwise.data.evaluation_sets import byte_counts
 from shardwise.data.formats.common import make_evaluation
 from shardwise.data.open_data import prepare
-from shardwise.data.split import Part
+from shardwise.data.rows import Part
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, join, leave

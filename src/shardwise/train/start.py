@@ -20,9 +20,7 @@ from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, continued_checkpoint, earlier_run, record_owner
 from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
 from shardwise.data import hub
-from shardwise.data.evaluation_sets import EvaluationSets, prepare_sets
-from shardwise.data.formats.common import PreparedData
-from shardwise.data.open_data import prepare
+from shardwise.data.training_data import EvaluationSets, PreparedData, prepare, prepare_sets
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.launch import output

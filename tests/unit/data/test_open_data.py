@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,10 +12,12 @@ import pytest
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, config_from
 from shardwise.data import hub
+from shardwise.data.describe import Glance, glance, inspect
 from shardwise.data.formats import stream as stream_data
 from shardwise.data.formats.inspecting import Inspection
+from shardwise.data.formats.record import DataFormat
 from shardwise.data.formats.text import random_text
-from shardwise.data.open_data import FORMATS, DataFormat, Glance, format_of, glance, inspect, prepare
+from shardwise.data.open_data import FORMATS, format_of, prepare
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.reading.text_sources import open_source
@@ -331,28 +335,26 @@ def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None
         inspect("texts", 1, {})
 
 
-def test_a_new_format_is_one_record(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_format_is_one_module_and_its_name(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command supports it then, and refuses keys that do not fit its samples."""
-
-    def open_data(config: Config, root: Path, announce: object, *, any_size: bool) -> Any:
-        return random_text()
-
-    dummy = DataFormat(
-        name="dummy",
+    module = ModuleType("shardwise.data.formats.probe")
+    module.FORMAT = DataFormat(  # type: ignore[attr-defined]
+        name="probe",
         contents="tokens",
-        is_at=lambda path: path.suffix == ".dummy",
-        open_data=open_data,
-        glance=lambda config: "a dummy",
-        inspect=lambda data, samples: Inspection(str(data.path), "dummy", 0, [], {}),
+        is_at=lambda path: path.suffix == ".probe",
+        open_data=lambda _request, _root, _announce, *, any_size: random_text(),
+        glance=lambda _request: "a probe",
+        inspect=lambda data, _samples: Inspection(str(data.path), "probe", 0, [], {}),
     )
-    monkeypatch.setattr("shardwise.data.open_data.FORMATS", {"dummy": dummy, **FORMATS})
-    config = chosen(path="some.dummy")
-    assert format_of(config.data) is dummy
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("shardwise.data.open_data.FORMATS", (*FORMATS, "probe"))
+    config = chosen(path="some.probe")
+    assert format_of(config.data) is module.FORMAT
     assert prepare(config, at).count("train") == random_text().count("train")
-    assert look(path="some.dummy").rows[:2] == [
-        ("data", "some.dummy: a dummy"),
+    assert look(path="some.probe").rows[:2] == [
+        ("data", "some.probe: a probe"),
         ("tokenizer", "none, as the data hold tokens"),
     ]
-    assert inspect("some.dummy", 1, {}).format == "dummy"
-    (problem,) = look(path="some.dummy", streaming=True, tokenizer="tokenizer").problems
+    assert inspect("some.probe", 1, {}).format == "probe"
+    (problem,) = look(path="some.probe", streaming=True, tokenizer="tokenizer").problems
     assert problem.endswith("whose tokens are read where they lie")

@@ -15,6 +15,7 @@ from shardwise.base.user_code import given
 from shardwise.cli import main
 from shardwise.config import check_layout
 from shardwise.config.rules import resume_problems
+from shardwise.data.formats.common import make_batches
 from shardwise.data.open_data import prepare
 from shardwise.launch import stop_requests
 from shardwise.runs.run import RunView
@@ -180,7 +181,7 @@ def test_a_sample_of_text_needs_a_tokenizer(tmp_path: Path) -> None:
 def test_samples_are_padded_and_the_same_at_any_layout(tmp_path: Path) -> None:
     config = reader_config("Reader", eval_every=5)
     data = prepare(config, tmp_path)
-    batches = data.batches(config, "train")
+    batches = make_batches(config, data, "train")
     assert batches is not None
     assert batches.num_samples == 40
     whole = batches.global_batch(0, 8)
@@ -200,7 +201,7 @@ def test_samples_are_padded_and_the_same_at_any_layout(tmp_path: Path) -> None:
 
 def test_a_part_may_be_missing_where_nothing_reads_it(tmp_path: Path) -> None:
     config = reader_config("no_evaluation")
-    assert prepare(config, tmp_path).batches(config, "eval") is None
+    assert make_batches(config, prepare(config, tmp_path), "eval") is None
     with pytest.raises(DataError, match="must give at least one sample of the evaluation part"):
         prepare(reader_config("no_evaluation", eval_every=5), tmp_path)
 

@@ -12,7 +12,6 @@ from shardwise.checkpoint.format.model_files import differ_in_tokens, files_besi
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config
 from shardwise.data import cache
-from shardwise.data.formats.common import in_pairs
 from shardwise.data.open_data import trains_tokenizer
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
 
@@ -39,7 +38,7 @@ def with_model_tokenizer(config: Config, weights: Root | str | None) -> Config:
             )
     elif named is not None:
         try:
-            open_user_tokenizer(named, config.model.vocab_size, pairs=in_pairs(config))
+            open_user_tokenizer(named, config.model.vocab_size, pairs="nsp" in config.model.objectives)
         except DataError:
             named = None
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": named})})

@@ -9,7 +9,7 @@ from shardwise.base.errors import keys_renamed
 
 ACTIONS = {
     "fetch": "copy files from a URL to this machine: resumable, checked, and only once for all processes",
-    "prepare": "make Megatron's .bin and .idx, blocks of arrow or BERT's HDF5 shards of text, once for all runs",
+    "prepare": "make Megatron's .bin and .idx of text or of raw tokens, once for all runs",
     "inspect": "show what data hold: documents, tokens, lengths, and the first documents as text",
 }
 _ARGUMENTS = {

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     length = arguments.sequence_length
     if length is not None and length < 1:
         raise ConfigError(f"--sequence-length ({length}) must be at least 1")
-    from shardwise.data.open_data import inspect
+    from shardwise.data.describe import inspect
 
     names = ("tokenizer", "text_key", "append_eod", "prepend_bos")
     keys = {name: value for name in names if (value := getattr(arguments, name)) is not None}

@@ -18,21 +18,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import ConfigError, DataError, listing, see
+from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.units import counted, size
-from shardwise.config import Config, DataConfig
+from shardwise.config import DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, datasets, inspecting
+from shardwise.data.formats.record import DataFormat
 from shardwise.data.held_out import HeldOut
 from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations, conversations_of_table
 from shardwise.data.reading.dataset_tables import names_data_set
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, is_small, open_source
+from shardwise.data.request import DataRequest
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
-from shardwise.data.samples.order import IntArray
-from shardwise.data.split import PART_NAMES, PARTS, Part, describe_sizes, plan_split
+from shardwise.data.split import describe_sizes, plan_split
 from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
 from shardwise.data.tokens.encoding import group_by_size, token_writers
-from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer, user_tokenizer_digest
+from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 _RULE = 2
 """Belongs to the key of every cache entry: raise it when a built-in template or the places of answers change."""
@@ -56,14 +58,14 @@ class PreparedChat(common.PreparedData):
         return [int(token) for token in self.conversations[part].tokens[:tokens]]
 
     def batches(
-        self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False
+        self, request: DataRequest, part: Part, *, evaluation: bool = False, tail: bool = False
     ) -> ConversationBatches | None:
         """The batches of a part, see `PreparedData`; every conversation is in a sample, so there is no tail."""
         chats = self.conversations[part]
-        length = config.train.sequence_length
+        length = request.sequence_length
         if not len(chats.usable(length)):
             return None
-        return ConversationBatches(chats, length, 0 if evaluation else config.train.seed)
+        return ConversationBatches(chats, length, 0 if evaluation else request.seed)
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,10 @@ class _Scan:
     characters: IntArray
 
 
-def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedChat:
-    """Opens the conversations of `config`, tokenizing them first if the cache `root` has no tokens of them."""
-    _require_fitting(config)
-    source = _source(config.data)
+def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedChat:
+    """Opens the conversations of `request`, tokenizing them first if the cache `root` has no tokens of them."""
+    _require_fitting(request)
+    source = _source(request.data)
     stamp = source.stamp()
     known = None if stamp is None else cache.digest_of({"chat": stamp})
     content = cache.known_content(root, known)
@@ -93,42 +95,40 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
         scan = _scan(source, announce)
         content = scan.content
         cache.remember_content(root, known, content)
-    key = cache.entry_key(root, _key(content, config, config.data.tokenizer))
-    entry = cache.open_or_build_tokens(
+    entry = common.open_text_tokens(
         root,
-        key,
-        lambda folder: _build(folder, source, scan or _scan(source), config, announce),
-        f"{source.name}: once",
+        lambda tokenizer: _key(content, request, tokenizer),
+        request.data.tokenizer,
+        lambda folder: _build(folder, source, scan or _scan(source), request, announce),
+        source.name,
         announce,
     )
-    # A run that continues, and an evaluation, name the tokenizer in the checkpoints, which is that of the entry.
-    cache.remember_same_tokens(root, key, _key(content, config, str(entry.tokenizer_path)))
-    return _prepared(entry, source, config, any_size)
+    return _prepared(entry, source, request, any_size)
 
 
-def _key(content: str, config: Config, tokenizer: str | None) -> str:
+def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
     """The key of the cache entry: a digest of all that decides the tokens.
 
     Args:
         tokenizer: path or hub id of the tokenizer; None if one is trained on the conversations.
     """
-    weights = config.data.split_weights
+    weights = request.data.split_weights
     return cache.key_of(
         {
             "chat": _RULE,
             "content": content,
             "split": weights[1] / sum(weights),
-            "tokenizer": "byte-level BPE" if tokenizer is None else user_tokenizer_digest(tokenizer),
-            "vocab_size": config.model.vocab_size,
+            "tokenizer": common.tokenizer_key(tokenizer),
+            "vocab_size": request.vocab_size,
         }
     )
 
 
-def _require_fitting(config: Config) -> None:
+def _require_fitting(request: DataRequest) -> None:
     """Raises DataError if the model cannot be trained on conversations."""
-    if config.model.objectives != ("lm",):
+    if request.objectives != ("lm",):
         raise DataError(
-            f"model.family ({config.model.family}) must predict the next token to learn from {config.data.name}"
+            f"model.family ({request.family}) must predict the next token to learn from {request.data.name}"
         )
 
 
@@ -212,24 +212,23 @@ def _held_out(scan: _Scan, weights: Sequence[float]) -> npt.NDArray[np.bool_]:
     return np.cumsum(scan.characters) > split.boundary
 
 
-def _build(folder: Path, source: _Source, scan: _Scan, config: Config, announce: common.Announce) -> dict[str, Any]:
-    is_held_out = _held_out(scan, config.data.split_weights)
-    named = config.data.tokenizer
+def _build(
+    folder: Path, source: _Source, scan: _Scan, request: DataRequest, announce: common.Announce
+) -> dict[str, Any]:
+    is_held_out = _held_out(scan, request.data.split_weights)
+    named = request.data.tokenizer
     kept = folder / "tokenizer"
     if named is None:
-        tokenizer = _train_tokenizer(source, is_held_out, config)
+        tokenizer = _train_tokenizer(source, is_held_out, request)
         tokenizer.save(kept)
     else:
-        tokenizer = keep_user_tokenizer(named, config.model.vocab_size, kept, announce)
+        tokenizer = keep_user_tokenizer(named, request.vocab_size, kept, announce)
     template = add_template(kept, named or source.name)
     digest = _ContentDigest()
     unread: dict[str, bool] = {}
     chats = _noting_unread(digest.watch(_conversations(source)), template, unread)
     parts = _encode(chats, is_held_out, template, folder)
-    if digest.hexdigest() != scan.content:
-        raise DataError(
-            f"{source.name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
-        )
+    common.require_unchanged(source.name, digest.hexdigest(), scan.content)
     rewritten = sum(facts["answers_left_out"] for facts in parts.values())
     if rewritten and announce is not None:
         announce(f"warning: {counted(rewritten, 'answer')} of {source.name} not learned: {_REWRITTEN}")
@@ -266,10 +265,10 @@ def _unread_text(names: Sequence[str]) -> str:
     return f"neither the chat template nor the training reads {fields} {listing(names)}"
 
 
-def _train_tokenizer(source: _Source, is_held_out: npt.NDArray[np.bool_], config: Config) -> Tokenizer:
+def _train_tokenizer(source: _Source, is_held_out: npt.NDArray[np.bool_], request: DataRequest) -> Tokenizer:
     train = (chat for chat, is_out in zip(_conversations(source), is_held_out, strict=False) if not is_out)
     texts = (text for _, conversation in train for text in _texts(conversation))
-    return train_tokenizer(texts, config.model.vocab_size, source.name, chat=True)
+    return train_tokenizer(texts, request.vocab_size, source.name, chat=True)
 
 
 def _encode(
@@ -314,7 +313,7 @@ def _encode(
     }
 
 
-def _prepared(entry: cache.CacheEntry, source: _Source, config: Config, any_size: bool) -> PreparedChat:
+def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest, any_size: bool) -> PreparedChat:
     facts = entry.manifest
     chats = {
         part: Conversations(
@@ -322,11 +321,11 @@ def _prepared(entry: cache.CacheEntry, source: _Source, config: Config, any_size
         )
         for part in PARTS
     }
-    length = config.train.sequence_length
-    needed = [] if any_size else common.needed_parts(config)
+    length = request.sequence_length
+    needed = [] if any_size else request.needed_parts
     problems = [
-        f"the {PART_NAMES[part]} part of {config.data.key} {source.name} "
-        f"({counted(facts[part]['documents'], 'conversation')} at data.split={config.data.split}) must have an answer "
+        f"the {PART_NAMES[part]} part of {request.data.key} {source.name} "
+        f"({counted(facts[part]['documents'], 'conversation')} at data.split={request.data.split}) must have an answer "
         f"that begins within the first train.sequence_length + 1 ({length + 1:,}) tokens of a conversation: give more "
         "conversations, a longer sequence or another split"
         for part in needed
@@ -361,14 +360,14 @@ def _summary(facts: Mapping[str, Any], source: _Source, chats: Mapping[Part, Con
     return summary + _left_out_note(source)
 
 
-def glance(config: Config) -> str:
+def glance(request: DataRequest) -> str:
     """The size of the files, of which the first conversation is read; of a data set, what `datasets.glance` says."""
-    _require_fitting(config)
-    if names_data_set(config.data):
-        return f"conversations, {datasets.glance(config)}"
-    source = _source(config.data)
+    _require_fitting(request)
+    if names_data_set(request.data):
+        return f"conversations, {datasets.glance(request)}"
+    source = _source(request.data)
     assert isinstance(source, FileSource)
-    named = config.data.tokenizer
+    named = request.data.tokenizer
     template = None
     with contextlib.suppress(ConfigError):  # a tokenizer of the hub may not be here yet
         template = named and ChatTemplate.or_built_in(hub.resolve_tokenizer(named, cached=True), named)
@@ -384,30 +383,30 @@ def glance(config: Config) -> str:
     )
 
 
-def has_vocabulary(config: Config) -> bool:
+def has_vocabulary(request: DataRequest) -> bool:
     """True if a tokenizer with the model's vocabulary can be trained on the messages; False if only a run can tell.
 
     Raises:
         DataError: there are few messages, which yield fewer tokens.
     """
-    if names_data_set(config.data):
+    if names_data_set(request.data):
         return False
-    source = _source(config.data)
+    source = _source(request.data)
     if not is_small(source):
         return False
-    _train_tokenizer(source, _held_out(_scan(source), config.data.split_weights), config)
+    _train_tokenizer(source, _held_out(_scan(source), request.data.split_weights), request)
     return True
 
 
-def held_out(config: Config) -> HeldOut:
+def held_out(request: DataRequest) -> HeldOut:
     """The conversations that are held out, counted if their files are small."""
     place = "whole conversations"
-    if names_data_set(config.data):
+    if names_data_set(request.data):
         return HeldOut(place)
-    source = _source(config.data)
+    source = _source(request.data)
     with contextlib.suppress(DataError):  # a fault behind the first conversation
         if is_small(source):
-            is_held_out = _held_out(_scan(source), config.data.split_weights)
+            is_held_out = _held_out(_scan(source), request.data.split_weights)
             return HeldOut(place, conversations=(int(is_held_out.sum()), len(is_held_out)))
     return HeldOut(place)
 
@@ -469,3 +468,15 @@ def _shown(chat: Conversation, template: ChatTemplate | None) -> str:
     for first, last in reversed(rendered.answers):
         text = f"{text[:first]}{begin}{text[first:last]}{end}{text[last:]}"
     return text
+
+
+# Its files are named as those of text are, so that no path shows it.
+FORMAT = DataFormat(
+    name="chat",
+    contents="conversations",
+    open_data=open_data,
+    glance=glance,
+    inspect=inspect,
+    has_vocabulary=has_vocabulary,
+    held_out=held_out,
+)

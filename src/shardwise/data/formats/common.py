@@ -6,15 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from shardwise.base.errors import DataError
+from shardwise.base.errors import DataError, see
 from shardwise.base.units import counted
-from shardwise.config import Config, DataConfig, FamilyConfig
+from shardwise.config import Config, DataConfig
 from shardwise.data import cache
-from shardwise.data.reading.manifest import tokenizer_problems
+from shardwise.data.reading.manifest import read_manifest
+from shardwise.data.request import DataRequest
+from shardwise.data.rows import PART_NAMES, Part, Sentences, TokenArray
 from shardwise.data.samples import batch, causal, packing, sentence_pairs
-from shardwise.data.samples.sentences import ChunkIndex, Sentences
-from shardwise.data.split import PART_NAMES, Part
+from shardwise.data.samples.sentences import ChunkIndex
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
@@ -26,6 +28,8 @@ from shardwise.data.tokens.tokenizer import (
 
 Announce = Callable[[str], None] | None
 """Called with one line when something is fetched or built."""
+# Digits of a digest in messages: enough to tell two apart.
+_SHOWN_DIGITS = 12
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class PreparedData(ABC):
 
     @abstractmethod
     def batches(
-        self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False
+        self, request: DataRequest, part: Part, *, evaluation: bool = False, tail: bool = False
     ) -> batch.Batches | None:
         """The batches of a part that the model's family trains on; None if it holds less than one sample.
 
@@ -81,7 +85,7 @@ class PreparedText(PreparedData):
         packed: samples of each part that has tokens; empty unless whole documents are packed.
     """
 
-    tokens: Mapping[Part, batch.TokenArray]
+    tokens: Mapping[Part, TokenArray]
     vocab_size: int
     sentences: Mapping[Part, Sentences] = field(default_factory=dict)
     pair_tokens: PairTokens | None = None
@@ -94,21 +98,21 @@ class PreparedText(PreparedData):
         return [int(token) for token in self.tokens[part][:tokens]]
 
     def batches(
-        self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False
+        self, request: DataRequest, part: Part, *, evaluation: bool = False, tail: bool = False
     ) -> batch.Batches | None:
         row = self.tokens[part]
-        seed = config.train.seed
+        seed = request.seed
         if self.pair_tokens is not None:
-            return pair_batches(config, row, self.sentences[part], self.pair_tokens, self.vocab_size, seed)
-        together = 1 if evaluation else config.samples_together
+            return pair_batches(request, row, self.sentences[part], self.pair_tokens, self.vocab_size, seed)
+        together = 1 if evaluation else request.samples_together
         if self.packed:
-            return packed_batches(config, row, self.packed.get(part), seed, together)
-        return row_batches(config, row, self.tokenizer_path, seed, tail=tail, together=together)
+            return packed_batches(request, row, self.packed.get(part), seed, together)
+        return row_batches(request, row, self.tokenizer_path, seed, tail=tail, together=together)
 
 
 def make_batches(config: Config, data: PreparedData, part: Part) -> batch.Batches | None:
     """The batches of one part of `data`; None if it holds less than one sample (two for sentence pairs)."""
-    return data.batches(config, part, evaluation=part != "train")
+    return data.batches(DataRequest.of(config), part, evaluation=part != "train")
 
 
 def make_evaluation(config: Config, data: PreparedData, part: Part) -> batch.Batches | None:
@@ -117,39 +121,39 @@ def make_evaluation(config: Config, data: PreparedData, part: Part) -> batch.Bat
     The tokens after the last complete sample are a sample too. None if the part holds less than one target (two samples
     for sentence pairs).
     """
-    return data.batches(config, part, evaluation=True, tail=True)
+    return data.batches(DataRequest.of(config), part, evaluation=True, tail=True)
 
 
 def row_batches(
-    config: Config, row: batch.Tokens, tokenizer: Path | None, seed: int, *, tail: bool, together: int = 1
+    request: DataRequest, row: batch.Tokens, tokenizer: Path | None, seed: int, *, tail: bool, together: int = 1
 ) -> causal.TokenBatches | None:
     """Batches of a causal model over a row of tokens; None if it holds less than one block of samples."""
-    length = config.train.sequence_length
+    length = request.sequence_length
     # A block has one token more than it reads, the last target; the shortest tail reads one.
     shortest = 1 if tail else length * together
     if len(row) <= shortest:
         return None
-    ends = causal.DocumentEnds.of(config, tokenizer)
+    ends = causal.DocumentEnds.of(request.data, tokenizer)
     return causal.TokenBatches(row, length, seed, tail=tail, ends=ends, together=together)
 
 
 def packed_batches(
-    config: Config, row: batch.Tokens, packed: packing.PackedSamples | None, seed: int, together: int = 1
+    request: DataRequest, row: batch.Tokens, packed: packing.PackedSamples | None, seed: int, together: int = 1
 ) -> packing.PackedBatches | None:
     """Batches of packed samples; None if there is none, which has every token, so that there is no tail."""
     if packed is None or not packed.facts.samples:
         return None
-    samples = packed.joined(config.train.sequence_length // packed.length)
+    samples = packed.joined(request.sequence_length // packed.length)
     return packing.PackedBatches(row, samples, seed, together)
 
 
 def pair_batches(
-    config: Config, tokens: batch.Tokens, sentences: Sentences, special: PairTokens, vocab_size: int, seed: int
+    request: DataRequest, tokens: batch.Tokens, sentences: Sentences, special: PairTokens, vocab_size: int, seed: int
 ) -> batch.Batches | None:
     """Batches of sentence pairs; None if there are fewer than two samples, as a pair may take its second sentence from
     another sample.
     """
-    length = config.train.sequence_length
+    length = request.sequence_length
     # A chunk is what one sample takes its tokens from.
     if ChunkIndex(sentences, sentence_pairs.chunk_room(length)).num_chunks < 2:
         return None
@@ -160,8 +164,8 @@ def pair_batches(
         seed,
         special=special,
         vocab_size=vocab_size,
-        masked_fraction=config.data.masked_fraction,
-        max_predictions=config.data.predictions(length),
+        masked_fraction=request.data.masked_fraction,
+        max_predictions=request.data.predictions(length),
     )
 
 
@@ -175,62 +179,75 @@ def mark_problems(data: DataConfig) -> list[str]:
     return data.refused_marks(f"{data.key} ({data.name}), whose tokens are read as they are")
 
 
-def in_pairs(config: Config) -> bool:
-    """True if samples are pairs of sentences."""
-    return "nsp" in config.model.objectives
-
-
-def require_sentence_pairs(config: Config) -> FamilyConfig:
-    """The model of `config`, which must be BERT, as shards of sentence pairs train no other; else DataError."""
-    if config.shapes is None or not config.shapes.predicts_sentences:
+def require_sentence_pairs(request: DataRequest) -> int:
+    """The segments that the model tells apart, which must be BERT, as shards train no other; else DataError."""
+    if request.token_types is None:
         raise DataError(
-            f"model.family ({config.model.family}) must be bert where data.path ({config.data.name}) is HDF5 shards, "
+            f"model.family ({request.family}) must be bert where data.path ({request.data.name}) is HDF5 shards, "
             "which hold sentence pairs with masked tokens: name text, or Megatron's .bin and .idx"
         )
-    return config.shapes
+    return request.token_types
 
 
-def without_tokenizer(config: Config, *, has_documents: bool = False) -> list[str]:
+def without_tokenizer(request: DataRequest, *, has_documents: bool = False) -> list[str]:
     """Problems of keys that need a tokenizer, if the data are tokens and none is named.
 
     Args:
         has_documents: True if the data themselves tell where documents end.
     """
-    if config.data.tokenizer is not None:
+    if request.data.tokenizer is not None:
         return []
-    needs = f"needs data.tokenizer, as {config.data.key} {config.data.name} holds tokens alone: name what made them"
-    problems = [] if has_documents and config.data.packs_documents else causal.without_end(config)
-    if in_pairs(config):
-        problems.append(f"model.family ({config.model.family}) {needs}, for its [CLS], [SEP], [MASK] and [PAD]")
-    if config.log.sample_prompt is not None:
-        problems.append(f"log.sample_prompt ({config.log.sample_prompt!r}) {needs}")
+    needs = f"needs data.tokenizer, as {request.data.key} {request.data.name} holds tokens alone: name what made them"
+    problems = [] if has_documents and request.data.packs_documents else causal.without_end(request.data)
+    if request.in_pairs:
+        problems.append(f"model.family ({request.family}) {needs}, for its [CLS], [SEP], [MASK] and [PAD]")
+    if request.sample_prompt is not None:
+        problems.append(f"log.sample_prompt ({request.sample_prompt!r}) {needs}")
     return problems
 
 
-def tokenizer_of_tokens(config: Config, manifests: Iterable[Path], problems: list[str]) -> Tokenizer | None:
+def tokenizer_of_tokens(request: DataRequest, manifests: Iterable[Path], problems: list[str]) -> Tokenizer | None:
     """The tokenizer that `data.tokenizer` names, if data are tokens already; None if it names none.
 
     Args:
         manifests: files next to the data that say which tokenizer made them.
         problems: list to which the problems of the tokenizer are appended; the result must not be used then.
     """
-    named = config.data.tokenizer
+    named = request.data.tokenizer
     if named is None:
         return None
     try:
-        tokenizer = open_user_tokenizer(named, config.model.vocab_size, pairs=in_pairs(config))
+        tokenizer = open_user_tokenizer(named, request.vocab_size, pairs=request.in_pairs)
     except DataError as error:
         problems += error.problems
         return None
-    if in_pairs(config):
-        problems += padding_problems(tokenizer.pair_tokens(), config)
+    if request.in_pairs:
+        problems += padding_problems(tokenizer.pair_tokens(), request)
     problems += tokenizer_problems(tokenizer, named, manifests)
     return tokenizer
 
 
-def tokenizer_in_cache(config: Config, tokenizer: Tokenizer | None, root: Path) -> Path | None:
+def tokenizer_problems(tokenizer: Tokenizer, named: str, manifests: Iterable[Path]) -> list[str]:
+    """The problems of data that were prepared with another tokenizer than the one that `data.tokenizer` names.
+
+    Tokenizers are the same if they give the same ids, whatever files they lie in.
+    """
+    problems = []
+    for path in manifests:
+        manifest = read_manifest(path)
+        if manifest is not None and manifest["tokenizer"]["sha256"] not in (None, tokenizer.digest):
+            name = manifest["tokenizer"].get("name")
+            digest = manifest["tokenizer"]["sha256"]
+            problems.append(
+                f"data.tokenizer ({named}, {tokenizer.digest[:_SHOWN_DIGITS]}) must be the tokenizer that {path} "
+                f"names ({name}, {digest[:_SHOWN_DIGITS]}): name that one, or prepare the data again"
+            )
+    return problems
+
+
+def tokenizer_in_cache(request: DataRequest, tokenizer: Tokenizer | None, root: Path) -> Path | None:
     """The folder in the cache `root` that holds `tokenizer`, which `data.tokenizer` names; None if there is none."""
-    path = config.data.tokenizer
+    path = request.data.tokenizer
     if tokenizer is None or path is None:
         return None
 
@@ -243,9 +260,9 @@ def tokenizer_in_cache(config: Config, tokenizer: Tokenizer | None, root: Path) 
     return cache.open_or_build(root, "tokenizers", key, cache.has_its_tokenizer, build).tokenizer_path
 
 
-def padding_problems(special: PairTokens | None, config: Config) -> list[str]:
+def padding_problems(special: PairTokens | None, request: DataRequest) -> list[str]:
     """The problem of a model of sentence pairs that pads with another token than the tokenizer's [PAD]."""
-    pad = getattr(config.model, "pad_token_id", None)  # a fact of BERT's configuration alone
+    pad = request.pad_token_id
     if special is None or pad == special.pad:
         return []
     return [
@@ -254,13 +271,13 @@ def padding_problems(special: PairTokens | None, config: Config) -> list[str]:
     ]
 
 
-def needed_parts(config: Config) -> list[Part]:
-    """The parts that training reads."""
-    return ["train", "eval"] if config.evaluates_held_out else ["train"]
-
-
 def shortage(
-    config: Config, part: Part, name: object, tokens: int, sentences: Sentences | None, documents: int | None = None
+    request: DataRequest,
+    part: Part,
+    name: object,
+    tokens: int,
+    sentences: Sentences | None,
+    documents: int | None = None,
 ) -> list[str]:
     """The problem of a part of the data `name` that holds less than one sample, or for sentence pairs two.
 
@@ -269,12 +286,12 @@ def shortage(
         sentences: bounds of the part's sentences; None unless samples are pairs of them.
         documents: number of the part's documents; None if the user does not count documents.
     """
-    length = config.block_length
+    length = request.block_length
     size = f"{tokens:,} tokens"
     if sentences is None:
         is_enough = tokens > length
         least = f"one sample of train.sequence_length + 1 ({length + 1:,} tokens)"
-        if length > config.train.sequence_length:
+        if length > request.sequence_length:
             least = f"what the lengths of data.stages keep together ({length + 1:,} tokens)"
     else:
         room = sentence_pairs.chunk_room(length)
@@ -289,15 +306,50 @@ def shortage(
         unit = "documents"
         size += f" in {counted(documents, 'document')}"
     return [
-        f"the {PART_NAMES[part]} part of {config.data.key} {name} ({size} at data.split={config.data.split}) must be "
+        f"the {PART_NAMES[part]} part of {request.data.key} {name} ({size} at data.split={request.data.split}) must be "
         f"at least {least}: give more {unit}, a shorter sequence or another split"
     ]
 
 
-def entry_problems(config: Config, entry: cache.CacheEntry, name: str, parts: Iterable[Part]) -> list[str]:
+def entry_problems(request: DataRequest, entry: cache.CacheEntry, name: str, parts: Iterable[Part]) -> list[str]:
     """The problems (`shortage`) of these parts of an entry of the cache."""
     problems = []
     for part in parts:
-        sentences = entry.sentences(part) if in_pairs(config) else None
-        problems += shortage(config, part, name, entry.manifest[part]["tokens"], sentences)
+        sentences = entry.sentences(part) if request.in_pairs else None
+        problems += shortage(request, part, name, entry.manifest[part]["tokens"], sentences)
     return problems
+
+
+def open_text_tokens(
+    root: Path,
+    key_with: Callable[[str | None], str],
+    tokenizer: str | None,
+    build: Callable[[Path], Mapping[str, Any]],
+    name: str,
+    announce: Announce,
+) -> cache.CacheEntry:
+    """The entry with the tokens of a text, built if the cache `root` has none.
+
+    Args:
+        key_with: function that returns the key of the text and a tokenizer, which is None if one is trained on it.
+        tokenizer: tokenizer that the user names, or None.
+        build: function that fills a folder, see `cache.open_or_build`.
+    """
+    key = cache.entry_key(root, key_with(tokenizer))
+    entry = cache.open_or_build_tokens(root, key, build, f"{name}: once", announce)
+    # A run that continues, and an evaluation, name the tokenizer in the checkpoints, which is that of the entry.
+    cache.remember_same_tokens(root, key, key_with(str(entry.tokenizer_path)))
+    return entry
+
+
+def tokenizer_key(tokenizer: str | None) -> str:
+    """The part of a cache key that says which tokenizer makes the tokens; None: one that is trained on the text."""
+    return "byte-level BPE" if tokenizer is None else user_tokenizer_digest(tokenizer)
+
+
+def require_unchanged(name: str, digest: str, content: str) -> None:
+    """Raises DataError if a text has another digest than when it was read first."""
+    if digest != content:
+        raise DataError(
+            f"{name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
+        )

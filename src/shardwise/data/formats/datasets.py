@@ -16,14 +16,17 @@ from shardwise.base.errors import DataError, ShardwiseError
 from shardwise.base.files import user_path
 from shardwise.base.libraries import first_line
 from shardwise.base.units import counted, size
-from shardwise.config import BUILT_IN_TEXTS, Config, DataConfig
+from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, inspecting, packed, text
-from shardwise.data.reading.dataset_tables import DataSet, library, require_library
+from shardwise.data.formats.record import DataFormat
+from shardwise.data.reading.dataset_tables import DataSet, is_saved, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.text_files import TOKENS, require_sound
 from shardwise.data.reading.text_sources import ColumnSource
-from shardwise.data.split import PART_NAMES, PARTS, Part, TextSplit, describe_sizes, plan_split
+from shardwise.data.request import DataRequest
+from shardwise.data.rows import PART_NAMES, PARTS, Part
+from shardwise.data.split import TextSplit, describe_sizes, plan_split
 from shardwise.data.tokens.encoding import token_writers
 
 # An inspection takes seconds: the most rows that it looks at.
@@ -31,28 +34,28 @@ _ARROW_ROWS = 1024
 _TEXT = ("string", "large_string")
 
 
-def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> common.PreparedText:
+def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> common.PreparedText:
     """Opens a data set's column of text or of tokens from the cache, which is filled first if it has none.
 
     The data set itself is opened as late as possible, as its library takes seconds to import and asks the hub: the
     cache knows the content of a text, or has an entry of tokens.
     """
-    dataset = ColumnSource.open(config.data)
+    dataset = ColumnSource.open(request.data)
     is_known_text = cache.known_content(root, dataset.stamp()) is not None
     if not is_known_text:
-        key = _key(dataset, config)
+        key = _key(dataset, request)
         if cache.open_tokens(root, key) is not None or _holds_tokens(dataset, root):
-            if problems := common.mark_problems(config.data):
+            if problems := common.mark_problems(request.data):
                 raise DataError(problems)
             entry = cache.open_or_build_tokens(
-                root, key, lambda folder: _build(folder, dataset, config), f"{dataset.name}: once", announce
+                root, key, lambda folder: _build(folder, dataset, request), f"{dataset.name}: once", announce
             )
-            return packed.packed_text(config, root, _prepared(entry, dataset, config, root, any_size), announce)
-    if config.data.tokenizer is None and (any_size or config.checkpoint.load is not None):
+            return packed.packed_text(request, root, _prepared(entry, dataset, request, root, any_size), announce)
+    if request.data.tokenizer is None and (any_size or request.weights is not None):
         raise DataError(
             f"{dataset.shown} holds text, which is read with the model's tokenizer: name it by data.tokenizer"
         )
-    return text.open_data(config, root, announce, any_size=any_size, source=dataset)
+    return text.open_data(request, root, announce, any_size=any_size, source=dataset)
 
 
 def _holds_tokens(dataset: DataSet, root: Path) -> bool:
@@ -61,21 +64,21 @@ def _holds_tokens(dataset: DataSet, root: Path) -> bool:
         return dataset.holds_tokens
 
 
-def _key(dataset: DataSet, config: Config) -> str:
-    weights = config.data.split_weights
+def _key(dataset: DataSet, request: DataRequest) -> str:
+    weights = request.data.split_weights
     return cache.key_of(
         {
             "rows": dataset.stamp(),
-            "split": list(config.data.split_names) or weights[1] / sum(weights),
-            "vocab_size": config.model.vocab_size,
+            "split": list(request.data.split_names) or weights[1] / sum(weights),
+            "vocab_size": request.vocab_size,
         }
     )
 
 
-def _build(folder: Path, dataset: DataSet, config: Config) -> dict[str, Any]:
-    vocab_size = config.model.vocab_size
+def _build(folder: Path, dataset: DataSet, request: DataRequest) -> dict[str, Any]:
+    vocab_size = request.vocab_size
     dtype = cache.token_dtype(vocab_size)
-    split = None if config.data.split_names else _plan(dataset, config)
+    split = None if request.data.split_names else _plan(dataset, request)
     with ExitStack() as files:
         writers = token_writers(files, dtype, folder)
         for part, number, tokens in _parts(dataset, vocab_size, split):
@@ -94,10 +97,10 @@ def _build(folder: Path, dataset: DataSet, config: Config) -> dict[str, Any]:
     }
 
 
-def _plan(dataset: DataSet, config: Config) -> TextSplit:
+def _plan(dataset: DataSet, request: DataRequest) -> TextSplit:
     """The split of rows by their tokens, as `plan_split` makes it of documents by their characters."""
     lengths = [_lengths(array) for name in dataset.splits for array in dataset.rows(name)]
-    return plan_split(np.concatenate(lengths or [np.empty(0, dtype=np.int64)]), config.data.split_weights)
+    return plan_split(np.concatenate(lengths or [np.empty(0, dtype=np.int64)]), request.data.split_weights)
 
 
 def _parts(
@@ -157,29 +160,27 @@ def _tokens(
 
 
 def _prepared(
-    entry: cache.CacheEntry, dataset: DataSet, config: Config, root: Path, any_size: bool
+    entry: cache.CacheEntry, dataset: DataSet, request: DataRequest, root: Path, any_size: bool
 ) -> common.PreparedText:
-    problems = common.without_tokenizer(config)
-    if common.in_pairs(config) and not problems:
+    problems = common.without_tokenizer(request)
+    if request.in_pairs and not problems:
         problems.append(
-            f"model.family ({config.model.family}) must have text, for its pairs of sentences, and {dataset.shown} "
+            f"model.family ({request.family}) must have text, for its pairs of sentences, and {dataset.shown} "
             "holds tokens: name a column of text by data.text_key"
         )
-    tokenizer = common.tokenizer_of_tokens(config, manifests(config.data), problems)
-    problems = problems or common.entry_problems(
-        config, entry, dataset.name, [] if any_size else common.needed_parts(config)
-    )
+    tokenizer = common.tokenizer_of_tokens(request, manifests(request.data), problems)
+    problems = problems or common.entry_problems(request, entry, dataset.name, [] if any_size else request.needed_parts)
     if problems:
         raise DataError(problems)
     sizes = {part: entry.manifest[part]["tokens"] for part in PARTS}
     nbytes = sum(sizes.values()) * np.dtype(entry.manifest["dtype"]).itemsize
     number = counted(entry.manifest["documents"], "row")
     return common.PreparedText(
-        common.tokenizer_in_cache(config, tokenizer, root),
+        common.tokenizer_in_cache(request, tokenizer, root),
         entry.manifest["fingerprint"],
         f"{dataset.name}: {size(nbytes)}, {number}, {describe_sizes(sizes)} tokens",
         tokens={part: entry.tokens(part) for part in PARTS},
-        vocab_size=config.model.vocab_size if tokenizer is None else tokenizer.vocab_size,
+        vocab_size=request.vocab_size if tokenizer is None else tokenizer.vocab_size,
     )
 
 
@@ -188,16 +189,16 @@ def manifests(data: DataConfig) -> list[Path]:
     return [] if data.path is None else [of_folder(user_path(data.path))]
 
 
-def glance(config: Config) -> str:
+def glance(request: DataRequest) -> str:
     """The number of files of a saved data set; for a data set on the hub, the place where it was found."""
-    require_library(config.data)
-    if config.data.is_hub_dataset:
-        place = hub.FOUND[hub.find(hub.place_of_dataset(config.data.name, BUILT_IN_TEXTS))]
-        return place + packed.glance_text(config, ())
-    dataset = DataSet.open(config.data)
+    require_library(request.data)
+    if request.data.is_hub_dataset:
+        place = hub.FOUND[hub.find(hub.place_of_dataset(request.data.name, BUILT_IN_TEXTS))]
+        return place + packed.glance_text(request, ())
+    dataset = DataSet.open(request.data)
     dataset.stamp()
     number = sum(map(len, dataset.files_by_split().values()))
-    return f"a data set of {counted(number, 'file')}, {text.when_read(config)}{packed.glance_text(config, ())}"
+    return f"a data set of {counted(number, 'file')}, {text.when_read(request)}{packed.glance_text(request, ())}"
 
 
 def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
@@ -268,3 +269,15 @@ def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: i
     ids = [np.array(row or []) for row in leading.to_pylist()]
     seen = arrow.list_flatten(looked_at).drop_null().to_numpy()
     return inspecting.with_tokens(inspection, data.tokenizer, ids, [seen], round(lengths.mean * total))
+
+
+FORMAT = DataFormat(
+    name="datasets",
+    contents="text or tokens",
+    is_at=is_saved,
+    open_data=open_data,
+    glance=glance,
+    inspect=inspect,
+    manifests=manifests,
+    has_splits=True,
+)

@@ -11,12 +11,15 @@ import numpy as np
 
 from shardwise.base.errors import DataError, listing
 from shardwise.base.units import counted, size
-from shardwise.config import Config, DataConfig
+from shardwise.config import DataConfig
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.data import cache, split
 from shardwise.data.formats import common, inspecting
+from shardwise.data.formats.record import DataFormat
 from shardwise.data.reading import content, manifest
-from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list, library, shard_paths, unpack
+from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list, library, names_shards, shard_paths, unpack
+from shardwise.data.request import DataRequest
+from shardwise.data.rows import PART_NAMES, Part
 from shardwise.data.samples import batch, sentence_pairs
 
 # Blocks of all shards together that the fingerprint reads; of each shard the first and the last one at least.
@@ -40,55 +43,55 @@ class PreparedShards(common.PreparedData):
     shards: ShardRows
     bounds: Sequence[int]
 
-    def rows(self, part: split.Part) -> range:
+    def rows(self, part: Part) -> range:
         """The rows of a part."""
-        number = list(split.PART_NAMES).index(part)
+        number = list(PART_NAMES).index(part)
         return range(self.bounds[number], self.bounds[number + 1])
 
-    def count(self, part: split.Part) -> int:
+    def count(self, part: Part) -> int:
         """Tokens of a part, padding included."""
         return len(self.rows(part)) * self.shards.length
 
-    def beginning(self, part: split.Part, tokens: int) -> list[int]:
+    def beginning(self, part: Part, tokens: int) -> list[int]:
         """The first tokens of a part, as they are masked."""
         rows = self.rows(part)[: -(-tokens // self.shards.length)]
         ids: list[int] = self.shards.take(np.array(rows, dtype=np.int64))["input_ids"].ravel()[:tokens].tolist()
         return ids
 
     def batches(
-        self, config: Config, part: split.Part, *, evaluation: bool = False, tail: bool = False
+        self, request: DataRequest, part: Part, *, evaluation: bool = False, tail: bool = False
     ) -> batch.Batches | None:
         """The batches of a part, see `PreparedData`; neither `evaluation` nor `tail` makes a difference."""
         rows = self.rows(part)
         if not rows:
             return None
-        return sentence_pairs.ShardBatches(self.shards, rows.start, rows.stop, config.train.seed)
+        return sentence_pairs.ShardBatches(self.shards, rows.start, rows.stop, request.seed)
 
 
-def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedShards:
-    """Opens the shards of `config`; arrays in chunks, and the tokenizer if one is named, are kept in the cache."""
-    data = config.data
-    model = common.require_sentence_pairs(config)
+def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedShards:
+    """Opens the shards of `request`; arrays in chunks, and the tokenizer if one is named, are kept in the cache."""
+    data = request.data
+    token_types = common.require_sentence_pairs(request)
     shards = []
     problems = []
     library()
     for path in shard_paths(data):
         try:
-            shards.append(Hdf5Shard.open(path, config.train.sequence_length))
+            shards.append(Hdf5Shard.open(path, request.sequence_length))
         except DataError as error:
             problems += error.problems
     if len(problems) > _PROBLEMS_SHOWN:
         left_out = f"{len(problems) - _PROBLEMS_SHOWN} more of the shards of data.path ({data.name}) are wrong too"
         problems = [*problems[:_PROBLEMS_SHOWN], left_out]
-    tokenizer = common.tokenizer_of_tokens(config, manifests(data), problems)
+    tokenizer = common.tokenizer_of_tokens(request, manifests(data), problems)
     if problems:
         raise DataError(problems)
-    rows = ShardRows(unpack(root, shards, announce), model.vocab_size, model.token_types)
+    rows = ShardRows(unpack(root, shards, announce), request.vocab_size, token_types)
     bounds = split.part_bounds(len(rows), data.split_weights)
-    for part, (first, stop) in zip(common.needed_parts(config), pairwise(bounds), strict=False):
+    for part, (first, stop) in zip(request.needed_parts, pairwise(bounds), strict=False):
         if first == stop and not any_size:
             problems.append(
-                f"the {split.PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at "
+                f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at "
                 f"data.split={data.split}) must hold at least one: give more shards or another split"
             )
     if problems:
@@ -98,11 +101,11 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
     with content.readable("data.path"):
         digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
     return PreparedShards(
-        tokenizer_path=common.tokenizer_in_cache(config, tokenizer, root),
+        tokenizer_path=common.tokenizer_in_cache(request, tokenizer, root),
         shards=rows,
         bounds=bounds,
         fingerprint=cache.digest_of({"digests": digests, "bounds": bounds}),
-        summary=_summary(rows, bounds, config),
+        summary=_summary(rows, bounds, request),
     )
 
 
@@ -111,11 +114,11 @@ def manifests(data: DataConfig) -> list[Path]:
     return sorted({manifest.of_folder(path.parent) for path in shard_paths(data)})
 
 
-def glance(config: Config) -> str:
+def glance(request: DataRequest) -> str:
     """The number of shards; the first few are opened."""
-    common.require_sentence_pairs(config)
-    paths = shard_paths(config.data)
-    glanced = [Hdf5Shard.open(path, config.train.sequence_length) for path in paths[:_GLANCED]]
+    common.require_sentence_pairs(request)
+    paths = shard_paths(request.data)
+    glanced = [Hdf5Shard.open(path, request.sequence_length) for path in paths[:_GLANCED]]
     opened = f", of which {len(glanced)} were opened" if len(glanced) < len(paths) else ""
     return f"{counted(len(paths), 'HDF5 shard')}{opened}"
 
@@ -162,17 +165,28 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     return inspecting.with_tokens(inspection, data.tokenizer, ids, [values["input_ids"]], number * first.length)
 
 
-def _summary(shards: ShardRows, bounds: Sequence[int], config: Config) -> str:
+def _summary(shards: ShardRows, bounds: Sequence[int], request: DataRequest) -> str:
     number = len(shards.shards)
     total = sum(shard.path.stat().st_size for shard in shards.shards)
-    sizes = dict(zip(split.PART_NAMES, np.diff(bounds).tolist(), strict=True))
+    sizes = dict(zip(PART_NAMES, np.diff(bounds).tolist(), strict=True))
     unread = []
-    if config.data.max_predictions not in (None, shards.predictions):
-        unread.append(f"data.max_predictions ({config.data.max_predictions})")
-    if config.data.masked_fraction != MASKED_FRACTION:
-        unread.append(f"data.masked_fraction ({config.data.masked_fraction})")
+    if request.data.max_predictions not in (None, shards.predictions):
+        unread.append(f"data.max_predictions ({request.data.max_predictions})")
+    if request.data.masked_fraction != MASKED_FRACTION:
+        unread.append(f"data.masked_fraction ({request.data.masked_fraction})")
     ignored = f"; {listing(unread)} not used, as shards have their masks" if unread else ""
     return (
-        f"{config.data.name}: {size(total)}, {counted(number, 'shard')}, {split.describe_sizes(sizes)} samples of "
+        f"{request.data.name}: {size(total)}, {counted(number, 'shard')}, {split.describe_sizes(sizes)} samples of "
         f"{shards.length:,} tokens, masked when they were made, at most {shards.predictions:,} each{ignored}"
     )
+
+
+FORMAT = DataFormat(
+    name="hdf5",
+    contents="masked pairs",
+    is_at=names_shards,
+    open_data=open_data,
+    glance=glance,
+    inspect=inspect,
+    manifests=manifests,
+)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import count, counted
 from shardwise.data import hub
+from shardwise.data.rows import IntArray
 from shardwise.data.samples.batch import Tokens
-from shardwise.data.samples.order import IntArray
 from shardwise.data.samples.packing import PackedSamples
 from shardwise.data.tokens.tokenizer import Tokenizer
 

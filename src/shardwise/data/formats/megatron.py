@@ -11,11 +11,21 @@ import numpy as np
 
 from shardwise.base.errors import DataError
 from shardwise.base.units import counted, size
-from shardwise.config import Config, DataConfig
+from shardwise.config import DataConfig
 from shardwise.data import cache, split
 from shardwise.data.formats import common, inspecting, packed
+from shardwise.data.formats.record import DataFormat
 from shardwise.data.reading.manifest import of_prefix, read_manifest
-from shardwise.data.reading.megatron_files import Documents, IndexedFile, count_sequences, count_tokens, prefix_of
+from shardwise.data.reading.megatron_files import (
+    Documents,
+    IndexedFile,
+    count_sequences,
+    count_tokens,
+    is_indexed,
+    prefix_of,
+)
+from shardwise.data.request import DataRequest
+from shardwise.data.rows import PART_NAMES, Part
 from shardwise.data.samples import batch, causal, order, packing
 from shardwise.data.tokens.tokenizer import PairTokens
 
@@ -41,31 +51,31 @@ class PreparedDocuments(common.PreparedData):
     """
 
     weights: tuple[float, ...]
-    parts: Mapping[split.Part, tuple[Documents, ...]]
+    parts: Mapping[Part, tuple[Documents, ...]]
     vocab_size: int
     pair_tokens: PairTokens | None = None
-    packed: tuple[Mapping[split.Part, packing.PackedSamples], ...] = ()
+    packed: tuple[Mapping[Part, packing.PackedSamples], ...] = ()
 
-    def count(self, part: split.Part) -> int:
+    def count(self, part: Part) -> int:
         return sum(map(len, self.parts[part]))
 
-    def beginning(self, part: split.Part, tokens: int) -> list[int]:
+    def beginning(self, part: Part, tokens: int) -> list[int]:
         return next((documents.beginning(tokens) for documents in self.parts[part] if len(documents)), [])
 
     def batches(
-        self, config: Config, part: split.Part, *, evaluation: bool = False, tail: bool = False
+        self, request: DataRequest, part: Part, *, evaluation: bool = False, tail: bool = False
     ) -> batch.Batches | None:
         """The batches of a part, see `PreparedData`; a data set whose part holds less than one sample is left out."""
         weights: dict[str, float] = {}
         sources: dict[str, batch.Batches] = {}
         for number, (weight, documents) in enumerate(zip(self.weights, self.parts[part], strict=True)):
-            batches = self._batches_of_data_set(config, documents, number, part, evaluation=evaluation, tail=tail)
+            batches = self._batches_of_data_set(request, documents, number, part, evaluation=evaluation, tail=tail)
             if batches is not None:
                 name = self._name(number)
                 weights[name] = weight
                 sources[name] = batches
         if len(sources) > 1:
-            together = 1 if evaluation else config.samples_together
+            together = 1 if evaluation else request.samples_together
             return batch.BlendedBatches(sources, [order.Stage(0, 0, weights)], together)
         return next(iter(sources.values()), None)
 
@@ -75,47 +85,47 @@ class PreparedDocuments(common.PreparedData):
         return names[number] if names.count(names[number]) == 1 else f"{names[number]}-{number}"
 
     def _batches_of_data_set(
-        self, config: Config, documents: Documents, number: int, part: split.Part, *, evaluation: bool, tail: bool
+        self, request: DataRequest, documents: Documents, number: int, part: Part, *, evaluation: bool, tail: bool
     ) -> batch.Batches | None:
-        seed = config.train.seed
+        seed = request.seed
         if number:  # two data sets of one size must not go through it in one order
             seed = order.mix_integer(seed, number)
         if self.pair_tokens is not None:
             sentences = documents.sentences
-            return common.pair_batches(config, documents, sentences, self.pair_tokens, self.vocab_size, seed)
-        together = 1 if evaluation else config.samples_together
+            return common.pair_batches(request, documents, sentences, self.pair_tokens, self.vocab_size, seed)
+        together = 1 if evaluation else request.samples_together
         if self.packed:
-            return common.packed_batches(config, documents, self.packed[number].get(part), seed, together)
+            return common.packed_batches(request, documents, self.packed[number].get(part), seed, together)
         if evaluation:  # in the order of the file, as any other program reads it
-            return common.row_batches(config, documents, self.tokenizer_path, seed, tail=tail)
-        length = config.train.sequence_length
+            return common.row_batches(request, documents, self.tokenizer_path, seed, tail=tail)
+        length = request.sequence_length
         if len(documents) <= length * together:
             return None
-        ends = causal.DocumentEnds.of(config, self.tokenizer_path)
+        ends = causal.DocumentEnds.of(request.data, self.tokenizer_path)
         return causal.DocumentBatches(documents, length, seed, ends=ends, together=together)
 
 
-def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedDocuments:
-    """Opens the data sets of `config`; only the tokenizer, if one is named, is kept in the cache `root`."""
-    problems = common.without_tokenizer(config, has_documents=True)
+def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedDocuments:
+    """Opens the data sets of `request`; only the tokenizer, if one is named, is kept in the cache `root`."""
+    problems = common.without_tokenizer(request, has_documents=True)
     files: list[IndexedFile] = []
-    for _, prefix in config.data.weighted_prefixes:
+    for _, prefix in request.data.weighted_prefixes:
         try:
             files.append(IndexedFile.open(prefix))
         except DataError as error:
             problems += error.problems
-    tokenizer = common.tokenizer_of_tokens(config, manifests(config.data), problems)
+    tokenizer = common.tokenizer_of_tokens(request, manifests(request.data), problems)
     if problems:
         raise DataError(problems)
-    parts = _parts(files, config)
-    if not any_size and (problems := _too_short(parts, config)):
+    parts = _parts(files, request)
+    if not any_size and (problems := _too_short(parts, request)):
         raise DataError(problems)
-    packed_parts = tuple(_packed(files, parts, config, root, announce))
-    weights = tuple(weight for weight, _ in config.data.weighted_prefixes)
+    packed_parts = tuple(_packed(files, parts, request, root, announce))
+    weights = tuple(weight for weight, _ in request.data.weighted_prefixes)
     # A fingerprint of the bounds too: another split of the same files is other data.
     bounds = {part: [(chosen.first, chosen.stop) for chosen in documents] for part, documents in parts.items()}
     return PreparedDocuments(
-        tokenizer_path=common.tokenizer_in_cache(config, tokenizer, root),
+        tokenizer_path=common.tokenizer_in_cache(request, tokenizer, root),
         weights=weights,
         parts=parts,
         fingerprint=cache.digest_of(
@@ -123,46 +133,46 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
             # Blends had another order of their data sets before.
             | ({"order": _BLEND_ORDER} if len(files) > 1 else {})
         ),
-        vocab_size=config.model.vocab_size if tokenizer is None else tokenizer.vocab_size,
-        summary=_summary(files, parts, config) + packed.facts_text(packed_parts),
+        vocab_size=request.vocab_size if tokenizer is None else tokenizer.vocab_size,
+        summary=_summary(files, parts, request) + packed.facts_text(packed_parts),
         packed=packed_parts,
-        pair_tokens=tokenizer.pair_tokens() if tokenizer is not None and common.in_pairs(config) else None,
+        pair_tokens=tokenizer.pair_tokens() if tokenizer is not None and request.in_pairs else None,
     )
 
 
 def _packed(
     files: Sequence[IndexedFile],
-    parts: Mapping[split.Part, tuple[Documents, ...]],
-    config: Config,
+    parts: Mapping[Part, tuple[Documents, ...]],
+    request: DataRequest,
     root: Path,
     announce: common.Announce,
-) -> Iterator[Mapping[split.Part, packing.PackedSamples]]:
-    """The packed samples of each data set; none unless `config` asks for them.
+) -> Iterator[Mapping[Part, packing.PackedSamples]]:
+    """The packed samples of each data set; none unless `request` asks for them.
 
     Raises:
         DataError: a data set is a single document.
     """
-    if not config.data.packs_documents:
+    if not request.data.packs_documents:
         return
     problems = [
-        f"{file.prefix} must have several documents, as data.packing ({config.data.packing}) packs documents, and it "
+        f"{file.prefix} must have several documents, as data.packing ({request.data.packing}) packs documents, and it "
         "is one: prepare it again with the token that ends a document (--eod-token), or set data.packing=cut"
         for file in files
         if file.num_documents == 1
     ]
     if problems:
         raise DataError(problems)
-    for number, (file, key) in enumerate(zip(files, _packed_keys(files, parts, config), strict=True)):
+    for number, (file, key) in enumerate(zip(files, _packed_keys(files, parts, request), strict=True)):
         bounds = {part: chosen[number].bounds for part, chosen in parts.items() if len(chosen[number])}
-        yield packed.open_packed(root, key, bounds, config, file.prefix, announce)
+        yield packed.open_packed(root, key, bounds, request, file.prefix, announce)
 
 
 def _packed_keys(
-    files: Sequence[IndexedFile], parts: Mapping[split.Part, tuple[Documents, ...]], config: Config
+    files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents, ...]], request: DataRequest
 ) -> list[str]:
     """The key of the packed samples of each data set."""
     bounds = [{part: (chosen[n].first, chosen[n].stop) for part, chosen in parts.items()} for n in range(len(files))]
-    return [packed.key_of([file.digest, parts_of], config) for file, parts_of in zip(files, bounds, strict=True)]
+    return [packed.key_of([file.digest, parts_of], request) for file, parts_of in zip(files, bounds, strict=True)]
 
 
 def manifests(data: DataConfig) -> list[Path]:
@@ -170,21 +180,21 @@ def manifests(data: DataConfig) -> list[Path]:
     return [of_prefix(prefix_of(prefix)) for _, prefix in data.weighted_prefixes]
 
 
-def glance(config: Config) -> str:
+def glance(request: DataRequest) -> str:
     """The number of sequences, by the headers of the .idx files."""
-    sequences = [count_sequences(prefix) for _, prefix in config.data.weighted_prefixes]
+    sequences = [count_sequences(prefix) for _, prefix in request.data.weighted_prefixes]
     text = f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
-    if not config.data.packs_documents:
+    if not request.data.packs_documents:
         return text
-    files = [IndexedFile.open(prefix) for _, prefix in config.data.weighted_prefixes]
-    return text + packed.glance_text(config, _packed_keys(files, _parts(files, config), config))
+    files = [IndexedFile.open(prefix) for _, prefix in request.data.weighted_prefixes]
+    return text + packed.glance_text(request, _packed_keys(files, _parts(files, request), request))
 
 
-def most_tokens(config: Config, limit: int) -> int | None:
+def most_tokens(request: DataRequest, limit: int) -> int | None:
     """The tokens of all data sets; None where pairs repeat sentences."""
-    if common.in_pairs(config):
+    if request.in_pairs:
         return None
-    total = sum(count_tokens(prefix) for _, prefix in config.data.weighted_prefixes)
+    total = sum(count_tokens(prefix) for _, prefix in request.data.weighted_prefixes)
     return total if total <= limit else None
 
 
@@ -240,36 +250,49 @@ def first_documents(data: DataConfig) -> inspecting.FirstDocuments:
     return inspecting.FirstDocuments(file.tokens, file.starts(np.arange(number + 1)), number == file.num_documents)
 
 
-def _parts(files: Sequence[IndexedFile], config: Config) -> dict[split.Part, tuple[Documents, ...]]:
+def _parts(files: Sequence[IndexedFile], request: DataRequest) -> dict[Part, tuple[Documents, ...]]:
     """The documents of each part in each of the data sets, each of which is divided by itself."""
-    parts: dict[split.Part, list[Documents]] = {part: [] for part in split.PART_NAMES}
+    parts: dict[Part, list[Documents]] = {part: [] for part in PART_NAMES}
     for file in files:
-        bounds = split.part_bounds(file.num_documents, config.data.split_weights)
-        for part, (first, stop) in zip(split.PART_NAMES, pairwise(bounds), strict=True):
-            parts[part].append(Documents(file, first, stop, config.model.vocab_size))
+        bounds = split.part_bounds(file.num_documents, request.data.split_weights)
+        for part, (first, stop) in zip(PART_NAMES, pairwise(bounds), strict=True):
+            parts[part].append(Documents(file, first, stop, request.vocab_size))
     return {part: tuple(documents) for part, documents in parts.items()}
 
 
-def _too_short(parts: Mapping[split.Part, tuple[Documents, ...]], config: Config) -> list[str]:
+def _too_short(parts: Mapping[Part, tuple[Documents, ...]], request: DataRequest) -> list[str]:
     """The problems of parts that are too short: training needs a sample of each data set, an evaluation one of any."""
     problems = []
-    for part in common.needed_parts(config):
+    for part in request.needed_parts:
         short = []  # the problems of this part
         for documents in parts[part]:
-            sentences = documents.sentences if common.in_pairs(config) else None
-            short += common.shortage(config, part, documents.file.prefix, len(documents), sentences, documents.count)
+            sentences = documents.sentences if request.in_pairs else None
+            short += common.shortage(request, part, documents.file.prefix, len(documents), sentences, documents.count)
         if part == "train" or len(short) == len(parts[part]):
             problems += short
     return problems
 
 
-def _summary(files: Sequence[IndexedFile], parts: Mapping[split.Part, tuple[Documents, ...]], config: Config) -> str:
-    if config.data.blend is None:
-        name = config.data.name
+def _summary(files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents, ...]], request: DataRequest) -> str:
+    if request.data.blend is None:
+        name = request.data.name
     else:
-        total = sum(weight for weight, _ in config.data.weighted_prefixes)
-        name = " + ".join(f"{weight / total:.3g} × {prefix}" for weight, prefix in config.data.weighted_prefixes)
+        total = sum(weight for weight, _ in request.data.weighted_prefixes)
+        name = " + ".join(f"{weight / total:.3g} × {prefix}" for weight, prefix in request.data.weighted_prefixes)
     number = sum(file.num_documents for file in files)
     tokens = {part: sum(map(len, documents)) for part, documents in parts.items()}
     nbytes = size(sum(file.tokens.nbytes for file in files))
     return f"{name}: {nbytes}, {counted(number, 'document')}, {split.describe_sizes(tokens)} tokens"
+
+
+FORMAT = DataFormat(
+    name="megatron",
+    contents="tokens",
+    is_at=is_indexed,
+    open_data=open_data,
+    glance=glance,
+    inspect=inspect,
+    manifests=manifests,
+    most_tokens=most_tokens,
+    first_documents=first_documents,
+)

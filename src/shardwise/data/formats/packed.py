@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 
 from shardwise.base.errors import DataError
 from shardwise.base.files import cache_root
-from shardwise.config import Config
 from shardwise.data import cache
 from shardwise.data.formats import common
-from shardwise.data.samples import batch, causal
-from shardwise.data.samples.order import IntArray
+from shardwise.data.request import DataRequest
+from shardwise.data.rows import PART_NAMES, IntArray, Part, TokenArray
+from shardwise.data.samples import causal
 from shardwise.data.samples.packing import WINDOW, PackedSamples, PackingFacts, document_bounds, packed_windows
-from shardwise.data.split import PART_NAMES, Part
 
 _RULE = 1
 """Belongs to the key of every cache entry: raise it when documents are packed in another way."""
@@ -31,7 +30,7 @@ def open_packed(
     root: Path,
     key: str,
     bounds: Mapping[Part, Callable[[], IntArray]],
-    config: Config,
+    request: DataRequest,
     name: object,
     announce: common.Announce,
 ) -> dict[Part, PackedSamples]:
@@ -41,8 +40,8 @@ def open_packed(
         key: key of the entry, see `key_of`.
         bounds: functions that find the bounds of the documents of each part that has some.
     """
-    length = config.unit_length
-    together = config.block_length // length
+    length = request.unit_length
+    together = request.block_length // length
 
     def build(folder: Path) -> dict[str, Any]:
         if announce is not None:
@@ -61,17 +60,17 @@ def open_packed(
     }
 
 
-def key_of(documents: Any, config: Config) -> str:
-    """The key of the entry of some documents, as they are described, at the sequence lengths of `config`."""
-    described = {"packing": _RULE, "window": WINDOW, "length": config.unit_length, "documents": documents}
-    if config.block_length > config.unit_length:
-        described["together"] = config.block_length // config.unit_length
+def key_of(documents: Any, request: DataRequest) -> str:
+    """The key of the entry of some documents, as they are described, at the sequence lengths of `request`."""
+    described = {"packing": _RULE, "window": WINDOW, "length": request.unit_length, "documents": documents}
+    if request.block_length > request.unit_length:
+        described["together"] = request.block_length // request.unit_length
     return cache.key_of(described)
 
 
-def key_of_text(fingerprint: str, end: int, config: Config) -> str:
+def key_of_text(fingerprint: str, end: int, request: DataRequest) -> str:
     """The key of the entry of a text, or of tokens in a row; `end`: the token that ends a document."""
-    return key_of([fingerprint, end], config)
+    return key_of([fingerprint, end], request)
 
 
 def _write(folder: Path, part: Part, bounds: IntArray, length: int, together: int) -> dict[str, Any]:
@@ -91,28 +90,28 @@ def _write(folder: Path, part: Part, bounds: IntArray, length: int, together: in
     return {"facts": asdict(facts), "bounds": {"pieces": pieces.facts(), "samples": samples.facts()}}
 
 
-def packed_text(config: Config, root: Path, data: _Text, announce: common.Announce) -> _Text:
-    """`data` with packed samples of all parts, if `config` asks for them; else `data`.
+def packed_text(request: DataRequest, root: Path, data: _Text, announce: common.Announce) -> _Text:
+    """`data` with packed samples of all parts, if `request` asks for them; else `data`.
 
     Raises:
         DataError: a part has no ends of documents.
     """
-    if not config.data.packs_documents:
+    if not request.data.packs_documents:
         return data
-    ends = causal.DocumentEnds.of(config, data.tokenizer_path)
+    ends = causal.DocumentEnds.of(request.data, data.tokenizer_path)
     assert ends is not None, "documents are told apart"
     packed = open_packed(
         root,
-        key_of_text(data.fingerprint, ends.token, config),
-        {part: _finder(config, part, row, ends.token) for part, row in data.tokens.items() if len(row)},
-        config,
-        config.data.name,
+        key_of_text(data.fingerprint, ends.token, request),
+        {part: _finder(request, part, row, ends.token) for part, row in data.tokens.items() if len(row)},
+        request,
+        request.data.name,
         announce,
     )
     return replace(data, packed=packed, summary=f"{data.summary}{facts_text([packed])}")
 
 
-def _finder(config: Config, part: Part, row: batch.TokenArray, end: int) -> Callable[[], IntArray]:
+def _finder(request: DataRequest, part: Part, row: TokenArray, end: int) -> Callable[[], IntArray]:
     """A function that finds the bounds of the documents of a part; DataError if it has none."""
 
     def find() -> IntArray:
@@ -120,8 +119,8 @@ def _finder(config: Config, part: Part, row: batch.TokenArray, end: int) -> Call
         if len(bounds) > 2 or row[-1] == end:
             return bounds
         raise DataError(
-            f"the {PART_NAMES[part]} part of {config.data.key} ({config.data.name}) must have the token that ends a "
-            f"document (id {end}), as data.packing ({config.data.packing}) packs documents: give text of several "
+            f"the {PART_NAMES[part]} part of {request.data.key} ({request.data.name}) must have the token that ends a "
+            f"document (id {end}), as data.packing ({request.data.packing}) packs documents: give text of several "
             "documents, such as JSON lines, name the token of data that are tokens by data.eod_token, or set "
             "data.packing=cut"
         )
@@ -135,13 +134,13 @@ def facts_text(packed: Iterable[Mapping[Part, PackedSamples]]) -> str:
     return f"; {sum(facts, PackingFacts())}" if facts else ""
 
 
-def glance_text(config: Config, keys: Iterable[str]) -> str:
-    """The facts of packed data for a dry run, after a semicolon: empty unless `config` asks for packing.
+def glance_text(request: DataRequest, keys: Iterable[str]) -> str:
+    """The facts of packed data for a dry run, after a semicolon: empty unless `request` asks for packing.
 
     Args:
         keys: keys of the entries that a run will open, as far as they are known.
     """
-    if not config.data.packs_documents:
+    if not request.data.packs_documents:
         return ""
     entries = [cache.open_entry(cache_root(), _KIND, key, cache.has_its_bounds) for key in keys]
     manifests = [entry.manifest for entry in entries if entry is not None]

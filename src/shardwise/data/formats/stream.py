@@ -13,11 +13,13 @@ from typing import Any
 
 from shardwise.base.errors import DataError
 from shardwise.base.units import counted
-from shardwise.config import Config, DataConfig
+from shardwise.config import DataConfig
 from shardwise.data import cache, split
 from shardwise.data.formats import common, packed
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.content import readable
+from shardwise.data.request import DataRequest
+from shardwise.data.rows import PARTS, Part, TokenArray
 from shardwise.data.samples import batch, causal, packing, streaming
 from shardwise.data.tokens.encoding import encode_documents
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, user_tokenizer_digest
@@ -44,7 +46,7 @@ class PreparedStream(common.PreparedText):
     held_out: streaming.HeldOut
     data: DataConfig
 
-    def beginning(self, part: split.Part, tokens: int) -> list[int]:
+    def beginning(self, part: Part, tokens: int) -> list[int]:
         if part != "train":
             return super().beginning(part, tokens)
         assert self.tokenizer_path is not None
@@ -56,27 +58,27 @@ class PreparedStream(common.PreparedText):
         return [int(token) for token in row[:tokens]]
 
     def batches(
-        self, config: Config, part: split.Part, *, evaluation: bool = False, tail: bool = False
+        self, request: DataRequest, part: Part, *, evaluation: bool = False, tail: bool = False
     ) -> batch.Batches | None:
         if part != "train":
-            return super().batches(config, part, tail=tail)
+            return super().batches(request, part, tail=tail)
         if evaluation:
             raise DataError(
                 f"data.streaming (true) must be false where the training part of {self.name} is evaluated: set it, or "
                 "give --part eval"
             )
         assert self.tokenizer_path is not None
-        length = config.train.sequence_length
-        ends = causal.DocumentEnds.of(config, self.tokenizer_path)
-        packs_documents = config.data.packs_documents
+        length = request.sequence_length
+        ends = causal.DocumentEnds.of(request.data, self.tokenizer_path)
+        packs_documents = request.data.packs_documents
 
-        def cut(row: batch.TokenArray, seed: int) -> batch.Batches | None:
+        def cut(row: TokenArray, seed: int) -> batch.Batches | None:
             if not packs_documents:
                 # With the tail, as a block may have fewer tokens than a sample.
                 return causal.TokenBatches(row, length, seed, tail=True, ends=ends)
             assert ends is not None, "documents are told apart"
             samples = packing.PackedSamples.from_bounds(packing.document_bounds(row, ends.token), length)
-            return common.packed_batches(config, row, samples, seed)
+            return common.packed_batches(request, row, samples, seed)
 
         tokenizer = Tokenizer.load(self.tokenizer_path)
         stream = streaming.TextStream(
@@ -84,8 +86,8 @@ class PreparedStream(common.PreparedText):
             tokenizer,
             common.document_marks(self.data, tokenizer),
             cut,
-            seed=config.train.seed,
-            buffer=config.data.shuffle_buffer,
+            seed=request.seed,
+            buffer=request.data.shuffle_buffer,
             held_out=self.held_out,
         )
         return streaming.StreamBatches(stream, self.name)
@@ -94,9 +96,9 @@ class PreparedStream(common.PreparedText):
         return [text_sources.open_shard(file, self.data) for file in self.files]
 
 
-def open_data(config: Config, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedStream:
+def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedStream:
     """Opens a stream; its first documents are read if the cache `root` does not know them."""
-    source = text_sources.open_source(config.data)
+    source = text_sources.open_source(request.data)
     # Built-in texts, which are small, are refused by the configuration.
     assert isinstance(source, text_sources.FileSource | text_sources.ColumnSource)
     if isinstance(source, text_sources.ColumnSource):
@@ -105,35 +107,35 @@ def open_data(config: Config, root: Path, announce: common.Announce, *, any_size
         stamp = _digest_of_files(source.files, hashed=False)
     entry = cache.open_or_build_tokens(
         root,
-        _key(config, stamp),
-        lambda folder: _build(folder, source, config, announce),
-        f"{config.data.name}: the first documents of a stream",
+        _key(request, stamp),
+        lambda folder: _build(folder, source, request, announce),
+        f"{request.data.name}: the first documents of a stream",
         announce,
     )
     left_out = source.left_out_note() if isinstance(source, text_sources.FileSource) else ""
-    return packed.packed_text(config, root, _prepared(entry, config, any_size, left_out), announce)
+    return packed.packed_text(request, root, _prepared(entry, request, any_size, left_out), announce)
 
 
-def _key(config: Config, stamp: str) -> str:
+def _key(request: DataRequest, stamp: str) -> str:
     """The key of the cache entry: a digest of all that decides which documents are held out, and their tokens."""
-    data = config.data
+    data = request.data
     assert data.tokenizer is not None
     described = {
         "stream": stamp,
         "text_key": data.text_key,
         "kind": "by content" if data.format == "auto" else data.format,
-        "split": list(data.split_names) or _share(config),
+        "split": list(data.split_names) or _share(request),
         "tokenizer": user_tokenizer_digest(data.tokenizer),
-        "vocab_size": config.model.vocab_size,
+        "vocab_size": request.vocab_size,
         "buffer": data.shuffle_buffer,
         **data.chosen_marks,
     }
     return cache.key_of(described)
 
 
-def _share(config: Config) -> float:
+def _share(request: DataRequest) -> float:
     """The share of the first block that is held out; text has no test part."""
-    train, evaluation, _ = config.data.split_weights
+    train, evaluation, _ = request.data.split_weights
     return evaluation / (train + evaluation)
 
 
@@ -155,16 +157,19 @@ def _digest_of_files(paths: Sequence[Path], *, hashed: bool) -> str:
 
 
 def _build(
-    folder: Path, source: text_sources.FileSource | text_sources.ColumnSource, config: Config, announce: common.Announce
+    folder: Path,
+    source: text_sources.FileSource | text_sources.ColumnSource,
+    request: DataRequest,
+    announce: common.Announce,
 ) -> dict[str, Any]:
     if isinstance(source, text_sources.FileSource):
         reading = source.described()
         source.require_text()  # a file that holds no text is refused now, not in the middle of the training
         if announce is not None:
             announce(f"preparing the data {source.name}: {reading}")
-    data = config.data
+    data = request.data
     assert data.tokenizer is not None
-    tokenizer = keep_user_tokenizer(data.tokenizer, config.model.vocab_size, folder / "tokenizer", announce)
+    tokenizer = keep_user_tokenizer(data.tokenizer, request.vocab_size, folder / "tokenizer", announce)
     if isinstance(source, text_sources.ColumnSource):
         by_split = source.files_by_split()
     else:  # paths are absolute, as another run may start in another folder
@@ -173,16 +178,16 @@ def _build(
     first = next(iter(shards))
     block = _first_block(shards[first], data.shuffle_buffer)
     # Splits with names are the parts, and nothing of the first one is held out.
-    held_out = streaming.HeldOut(*block.stop, 0.0 if data.split_names else _share(config))
+    held_out = streaming.HeldOut(*block.stop, 0.0 if data.split_names else _share(request))
 
-    def parts() -> Iterator[tuple[split.Part, text_sources.TextPiece]]:
+    def parts() -> Iterator[tuple[Part, text_sources.TextPiece]]:
         # Training text is prepared only to count it, if there is less than a block.
         for begin, pieces in block.documents:
             if begin in held_out:
                 yield from (("eval", piece) for piece in pieces)
             elif block.is_all:
                 yield from (("train", piece) for piece in pieces)
-        for part, name in zip(split.PARTS[1:], list(shards)[1:], strict=False):
+        for part, name in zip(PARTS[1:], list(shards)[1:], strict=False):
             for _, pieces in _first_block(shards[name], data.shuffle_buffer).documents:
                 yield from ((part, piece) for piece in pieces)
 
@@ -236,15 +241,15 @@ def _first_block(shards: Sequence[text_sources.TextShard], buffer: int) -> _Firs
     return _FirstBlock(documents, (len(shards), 0), is_all=True)
 
 
-def _prepared(entry: cache.CacheEntry, config: Config, any_size: bool, left_out: str) -> PreparedStream:
-    name = config.data.name
+def _prepared(entry: cache.CacheEntry, request: DataRequest, any_size: bool, left_out: str) -> PreparedStream:
+    name = request.data.name
     facts = entry.manifest
-    parts = [part for part in common.needed_parts(config) if part != "train" or facts["whole"]]
-    problems = common.entry_problems(config, entry, name, [] if any_size else parts)
+    parts = [part for part in request.needed_parts if part != "train" or facts["whole"]]
+    problems = common.entry_problems(request, entry, name, [] if any_size else parts)
     if problems:
         raise DataError(problems)
-    tokens = {part: entry.tokens(part) for part in split.PARTS}
-    sizes: dict[split.Part, int] = {part: len(row) for part, row in tokens.items() if part != "train" and len(row)}
+    tokens = {part: entry.tokens(part) for part in PARTS}
+    sizes: dict[Part, int] = {part: len(row) for part, row in tokens.items() if part != "train" and len(row)}
     summary = f"{name}: a stream of {counted(len(facts['files']), 'file')}"
     if sizes:
         summary += f", {split.describe_sizes(sizes)} tokens"
@@ -256,6 +261,6 @@ def _prepared(entry: cache.CacheEntry, config: Config, any_size: bool, left_out:
         files=tuple(facts["files"]),
         held_out=streaming.HeldOut(**facts["held"]),
         tokens=tokens,
-        vocab_size=config.model.vocab_size,
-        data=config.data,
+        vocab_size=request.vocab_size,
+        data=request.data,
     )

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import DataError, listing, see
+from shardwise.base.errors import DataError, listing
 from shardwise.base.files import cache_root
 from shardwise.base.units import count, counted, size
-from shardwise.config import Config, DataConfig
+from shardwise.config import DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, inspecting, packed
+from shardwise.data.formats.record import DataFormat
 from shardwise.data.held_out import END_OF_TEXT, WHOLE_DOCUMENTS, WHOLE_DOCUMENTS_OR_END, HeldOut
 from shardwise.data.reading.text_sources import (
     ColumnSource,
@@ -32,17 +33,17 @@ from shardwise.data.reading.text_sources import (
     is_small,
     open_source,
 )
+from shardwise.data.request import DataRequest
+from shardwise.data.rows import PART_NAMES, PARTS, Part, Sentences
 from shardwise.data.samples.causal import DocumentEnds
 from shardwise.data.samples.order import mix_integer
-from shardwise.data.samples.sentences import Sentences
-from shardwise.data.split import PART_NAMES, PARTS, Part, TextSplit, describe_sizes, plan_split
+from shardwise.data.split import TextSplit, describe_sizes, plan_split
 from shardwise.data.tokens.encoding import RULE, ContentDigest, DocumentMarks, encode_documents, encode_sentences
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
     Tokenizer,
     keep_user_tokenizer,
     train_tokenizer,
-    user_tokenizer_digest,
 )
 
 # Characters that a tokenizer is trained on: more text changes the merges of a small vocabulary little and costs memory
@@ -69,22 +70,20 @@ class _Scan:
 
 
 def open_data(
-    config: Config, root: Path, announce: common.Announce, *, any_size: bool, source: Source | None = None
+    request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool, source: Source | None = None
 ) -> common.PreparedText:
-    """Opens `source`, or the text of `config`, tokenizing it first if the cache `root` has no tokens of it."""
-    source = source or open_source(config.data)
+    """Opens `source`, or the text of `request`, tokenizing it first if the cache `root` has no tokens of it."""
+    source = source or open_source(request.data)
     content, scan = _content(root, source, announce)
-    key = cache.entry_key(root, _key(content, config, config.data.tokenizer))
-    entry = cache.open_or_build_tokens(
+    entry = common.open_text_tokens(
         root,
-        key,
-        lambda folder: _build(folder, source, scan or _scan(source), config, announce),
-        f"{source.name}: once",
+        lambda tokenizer: _key(content, request, tokenizer),
+        request.data.tokenizer,
+        lambda folder: _build(folder, source, scan or _scan(source), request, announce),
+        source.name,
         announce,
     )
-    # A run that continues, and an evaluation, name the tokenizer in the checkpoints, which is that of the entry.
-    cache.remember_same_tokens(root, key, _key(content, config, str(entry.tokenizer_path)))
-    return packed.packed_text(config, root, _prepared(entry, source, config, any_size), announce)
+    return packed.packed_text(request, root, _prepared(entry, source, request, any_size), announce)
 
 
 def _content(root: Path, source: Source, announce: common.Announce) -> tuple[str, _Scan | None]:
@@ -133,50 +132,49 @@ def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[
         digest.end_part()
 
 
-def _key(content: str, config: Config, tokenizer: str | None) -> str:
+def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
     """The key of the cache entry: a digest of all that decides the tokens.
 
     Args:
         tokenizer: path or hub id of the tokenizer; None if one is trained on the text.
     """
-    weights = config.data.split_weights
+    weights = request.data.split_weights
     described: dict[str, Any] = {
         "content": content,
-        "split": list(config.data.split_names) or weights[1] / sum(weights),
-        "tokenizer": "byte-level BPE" if tokenizer is None else user_tokenizer_digest(tokenizer),
-        "vocab_size": config.model.vocab_size,
-        **config.data.chosen_marks,
+        "split": list(request.data.split_names) or weights[1] / sum(weights),
+        "tokenizer": common.tokenizer_key(tokenizer),
+        "vocab_size": request.vocab_size,
+        **request.data.chosen_marks,
     }
-    if common.in_pairs(config):
+    if request.in_pairs:
         described["sentences"] = RULE
     return cache.key_of(described)
 
 
-def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: common.Announce) -> dict[str, Any]:
-    if announce is not None and isinstance(source, FileSource) and config.data.path is not None:
+def _build(
+    folder: Path, source: Source, scan: _Scan, request: DataRequest, announce: common.Announce
+) -> dict[str, Any]:
+    if announce is not None and isinstance(source, FileSource) and request.data.path is not None:
         announce(f"preparing the data {source.name}: {source.described()}")
-    split = plan_split(scan.characters, config.data.split_weights)
-    named = config.data.tokenizer
-    pairs = common.in_pairs(config)
+    split = plan_split(scan.characters, request.data.split_weights)
+    named = request.data.tokenizer
+    pairs = request.in_pairs
     if named is None:
-        tokenizer = _train_tokenizer(source, scan, split, config)
+        tokenizer = _train_tokenizer(source, scan, split, request)
         tokenizer.save(folder / "tokenizer")
     else:
-        tokenizer = keep_user_tokenizer(named, config.model.vocab_size, folder / "tokenizer", announce, pairs=pairs)
+        tokenizer = keep_user_tokenizer(named, request.vocab_size, folder / "tokenizer", announce, pairs=pairs)
     digest = ContentDigest()
     pieces = _parts(source, split, digest)
     if pairs:
         parts = encode_sentences(pieces, tokenizer, folder)
     else:
-        parts = encode_documents(pieces, tokenizer, common.document_marks(config.data, tokenizer), folder)
+        parts = encode_documents(pieces, tokenizer, common.document_marks(request.data, tokenizer), folder)
     # The text was read twice: to find its content and lengths, and to encode it.
-    if digest.hexdigest() != scan.content:
-        raise DataError(
-            f"{source.name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
-        )
+    common.require_unchanged(source.name, digest.hexdigest(), scan.content)
     digests = [scan.content]
     for part, facts in parts.items():
-        if part == "test" and not config.data.split_names:
+        if part == "test" and not request.data.split_names:
             continue  # it is empty, and fingerprints from before there was a test part must stay
         digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
     manifest = {
@@ -194,9 +192,9 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config, announce: 
     return manifest
 
 
-def _train_tokenizer(source: Source, scan: _Scan, split: TextSplit, config: Config) -> Tokenizer:
+def _train_tokenizer(source: Source, scan: _Scan, split: TextSplit, request: DataRequest) -> Tokenizer:
     texts = _tokenizer_texts(_parts(source, split, ContentDigest()), int(scan.characters.sum()))
-    return train_tokenizer(texts, config.model.vocab_size, source.name, pairs=common.in_pairs(config))
+    return train_tokenizer(texts, request.vocab_size, source.name, pairs=request.in_pairs)
 
 
 def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -> Iterator[str]:
@@ -209,15 +207,15 @@ def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -
             yield piece.text
 
 
-def _prepared(entry: cache.CacheEntry, source: Source, config: Config, any_size: bool) -> common.PreparedText:
+def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest, any_size: bool) -> common.PreparedText:
     facts = entry.manifest
     special = None
     sentences = {}
-    if common.in_pairs(config):
+    if request.in_pairs:
         special = PairTokens(**facts["pair_tokens"])
         sentences = {part: entry.sentences(part) for part in PARTS}
-    needed = [] if any_size else common.needed_parts(config)
-    problems = common.padding_problems(special, config) + common.entry_problems(config, entry, source.name, needed)
+    needed = [] if any_size else request.needed_parts
+    problems = common.padding_problems(special, request) + common.entry_problems(request, entry, source.name, needed)
     if problems:
         raise DataError(problems)
     sizes = {part: facts[part]["tokens"] for part in PARTS}
@@ -239,83 +237,83 @@ def _prepared(entry: cache.CacheEntry, source: Source, config: Config, any_size:
     )
 
 
-def glance(config: Config) -> str:
+def glance(request: DataRequest) -> str:
     """The size of the text; no more is read than the first line or row of each file."""
-    source = open_source(config.data)
-    time = when_read(config)
+    source = open_source(request.data)
+    time = when_read(request)
     if not isinstance(source, FileSource):
-        return f"built-in, {time}{_packing(config)}"
+        return f"built-in, {time}{_packing(request)}"
     source.require_text()
     total = sum(file.stat().st_size for file in source.files)
-    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}{_packing(config)}"
+    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}{_packing(request)}"
 
 
-def _packing(config: Config) -> str:
+def _packing(request: DataRequest) -> str:
     """The facts of packed documents for a dry run; empty unless they are packed."""
     keys = []
     with contextlib.suppress(DataError):  # a tokenizer of the hub may not be here yet
-        entry = None if config.data.streaming else _prepared_entry(config, cache_root())
-        ends = None if entry is None else DocumentEnds.of(config, entry.tokenizer_path)
+        entry = None if request.data.streaming else _prepared_entry(request, cache_root())
+        ends = None if entry is None else DocumentEnds.of(request.data, entry.tokenizer_path)
         if entry is not None and ends is not None:
-            keys.append(packed.key_of_text(entry.manifest["fingerprint"], ends.token, config))
-    return packed.glance_text(config, keys)
+            keys.append(packed.key_of_text(entry.manifest["fingerprint"], ends.token, request))
+    return packed.glance_text(request, keys)
 
 
-def most_tokens(config: Config, limit: int) -> int | None:
+def most_tokens(request: DataRequest, limit: int) -> int | None:
     """The bytes of the files, as a token has one at least; None where files are packed, or pairs repeat sentences."""
-    source = open_source(config.data)
-    if not isinstance(source, FileSource) or common.in_pairs(config):
+    source = open_source(request.data)
+    if not isinstance(source, FileSource) or request.in_pairs:
         return None
     return source.bytes_within(limit)
 
 
-def has_vocabulary(config: Config) -> bool:
+def has_vocabulary(request: DataRequest) -> bool:
     """True if a tokenizer with the model's vocabulary can be trained on the text; False if only a run can tell.
 
     Raises:
         DataError: the text is small, and yields fewer tokens.
     """
-    if _prepared_entry(config, cache_root()) is not None:
+    if _prepared_entry(request, cache_root()) is not None:
         return True
-    source = open_source(config.data)
+    source = open_source(request.data)
     if not is_small(source):
         return False
     scan = _scan(source)
-    _train_tokenizer(source, scan, plan_split(scan.characters, config.data.split_weights), config)
+    _train_tokenizer(source, scan, plan_split(scan.characters, request.data.split_weights), request)
     return True
 
 
-def held_out(config: Config) -> HeldOut:
+def held_out(request: DataRequest) -> HeldOut:
     """The part of the text that is held out."""
-    if config.data.streaming:
+    if request.data.streaming:
         return HeldOut()
     with contextlib.suppress(DataError):  # a tokenizer of the hub may not be here yet
-        source = open_source(config.data)
-        entry = _prepared_entry(config, cache_root())
-        return HeldOut(_held_out_place(source, config), None if entry is None else entry.manifest["eval"]["tokens"])
+        source = open_source(request.data)
+        entry = _prepared_entry(request, cache_root())
+        return HeldOut(_held_out_place(source, request), None if entry is None else entry.manifest["eval"]["tokens"])
     return HeldOut()
 
 
-def _held_out_place(source: Source, config: Config) -> str:
+def _held_out_place(source: Source, request: DataRequest) -> str:
     if is_small(source):
-        is_end = plan_split(_scan(source).characters, config.data.split_weights).held_out is None
+        is_end = plan_split(_scan(source).characters, request.data.split_weights).held_out is None
         return END_OF_TEXT if is_end else WHOLE_DOCUMENTS
     if isinstance(source, FileSource) and [reading.kind for reading in source.readings] == ["text"]:
         return END_OF_TEXT
     return WHOLE_DOCUMENTS_OR_END
 
 
-def _prepared_entry(config: Config, root: Path) -> cache.CacheEntry | None:
+def _prepared_entry(request: DataRequest, root: Path) -> cache.CacheEntry | None:
     """The tokens of the text, if the cache has them; nothing is prepared."""
-    content = cache.known_content(root, open_source(config.data).stamp())
+    content = cache.known_content(root, open_source(request.data).stamp())
     if content is None:
         return None
-    return cache.open_tokens(root, cache.entry_key(root, _key(content, config, config.data.tokenizer)))
+    return cache.open_tokens(root, cache.entry_key(root, _key(content, request, request.data.tokenizer)))
 
 
-def when_read(config: Config) -> str:
+def when_read(request: DataRequest) -> str:
     """The time at which a run will read its text, for the user."""
-    if config.data.streaming:
+    if request.data.streaming:
         return "read during training"
     return "prepared when the run starts, unless the cache has it"
 
@@ -447,6 +445,20 @@ def first_documents(data: DataConfig) -> inspecting.FirstDocuments:
         if piece.ends_document:
             bounds.append(tokens)
     return inspecting.FirstDocuments(np.concatenate(rows), np.array(bounds), is_all)
+
+
+# Any path may be text, which is what no other format is at.
+FORMAT = DataFormat(
+    name="text",
+    contents="text",
+    open_data=open_data,
+    glance=glance,
+    inspect=inspect,
+    most_tokens=most_tokens,
+    has_vocabulary=has_vocabulary,
+    held_out=held_out,
+    first_documents=first_documents,
+)
 
 
 def random_text(

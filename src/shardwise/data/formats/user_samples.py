@@ -19,11 +19,12 @@ from shardwise.base.errors import DataError
 from shardwise.base.user_code import RAISED, accepts, error_text, load
 from shardwise.config import Config
 from shardwise.data.cache import digest_of
-from shardwise.data.formats.common import Announce, PreparedData, needed_parts, tokenizer_in_cache, tokenizer_of_tokens
+from shardwise.data.formats.common import PreparedData, tokenizer_in_cache, tokenizer_of_tokens
+from shardwise.data.request import DataRequest
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import DocumentEnds, RowBatches
-from shardwise.data.samples.order import IntArray
-from shardwise.data.split import PART_NAMES, PARTS, Part, describe_sizes
+from shardwise.data.split import describe_sizes
 
 
 class Samples(Protocol):
@@ -96,10 +97,12 @@ class PreparedSamples(PreparedData):
             return []
         return [int(token) for token in self.parts[part].row(0)[:tokens]]
 
-    def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+    def batches(
+        self, request: DataRequest, part: Part, *, evaluation: bool = False, tail: bool = False
+    ) -> Batches | None:
         if part not in self.parts:
             return None
-        return SampleBatches(self.parts[part], config.train.seed, DocumentEnds.of(config, self.tokenizer_path))
+        return SampleBatches(self.parts[part], request.seed, DocumentEnds.of(request.data, self.tokenizer_path))
 
 
 class SampleBatches(RowBatches):
@@ -113,17 +116,15 @@ class SampleBatches(RowBatches):
         return self.rows.row(index)
 
 
-def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedSamples:
+def open_data(config: Config, request: DataRequest, root: Path, *, any_size: bool) -> PreparedSamples:
     """Opens the parts; only the tokenizer, if `data.tokenizer` names one, is kept in the cache `root`."""
-    path = config.hooks.data
+    path = request.hook
     assert path is not None
     opener = load_reader(path)
     problems: list[str] = []
-    tokenizer = tokenizer_of_tokens(config, (), problems)
-    if tokenizer is None and config.log.sample_prompt is not None:
-        problems.append(
-            f"log.sample_prompt ({config.log.sample_prompt!r}) needs data.tokenizer with hooks.data ({path})"
-        )
+    tokenizer = tokenizer_of_tokens(request, (), problems)
+    if tokenizer is None and request.sample_prompt is not None:
+        problems.append(f"log.sample_prompt ({request.sample_prompt!r}) needs data.tokenizer with hooks.data ({path})")
     if problems:
         raise DataError(problems)
     parts: dict[Part, Rows] = {}
@@ -136,25 +137,25 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
                 f"hooks.data ({path}): its {PART_NAMES[part]} part cannot be opened: {error_text(error)}"
             ) from error
         if number:
-            parts[part] = Rows(samples, path, config.train.sequence_length, config.model.vocab_size)
-        elif part in needed_parts(config) and not any_size:
+            parts[part] = Rows(samples, path, request.sequence_length, request.vocab_size)
+        elif part in request.needed_parts and not any_size:
             raise DataError(f"hooks.data ({path}) must give at least one sample of the {PART_NAMES[part]} part")
     # Reading all samples to make a digest may take hours: their number, the first and the last one must do.
     ends = {part: [rows.row(0).tolist(), rows.row(len(rows) - 1).tolist()] for part, rows in parts.items()}
     counts: dict[Part, int] = {part: len(rows) for part, rows in parts.items()}
     return PreparedSamples(
-        tokenizer_path=tokenizer_in_cache(config, tokenizer, root),
+        tokenizer_path=tokenizer_in_cache(request, tokenizer, root),
         fingerprint=digest_of({"counts": counts, "ends": ends}),
         summary=f"{path}: {describe_sizes(counts)} samples",
         parts=parts,
     )
 
 
-def glance(config: Config) -> str:
+def glance(request: DataRequest) -> str:
     """The name of the object, which is imported and not called."""
-    assert config.hooks.data is not None
-    load_reader(config.hooks.data)
-    return f"samples of hooks.data ({config.hooks.data})"
+    assert request.hook is not None
+    load_reader(request.hook)
+    return f"samples of hooks.data ({request.hook})"
 
 
 def load_reader(path: str) -> Any:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import reason_of, to_disk
-from shardwise.data.prepare import outputs, tokenizing, work_folder
+from shardwise.data.prepare import disk_room, outputs, tokenizing
 from shardwise.data.reading.megatron_files import UnfinishedIndex, prefix_of, written_dtype
 from shardwise.data.reading.raw_tokens import RawTokens
 from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
@@ -81,7 +81,7 @@ class _RawConversion:
         options: dict[str, Any] = {"token_dtype": self.dtype}
         if self.end is not None:
             options["eod_token"] = self.end
-        self.output = outputs.Output(job.output, outputs.MEGATRON, job.tokenizer, self.tokenizer, options)
+        self.output = outputs.Output(job.output, job.tokenizer, self.tokenizer, options)
 
     @cached_property
     def content(self) -> str:
@@ -92,7 +92,7 @@ class _RawConversion:
         vocab_size = self._vocab_size()
         work = self.output.work
         needed = len(self.tokens) * written_dtype(vocab_size).itemsize
-        work_folder.check_room(needed, 0, self.job.output, self.announce, packed=False)
+        disk_room.check_room(needed, 0, self.job.output, self.announce, packed=False)
         with work.writing(), contextlib.ExitStack() as files:
             work.clear()
             index = tokenizing.open_index(files, work.folder, vocab_size, tokenizing.WrittenCounts())

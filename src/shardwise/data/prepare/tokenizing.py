@@ -1,4 +1,4 @@
-"""Text becomes tokens: an unfinished Megatron data set in the work folder, from which every format is then made.
+"""Text becomes tokens: an unfinished Megatron data set in the work folder.
 
 `text_batches` cuts text into batches, each with its position in the source; `Workers`, threads of this process or other
 processes, tokenize them; `write_tokens` appends the tokens in order and saves the position reached.
@@ -27,11 +27,10 @@ import numpy.typing as npt
 from shardwise.base.errors import DataError, RunError, see
 from shardwise.base.files import to_disk
 from shardwise.base.hardware import cpu_count
-from shardwise.data.prepare.work_folder import WorkFolder
+from shardwise.data.prepare.work_folder import PREFIX, WorkFolder
 from shardwise.data.reading.megatron_files import UnfinishedIndex, written_dtype
 from shardwise.data.reading.text_sources import Source, TextPiece
-from shardwise.data.samples.order import IntArray
-from shardwise.data.split import Part
+from shardwise.data.rows import IntArray, Part
 from shardwise.data.tokens import encoding, windows
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import PARENT_PID
@@ -141,14 +140,6 @@ class Workers:
         return cls.processes(min(_MOST_PROCESSES, -(-cpu_count() // max(CORES_OF_A_PROCESS, 1))), path)
 
     @classmethod
-    def for_masking(cls, tasks: int, *, small: bool) -> Workers:
-        """Processes, at most one for each task; one thread if there is little to do."""
-        count = min(cpu_count(), _MOST_PROCESSES, tasks)
-        if small or count <= 1:
-            return cls(ThreadPoolExecutor(1), 1)
-        return cls.processes(count, None)
-
-    @classmethod
     def processes(cls, count: int, path: str | None) -> Workers:
         """New processes, which open the tokenizer at `path` if that is not None."""
         arguments = (path, max(1, cpu_count() // count), os.getpid())
@@ -202,8 +193,6 @@ def _begin(path: str | None, threads: int, parent: int) -> None:
         _tokenizer = Tokenizer.load(path)
 
 
-PREFIX = "tokens"
-"""The prefix of the data set in the work folder."""
 COMMIT_SECONDS = 1.0
 """The most work that a killed process loses."""
 
@@ -215,12 +204,10 @@ class SequenceOptions:
     Attributes:
         sentences: True if each sentence is a sequence, and tokenized by itself; False if each document is one.
         marks: marks of each document; sentences have no token that begins them.
-        longest: number of tokens at which a document is ended, and its rest becomes another document; None: never.
     """
 
     sentences: bool
     marks: encoding.DocumentMarks
-    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -353,8 +340,6 @@ def _append(
     tokens, sizes = row
     ends = np.array(batch.ends, dtype=np.int64)
     end = sequences.marks.end
-    if sequences.longest is not None and not len(ends) and written.open_document + len(tokens) >= sequences.longest:
-        ends = np.array([len(batch.texts)])
     if not sequences.sentences:  # each text is a window of a document
         is_last = np.isin(np.arange(1, len(sizes) + 1), ends).tolist()
         tokens, sizes = sequences.marks.put(tokens, sizes, is_last, begun=written.open_document > 0)

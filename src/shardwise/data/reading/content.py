@@ -17,7 +17,7 @@ from typing import IO, Any, Literal
 
 from shardwise.base.errors import DataError, see
 from shardwise.base.files import reason_of
-from shardwise.base.libraries import optional_library as optional_library
+from shardwise.base.libraries import optional_library
 
 BLOCK = 1 << 18
 """Bytes that are read at once."""

@@ -33,8 +33,8 @@ from shardwise.base.libraries import first_line, optional_library
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.arrays import IntArray
 from shardwise.data.reading.content import readable
+from shardwise.data.rows import IntArray
 
 KEYS = {
     "input_ids": "NS",

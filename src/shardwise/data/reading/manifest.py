@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardwise.base.parsing import json_value
 
@@ -21,8 +21,6 @@ _FIELDS = {
     "sequences": int,
     "tokens": int,
 }
-# Digits of a digest in messages: enough to tell two apart.
-_SHOWN_DIGITS = 12
 
 
 def of_prefix(prefix: Path) -> Path:
@@ -53,30 +51,3 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 def write_manifest(path: Path, facts: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({"kind": KIND, "version": VERSION, **facts}, indent=2) + "\n", encoding="utf-8")
-
-
-class Digested(Protocol):
-    """A tokenizer, of which the digest is all that a manifest knows."""
-
-    @property
-    def digest(self) -> str: ...
-
-
-def tokenizer_problems(tokenizer: Digested | None, named: str | None, manifests: Iterable[Path]) -> list[str]:
-    """The problems of data that were prepared with another tokenizer than the one that `data.tokenizer` names.
-
-    Tokenizers are the same if they give the same ids, whatever files they lie in.
-    """
-    if tokenizer is None:
-        return []
-    problems = []
-    for path in manifests:
-        manifest = read_manifest(path)
-        if manifest is not None and manifest["tokenizer"]["sha256"] not in (None, tokenizer.digest):
-            name = manifest["tokenizer"].get("name")
-            digest = manifest["tokenizer"]["sha256"]
-            problems.append(
-                f"data.tokenizer ({named}, {tokenizer.digest[:_SHOWN_DIGITS]}) must be the tokenizer that {path} "
-                f"names ({name}, {digest[:_SHOWN_DIGITS]}): name that one, or prepare the data again"
-            )
-    return problems

@@ -33,10 +33,10 @@ import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import reason_of, sync_folder, to_disk, user_path
-from shardwise.data.arrays import IntArray, Sentences
 from shardwise.data.cache import spread_digest
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.raw_tokens import way_to_read
+from shardwise.data.rows import IntArray, Sentences
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

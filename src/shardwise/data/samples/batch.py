@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError, listing
-from shardwise.data.samples.order import IntArray, SampleOrder, SourceOrder, Stage
+from shardwise.data.rows import IntArray
+from shardwise.data.samples.order import SampleOrder, SourceOrder, Stage
 
 IGNORE = -100
 """The target of a position that is not counted: the `ignore_index` of torch's cross-entropy unless it is given."""
-
-TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
 
 class Tokens(Protocol):

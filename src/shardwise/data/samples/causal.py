@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.config import Config
+from shardwise.config import DataConfig
 from shardwise.data.reading.megatron_files import Documents
+from shardwise.data.rows import IntArray
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
-from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer, runs
+from shardwise.data.samples.order import SampleOrder, mix_integer, runs
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 
@@ -44,26 +45,24 @@ class DocumentEnds:
     reset_attention_mask: bool = False
 
     @staticmethod
-    def of(config: Config, tokenizer: Path | None) -> DocumentEnds | None:
+    def of(data: DataConfig, tokenizer: Path | None) -> DocumentEnds | None:
         """The changes that the `data` section asks for; None if it asks for none: a sample is a plain row of tokens.
 
         Raises:
             ConfigError: neither a key nor a tokenizer says which token ends a document.
         """
-        data = config.data
         if not data.document_options:
             return None
         token = data.eod_token
         if token is None and tokenizer is not None:
             token = Tokenizer.load(tokenizer).end_of_document_id
         if token is None:
-            raise ConfigError(without_end(config))
+            raise ConfigError(without_end(data))
         return DocumentEnds(token, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
 
 
-def without_end(config: Config) -> list[str]:
-    """The problem of a configuration that needs the id of the end of a document, which no tokenizer says."""
-    data = config.data
+def without_end(data: DataConfig) -> list[str]:
+    """The problem of data that need the id of the end of a document, which no tokenizer says."""
     if data.needs_document_ends is None or data.eod_token is not None:
         return []
     return [

@@ -12,8 +12,9 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.samples.batch import IGNORE, Batch, Batches, TokenArray
-from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
+from shardwise.data.rows import IntArray, TokenArray
+from shardwise.data.samples.batch import IGNORE, Batch, Batches
+from shardwise.data.samples.order import SampleOrder, mix_integer
 from shardwise.data.samples.packing import Packs, best_fit
 
 WINDOW = 4096

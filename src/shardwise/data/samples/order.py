@@ -22,9 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError
-from shardwise.data.arrays import IntArray as IntArray
-from shardwise.data.arrays import mix as mix
-from shardwise.data.arrays import mix_integer as mix_integer
+from shardwise.data.rows import IntArray
 
 # Four rounds of random functions make a permutation that nobody can tell from a random one (Luby and Rackoff 1988,
 # "How to construct pseudorandom permutations"). That holds for wide halves; those of small data have a few bits, so
@@ -103,7 +101,32 @@ class SampleOrder:
         return (left << np.uint64(right_bits)) | right
 
 
+_MASK = (1 << 64) - 1
+# The constants of SplitMix64: 2^64 divided by the golden ratio, and the multipliers of Stafford's "Mix13", which were
+# found by a search for the best avalanche.
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
 _DRAWS = 0x6472617773  # "draws": keeps their hashes apart from the sample order's
+
+
+def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64 of each value (Steele, Lea and Flood 2014, section 3): a bijection of 64 bits."""
+    values = values + np.uint64(_GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
+    return values ^ (values >> np.uint64(31))
+
+
+def mix_integer(*values: int) -> int:
+    """One hash of several integers; for a single one the same as `mix`."""
+    state = 0
+    for value in values:
+        state = ((state ^ value) + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * _FIRST) & _MASK
+        state = ((state ^ (state >> 27)) * _SECOND) & _MASK
+        state ^= state >> 31
+    return state
 
 
 def below(hashes: npt.NDArray[np.uint64], limit: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:

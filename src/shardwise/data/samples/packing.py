@@ -12,8 +12,9 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 
 from shardwise.base.units import counted
-from shardwise.data.samples.batch import IGNORE, Batch, Batches, TokenArray, Tokens
-from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer, runs
+from shardwise.data.rows import IntArray, TokenArray
+from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
+from shardwise.data.samples.order import SampleOrder, mix_integer, runs
 
 WINDOW = 1 << 20
 """Documents that are packed together: they bound the memory of packing, and fill samples as well as all would."""

@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError
 from shardwise.data.reading.hdf5_files import ShardRows, in_list
+from shardwise.data.rows import IntArray, Sentences
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
-from shardwise.data.samples.order import Draws, IntArray, below
-from shardwise.data.samples.sentences import ChunkIndex, Sentences
+from shardwise.data.samples.order import Draws, below
+from shardwise.data.samples.sentences import ChunkIndex
 from shardwise.data.tokens.tokenizer import PairTokens
 
 # [CLS] A [SEP] B [SEP]
@@ -96,7 +97,6 @@ class SentencePairBatches(Batches):
         vocab_size: int,
         masked_fraction: float,
         max_predictions: int,
-        continuations: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         self.room = chunk_room(sequence_length)
         if not 1 <= max_predictions <= sequence_length:
@@ -114,7 +114,7 @@ class SentencePairBatches(Batches):
         self.sequence_length = sequence_length
         self.special = special
         ordinary_ids = np.setdiff1d(np.arange(vocab_size), list(asdict(special).values()))
-        self.masking = Masking(masked_fraction, max_predictions, special.mask, ordinary_ids, continuations)
+        self.masking = Masking(masked_fraction, max_predictions, special.mask, ordinary_ids)
         self._seed = seed
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
@@ -223,20 +223,12 @@ class Masking:
 
     Of `n` candidates `max(1, ⌊fraction · n + ½⌋)` are predicted, at most `predictions` (P): those with the smallest
     hashes. Four in five become `mask_id`, one in ten a random one of `ordinary_ids`, one in ten stays.
-
-    With `continuations` (whole-word masking, as in the paper's later code) a word, which is a candidate and all tokens
-    that continue it, is predicted as a whole or not at all: words are taken in the order of the hashes of their first
-    tokens, except those that would exceed the number. The replacement of each token is drawn for it alone.
-
-    Attributes:
-        continuations: True for each id that continues the word before it, [vocabulary]; None: each token is a word.
     """
 
     fraction: float
     predictions: int
     mask_id: int
     ordinary_ids: IntArray
-    continuations: npt.NDArray[np.bool_] | None = None
 
     def apply(
         self, ids_BS: IntArray, candidates_BS: npt.NDArray[np.bool_], draws: Draws
@@ -250,9 +242,6 @@ class Masking:
         candidates_B = candidates_BS.sum(axis=1)
         predicted_B = np.maximum(np.floor(self.fraction * candidates_B + 0.5).astype(np.int64), 1)
         predicted_B = np.minimum(predicted_B, np.minimum(candidates_B, self.predictions))
-        if self.continuations is not None:
-            continued_BS = self.continuations[ids_BS] & candidates_BS
-            hashes_BS, predicted_B = self._choose_words(hashes_BS, continued_BS, predicted_B)
         smallest_BP = np.sort(np.partition(hashes_BS, self.predictions - 1, axis=1)[:, : self.predictions], axis=1)
         chosen_BP = np.arange(self.predictions) < predicted_B[:, None]
         # Unused places are sorted behind all positions before they become 0.
@@ -268,36 +257,6 @@ class Masking:
         rows = np.nonzero(chosen_BP)[0]
         masked_BS[rows, positions_BP[chosen_BP]] = shown_BP[chosen_BP]
         return masked_BS, positions_BP, np.where(chosen_BP, originals_BP, IGNORE)
-
-    def _choose_words(
-        self, hashes_BS: npt.NDArray[np.uint64], continued_BS: npt.NDArray[np.bool_], predicted_B: IntArray
-    ) -> tuple[npt.NDArray[np.uint64], IntArray]:
-        """Hashes in which those of the predicted words' tokens are the smallest, and the number of these tokens.
-
-        A continuation that follows no candidate, such as the first token of B after [SEP], begins a word.
-        """
-        length = hashes_BS.shape[1]
-        no_candidate = ~np.uint64(0)
-        continued_BS[:, 1:] &= hashes_BS[:, :-1] != no_candidate
-        continued_BS[:, 0] = False
-        # Word 0 of each sample begins at its first token.
-        words_BS = np.cumsum(~continued_BS, axis=1) - 1
-        order_BW = np.argsort(np.where(continued_BS, no_candidate, hashes_BS), axis=1)
-        sizes_BW = np.zeros_like(words_BS)
-        np.add.at(sizes_BW, (np.arange(len(words_BS))[:, None], words_BS), hashes_BS != no_candidate)
-        taken_BW = np.zeros(words_BS.shape, dtype=np.bool_)
-        total_B = np.zeros_like(predicted_B)
-        rows = np.arange(len(words_BS))
-        for place in range(length):
-            word_B = words_BS[rows, order_BW[:, place]]
-            size_B = sizes_BW[rows, word_B]
-            fits_B = ~taken_BW[rows, word_B] & (size_B > 0) & (total_B + size_B <= predicted_B)
-            taken_BW[rows, word_B] |= fits_B
-            total_B += size_B * fits_B
-            if (total_B == predicted_B).all():
-                break
-        chosen_BS = np.take_along_axis(taken_BW, words_BS, axis=1) & (hashes_BS != no_candidate)
-        return np.where(chosen_BS, hashes_BS, no_candidate), total_B
 
 
 class ShardBatches(Batches):

@@ -1,4 +1,4 @@
-"""Bounds of sentences and documents in a row of tokens, and the chunks that samples of sentence pairs are made of."""
+"""The chunks of documents that samples of sentence pairs are made of."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.data.arrays import IntArray
-from shardwise.data.arrays import Sentences as Sentences
+from shardwise.data.rows import IntArray, Sentences
 
 
 @dataclass(frozen=True)

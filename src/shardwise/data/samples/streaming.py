@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from shardwise.base.errors import DataError
 from shardwise.data.reading.text_sources import BLOCK_CHARACTERS, TextPiece, TextShard, cut_document
+from shardwise.data.rows import IntArray
 from shardwise.data.samples.batch import Batch, Batches, joined
-from shardwise.data.samples.order import IntArray, SampleOrder, mix_integer
+from shardwise.data.samples.order import SampleOrder, mix_integer
 from shardwise.data.tokens.encoding import DocumentMarks, group_by_size
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.windows import encode_windows, text_windows

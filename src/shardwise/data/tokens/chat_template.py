@@ -21,8 +21,8 @@ from jinja2.exceptions import TemplateError
 from shardwise.base.errors import DataError
 from shardwise.base.model_folder import TOKENIZER_CONFIG
 from shardwise.base.user_code import RAISED
-from shardwise.data.arrays import IntArray
 from shardwise.data.reading.conversations import ASSISTANT, Conversation, Message, text_of
+from shardwise.data.rows import IntArray
 from shardwise.data.tokens.template_sandbox import BEGIN, END, SandboxedTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.tokenizer_files import (

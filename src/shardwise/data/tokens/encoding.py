@@ -20,7 +20,7 @@ import numpy.typing as npt
 from shardwise.base.errors import DataError
 from shardwise.data.cache import BOUNDS, BOUNDS_DTYPE, ArrayWriter, TokenWriter, token_dtype
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, TextPiece
-from shardwise.data.split import PARTS, Part
+from shardwise.data.rows import PARTS, Part
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.windows import encode_windows, text_windows
 

@@ -237,19 +237,6 @@ class Tokenizer:
             return None
         return frozenset(pair for token in model["vocab"] for pair in map("".join, pairwise(token)))
 
-    def continuations(self) -> npt.NDArray[np.bool_] | None:
-        """True for each id that continues the word of the token before it, [vocabulary]; None if tokens do not say.
-
-        The tokens of a WordPiece vocabulary say so by a prefix, the ## of `##ing`.
-        """
-        model = json.loads(self._backend.to_str())["model"]
-        if model["type"] != "WordPiece":
-            return None
-        continues = np.zeros(self.vocab_size, dtype=np.bool_)
-        prefix = model["continuing_subword_prefix"]
-        continues[[number for token, number in self._backend.get_vocab().items() if token.startswith(prefix)]] = True
-        return continues
-
     def byte_counts(self) -> npt.NDArray[np.int64]:
         """UTF-8 bytes of the text that each id stands for, [vocabulary]; 0 for special tokens.
 

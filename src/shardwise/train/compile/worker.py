@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.config import Config, Layout, check_layout, config_from
-from shardwise.data.formats.common import make_batches
-from shardwise.data.formats.text import random_text
+from shardwise.data.training_data import make_batches, random_text
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors

@@ -10,7 +10,8 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text, with_model_tokenizer
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, load_config
-from shardwise.data.open_data import glance, prepare
+from shardwise.data.describe import glance
+from shardwise.data.open_data import prepare
 from shardwise.data.reading.manifest import write_manifest
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer

@@ -12,9 +12,11 @@ from transformers import AutoTokenizer
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, check_layout, config_from, data_from
-from shardwise.data.evaluation_sets import glance_at_sets, prepare_sets
+from shardwise.data.describe import glance, glance_at_sets, inspect
+from shardwise.data.evaluation_sets import prepare_sets
 from shardwise.data.formats.chat import PreparedChat
-from shardwise.data.open_data import glance, inspect, prepare
+from shardwise.data.formats.common import make_batches
+from shardwise.data.open_data import prepare
 from shardwise.data.reading.conversations import conversations
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
@@ -95,7 +97,7 @@ def test_an_evaluation_opens_what_the_training_prepared(tmp_path: Path) -> None:
 
 def test_targets_are_the_answers_and_the_tokens_that_end_them(tmp_path: Path) -> None:
     data = opened(config(), tmp_path)
-    batches = data.batches(config(), "train")
+    batches = make_batches(config(), data, "train")
     assert batches is not None
     tokenizer = Tokenizer.load(data.tokenizer_path)
     targets = batches.global_batch(0, 8).inputs["targets_SB"]
@@ -340,7 +342,7 @@ def test_a_text_reader_names_the_format_of_conversations(tmp_path: Path) -> None
 def test_a_mixture_gives_the_same_inputs_of_text_and_conversations(tmp_path: Path) -> None:
     mixture = {"chat": {"dataset": "chat", "weight": 0.5}, "tiny": {"dataset": "tiny", "weight": 0.5}}
     data = prepare(config(mixture=mixture), tmp_path)
-    batches = data.batches(config(mixture=mixture), "train")
+    batches = make_batches(config(mixture=mixture), data, "train")
     assert batches is not None
     batch = batches.global_batch(0, 8)
     assert batch.inputs.keys() == {"ids_SB", "targets_SB", "positions_SB", "starts_SB"}

@@ -14,8 +14,9 @@ import pytest
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, DataConfig
+from shardwise.data.describe import inspect
 from shardwise.data.formats.common import PreparedText, make_batches
-from shardwise.data.open_data import format_of, inspect, prepare
+from shardwise.data.open_data import format_of, prepare
 from shardwise.data.reading.dataset_tables import DataSet, _HubTables, fetch_dataset
 from shardwise.data.reading.text_sources import TableShard, open_source
 from tests.unit.data.formats.test_text import sized, stories, text_of

@@ -274,14 +274,7 @@ def test_other_families_are_refused(folder: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("none.hdf5", "names no file that exists: name an HDF5 file, a folder of *_training_*.hdf5 or a glob such as"),
-        ("none_*.hdf5", "names no file that exists: name an HDF5 file"),
-        (".", "must hold shards, *_training_*.hdf5, and the folder has none: name an HDF5 file, a folder of"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [("none_*.hdf5", "names no file that exists"), (".", "must hold shards")])
 def test_a_path_without_shards_is_refused(name: str, text: str, tmp_path: Path) -> None:
     path = str(tmp_path / name)
     assert refusal(config(path, format="hdf5"), tmp_path).startswith(f"data.path ({path}) {text}")
@@ -327,21 +320,15 @@ def test_the_length_is_that_of_the_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "place", "value", "text"),
     [
-        ("input_ids", (6, 3), 300, "input_ids[3] (300) must be in 0 … 299: set model.vocab_size to that of the token"),
-        ("input_ids", (6, 3), -1, "input_ids[3] (-1) must be in 0 … 299: set model.vocab_size"),
-        ("masked_lm_ids", (6, 0), 301, "masked_lm_ids[0] (301) must be in 0 … 299: set model.vocab_size"),
-        (
-            "masked_lm_positions",
-            (6, 0),
-            16,
-            "masked_lm_positions[0] (16) must be in 0 … 15: it lies beyond the sequence; write the shard again",
-        ),
-        ("masked_lm_positions", (6, 0), -2, "masked_lm_positions[0] (-2) must be in 0 … 15: it lies beyond the sequ"),
+        ("input_ids", (6, 3), 300, "input_ids[3] (300) must be in 0 … 299: set model.vocab_size"),
+        ("input_ids", (6, 3), -1, "input_ids[3] (-1) must be in 0 … 299"),
+        ("masked_lm_ids", (6, 0), 301, "masked_lm_ids[0] (301) must be in 0 … 299"),
+        ("masked_lm_positions", (6, 0), 16, "masked_lm_positions[0] (16) must be in 0 … 15"),
         ("masked_lm_positions", (6, 0), 4, "masked_lm_positions must name each position once, and 4 occurs twice"),
-        ("input_mask", (6, 2), 2, "input_mask[2] (2) must be in 0 … 1: write the shard again"),
-        ("input_mask", (6, slice(None)), 0, "input_mask must be 1 for a token or more: write the shard again"),
-        ("segment_ids", (6, 5), 2, "segment_ids[5] (2) must be in 0 … 1: set model.type_vocab_size to what the data"),
-        ("next_sentence_labels", (6,), 3, "next_sentence_labels (3) must be in 0 … 1: write the shard again"),
+        ("input_mask", (6, 2), 2, "input_mask[2] (2) must be in 0 … 1"),
+        ("input_mask", (6, slice(None)), 0, "input_mask must be 1 for a token or more"),
+        ("segment_ids", (6, 5), 2, "segment_ids[5] (2) must be in 0 … 1: set model.type_vocab_size"),
+        ("next_sentence_labels", (6,), 3, "next_sentence_labels (3) must be in 0 … 1"),
     ],
 )
 def test_a_value_that_no_model_reads_is_named_when_it_is_read(

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
+from shardwise.data.describe import inspect
 from shardwise.data.formats import megatron, text
 from shardwise.data.formats.inspecting import Inspection, Lengths, spread
-from shardwise.data.open_data import inspect
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from tests.unit.data.prepare.jobs import Folder, write_jsonl
 
@@ -39,7 +39,7 @@ def looked(path: Path, tokenizer: Path | None = None, packed_length: int | None 
 
 def test_packed_samples_are_shown_in_place_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Folder.fill(tmp_path)
-    folder.run(folder.job("megatron", "out"))
+    folder.run(folder.job("out"))
     lengths = IndexedFile.open(tmp_path / "out").sizes - 1
     length = int(lengths.max())
     found = looked(tmp_path / "out", packed_length=length)
@@ -91,7 +91,7 @@ def test_long_text_is_looked_at_from_its_beginning(tmp_path: Path, monkeypatch: 
 
 def test_samples_are_text_where_a_tokenizer_is_at_hand(tmp_path: Path) -> None:
     folder = Folder.fill(tmp_path)
-    folder.run(folder.job("megatron", "out"))
+    folder.run(folder.job("out"))
     found = looked(tmp_path / "out")
     assert folder.documents[0].startswith(str(found.samples[0].text)[:40])
     assert not found.notes

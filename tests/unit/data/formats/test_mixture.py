@@ -9,10 +9,12 @@ import pytest
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config, changed_stages, config_from
+from shardwise.data.describe import glance
 from shardwise.data.formats.common import make_batches, make_evaluation
-from shardwise.data.formats.mixture import PreparedMixture, continued_stages, first_stages
-from shardwise.data.open_data import glance, prepare
+from shardwise.data.formats.mixture import PreparedMixture
+from shardwise.data.open_data import prepare
 from shardwise.data.reading.megatron_files import IndexedWriter
+from shardwise.data.request import continued_stages, first_stages
 from shardwise.data.samples.batch import Batch, BlendedBatches
 from shardwise.data.samples.order import Stage
 from shardwise.data.tokens.tokenizer import train_tokenizer

@@ -11,8 +11,9 @@ import pytest
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, check_layout, config_from
+from shardwise.data.describe import glance
 from shardwise.data.formats.common import PreparedData, make_batches, make_evaluation
-from shardwise.data.open_data import glance, prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer

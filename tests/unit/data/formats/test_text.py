@@ -22,6 +22,7 @@ from shardwise.data import cache
 from shardwise.data.formats import text as preparation
 from shardwise.data.formats.common import PreparedData
 from shardwise.data.open_data import prepare
+from shardwise.data.request import DataRequest
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 
@@ -126,8 +127,8 @@ def test_an_evaluation_opens_what_the_training_prepared(tmp_path: Path, monkeypa
     assert itself.fingerprint == trained.fingerprint
     assert np.array_equal(itself.tokens["eval"], evaluated.tokens["eval"])
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    assert preparation.held_out(named).tokens == len(evaluated.tokens["eval"])
-    assert preparation.held_out(config(split="90,10")).tokens is None
+    assert preparation.held_out(DataRequest.of(named)).tokens == len(evaluated.tokens["eval"])
+    assert preparation.held_out(DataRequest.of(config(split="90,10"))).tokens is None
 
 
 def test_fault_13_equal_text_is_equal_data_wherever_and_beside_what_it_lies(tmp_path: Path) -> None:
@@ -345,6 +346,7 @@ import sys
 from pathlib import Path
 from shardwise.config import load_config
 from shardwise.data.open_data import prepare
+from shardwise.data.request import DataRequest
 prepare(load_config("llama2-tiny", []), Path({str(tmp_path)!r}))
 assert "torch" not in sys.modules
 """

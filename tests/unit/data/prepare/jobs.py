@@ -7,27 +7,14 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from shardwise.config import DataConfig
 from shardwise.data.prepare.from_text import TextJob, convert_text
-from shardwise.data.prepare.outputs import FormatName, PreparationOutcome
+from shardwise.data.prepare.outputs import PreparationOutcome
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "megatron": {"append_eod": True, "split_sentences": False},
-    "arrow": {"append_eod": True, "sequence_length": 16},
-    "hdf5": {
-        "sequence_length": 32,
-        "max_predictions": 5,
-        "masked_fraction": 0.15,
-        "whole_word": False,
-        "dupe_factor": 2,
-        "seed": 0,
-    },
-}
 WORDS = ["the", "ring", "of", "keys", "was", "lost", "in", "spring", "and", "a", "song", "went", "with", "it"]
 
 
@@ -78,9 +65,10 @@ class Folder:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.at / "tokenizer")
 
-    def job(self, format_: FormatName, output: str, source: str = "text.jsonl", **options: Any) -> TextJob:
+    def job(self, output: str, source: str = "text.jsonl", **options: bool) -> TextJob:
         data = DataConfig(path=str(self.at / source))
-        return TextJob(data, self.at / output, format_, str(self.at / "tokenizer"), OPTIONS[format_] | options)
+        options = {"append_eod": True, "split_sentences": False} | options
+        return TextJob(data, self.at / output, str(self.at / "tokenizer"), options)
 
     def run(self, job: TextJob, *, force: bool = False, told: Told | None = None) -> PreparationOutcome:
         told = Told() if told is None else told

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.open_data import inspect
+from shardwise.data.describe import inspect
 from shardwise.data.prepare import from_raw_tokens
 from shardwise.data.prepare.from_raw_tokens import RawJob, convert_raw
 from shardwise.data.reading.megatron_files import IndexedFile

@@ -6,26 +6,19 @@ import gzip
 import itertools
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-import h5py
-import numpy as np
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.prepare import to_hdf5, tokenizing, work_folder
+from shardwise.data.prepare import disk_room, tokenizing, work_folder
 from shardwise.data.prepare import tokenizing as batches
 from shardwise.data.prepare.from_text import _TextConversion
-from shardwise.data.prepare.outputs import FormatName, Output
-from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.tokens.encoding import cut_sentences
-from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.unit.data.prepare.jobs import Folder, Told, write_jsonl
-
-FORMATS: tuple[FormatName, ...] = ("megatron", "arrow", "hdf5")
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +43,7 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @pytest.mark.parametrize(("append_eod", "prepend_bos"), [(True, False), (False, False), (True, True), (False, True)])
 def test_megatron_files_are_those_of_a_writer(folder: Folder, append_eod: bool, prepend_bos: bool) -> None:
-    folder.run(folder.job("megatron", "made", append_eod=append_eod, prepend_bos=prepend_bos))
+    folder.run(folder.job("made", append_eod=append_eod, prepend_bos=prepend_bos))
     tokenizer = folder.tokenizer
     begin = [tokenizer.token_id("[CLS]")] * prepend_bos
     with IndexedWriter(folder.at / "by-hand", tokenizer.vocab_size) as writer:
@@ -62,7 +55,7 @@ def test_megatron_files_are_those_of_a_writer(folder: Folder, append_eod: bool, 
 
 @pytest.mark.parametrize("append_eod", [True, False])
 def test_sentences_are_sequences(folder: Folder, append_eod: bool) -> None:
-    folder.run(folder.job("megatron", "made", append_eod=append_eod, split_sentences=True))
+    folder.run(folder.job("made", append_eod=append_eod, split_sentences=True))
     tokenizer = folder.tokenizer
     with IndexedWriter(folder.at / "by-hand", tokenizer.vocab_size) as writer:
         for text in folder.documents:
@@ -81,82 +74,16 @@ def test_every_kind_of_text_is_read(folder: Folder) -> None:
     (folder.at / "text.jsonl.gz").write_bytes(gzip.compress((folder.at / "text.jsonl").read_bytes()))
     found = set()
     for number, source in enumerate(("text.jsonl", "text.jsonl.gz", "text.parquet", "saved")):
-        folder.run(folder.job("megatron", f"made-{number}", source=source))
+        folder.run(folder.job(f"made-{number}", source=source))
         found.add((folder.at / f"made-{number}.bin").read_bytes() + (folder.at / f"made-{number}.idx").read_bytes())
     assert len(found) == 1
-
-
-def test_arrow_blocks_are_the_tokens_in_their_order(folder: Folder) -> None:
-    datasets = pytest.importorskip("datasets")
-    folder.run(folder.job("arrow", "made"))
-    tokenizer = folder.tokenizer
-    row = [each for text in folder.documents for each in [*ids(tokenizer, text), tokenizer.end_of_document_id]]
-    opened = datasets.load_from_disk(str(folder.at / "made"))
-    assert opened.column_names == ["input_ids"]
-    assert opened["input_ids"][:] == [row[at : at + 16] for at in range(0, len(row) - 15, 16)]
-
-
-def test_hdf5_samples_are_pairs_of_the_text(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without masks the samples are runs of the text; each section of it is there as often as `dupe_factor` says."""
-    monkeypatch.setattr(to_hdf5, "SECTION_TOKENS", 1000)
-    outcome = folder.run(folder.job("hdf5", "made", dupe_factor=3))
-    paths = sorted((folder.at / "made").glob("made_training_*.hdf5"))
-    assert len(paths) == outcome.manifest["shards"] == 3 * (len(paths) // 3) > 3
-    tokenizer = folder.tokenizer
-    text = [each for document in folder.documents for each in ids(tokenizer, document)]
-    joined = "," + ",".join(map(str, text)) + ","
-    special = pair_tokens(tokenizer)
-    found = 0
-    for path in paths:
-        shard = Hdf5Shard.open(path, 32)
-        rows = ShardRows([shard], tokenizer.vocab_size, 2).take(np.arange(shard.rows))
-        whole = rows["input_ids"].copy()
-        listed = in_list(rows["masked_lm_positions"])
-        row_numbers = np.nonzero(listed)[0]
-        whole[row_numbers, rows["masked_lm_positions"][listed]] = rows["masked_lm_ids"][listed]
-        assert (whole[:, 0] == special.cls).all()
-        assert set(rows["input_ids"][row_numbers, rows["masked_lm_positions"][listed]]) >= {special.mask}
-        for ids_, mask, segments in zip(whole, rows["input_mask"], rows["segment_ids"], strict=True):
-            for segment in (0, 1):
-                inside = [each for each, m, s in zip(ids_, mask, segments, strict=True) if m and s == segment]
-                run = [each for each in inside if each not in (special.cls, special.sep)]
-                assert f",{','.join(map(str, run))}," in joined
-        found += shard.rows
-    assert found == outcome.manifest["sequences"]
-    with h5py.File(paths[0]) as first, h5py.File(paths[1]) as second:
-        assert not np.array_equal(first["masked_lm_positions"][:], second["masked_lm_positions"][:])
-
-
-def pair_tokens(tokenizer: Tokenizer) -> PairTokens:
-    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-    return PairTokens(**{role: tokenizer.token_id(name) or 0 for role, name in names.items()})
-
-
-def test_sections_are_whole_documents_of_about_a_size(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    with IndexedWriter(folder.at / "many", 10) as writer:
-        for size in (3, 900, 1, 40, 40, 5, 60, 30, 2):
-            writer.add([1] * size)
-    index = IndexedFile.open(folder.at / "many")
-    monkeypatch.setattr(to_hdf5, "SECTION_TOKENS", 100)
-    found = to_hdf5.sections(index)
-    assert [first for first, _ in found[1:]] == [after for _, after in found[:-1]], "each document once"
-    assert (found[0][0], found[-1][1]) == (0, 9)
-    held = [int(np.diff(index.starts(np.array(bounds)))[0]) for bounds in found]
-    assert len(held) > 1
-    assert min(held) >= 50, "none is too small to find a random sentence in"
 
 
 class Killed(BaseException):
     """The process is gone."""
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(
-    folder: Folder, format_: FormatName, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if format_ == "arrow":
-        pytest.importorskip("datasets")
-    monkeypatch.setattr(to_hdf5, "SECTION_TOKENS", 1000)
+def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(len(text.encode()) for text in folder.documents)
     replace = Path.replace
     seen = 0
@@ -170,18 +97,17 @@ def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(
 
     monkeypatch.setattr(Path, "replace", counted)
     last = 0
-    folder.run(folder.job(format_, "whole/out"))
+    folder.run(folder.job("whole/out"))
     whole, places = folder.left("whole/"), seen
     assert places > 10
     for last in (1, 2, places // 2, *range(places - 4, places + 1)):
         seen = 0
         with pytest.raises(Killed):
-            folder.run(folder.job(format_, "part/out"))
+            folder.run(folder.job("part/out"))
         left = {name for name in folder.left("part/") if not name.startswith("part/.out.preparing/")}
-        readable = {"part/out.idx", "part/out/manifest.json"} & left
-        assert not readable, f"after {last} replacements a reader would find {readable}"
+        assert "part/out.idx" not in left, f"after {last} replacements a reader would find the data"
         told, last = Told(), 0
-        done = folder.run(folder.job(format_, "part/out"), told=told)
+        done = folder.run(folder.job("part/out"), told=told)
         assert not done.was_there
         assert told.advanced in (0, size), "all text is passed, none of it twice"
         made = {name.replace("part/", "whole/"): content for name, content in folder.left("part/").items()}
@@ -205,15 +131,15 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(_TextConversion, "_save", dying)
         with pytest.raises(Killed):
-            folder.run(folder.job("megatron", "out"))
+            folder.run(folder.job("out"))
     encoded = []
     rows = Tokenizer.encode_rows
     monkeypatch.setattr(
         Tokenizer, "encode_rows", lambda self, each, **o: (encoded.append(len(each)), rows(self, each, **o))[1]
     )
     told = Told()
-    folder.run(folder.job("megatron", "out"), told=told)
-    source = _TextConversion(folder.job("megatron", "x"), print, told.bar).source
+    folder.run(folder.job("out"), told=told)
+    source = _TextConversion(folder.job("x"), print, told.bar).source
     expected = len(list(batches.text_batches(source, folder.tokenizer, False)))
     assert len(encoded) - 1 == expected - 8, "one call for the estimate, one for each batch that was not done"
     assert any("continuing after" in line for line in told.lines)
@@ -223,25 +149,25 @@ def test_a_text_that_changed_meanwhile_is_begun_anew(folder: Folder, monkeypatch
     cut_off(folder, monkeypatch, "out")
     write_jsonl(folder.at / "text.jsonl", ["other beginning", *folder.documents])
     told = Told()
-    folder.run(folder.job("megatron", "out"), told=told)
+    folder.run(folder.job("out"), told=told)
     assert "the text has changed since its preparation began: it starts again from the beginning" in told.lines
-    folder.run(folder.job("megatron", "fresh"))
+    folder.run(folder.job("fresh"))
     assert (folder.at / "out.bin").read_bytes() == (folder.at / "fresh.bin").read_bytes()
 
 
 def test_tokens_that_were_lost_meanwhile_are_made_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_off(folder, monkeypatch, "out")
-    (lost,) = work_folder.WorkFolder(folder.job("megatron", "out").output).folder.glob("*.sizes")
+    (lost,) = work_folder.WorkFolder(folder.job("out").output).folder.glob("*.sizes")
     lost.write_bytes(b"")
     told = Told()
-    folder.run(folder.job("megatron", "out"), told=told)
+    folder.run(folder.job("out"), told=told)
     assert f"{lost} is shorter than it was: it starts again from the beginning" in told.lines
 
 
 def test_another_preparation_that_was_cut_off_is_removed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_off(folder, monkeypatch, "out")
-    folder.run(folder.job("megatron", "out", append_eod=False))
-    folder.run(folder.job("megatron", "fresh", append_eod=False))
+    folder.run(folder.job("out", append_eod=False))
+    folder.run(folder.job("fresh", append_eod=False))
     assert (folder.at / "out.bin").read_bytes() == (folder.at / "fresh.bin").read_bytes()
 
 
@@ -255,21 +181,17 @@ def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, output: str) -> Non
     with monkeypatch.context() as patch:
         patch.setattr(work_folder.WorkFolder, "save", dying)
         with pytest.raises(Killed):
-            folder.run(folder.job("megatron", output))
+            folder.run(folder.job(output))
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Folder, format_: FormatName) -> None:
-    if format_ == "arrow":
-        pytest.importorskip("datasets")
-    job = folder.job(format_, "out")
+def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Folder) -> None:
+    job = folder.job("out")
     assert not folder.run(job).was_there
     before = folder.left("out")
     assert folder.run(job).was_there
-    other = folder.job(format_, "out", **({"append_eod": False} if format_ != "hdf5" else {"seed": 1}))
-    flag = "--seed" if format_ == "hdf5" else "--append-eod"
+    other = folder.job("out", append_eod=False)
     with pytest.raises(
-        DataError, match=rf"out(\.idx)? was prepared from .*text\.jsonl with .*, and now {flag} is another"
+        DataError, match=r"out\.idx was prepared from .*text\.jsonl with .*, and now --append-eod is another"
     ):
         folder.run(other)
     assert folder.left("out") == before
@@ -283,11 +205,11 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Fo
 
 
 def test_empty_documents_are_left_out_and_said(folder: Folder) -> None:
-    folder.run(folder.job("megatron", "out"))
+    folder.run(folder.job("out"))
     before = folder.left("out.bin"), folder.left("out.idx")
     write_jsonl(folder.at / "text.jsonl", ["", *folder.documents])
     told = Told()
-    folder.run(folder.job("megatron", "again"), told=told)
+    folder.run(folder.job("again"), told=told)
     assert f"{folder.at}/text.jsonl: 1 empty document left out" in told.lines
     assert [*before[0].values(), *before[1].values()] == [
         *folder.left("again.bin").values(),
@@ -295,37 +217,25 @@ def test_empty_documents_are_left_out_and_said(folder: Folder) -> None:
     ]
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-def test_what_was_not_prepared_here_is_never_removed(folder: Folder, format_: FormatName) -> None:
-    if format_ == "arrow":
-        pytest.importorskip("datasets")
-    mine = folder.at / ("out.json" if format_ == "megatron" else "out/mine.txt")
-    mine.parent.mkdir(exist_ok=True)
+@pytest.mark.parametrize("name", ["out.json", "out.bin"])  # the latter of a model, or raw tokens
+def test_what_was_not_prepared_here_is_never_removed(folder: Folder, name: str) -> None:
+    mine = folder.at / name
     mine.write_text("{}")
-    with pytest.raises(DataError, match="was not prepared here: remove it, or name another OUTPUT"):
-        folder.run(folder.job(format_, "out"), force=True)
-    assert mine.read_text() == "{}"
-    if format_ == "megatron":
-        mine = mine.rename(folder.at / "out.bin")  # of a model, or raw tokens
-    else:
-        mine.unlink()
-        folder.run(folder.job(format_, "out"))
-        mine.write_text("{}")
-        assert folder.run(folder.job(format_, "out")).was_there
-    with pytest.raises(DataError, match=rf"{mine} is there, and was not prepared here: remove it, or name another"):
-        folder.run(folder.job(format_, "out"), force=True)
+    with pytest.raises(DataError, match=rf"{name} is there, and was not prepared here: remove it, or name another"):
+        folder.run(folder.job("out"), force=True)
     assert mine.read_text() == "{}"
 
 
 def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
-        free = 100_000
+        free = 10_000
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage)
-    monkeypatch.setattr(work_folder, "_LEAST", 0)
-    folder.run(folder.job("megatron", "small"))
-    with pytest.raises(DataError, match=r"\(97\.7 KiB free\) must have about .* MiB free: make room"):
-        folder.run(folder.job("hdf5", "out", dupe_factor=100))
+    monkeypatch.setattr(disk_room, "_LEAST", 0)
+    write_jsonl(folder.at / "small.jsonl", folder.documents[:5])
+    folder.run(folder.job("small", "small.jsonl"))
+    with pytest.raises(DataError, match=r"\(9\.8 KiB free\) must have about .* KiB free: make room"):
+        folder.run(folder.job("out"))
     assert not list(folder.at.glob(".*preparing"))
 
 
@@ -336,31 +246,28 @@ def test_what_a_packed_text_takes_is_a_guess_that_refuses_nothing(
         free = 1000
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage)
-    monkeypatch.setattr(work_folder, "_LEAST", 0)
+    monkeypatch.setattr(disk_room, "_LEAST", 0)
     told: list[str] = []
-    work_folder.check_room(10**6, 0, tmp_path / "out", told.append, packed=True)
+    disk_room.check_room(10**6, 0, tmp_path / "out", told.append, packed=True)
     (line,) = told
     assert "may take 977 KiB, as its text is packed, and 1000 B are free" in line
     with pytest.raises(DataError, match="make room"):
-        work_folder.check_room(10**6, 0, tmp_path / "out", told.append, packed=False)
+        disk_room.check_room(10**6, 0, tmp_path / "out", told.append, packed=False)
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-def test_the_estimate_is_enough(folder: Folder, format_: FormatName, monkeypatch: pytest.MonkeyPatch) -> None:
-    if format_ == "arrow":
-        pytest.importorskip("datasets")
+def test_the_estimate_is_enough(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = []
-    monkeypatch.setattr(work_folder, "check_room", lambda amount, *_, **__: needed.append(amount))
+    monkeypatch.setattr(disk_room, "check_room", lambda amount, *_, **__: needed.append(amount))
     most = 0
     save = work_folder.WorkFolder.save
 
     def watched(self: work_folder.WorkFolder, state: dict[str, Any]) -> None:
         nonlocal most
-        most = max(most, work_folder.bytes_below(self.folder))
+        most = max(most, self.size())
         save(self, state)
 
     monkeypatch.setattr(work_folder.WorkFolder, "save", watched)
-    folder.run(folder.job(format_, "out"))
+    folder.run(folder.job("out"))
     assert most <= needed[0] + 20_000 <= 3 * most + 40_000, "headers and the state are not counted"
 
 
@@ -375,14 +282,14 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(folder: Folder, monkeypatch
         save = work_folder.WorkFolder.save
         patch.setattr(work_folder.WorkFolder, "save", full)
         with pytest.raises(DataError, match=r"out cannot be written: No space left on device; what is finished stays"):
-            folder.run(folder.job("megatron", "out"))
+            folder.run(folder.job("out"))
     told = Told()
-    folder.run(folder.job("megatron", "out"), told=told)
+    folder.run(folder.job("out"), told=told)
     assert any("continuing after" in line for line in told.lines)
 
 
 def test_two_at_once_do_not_meet(folder: Folder) -> None:
-    job = folder.job("megatron", "out")
+    job = folder.job("out")
     with (
         work_folder.WorkFolder(job.output).locked(),
         pytest.raises(ConfigError, match="is being prepared by another process"),
@@ -393,45 +300,24 @@ def test_two_at_once_do_not_meet(folder: Folder) -> None:
 def test_text_without_tokens_is_refused(folder: Folder) -> None:
     write_jsonl(folder.at / "text.jsonl", [" ", "\n"])
     with pytest.raises(DataError, match="holds no text that becomes tokens"):
-        folder.run(folder.job("hdf5", "out"))
-    assert not list(folder.at.glob("*out*"))
-
-
-def test_too_little_text_is_refused(folder: Folder) -> None:
-    write_jsonl(folder.at / "text.jsonl", ["one word"])
-    with pytest.raises(ConfigError, match="must be at least 2"):
-        folder.run(folder.job("hdf5", "out"))
-    pytest.importorskip("datasets")
-    with pytest.raises(
-        DataError, match=r"must have 1,000 or more, --sequence-length: give more text or a shorter sequence"
-    ):
-        folder.run(folder.job("arrow", "out", sequence_length=1000))
+        folder.run(folder.job("out", append_eod=False, split_sentences=True))
     assert not list(folder.at.glob("*out*")), "what nothing can be made of is not kept"
-
-
-def test_arrow_needs_its_library(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"--format arrow needs .*datasets.*: pip install 'shardwise\[datasets\]'"):
-        folder.run(folder.job("arrow", "out"))
 
 
 def test_output_must_not_lie_in_the_text(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="must lie outside INPUT"):
-        folder.run(folder.job("megatron", "texts/out", source="."))
+        folder.run(folder.job("texts/out", source="."))
     texts = folder.at / "texts"
     texts.mkdir()
     (folder.at / "link").symlink_to(texts)
     for source, output in (("link", "texts/out"), ("texts", "link/out")):
         with pytest.raises(ConfigError, match="must lie outside INPUT"):
-            folder.run(folder.job("megatron", output, source=source))
+            folder.run(folder.job(output, source=source))
 
 
-@pytest.mark.parametrize("format_", FORMATS)
-def test_output_has_a_name(folder: Folder, format_: FormatName) -> None:
-    if format_ == "arrow":
-        pytest.importorskip("datasets")
+def test_output_has_a_name(folder: Folder) -> None:
     for output in (Path(), Path("/"), Path("..")):
-        job = dataclasses.replace(folder.job(format_, "out"), output=output)
+        job = dataclasses.replace(folder.job("out"), output=output)
         with pytest.raises(ConfigError, match="must end in a name: add one"):
             folder.run(job)
 
@@ -439,35 +325,12 @@ def test_output_has_a_name(folder: Folder, format_: FormatName) -> None:
 def test_a_place_that_cannot_be_written_is_not_told_to_be_full(folder: Folder) -> None:
     (folder.at / "file").write_text("")
     with pytest.raises(DataError) as caught:
-        folder.run(folder.job("megatron", "file/out"))
+        folder.run(folder.job("file/out"))
     assert str(caught.value).endswith("file/out cannot be written: Not a directory: name a place that can be")
 
 
-def test_shards_of_less_text_are_made_anew(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text ended where a batch did and has grown since: what was tokenized holds, the shards do not."""
-    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 1)  # each document is a batch
-    job = folder.job("hdf5", "out")
-    write_jsonl(folder.at / "text.jsonl", folder.documents[:-20])
-    with monkeypatch.context() as patch:
-
-        def dying(*_: object, **__: object) -> None:
-            raise Killed
-
-        patch.setattr(Output, "complete", dying)
-        with pytest.raises(Killed):
-            folder.run(job)
-    write_jsonl(folder.at / "text.jsonl", folder.documents)
-    told = Told()
-    folder.run(job, told=told)
-    assert any("continuing after" in line for line in told.lines)
-    folder.run(dataclasses.replace(job, output=folder.at / "whole" / "out"))
-    assert (folder.at / "out/out_training_0.hdf5").read_bytes() == (
-        folder.at / "whole/out/out_training_0.hdf5"
-    ).read_bytes()
-
-
 def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
-    outcome = folder.run(folder.job("megatron", "out"))
+    outcome = folder.run(folder.job("out"))
     found = json.loads((folder.at / "out.json").read_bytes())
     index = IndexedFile.open(folder.at / "out")
     assert found["documents"] == index.num_documents == 60
@@ -478,16 +341,9 @@ def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
 
 
 def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.run(folder.job("megatron", "alone"))
+    folder.run(folder.job("alone"))
     monkeypatch.setattr("shardwise.data.prepare.tokenizing.SMALL_BYTES", 0)
     monkeypatch.setattr("shardwise.data.prepare.tokenizing.CORES_OF_A_PROCESS", 0)
-    folder.run(folder.job("megatron", "several"))
+    folder.run(folder.job("several"))
     for suffix in (".bin", ".idx"):
         assert (folder.at / f"several{suffix}").read_bytes() == (folder.at / f"alone{suffix}").read_bytes()
-
-
-@pytest.mark.parametrize("predictions", [0, 33])
-def test_masked_tokens_fit_their_pair(predictions: int, folder: Folder) -> None:
-    told = rf"--max-predictions \({predictions}\) must be in 1 … --sequence-length \(32\)"
-    with pytest.raises(ConfigError, match=told):
-        folder.run(folder.job("hdf5", "made", max_predictions=predictions))

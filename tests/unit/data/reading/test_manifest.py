@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.data.reading.manifest import read_manifest, tokenizer_problems, write_manifest
+from shardwise.data.formats.common import tokenizer_problems
+from shardwise.data.reading.manifest import read_manifest, write_manifest
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
 FACTS = {
@@ -45,15 +46,6 @@ def test_the_same_tokenizer_in_other_files_is_the_same(tmp_path: Path, tokenizer
     path = tmp_path / "data.json"
     write_manifest(path, {**FACTS, "tokenizer": {"name": "own", "sha256": tokenizer.digest}})
     assert tokenizer_problems(loaded, "saved", [path]) == []
-    assert tokenizer_problems(None, None, [path]) == []
     assert tokenizer_problems(other, "other", [tmp_path / "no.json"]) == []
     (problem,) = tokenizer_problems(other, "other", [path])
     assert problem.startswith(f"data.tokenizer (other, {other.digest[:12]}) must be the tokenizer that {path} names (")
-
-
-def test_which_tokens_go_on_with_a_word(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nwalk\n##ing\n##s\nin#\n")
-    found = Tokenizer.load(tmp_path / "vocab.txt").continuations()
-    assert found is not None
-    assert found.nonzero()[0].tolist() == [6, 7]
-    assert tokenizer.continuations() is None

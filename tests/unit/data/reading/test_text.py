@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardwise.base.errors import see
-from shardwise.data.open_data import inspect
+from shardwise.data.describe import inspect
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, announce_empty, open_shard, open_source
 from shardwise.data.samples.streaming import read_documents
 from tests.unit.data.reading.test_sources import DataConfig, failure, read

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.data.rows import IntArray
 from shardwise.data.samples.batch import Batch, Batches, BlendedBatches
 from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.samples.order import BlendPattern, IntArray, SourceOrder, Stage
+from shardwise.data.samples.order import BlendPattern, SourceOrder, Stage
 
 NAMES = [f"s{number}" for number in range(40)]
 unhurried = settings(deadline=None)

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.reading.megatron_files import Documents, IndexedFile, IndexedWriter
+from shardwise.data.rows import IntArray
 from shardwise.data.samples import packing
 from shardwise.data.samples.batch import Batches, BlendedBatches
 from shardwise.data.samples.causal import DocumentBatches, TokenBatches
-from shardwise.data.samples.order import IntArray, Stage
+from shardwise.data.samples.order import Stage
 from shardwise.data.samples.packing import PackedBatches, PackedSamples, packed_windows
 
 BLOCK = 24

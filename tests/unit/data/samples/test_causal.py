@@ -78,12 +78,13 @@ def config(**data: Any) -> Config:
 def test_the_token_is_the_tokenizers_unless_it_is_named(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["a b c"], 257, "test")
     tokenizer.save(tmp_path)
-    assert DocumentEnds.of(config(), tmp_path) is None
-    assert DocumentEnds.of(config(eod_mask_loss=True), tmp_path) == DocumentEnds(tokenizer.end_of_document_id, True)
+    assert DocumentEnds.of(config().data, tmp_path) is None
+    masked = config(eod_mask_loss=True)
+    assert DocumentEnds.of(masked.data, tmp_path) == DocumentEnds(tokenizer.end_of_document_id, True)
     named = config(reset_attention_mask=True, eod_token=7)
-    assert DocumentEnds.of(named, None) == DocumentEnds(7, reset_attention_mask=True)
+    assert DocumentEnds.of(named.data, None) == DocumentEnds(7, reset_attention_mask=True)
     with pytest.raises(ConfigError) as caught:
-        DocumentEnds.of(config(reset_position_ids=True), None)
+        DocumentEnds.of(config(reset_position_ids=True).data, None)
     assert caught.value.problems == [
         "data.reset_position_ids (true) needs the id of the token that ends a document: set data.eod_token, or "
         "data.tokenizer to the one that made the data"

@@ -50,44 +50,6 @@ def test_how_many_are_predicted(candidates: list[list[bool]], fraction: float, p
         assert np.array_equal(masked[untouched], ids[untouched])
 
 
-@settings(deadline=None)
-@given(
-    words=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=8), min_size=1, max_size=4),
-    fraction=st.floats(0.05, 1.0),
-    predictions=st.integers(1, 20),
-)
-def test_whole_words(words: list[list[int]], fraction: float, predictions: int) -> None:
-    """Rows of [CLS], words of these sizes, [SEP] and padding; ids from `FIRST` + 100 go on with a word."""
-    length = 2 + max(sum(sizes) for sizes in words)
-    predictions = min(predictions, length)
-    ids_BS, candidates_BS = np.zeros((len(words), length), dtype=np.int64), np.zeros((len(words), length), dtype=bool)
-    for row, sizes in enumerate(words):
-        tokens = [token for size in sizes for token in [FIRST, *[FIRST + 100] * (size - 1)]]
-        ids_BS[row, 1 : len(tokens) + 1] = tokens
-        candidates_BS[row, 1 : len(tokens) + 1] = True
-    ids_BS[ids_BS == 0] = FIRST + 100  # what is no candidate is never part of a word
-    goes_on = np.arange(LAST + 1) >= FIRST + 100
-    masking = Masking(fraction, predictions, MASK, ORDINARY, goes_on)
-    _, positions_BP, targets_BP = masking.apply(ids_BS, candidates_BS, draws(len(words)))
-    for row, sizes in enumerate(words):
-        chosen = set(positions_BP[row][targets_BP[row] != IGNORE].tolist())
-        wanted = min(predictions, sum(sizes), max(1, math.floor(fraction * sum(sizes) + 0.5)))
-        starts = np.cumsum([1, *sizes])
-        places = [set(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
-        assert all(word <= chosen or not word & chosen for word in places), "a word is predicted whole or not at all"
-        assert len(chosen) <= wanted
-        room = wanted - len(chosen)
-        assert all(word <= chosen or len(word) > room for word in places), "each word that still fits is taken"
-
-
-def test_a_word_of_one_token_each_is_masked_as_without_words() -> None:
-    ids_BS, candidates_BS = np.full((50, 64), FIRST), np.ones((50, 64), dtype=bool)
-    plain = Masking(0.15, 10, MASK, ORDINARY).apply(ids_BS, candidates_BS, draws(50))
-    goes_on = np.zeros(LAST + 1, dtype=bool)
-    words = Masking(0.15, 10, MASK, ORDINARY, goes_on).apply(ids_BS, candidates_BS, draws(50))
-    assert all(np.array_equal(a, b) for a, b in zip(plain, words, strict=True))
-
-
 def test_masking_is_even() -> None:
     """15 % of tokens, at every position alike; four in five hidden, one in ten random, one in ten as they were."""
     samples, length, predictions = 4000, 100, 20

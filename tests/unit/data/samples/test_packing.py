@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.data.rows import IntArray
 from shardwise.data.samples import packing
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.order import IntArray
 from shardwise.data.samples.packing import PackedBatches, PackedSamples, best_fit, document_bounds
 
 ROOM = 20

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import check_layout, data_from, load_config
+from shardwise.data.describe import glance, inspect
 from shardwise.data.formats.common import make_batches
-from shardwise.data.open_data import glance, inspect, prepare
+from shardwise.data.open_data import prepare
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, train_tokenizer
@@ -75,7 +76,7 @@ def test_every_way_to_tokens_has_the_same(folder: Folder, append_eod: bool | Non
     assert sorted(block.samples.tokens.tolist()) == sorted(tokens)
     batches.close()
     options = {"append_eod": append_eod is not False, "prepend_bos": bool(prepend_bos)}
-    folder.run(folder.job("megatron", name, **options))
+    folder.run(folder.job(name, **options))
     assert [*map(int, IndexedFile.open(folder.at / name).tokens)] == tokens
     found = inspect(text, 1, {"tokenizer": common["tokenizer"], **keys})
     around = [*["begins with [CLS]"] * bool(prepend_bos), *["ends with [SEP]"] * (append_eod is not False)]
@@ -117,7 +118,7 @@ def test_marks_of_what_holds_tokens_are_refused(folder: Folder, keys: dict[str, 
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 40}).save_to_disk(str(tmp_path / "rows"))
-    folder.run(folder.job("megatron", "held"))
+    folder.run(folder.job("held"))
     text = r"data\.\w+ \((true|false)\) must be null with data\.path \(.*\), whose tokens are read as they are"
     keys = {**keys, "tokenizer": str(folder.at / "tokenizer")}
     for path in (folder.at / "held", tmp_path / "rows"):
@@ -145,4 +146,4 @@ def test_marks_of_sentence_pairs_are_refused(folder: Folder) -> None:
     with pytest.raises(ConfigError, match=text):
         check_layout(load_config("bert-tiny", ["data.append_eod=true"]), 1)
     with pytest.raises(ConfigError, match="--prepend-bos must be left out with --split-sentences"):
-        folder.run(folder.job("megatron", "wrong", prepend_bos=True, split_sentences=True))
+        folder.run(folder.job("wrong", prepend_bos=True, split_sentences=True))

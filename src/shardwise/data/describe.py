@@ -1,0 +1,209 @@
+"""What a user is told of data of any format: by a dry run in a moment, and by `shardwise data inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.files import user_path
+from shardwise.config import CHAT, Config, data_from, tokens_of_run
+from shardwise.data import hub
+from shardwise.data.evaluation_sets import config_of_set, problem_of_set
+from shardwise.data.formats import common, inspecting, user_samples
+from shardwise.data.formats.record import Contents
+from shardwise.data.held_out import HeldOut, held_out_text
+from shardwise.data.open_data import checked_format, format_named, format_of
+from shardwise.data.reading import dataset_tables
+from shardwise.data.request import DataRequest
+from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT
+from shardwise.data.tokens.chat_template import ChatTemplate
+from shardwise.data.tokens.tokenizer import trained_special_tokens
+
+TRAINED_AT_START = "trained on the data when the run starts"
+"""The end of the row on a tokenizer that nothing names."""
+
+
+@dataclass(frozen=True)
+class Glance:
+    """The result of a glance at data and tokenizer.
+
+    Attributes:
+        rows: names and their descriptions, for the user.
+        problems: reasons for which a run could not start.
+    """
+
+    rows: Sequence[tuple[str, str]]
+    problems: Sequence[str]
+
+
+def glance(config: Config) -> Glance:
+    """The rows of a dry run about the data and the tokenizer of `config`; nothing is fetched or prepared.
+
+    Only a hub id that the cache lacks is looked up on the hub.
+    """
+    request = DataRequest.of(config)
+    data = request.data
+    glanced = _glance_at_sources(request) if data.mixture else _glance_at_source(request)
+    if glanced.problems or not data.is_named or request.hook is not None:
+        return glanced
+    part = HeldOut()
+    warnings: list[tuple[str, str]] = []
+    is_cut = False
+    if not data.mixture:
+        record = format_of(data)
+        part = record.held_out(request)
+        is_cut = record.holds_tokens
+        needed = tokens_of_run(config)
+        most = record.most_tokens(request, needed // MANY_EPOCHS)
+        if most and needed > MANY_EPOCHS * most:
+            steps = f"train.steps ({config.train.steps:,})"
+            warnings.append(
+                (
+                    "warning",
+                    f"{steps} read {needed:,} tokens, and the data have at most {most:,}: each is read at least "
+                    f"{needed // most:,} times, and {REPEATED_TEXT}: lower train.steps, or give more data",
+                )
+            )
+    return Glance([*glanced.rows, ("held out", held_out_text(data, config.train, part, is_cut=is_cut)), *warnings], [])
+
+
+def _glance_at_source(request: DataRequest, *, may_train: bool = True) -> Glance:
+    """The rows about the data and the tokenizer of a request without a mixture.
+
+    Args:
+        may_train: True if these are the data that a tokenizer is trained on, should none be named.
+    """
+    rows: list[tuple[str, str]] = []
+    problems: list[str] = []
+    looks: dict[str, Callable[[], str]] = {}
+    contents: Contents = "text"
+    data = request.data
+    if request.hook is not None:
+        contents = "tokens"
+        looks["data"] = lambda: user_samples.glance(request)
+    elif data.is_named:
+        try:
+            record = checked_format(request)
+        except ConfigError as error:
+            return Glance(rows, error.problems)
+        contents = record.contents
+        looks["data"] = lambda: f"{data.name}: {record.glance(request)}"
+    else:
+        rows.append(("data", "none is named: a run needs data.path, data.blend or data.dataset"))
+    if data.is_named or data.tokenizer is not None:
+        looks["tokenizer"] = lambda: _glance_at_tokenizer(request, contents, may_train=may_train and not problems)
+    # A problem of the data must not hide one of the tokenizer.
+    for name, describe in looks.items():
+        try:
+            rows.append((name, describe()))
+        except ConfigError as error:
+            problems += error.problems
+    return Glance(rows, [*dict.fromkeys(problems)])
+
+
+def glance_at_sets(config: Config) -> Glance:
+    """The rows of a dry run about `evaluation.sets`; nothing is fetched or prepared."""
+    rows = []
+    problems: list[str] = []
+    for name in config.evaluation.sets:
+        request = DataRequest.of(config_of_set(config, name, None))
+        try:
+            rows.append((f"set, {name}", f"{request.data.name}: {checked_format(request).glance(request)}"))
+        except ConfigError as error:
+            problems += [problem_of_set(text, name) for text in error.problems]
+    return Glance(rows, problems)
+
+
+def _glance_at_sources(request: DataRequest) -> Glance:
+    """The rows of each source of a mixture, and the tokenizer that they share."""
+    rows: dict[str, str] = {}
+    problems: list[str] = []
+    may_train = True
+    for name in request.data.sources_read:
+        source = request.of_source(name)
+        glanced = _glance_at_source(source, may_train=may_train)
+        may_train &= source.hook is not None or format_of(source.data).holds_tokens
+        rows |= {"tokenizer" if row == "tokenizer" else f"data, {name}": text for row, text in glanced.rows}
+        problems += [f"data.mixture.{name}: {problem}" for problem in glanced.problems]
+    tokenizer = rows.pop("tokenizer", None)
+    return Glance([*rows.items(), *([] if tokenizer is None else [("tokenizer", tokenizer)])], problems)
+
+
+def _glance_at_tokenizer(request: DataRequest, contents: Contents, *, may_train: bool) -> str:
+    vocabulary = request.vocab_size
+    if request.data.tokenizer is not None:
+        return _glance_at_user_tokenizer(request, request.data.tokenizer, contents)
+    if request.weights is not None:
+        return f"that of the weights in {request.weights}"
+    if contents in ("text", "conversations"):
+        trained_special_tokens(vocabulary, pairs=request.in_pairs, chat=contents == "conversations")
+        is_sure = may_train and format_of(request.data).has_vocabulary(request)
+        condition = "" if is_sure else " if the text yields as many"
+        return f"byte-level BPE of {vocabulary:,} tokens{condition}, {TRAINED_AT_START}"
+    if contents == "text or tokens":
+        return "where the data hold text, one is trained on them"
+    # Pairs of shards have their special tokens; the samples of other tokens may need some.
+    if contents == "tokens" and (problems := common.without_tokenizer(request, has_documents=True)):
+        raise DataError(problems)
+    return "none, as the data hold tokens"
+
+
+def _glance_at_user_tokenizer(request: DataRequest, name: str, contents: Contents) -> str:
+    place = hub.place_of_tokenizer(name)
+    if not isinstance(place, Path) and (location := hub.find(place)) != "cache":
+        return f"{name}: {hub.FOUND[location]}"
+    problems: list[str] = []
+    manifests = format_of(request.data).manifests(request.data)
+    tokenizer = common.tokenizer_of_tokens(request, manifests, problems)
+    if tokenizer is None or problems:
+        raise DataError(problems)
+    note = "" if tokenizer.note is None else f"; {tokenizer.note}"
+    if contents == "conversations":
+        template = ChatTemplate.or_built_in(hub.resolve_tokenizer(name, cached=True), name)
+        note += f"; chat template: {template.name}"
+    else:
+        common.document_marks(request.data, tokenizer)
+    return f"{name}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({request.vocab_size:,}){note}"
+
+
+def inspect(
+    path: str, samples: int, keys: Mapping[str, Any], packed_length: int | None = None
+) -> inspecting.Inspection:
+    """An inspection of the data at a path, of any format.
+
+    Args:
+        samples: number of the first samples that are shown.
+        keys: other keys of the section `data`.
+        packed_length: sequence length of the packed samples that are shown in place of documents; None for documents.
+
+    Raises:
+        DataError: there are no data at the path, or they are damaged.
+    """
+    place = user_path(path)
+    # A folder without its description of columns is still inspected as a data set, whose reader says what is missing.
+    folder = place.parent if place.suffix == ".arrow" else place
+    if keys.get("format") != CHAT and dataset_tables.is_saved(folder, damaged=True):
+        data = data_from({"path": str(folder), **keys})
+        record = format_named("datasets")
+    else:
+        data = data_from({"path": path, **keys})
+        record = format_of(data)
+    if record.holds_tokens and (problems := common.mark_problems(data)):
+        raise DataError(problems)
+    if record.name in ("text", CHAT) and not place.exists():
+        where = "" if place.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(
+            f"PATH ({path}) does not exist{where}: name Megatron's PREFIX, HDF5 shards, an arrow folder or text"
+        )
+    if packed_length is not None and record.first_documents is None:
+        raise DataError(
+            f"--sequence-length must be left out with PATH ({path}): only of text and of Megatron's files packed "
+            "samples are shown"
+        )
+    inspection = record.inspect(data, samples)
+    if packed_length is None or record.first_documents is None:
+        return inspection
+    return inspecting.with_packing(inspection, data.tokenizer, record.first_documents(data), packed_length, samples)

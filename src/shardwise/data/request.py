@@ -1,0 +1,144 @@
+"""What a run asks of its data: the few facts of its configuration that decide them, and the stages of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import xxhash
+
+from shardwise.config import Config, DataConfig, samples_between
+from shardwise.data.rows import Part
+from shardwise.data.samples.order import Stage, mix_integer
+
+_SEED_BITS = 63
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """Facts of a run that data are opened and cut into samples by.
+
+    Attributes:
+        data: section `data`, or that of a source of a mixture.
+        hook: object of the user that gives the samples (`hooks.data`); None: the keys of `data` name them.
+        family: family of the model, for messages.
+        objectives: objectives of the model: `("lm",)`, or `("mlm", "nsp")` of BERT.
+        vocab_size: vocabulary of the model.
+        pad_token_id: id that a model of sentence pairs pads with; None for others.
+        token_types: segments that a model of sentence pairs tells apart; None for others.
+        weights: weights that the run starts from (`checkpoint.load`), which have a tokenizer; None if it starts anew.
+        sequence_length: tokens that a sample reads.
+        block_length: tokens that all stages of the run keep together in the order of the data.
+        unit_length: tokens of the shortest samples into which whole documents are packed.
+        seed: seed of the order of the data.
+        eval_every: steps between evaluations; 0: none.
+        has_sets: True if evaluations read `evaluation.sets`.
+        sample_prompt: `log.sample_prompt`, which needs a tokenizer.
+        stages: weights of a mixture's sources from the first step on; empty for other data.
+    """
+
+    data: DataConfig
+    hook: str | None
+    family: str
+    objectives: tuple[str, ...]
+    vocab_size: int
+    pad_token_id: int | None
+    token_types: int | None
+    weights: str | None
+    sequence_length: int
+    block_length: int
+    unit_length: int
+    seed: int
+    eval_every: int
+    has_sets: bool
+    sample_prompt: str | None
+    stages: tuple[Stage, ...]
+
+    @staticmethod
+    def of(config: Config) -> DataRequest:
+        """What the run of a configuration asks."""
+        shapes = config.shapes
+        return DataRequest(
+            data=config.data,
+            hook=config.hooks.data,
+            family=config.model.family,
+            objectives=config.model.objectives,
+            vocab_size=config.model.vocab_size,
+            pad_token_id=getattr(config.model, "pad_token_id", None),  # a fact of BERT's configuration alone
+            token_types=shapes.token_types if shapes is not None and shapes.predicts_sentences else None,
+            weights=config.checkpoint.load,
+            sequence_length=config.train.sequence_length,
+            block_length=config.block_length,
+            unit_length=config.unit_length,
+            seed=config.train.seed,
+            eval_every=config.train.eval_every,
+            has_sets=bool(config.evaluation.sets),
+            sample_prompt=config.log.sample_prompt,
+            stages=tuple(first_stages(config)) if config.data.mixture else (),
+        )
+
+    @property
+    def in_pairs(self) -> bool:
+        """True if samples are pairs of sentences."""
+        return "nsp" in self.objectives
+
+    @property
+    def samples_together(self) -> int:
+        """The samples of a block."""
+        return self.block_length // self.sequence_length
+
+    @property
+    def needed_parts(self) -> list[Part]:
+        """The parts that training reads."""
+        return ["train", "eval"] if self.eval_every > 0 and self.data.holds_out else ["train"]
+
+    def of_source(self, name: str) -> DataRequest:
+        """What a run asks that reads a source of the mixture alone, in the order that it has within the mixture."""
+        data = self.data.source_section(name)
+        return replace(
+            self,
+            data=data,
+            hook=self.data.mixture[name].hook,
+            seed=seed_of_source(self.seed, name),
+            # A source that holds nothing out is trained on alone.
+            eval_every=self.eval_every if data.split_weights[1] else 0,
+            stages=(),
+        )
+
+
+def seed_of_source(seed: int, name: str) -> int:
+    """The seed of a source's order, which depends on its name, so that other sources change nothing of it."""
+    return mix_integer(seed, xxhash.xxh3_64_intdigest(name.encode())) >> (64 - _SEED_BITS)
+
+
+def first_stages(config: Config) -> list[Stage]:
+    """The stages of a mixture from the first step of a run on."""
+    weights = {name: source.weight for name, source in config.data.mixture.items() if source.weight is not None}
+    return [Stage(0, 0, weights), *_later_stages(config, 0, 0)]
+
+
+def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step: int, position: int) -> list[Stage]:
+    """The stages of a run that continues after `step` steps, at `position` in the order of the data.
+
+    They count blocks of samples (`size_stages.py`). Stages that have begun stay where they began, also if the batch was
+    another one then, and the later ones begin after their steps, also if `train.skip_batches` leaves out samples
+    before.
+
+    Args:
+        recorded: stages in the checkpoint, whose weights are those of the configuration (`size_stages.changed_stages`).
+    """
+    begun = [Stage(**stage) for stage in recorded if stage["step"] < step]
+    return [*begun, *_later_stages(config, step, position)]
+
+
+def _later_stages(config: Config, step: int, position: int) -> list[Stage]:
+    return [
+        Stage(
+            stage.at,
+            (position + samples_between(config, step, stage.at)) // config.samples_together,
+            dict(stage.weights),
+        )
+        for stage in config.data.stages
+        if stage.weights and stage.at >= step
+    ]
