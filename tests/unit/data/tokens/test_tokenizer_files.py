@@ -168,9 +168,7 @@ def vocabulary(folder: Path) -> dict[str, int]:
     ("name", "content", "text"),
     [
         ("vocab.json", "{", r"vocab\.json cannot be read: "),
-        ("vocab.json", "[]", r"vocab\.json must hold a JSON object"),
         ("vocab.json", '{"a": "b"}', r"vocab\.json must hold tokens and their ids, such as"),
-        ("vocab.json", '{"a": true}', r"vocab\.json must hold tokens and their ids, such as"),
         ("vocab.json", '{"a": 1, "b": 1}', r"vocab\.json gives one id to two tokens"),
         ("vocab.json", '{"a": 0, "b": 1}', r"vocab\.json lacks 254 of the 256 bytes"),
         ("merges.txt", "#version: 0.2\nt h e\n", r"merges\.txt must have two tokens with a space between them a line"),
@@ -180,8 +178,6 @@ def vocabulary(folder: Path) -> dict[str, int]:
             '{"tokenizer_class": "Qwen2TokenizerFast"}',
             "is a Qwen2Tokenizer's, which splits text by rules of its own: ",
         ),
-        ("tokenizer_config.json", "nonsense", r"tokenizer_config\.json cannot be read"),
-        ("added_tokens.json", '{"a": null}', r"added_tokens\.json must hold tokens and their ids"),
         ("tokenizer.json", "{", "is not a tokenizer that Hugging Face tokenizers can read"),
         ("tokenizer.json", tokenizer_json(normalizer=CHARSMAP), "is not a tokenizer that Hugging Face tokenizers can"),
         ("tokenizer.json", tokenizer_json(model=NO_WORDS), "must have tokens, and its vocabulary is empty"),
