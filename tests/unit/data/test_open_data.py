@@ -273,7 +273,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no text": ({"path": "latin.txt"}, "latin.txt: byte 0 (0xe9) is not UTF-8"),
     "no JSON": ({"path": "bad.jsonl"}, "bad.jsonl: line 1 is not JSON"),
     "no such field": ({"path": "one.jsonl", "text_key": "body"}, "one.jsonl: line 1 has no field 'body'"),
-    "an index that is cut off": ({"path": "cut"}, "cut.idx (54 bytes) must have 62 bytes"),
+    "an index that is cut off": ({"path": "cut"}, "cut.idx: its size (54 bytes) must be 62"),
     "a saved data set without its table": ({"path": "saved"}, "data.arrow cannot be read"),
     "no hub id": ({"dataset": "owner/na--me"}, "a hub id reads owner/name"),
     "no tokenizer": (
