@@ -63,14 +63,15 @@ def without_tokenizer(shown: str, names: Iterable[str]) -> str:
 def without_weights(shown: str, names: Iterable[str]) -> str:
     """The message for a folder or repository whose files `names` include no weights that can be loaded."""
     names = sorted(names)
+    if not names:
+        return f"checkpoint.load ({shown}) must hold {SINGLE}: it is empty"
     if pickled := listing([name for name in names if name.endswith(PICKLED)], most=_SHOWN):
         return (
             f"checkpoint.load ({shown}) must hold safetensors, and its weights are pickled ({pickled}): opening a "
             "pickle can run any code that its author put there. If you trust it, convert it by transformers: "
             "from_pretrained(…), then save_pretrained(…)"
         )
-    contents = f"it has {listing(names, most=_SHOWN)}" if names else "it is empty"
-    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: {contents}"
+    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {listing(names, most=_SHOWN)}"
 
 
 def check_weights(folder: Path) -> None:

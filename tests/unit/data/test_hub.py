@@ -196,7 +196,7 @@ PATHS = {
     "two words": "there is none of that name in .*, and a hub id reads owner/name",
     "weights.pt": r"pickled \(weights.pt\): opening a pickle can run any code .*save_pretrained",
     "pickled": r"pickled \(pytorch_model.bin\): opening a pickle can run any code .*save_pretrained",
-    "empty": "must hold model.safetensors or .*: it is empty",
+    "empty": "must hold model.safetensors: it is empty",
     "checkpoints/step-00000100/model.safetensors": "it is a file: set checkpoint.load=checkpoints/step-00000100$",
 }
 
