@@ -17,6 +17,7 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
+from shardwise.base.model_folder import GENERATION, TOKENIZER
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids, read_as_it_is
 from shardwise.checkpoint.format.writing import CONFIG, to_json
@@ -24,10 +25,8 @@ from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, ModelConfig, shapes_of
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.data.hub import GENERATION
 from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids
-from shardwise.data.tokens.tokenizer_files import JSON
 
 _QWEN2_SPLIT = json.dumps(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|")[1:-1]
 """The beginning of the expression by which Qwen 2's class of transformers splits text."""
@@ -73,7 +72,7 @@ def _qwen2_note(config: Config, tokenizer: Path | None) -> tuple[str, ...]:
     family = config.shapes
     if tokenizer is None or family is None or to_hugging_face(family)["model_type"] != "qwen2":
         return ()
-    described = json_value((tokenizer / JSON).read_text(encoding="utf-8"))
+    described = json_value((tokenizer / TOKENIZER).read_text(encoding="utf-8"))
     if described["normalizer"] == {"type": "NFC"} and _QWEN2_SPLIT in json.dumps(described["pre_tokenizer"]):
         return ()
     return (

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError, see
+from shardwise.base.model_folder import check_weights
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.canonical_tensors import TORCH_DTYPES
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read
@@ -20,7 +21,6 @@ from shardwise.checkpoint.format.writing import STREAM_BYTES
 from shardwise.checkpoint.restore import local_pieces, other_ends, read_manifest
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import ModelConfig
-from shardwise.data.hub import check_weights
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements

@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import reason_of, user_path
 from shardwise.base.hardware import accelerators
+from shardwise.base.model_folder import BESIDE_WEIGHTS, GENERATION, holds_tokenizer, is_url, tokenizer_names
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, step_of, weights_folder
@@ -76,11 +77,11 @@ class ModelFolder:
     @property
     def tokenizer(self) -> str | None:
         """The folder's tokenizer as `data.tokenizer` names it; None where it has none."""
-        return str(self.path) if hub.holds_tokenizer(self.files) else None
+        return str(self.path) if holds_tokenizer(self.files) else None
 
     def stops(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Ids after which a text ends: as transformers reads them, else the tokenizer's end of a document, if any."""
-        for name in (hub.GENERATION, _CONFIG):
+        for name in (GENERATION, _CONFIG):
             if name in self.files:
                 ids = _json_object((self.path / name).read_bytes(), f"{self.name}/{name}").get("eos_token_id")
                 if ids is not None:
@@ -147,7 +148,7 @@ def open_folder(
     """
     revision = values.get("checkpoint", {}).get("revision")
     user_model = values.get("model", {})
-    if hub.is_url(target) or user_path(target).is_dir():
+    if is_url(target) or user_path(target).is_dir():
         folder = weights_folder(target, announce)
         if folder.is_checkpoint:
             if revision is not None:
@@ -162,7 +163,7 @@ def open_folder(
                 "Face folder to this machine first"
             )
         # A local URL, file://…, names a folder too.
-        if hub.is_url(target):
+        if is_url(target):
             target = str(folder.root.local())
     # Otherwise the name of a checkpoint would be looked for on the hub.
     if step_of(Path(target).name) is not None and not user_path(target).exists():
@@ -203,7 +204,7 @@ def _open_checkpoint(folder: NamedFolder, user_model: Mapping[str, Any]) -> Mode
     """
     root = folder.root
     # Small files at the top of a checkpoint describe the model; those in its folders are states.
-    patterns = (_CONFIG, *hub.BESIDE_WEIGHTS)
+    patterns = (_CONFIG, *BESIDE_WEIGHTS)
     try:
         manifest = Manifest.read(root)
         contents = {
@@ -386,7 +387,7 @@ def _micro_batches(parallel: Mapping[str, Any]) -> int:
 def _without_tokenizer(folder: ModelFolder) -> ConfigError:
     """The error for a folder without a tokenizer that is needed."""
     return ConfigError(
-        f"{folder.name} must hold the model's tokenizer ({hub.tokenizer_names()}), and it holds none: name it "
+        f"{folder.name} must hold the model's tokenizer ({tokenizer_names()}), and it holds none: name it "
         "by data.tokenizer"
     )
 

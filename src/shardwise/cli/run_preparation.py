@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, ShardwiseError
+from shardwise.base.model_folder import is_url
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 from shardwise.checkpoint.storage.root import Root
@@ -132,8 +133,8 @@ def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str]
     weights = None if config.checkpoint.load is None else continued_checkpoint(config, run_path)
     if weights is None and config.checkpoint.load is not None:
         load = load_location(config.checkpoint.load, announce)
-        is_url = hub.is_url(load)
-        weights = Root.of(load if is_url else hub.resolve(load, config.checkpoint.revision, announce=announce))
+        load_is_url = is_url(load)
+        weights = Root.of(load if load_is_url else hub.resolve(load, config.checkpoint.revision, announce=announce))
     config = with_model_tokenizer(config, weights)
     if config.data.tokenizer is not None:
         hub.resolve_tokenizer(config.data.tokenizer, announce=announce)

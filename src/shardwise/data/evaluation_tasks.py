@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError, DataError, listing, nearest_name
+from shardwise.base.libraries import first_line
 from shardwise.config import Config, EvaluationConfig
-from shardwise.data.reading.content import first_line
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]

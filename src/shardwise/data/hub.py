@@ -19,39 +19,25 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
-from shardwise.base.files import name_problem, reason_of, user_path
-from shardwise.base.parsing import json_value
+from shardwise.base.files import user_path
+from shardwise.base.model_folder import (
+    BESIDE_WEIGHTS,
+    CHAT_TEMPLATES,
+    INDEX,
+    LICENCES,
+    PICKLED,
+    SINGLE,
+    TOKENIZER_FILES,
+    check_weights,
+    holds_tokenizer,
+    without_tokenizer,
+    without_weights,
+)
 from shardwise.runs.folder import RUNS
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-TOKENIZERS = (
-    ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",),
-    ("gpt2-vocab.json", "gpt2-merges.txt"),
-)  # fmt: skip
-"""Sets of files that are a tokenizer, in the order in which they are looked for; the last is Megatron-LM's names."""
-CHAT_TEMPLATES = "additional_chat_templates"
-"""The folder of the chat templates that have names."""
-_TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", *TOKENIZERS[-1],
-    "chat_template.jinja", "chat_template.json", f"{CHAT_TEMPLATES}/*.jinja",
-)  # fmt: skip
-GENERATION = "generation_config.json"
-_LICENCES = tuple(
-    f"{spelling}*"
-    for word in ("license", "licence", "notice", "copying", "use_policy")
-    for spelling in (word, word.upper(), word.capitalize())
-)
-"""Files with the terms of use, as repositories spell them: LICENSE, license.txt, LICENCE.md, USE_POLICY.md, NOTICE."""
-BESIDE_WEIGHTS = (GENERATION, *_TOKENIZER_FILES, *_LICENCES)
-"""Files that a model's folder holds in addition to its weights and config.json."""
-_WEIGHTS = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS)
 # Files in folders are not fetched, such as the weights of another format, except for those of `CHAT_TEMPLATES`: no
 # pattern of other files begins with a star, so none matches in a folder whose name begins as that does.
 _IN_FOLDERS = f"[!{CHAT_TEMPLATES[0]}]*/*"
-# Files of a data set's repository that name its configurations and the data files of each.
-_DATA_CARD = ("README.md", ".gitattributes")
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # The hub's own rule: owner/name, or for its oldest models the name alone.
 _ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))([A-Za-z0-9]([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)
 _ID_RULE = "a hub id reads owner/name, of letters, digits, '-', '_' and '.'"
@@ -64,14 +50,58 @@ FOUND = {
 # Names of files in the hub's cache: SHA-256 of large files, git's hash of others.
 _SHA256 = re.compile("[0-9a-f]{64}")
 _GIT = re.compile("[0-9a-f]{40}")
-_SHOWN = 6
 # A dry run does not wait longer for the hub's answer.
 _PATIENCE_SECONDS = 10.0
 
 
-def is_url(load: str) -> bool:
-    """True if `checkpoint.load` names a checkpoint by a URL, such as s3://bucket/run/step-00000100."""
-    return "://" in load
+@dataclass(frozen=True)
+class HubFiles:
+    """A repository on the hub, and the files that are needed of it.
+
+    Attributes:
+        key: configuration key that names the repository.
+        repository: hub id.
+        revision: branch, tag or commit; None: the main branch.
+        patterns: patterns of the files to fetch.
+        is_there: function that returns True if files with these names are enough.
+        lacking: function that returns the message if they are not.
+        check: function that raises ConfigError for a folder with enough names that lacks something else.
+        repo_type: kind of repository, in the hub's word.
+        hint: end of a message, with another name that may have been meant.
+        no_revision: message if the repository has no such revision; empty: the usual one.
+        verified: True to check the hashes of files in the cache and fetch damaged ones again; only for small files.
+    """
+
+    key: str
+    repository: str
+    revision: str | None
+    patterns: tuple[str, ...]
+    is_there: Callable[[Collection[str]], bool] = lambda names: True
+    lacking: Callable[[Collection[str]], str] = lambda names: ""
+    check: Callable[[Path], None] = lambda folder: None
+    repo_type: Literal["model", "dataset"] = "model"
+    hint: str = ""
+    no_revision: str = ""
+    verified: bool = False
+
+    @property
+    def named(self) -> str:
+        return self.repository if self.revision is None else f"{self.repository} at revision {self.revision}"
+
+    def require(self, folder: Path) -> None:
+        """Raises ConfigError if the folder lacks needed files."""
+        if not self.is_there(names := _names(folder)):
+            raise ConfigError(self.lacking(names))
+        self.check(folder)
+
+    def download(self, *, local_files_only: bool = False) -> Path:
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(
+            self.repository, repo_type=self.repo_type, revision=self.revision, allow_patterns=[*self.patterns],
+            ignore_patterns=[_IN_FOLDERS], local_files_only=local_files_only,
+        )  # fmt: skip
+        return Path(folder)
 
 
 def is_hub_name(name: str) -> bool:
@@ -118,16 +148,17 @@ def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
         check_weights(folder)
         return folder
     if folder.exists():
-        if folder.suffix in _PICKLED:
-            raise ConfigError(_without_weights(load, [folder.name]))
+        if folder.suffix in PICKLED:
+            raise ConfigError(without_weights(load, [folder.name]))
         raise ConfigError(
             f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={folder.parent}"
         )
     _check_id(load, folder, f"checkpoint.load ({load}) must be a folder with weights")
     return HubFiles(
-        "checkpoint.load", load, revision, _WEIGHTS,
+        "checkpoint.load", load, revision,
+        ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS),
         is_there=lambda names: SINGLE in names or INDEX in names,
-        lacking=lambda names: _without_weights(load, names),
+        lacking=lambda names: without_weights(load, names),
         check=check_weights,
     )  # fmt: skip
 
@@ -148,18 +179,32 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
     path = user_path(named)
     if path.exists():
         return path
-    repository, at, revision = named.partition("@")
     key = f"data.tokenizer ({named})"
+    repository, revision = _revision(named, key)
     is_file = path.suffix in (".json", ".txt", ".model")
     _check_id(repository, path, f"{key} must be a tokenizer's file or folder", is_file=is_file)
-    if at and not revision:
-        raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
     return HubFiles(
-        "data.tokenizer", repository, revision or None, (*_TOKENIZER_FILES, *_LICENCES),
+        "data.tokenizer", repository, revision, (*TOKENIZER_FILES, *LICENCES),
         is_there=holds_tokenizer,
         lacking=lambda names: without_tokenizer(key, names),
         verified=True,
     )  # fmt: skip
+
+
+def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
+    """The files that `data.dataset` names on the hub; no request is sent. Raises ConfigError if it is no hub id."""
+    key = f"data.dataset ({named})"
+    repository, revision = _revision(named, key)
+    near = nearest_name(repository, built_in)
+    hint = f"; did you mean data.dataset={near}?" if near else ""
+    must = f"{key} must be {listing(built_in, 'or')} or a hub id"
+    if "/" in named and user_path(named).exists():
+        raise ConfigError(f"{must}, it is a path: set data.path={named}")
+    if not _ID.fullmatch(repository):
+        raise ConfigError(f"{must}, and a path is named by data.path: {_ID_RULE}{hint}")
+    # The card and the list of large files name the configurations; the last is its loading script, if it has one.
+    patterns = ("README.md", ".gitattributes", f"{repository.rpartition('/')[2]}.py")
+    return HubFiles("data.dataset", repository, revision, patterns, repo_type="dataset", hint=hint, verified=True)
 
 
 def obtain(place: Path | HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
@@ -169,24 +214,39 @@ def obtain(place: Path | HubFiles, *, cached: bool = False, announce: Callable[[
     return _from_cache(place) if cached else _fetch(place, announce)
 
 
-def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
-    """The files that `data.dataset` names on the hub; no request is sent. Raises ConfigError if it is no hub id."""
-    repository, at, revision = named.partition("@")
-    key = f"data.dataset ({named})"
-    near = nearest_name(repository, built_in)
-    hint = f"; did you mean data.dataset={near}?" if near else ""
-    path = user_path(named)
-    if path.exists() and "/" in named:
-        raise ConfigError(f"{key} must be {listing(built_in, 'or')} or a hub id, it is a path: set data.path={named}")
-    if not _ID.fullmatch(repository):
-        missing = f"{key} must be {listing(built_in, 'or')} or a hub id, and a path is named by data.path"
-        raise ConfigError(f"{missing}: {_ID_RULE}{hint}")
-    if at and not revision:
-        raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
-    patterns = (*_DATA_CARD, f"{repository.rpartition('/')[2]}.py")  # the last is its loading script, if it has one
-    return HubFiles(
-        "data.dataset", repository, revision or None, patterns, repo_type="dataset", hint=hint, verified=True
-    )
+def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
+    """The place of the files, in the words of `FOUND`; nothing is fetched.
+
+    Raises:
+        ConfigError: the hub does not have them, or does not give them to this user.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    with contextlib.suppress(ConfigError):  # the cache lacks them
+        _from_cache(files)
+        return "cache"
+    ask = HfApi().dataset_info if files.repo_type == "dataset" else HfApi().model_info
+    try:
+        answer = ask(files.repository, revision=files.revision, timeout=_PATIENCE_SECONDS)
+    except HfHubHTTPError as error:
+        if error.response.status_code >= 500:
+            return "unknown"
+        raise ConfigError(_refusal(error, files)) from None
+    except Exception:  # noqa: BLE001  the client's transport decides on the type
+        return "unknown"
+    names = [file.rfilename for file in answer.siblings or [] if "/" not in file.rfilename]
+    if not files.is_there(names):
+        raise ConfigError(files.lacking(names))
+    return "hub"
+
+
+def hub_address() -> str:
+    """The hub's address without a log-in."""
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
 
 
 def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path]:
@@ -216,75 +276,12 @@ def _is_damaged(content: Path) -> bool:
     return digest.hexdigest() != content.name
 
 
-def holds_tokenizer(names: Collection[str]) -> bool:
-    """True if files with these names include a tokenizer."""
-    return any(set(kind) <= set(names) for kind in TOKENIZERS)
-
-
-def tokenizer_names() -> str:
-    """The files that can be a tokenizer, for messages."""
-    return listing([" with ".join(kind) for kind in TOKENIZERS], "or")
-
-
-def without_tokenizer(shown: str, names: Iterable[str]) -> str:
-    """The message for a folder, called `shown`, whose files `names` include no tokenizer."""
-    names = sorted(names)
-    for kind in TOKENIZERS:
-        present = [name for name in kind if name in names]
-        if present and len(present) < len(kind):
-            absent = [name for name in kind if name not in names]
-            return f"{shown} holds {listing(present)} without {listing(absent)}, and the tokenizer is read from both"
-    contents = f"it has {listing(names, most=_SHOWN)}" if names else "it is empty"
-    return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {contents}"
-
-
-def check_weights(folder: Path) -> None:
-    """Checks that a folder has safetensors weights, as Hugging Face names them.
-
-    Raises:
-        ConfigError: there are none (for pickled weights, how to convert them), or the index is broken.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"checkpoint.load ({folder}) must be a folder with weights: there is none of that name")
-    if (folder / SINGLE).is_file():
-        return
-    if not (folder / INDEX).is_file():
-        raise ConfigError(_without_weights(str(folder), _names(folder)))
-    try:
-        index = (folder / INDEX).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{folder / INDEX} cannot be read: {reason_of(error)}") from None
-    indexed(index, folder, lambda name: (folder / name).is_file())
-
-
-def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> list[str]:
-    """The weight files that the index of `folder` names; ConfigError if it is no index or a file is missing."""
-    try:
-        names = sorted(set(json_value(index)["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        text = f"{folder}/{INDEX} is no index of safetensors files ({error!r}): fetch or copy it again"
-        raise ConfigError(text) from None
-    wrong = [problem for name in names if (problem := name_problem(name))]
-    if wrong or not names:
-        problem = listing(wrong, most=_SHOWN) if wrong else "it names none"
-        raise ConfigError(f"{folder}/{INDEX} must name files of its own folder, and {problem}")
-    if absent := [name for name in names if not is_there(name)]:
-        raise ConfigError(f"{folder} lacks {listing(absent)}: its index says that they hold weights")
-    return names
-
-
-def _without_weights(shown: str, names: Iterable[str]) -> str:
-    """The message for a folder or repository whose files `names` include no weights that can be loaded."""
-    names = sorted(names)
-    if not names:
-        return f"checkpoint.load ({shown}) must hold {SINGLE}: it is empty"
-    if pickled := listing([name for name in names if name.endswith(_PICKLED)], most=_SHOWN):
-        return (
-            f"checkpoint.load ({shown}) must hold safetensors, and its weights are pickled ({pickled}): opening a "
-            "pickle can run any code that its author put there. If you trust it, convert it by transformers: "
-            "from_pretrained(…), then save_pretrained(…)"
-        )
-    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {listing(names, most=_SHOWN)}"
+def _revision(named: str, key: str) -> tuple[str, str | None]:
+    """The repository and the revision of `owner/name@revision`; ConfigError, which calls it `key`, if @ ends it."""
+    repository, at, revision = named.partition("@")
+    if at and not revision:
+        raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
+    return repository, revision or None
 
 
 def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> None:
@@ -294,98 +291,9 @@ def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> Non
     is_local = name.startswith((".", "/", "~", f"{RUNS}/")) or name.endswith("/") or name.count("/") > 1
     if is_local or is_file or Path(name.partition("/")[0]).is_dir():
         near = nearest_name(path.name, _names(path.parent))
-        if near:
-            missing += f"; did you mean {path.parent / near}?"
-        raise ConfigError(missing)
+        raise ConfigError(missing + (f"; did you mean {path.parent / near}?" if near else ""))
     if not _ID.fullmatch(name):
         raise ConfigError(f"{missing}, and {_ID_RULE}")
-
-
-@dataclass(frozen=True)
-class HubFiles:
-    """A repository on the hub, and the files that are needed of it.
-
-    Attributes:
-        key: configuration key that names the repository.
-        repository: hub id.
-        revision: branch, tag or commit; None: the main branch.
-        patterns: patterns of the files to fetch.
-        is_there: function that returns True if files with these names are enough.
-        lacking: function that returns the message if they are not.
-        check: function that raises ConfigError for a folder with enough names that lacks something else.
-        repo_type: kind of repository, in the hub's word.
-        hint: end of a message, with another name that may have been meant.
-        no_revision: message if the repository has no such revision; empty: the usual one.
-        verified: True to check the hashes of files in the cache and fetch damaged ones again; only for small files.
-    """
-
-    key: str
-    repository: str
-    revision: str | None
-    patterns: tuple[str, ...]
-    is_there: Callable[[Collection[str]], bool] = lambda names: True
-    lacking: Callable[[Collection[str]], str] = lambda names: ""
-    check: Callable[[Path], None] = lambda folder: None
-    repo_type: Literal["model", "dataset"] = "model"
-    hint: str = ""
-    no_revision: str = ""
-    verified: bool = False
-
-    @property
-    def named(self) -> str:
-        if self.revision is None:
-            return self.repository
-        return f"{self.repository} at revision {self.revision}"
-
-    def require(self, folder: Path) -> None:
-        """Raises ConfigError if the folder lacks needed files."""
-        if not self.is_there(names := _names(folder)):
-            raise ConfigError(self.lacking(names))
-        self.check(folder)
-
-    def download(self, *, local_files_only: bool = False) -> Path:
-        from huggingface_hub import snapshot_download
-
-        folder = snapshot_download(
-            self.repository, repo_type=self.repo_type, revision=self.revision, allow_patterns=[*self.patterns],
-            ignore_patterns=[_IN_FOLDERS], local_files_only=local_files_only,
-        )  # fmt: skip
-        return Path(folder)
-
-
-def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
-    """The place of the files, in the words of `FOUND`; nothing is fetched.
-
-    Raises:
-        ConfigError: the hub does not have them, or does not give them to this user.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    with contextlib.suppress(ConfigError):  # the cache lacks them
-        _from_cache(files)
-        return "cache"
-    ask = HfApi().dataset_info if files.repo_type == "dataset" else HfApi().model_info
-    try:
-        answer = ask(files.repository, revision=files.revision, timeout=_PATIENCE_SECONDS)
-    except HfHubHTTPError as error:
-        if error.response.status_code >= 500:
-            return "unknown"
-        raise ConfigError(_refusal(error, files, hub_address())) from None
-    except Exception:  # noqa: BLE001  the client's transport decides on the type
-        return "unknown"
-    names = [file.rfilename for file in answer.siblings or [] if "/" not in file.rfilename]
-    if not files.is_there(names):
-        raise ConfigError(files.lacking(names))
-    return "hub"
-
-
-def hub_address() -> str:
-    """The hub's address without a log-in."""
-    from huggingface_hub import constants
-
-    address = urlsplit(constants.ENDPOINT)
-    return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
 
 
 def _from_cache(files: HubFiles) -> Path:
@@ -410,8 +318,8 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
 
     if announce is None or not sys.stderr.isatty():
         disable_progress_bars()
-    logging.getLogger("huggingface_hub._snapshot_download").addFilter(_is_no_answer)
-    site = hub_address()
+    # Its line about a repository without these files: our own message says it.
+    logging.getLogger("huggingface_hub._snapshot_download").setLevel(logging.ERROR)
     try:
         folder = files.download(local_files_only=True)
         damaged = drop_damaged(folder, files.patterns) if files.verified else []
@@ -420,7 +328,7 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
             return folder  # a commit never changes
     except (LocalEntryNotFoundError, ConfigError):
         if announce is not None:
-            announce(f"fetching {files.named} from {site}: once, then cached in {constants.HF_HUB_CACHE}")
+            announce(f"fetching {files.named} from {hub_address()}: once, then cached in {constants.HF_HUB_CACHE}")
     try:
         folder = files.download()
         folder.mkdir(parents=True, exist_ok=True)  # the client makes none if it fetches nothing
@@ -430,65 +338,47 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  the client's transport decides on the type; the user reads a sentence
-        raise ConfigError(_refusal(error, files, site)) from None
+        raise ConfigError(_refusal(error, files)) from None
     files.require(folder)
     return folder
 
 
 def _names(folder: Path) -> list[str]:
     """The names in a folder; none if it does not exist, as the hub's client makes none if it fetches nothing."""
-    if not folder.is_dir():
-        return []
-    return [file.name for file in folder.iterdir()]
+    return [file.name for file in folder.iterdir()] if folder.is_dir() else []
 
 
-def _is_no_answer(record: logging.LogRecord) -> bool:
-    """A log filter that drops the client's line about a repository without these files: our own message says it."""
-    return not str(record.msg).startswith("No files matched")
-
-
-def _refusal(error: Exception, files: HubFiles, site: str) -> str:
+def _refusal(error: Exception, files: HubFiles) -> str:
     """The message for a failed fetch: the reason and the fix."""
     from huggingface_hub import constants, errors
 
+    site = hub_address()
     # The client reports an answer of the hub as a missing entry of the cache.
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
         error = error.__cause__
-    is_dataset = files.repo_type == "dataset"
-    page = f"{site}/datasets/{files.repository}" if is_dataset else f"{site}/{files.repository}"
-    tokens = f"{site}/settings/tokens"
+    page = f"{site}/datasets/{files.repository}" if files.repo_type == "dataset" else f"{site}/{files.repository}"
     key = f"{files.key} ({files.named})"
-    token = f"HF_TOKEN to a token of that account ({tokens})"
+    token = f"HF_TOKEN to a token of that account ({site}/settings/tokens)"
     if isinstance(error, errors.GatedRepoError):
         return f"{key} is gated: accept its licence on {page}, then set {token}{see('data#gated-repository')}"
-    if isinstance(error, errors.RevisionNotFoundError) and files.no_revision:
-        return files.no_revision
     if isinstance(error, errors.RevisionNotFoundError):
         revision = "checkpoint.revision" if files.key == "checkpoint.load" else f"the revision of {files.key}"
-        return f"{revision} ({files.revision}) must be a branch, tag or commit of {files.repository}: see {page}"
+        usual = f"{revision} ({files.revision}) must be a branch, tag or commit of {files.repository}: see {page}"
+        return files.no_revision or usual
     if isinstance(error, errors.RepositoryNotFoundError):
-        nowhere = f"there is no such folder in {Path.cwd()}, and on {site} no such repository"
-        if is_dataset:
-            nowhere = f"on {site} there is no such data set"
         return (
-            f"{key}: {nowhere} that this account may read: check the name, or accept the licence on {page} and set "
-            f"{token}{files.hint}"
+            f"{key} is no path, and {site} has no such repository that this account may read: check the name, or "
+            f"accept the licence on {page} and set {token}{files.hint}"
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{site} cannot be reached"
-        use = f"set {files.key} to the folder"
-        if is_dataset:
-            use = f"set data.path to its files, or share the cache by HF_HOME{files.hint}"
         return (
             f"{key} cannot be fetched: {offline}, and the cache {constants.HF_HUB_CACHE} lacks it; fetch it where "
-            f"there is access (`hf download`), and {use}"
+            f"there is access (`hf download`), and share the cache by HF_HOME or name the files' path{files.hint}"
         )
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
-        if status in (401, 403):
-            return f"{key}: {site} refuses the token in use (status {status}): set HF_TOKEN to a valid one ({tokens})"
-        return f"{key} cannot be fetched: {site} answers with status {status}; try again later"
-    reason = type(error).__name__
-    if isinstance(error, OSError) and error.strerror:
-        reason = error.strerror
+        fix = "set HF_TOKEN to a valid token" if status in (401, 403) else "try again later"
+        return f"{key} cannot be fetched: {site} answers with status {status}; {fix}"
+    reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
     return f"{key} cannot be fetched from {site} into {constants.HF_HUB_CACHE}: {reason}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
+from shardwise.base.model_folder import is_url
 from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
@@ -129,7 +130,7 @@ def _find_weights(config: Config, run_path: Path | None, mesh: Mesh) -> tuple[Ro
     load, continued = collectives.broadcast_object((load, continued), mesh.world)
     if continued is not None:
         return None, continued
-    if hub.is_url(load):
+    if is_url(load):
         return Root.of(load), Root.of(load)
     with raised_on_every_rank(mesh.world):
         folder = hub.resolve(load, config.checkpoint.revision, cached=True)

@@ -273,7 +273,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no text": ({"path": "latin.txt"}, "latin.txt: byte 0 (0xe9) is not UTF-8"),
     "no JSON": ({"path": "bad.jsonl"}, "bad.jsonl: line 1 is not JSON"),
     "no such field": ({"path": "one.jsonl", "text_key": "body"}, "one.jsonl: line 1 has no field 'body'"),
-    "an index that is cut off": ({"path": "cut"}, "cut.idx (54 bytes) must have 62 bytes"),
+    "an index that is cut off": ({"path": "cut"}, "cut.idx: its size (54 bytes) must be 62"),
     "a saved data set without its table": ({"path": "saved"}, "data.arrow cannot be read"),
     "no hub id": ({"dataset": "owner/na--me"}, "a hub id reads owner/name"),
     "no tokenizer": (
@@ -312,12 +312,12 @@ def test_all_that_is_wrong_is_reported_at_once(at: Path) -> None:
 
 def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None:
     Path("texts/c.ndjson").write_text('{"text": "c"}\n')
-    Path("texts/d.txt").write_bytes(gzip.compress("d".encode("utf-16")))
+    Path("texts/d.txt").write_bytes(gzip.compress(b"d"))
     Path("texts/_SUCCESS").touch()
     Path("texts/README.md").write_text("about the data")
     said = (
-        "texts: 4 files, 53 B, read as plain text (a.txt), JSON lines (2 files) and plain text in UTF-16 unpacked by "
-        "gzip (d.txt), left out README.md and _SUCCESS, prepared when the run starts"
+        "texts: 4 files, 50 B, read as plain text (a.txt), JSON lines (2 files) and plain text unpacked by gzip "
+        "(d.txt), left out README.md and _SUCCESS, prepared when the run starts"
     )
     assert said in look(path="texts").rows[0][1]
     Path("texts/stats.json").write_text('{"rows": 2}\n')
@@ -329,7 +329,7 @@ def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None
     Path("texts/stats.json").unlink()
     Path("texts/table").write_text("id,text\n1,a\n")
     (problem,) = look(path="texts").problems
-    assert problem.startswith("texts/table is a table of separated values, not plain text: convert it")
+    assert problem.startswith("texts/table is a table of separated values, and must be plain text")
     assert look(path="texts", format="text").problems == []
     with pytest.raises(DataError, match="texts/table is a table of separated values"):
         inspect("texts", 1, {})

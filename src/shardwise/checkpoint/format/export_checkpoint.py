@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from shardwise.base.errors import ConfigError, RunError, listing, see
+from shardwise.base.model_folder import INDEX
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
@@ -29,7 +30,6 @@ from shardwise.checkpoint.format.writing import (
 )
 from shardwise.checkpoint.storage.chunks import read_whole
 from shardwise.checkpoint.storage.root import Buffer, DamageError, Root
-from shardwise.data.hub import INDEX
 
 MASTER = "master"
 _DTYPE_FIELDS = ("torch_dtype", "dtype")

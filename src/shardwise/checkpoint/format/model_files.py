@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError, see
+from shardwise.base.model_folder import (
+    BESIDE_WEIGHTS,
+    CHAT_TEMPLATES,
+    GENERATION,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    holds_tokenizer,
+)
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, ModelConfig, model_from, rope_scaling, shapes_of
 from shardwise.config.hugging_face import parse_hugging_face
-from shardwise.data.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, holds_tokenizer
 from shardwise.data.tokens.tokenizer import PLAIN_CLASS, Tokenizer, plain_settings
-from shardwise.data.tokens.tokenizer_files import CONFIG as TOKENIZER_CONFIG
-from shardwise.data.tokens.tokenizer_files import JSON
 
 BEGIN_ID = "bos_token_id"
 END_ID = "eos_token_id"
@@ -103,7 +108,7 @@ def read_as_it_is(files: Mapping[str, bytes], *, pairs: bool) -> dict[str, bytes
         pairs: True if the model reads the types of tokens.
     """
     read = dict(files)
-    if JSON in files:
+    if TOKENIZER in files:
         with contextlib.suppress(ConfigError):  # transformers cannot read the file either
             settings = _json_object(files.get(TOKENIZER_CONFIG, b"{}"), TOKENIZER_CONFIG)
             if settings.get("tokenizer_class") not in (PLAIN_CLASS["tokenizer_class"], "TokenizersBackend"):

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
+from shardwise.base.model_folder import INDEX, SINGLE, indexed
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
@@ -21,7 +22,6 @@ from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, ca
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, consecutive
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names
-from shardwise.data.hub import INDEX, SINGLE, indexed
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Canonical name → shape."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.model_folder import INDEX
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, Pieces, TensorEntry, label
 from shardwise.checkpoint.format.safetensors import DTYPES, header
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Buffer, Root, StoreError
-from shardwise.data.hub import INDEX
 
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9

@@ -7,10 +7,11 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import cache_root
+from shardwise.base.model_folder import holds_tokenizer, tokenizer_names
 from shardwise.checkpoint.format.model_files import differ_in_tokens, files_beside_weights
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config
-from shardwise.data import cache, hub
+from shardwise.data import cache
 from shardwise.data.open_data import trains_tokenizer
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
 
@@ -32,7 +33,7 @@ def with_model_tokenizer(config: Config, weights: Root | str | None) -> Config:
     if trains_tokenizer(config):
         if named is None:
             raise ConfigError(
-                f"checkpoint.load ({weights}) must hold the model's tokenizer ({hub.tokenizer_names()}), as the data "
+                f"checkpoint.load ({weights}) must hold the model's tokenizer ({tokenizer_names()}), as the data "
                 "are text, and it holds none: name the model's own by data.tokenizer"
             )
     elif named is not None:
@@ -56,7 +57,7 @@ def other_tokenizer_text(weights: Root, tokenizer: Path | None) -> str | None:
 def _tokenizer_beside(weights: Root) -> str | None:
     """The folder that holds the tokenizer of weights, which is copied to this machine from behind a URL."""
     try:
-        if not hub.holds_tokenizer(weights.names()):
+        if not holds_tokenizer(weights.names()):
             return None
         if weights.is_local:
             return str(weights.local())

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import user_path
+from shardwise.base.model_folder import is_url
 from shardwise.base.units import counted, size
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
@@ -140,7 +141,7 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
     ignore = _names(arguments.ignore)
     if arguments.kind == _HUB:
         with keys_renamed(_KEYS):
-            if hub.is_url(arguments.source):
+            if is_url(arguments.source):
                 return open_hugging_face(answering_root(arguments.source), ignore)
             folder = hub.resolve(arguments.source, arguments.revision, announce=output.progress)
             return open_hugging_face(Root.of(folder), ignore)

@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from shardwise.base.errors import DataError, ShardwiseError
 from shardwise.base.files import user_path
+from shardwise.base.libraries import first_line
 from shardwise.base.units import counted, size
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, inspecting, packed, text
 from shardwise.data.formats.record import DataFormat
-from shardwise.data.reading.content import first_line
 from shardwise.data.reading.dataset_tables import DataSet, is_saved, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.text_files import TOKENS, require_sound

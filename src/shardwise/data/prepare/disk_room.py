@@ -10,7 +10,6 @@ from shardwise.base.errors import DataError
 from shardwise.base.files import free_bytes, user_path
 from shardwise.base.units import size
 from shardwise.config import DataConfig
-from shardwise.data.reading.content import UTF_8
 from shardwise.data.reading.megatron_files import written_dtype
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, ColumnSource, FileSource, Source
 from shardwise.data.tokens.encoding import ContentDigest, cut_sentences, group_by_size
@@ -59,7 +58,7 @@ def estimate(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentence
     packed = set()
     if isinstance(source, FileSource):
         for path, reading in zip(files, source.readings, strict=True):
-            wrapped = wrapped or reading.kind != "text" or reading.encoding != UTF_8
+            wrapped = wrapped or reading.kind != "text"
             if reading.packing or reading.kind == "parquet":
                 packed.add(path)
     total = sum(round(path.stat().st_size * (_PACKED if path in packed else 1.0)) for path in files)

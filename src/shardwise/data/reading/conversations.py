@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DataError, listing
+from shardwise.base.libraries import first_line, optional_library
 from shardwise.base.parsing import json_value
 from shardwise.data.reading import text_files
-from shardwise.data.reading.content import first_line, opened, optional_library, readable
+from shardwise.data.reading.content import opened, readable
 from shardwise.data.reading.dataset_tables import DataSet
 from shardwise.data.reading.file_kinds import Kind
 

@@ -21,10 +21,11 @@ from typing import Any, Self, TypeVar
 
 from shardwise.base.errors import ConfigError, DataError, listing, nearest_name, see
 from shardwise.base.files import name_problem, user_path
+from shardwise.base.libraries import first_line, optional_library
 from shardwise.base.parsing import json_value
 from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
 from shardwise.data import hub
-from shardwise.data.reading.content import first_line, optional_library, readable
+from shardwise.data.reading.content import readable
 from shardwise.data.reading.text_files import TOKENS, require_sound
 
 _STATE = "state.json"

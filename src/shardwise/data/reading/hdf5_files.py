@@ -29,10 +29,11 @@ import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import free_bytes, make_folder, user_path
+from shardwise.base.libraries import first_line, optional_library
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.reading.content import first_line, optional_library, readable
+from shardwise.data.reading.content import readable
 from shardwise.data.rows import IntArray
 
 KEYS = {
@@ -160,18 +161,13 @@ def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
     array = file.get(key)
     dimensions = KEYS[key]
     if array is None or not hasattr(array, "dtype"):
-        keys = listing(sorted(file)) or "none"
-        raise DataError(
-            f"{path} must have the array {key}, and its keys are {keys}: a shard has {listing(KEYS)}; {AGAIN}"
-        )
+        raise DataError(f"{path} must have the array {key}, and has {listing(sorted(file)) or 'none'}: {AGAIN}")
     # A shard of somebody else could make the process read any file of this machine.
     is_elsewhere = array.is_virtual and any(source.file_name != "." for source in array.virtual_sources())
     if array.file.filename != file.filename or array.external or is_elsewhere:
         raise DataError(f"{path}: {key} must lie in the file itself, and it refers to another file: {AGAIN}")
-    if array.dtype.kind == "O":
-        raise DataError(f"{path}: the rows of {key} must have one length, and they are ragged: pad them, and {AGAIN}")
     if array.dtype.kind not in "iub":
-        raise DataError(f"{path}: {key} ({array.dtype}) must hold integers: {AGAIN}")
+        raise DataError(f"{path}: {key} ({array.dtype}) must hold integers, in rows of one length: {AGAIN}")
     shape = tuple(array.shape or ())
     if len(shape) != len(dimensions):
         names = ", ".join(_WORDS[dimension] for dimension in dimensions)

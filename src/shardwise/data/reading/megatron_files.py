@@ -41,8 +41,7 @@ from shardwise.data.rows import IntArray, Sentences
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Dtype codes of integers; 6 and 7 are floating point, which tokens are not."""
-_FLOATING = (6, 7)
+"""Dtype codes of integers; 6 and 7 are floating point."""
 # Dtypes of the sizes of sequences, and of the pointers and the document bounds.
 _SIZE = np.dtype("<i4")
 _WIDE = np.dtype("<i8")
@@ -255,19 +254,16 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
     if len(head) < _HEADER.size:
-        raise DataError(f"{path} ({size} bytes) must have {_HEADER.size} bytes or more: it is truncated, copy it again")
+        raise _damaged(path, f"its size ({size} bytes) must be at least {_HEADER.size}")
     magic, version, code, sequences, bounds = _HEADER.unpack(head)
     if magic != MAGIC:
         raise DataError(f"{path}: byte 0 ({magic!r}) must be {MAGIC!r}: it is no .idx of Megatron's; name another one")
     if version != VERSION:
         raise DataError(f"{path}: byte 9, the version ({version}), must be {VERSION}: write it again with Megatron-LM")
     if code not in DTYPES:
-        kind = "unknown"
-        if code in _FLOATING:
-            kind = "floating point, and tokens are integers"
         raise DataError(
-            f"{path}: byte 17, the dtype code ({code}), must be {listing(DTYPES, 'or')}: it is {kind}; prepare the "
-            "data again"
+            f"{path}: byte 17, the dtype code ({code}), must be {listing(DTYPES, 'or')}, which are integers: prepare "
+            "the data again"
         )
     if sequences < 1 or bounds < 2:
         raise DataError(
@@ -276,14 +272,15 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
         )
     expected = _HEADER.size + sequences * (_SIZE.itemsize + _WIDE.itemsize) + bounds * _WIDE.itemsize
     if size != expected:
-        reason = "more follows, which is no part of the format"
-        if size < expected:
-            reason = "it is truncated, copy it again"
-        raise DataError(
-            f"{path} ({size} bytes) must have {expected} bytes, for {sequences} sequences and {bounds - 1} documents: "
-            f"{reason}"
+        raise _damaged(
+            path,
+            f"its size ({size} bytes) must be {expected}, for {sequences} sequences and {bounds - 1} documents",
         )
     return np.dtype(DTYPES[code]), sequences
+
+
+def _damaged(path: Path, problem: str) -> DataError:
+    return DataError(f"{path}: {problem}: the file is cut off or damaged, copy it again")
 
 
 def _check_bin(bin_path: Path, idx_path: Path, expected: int, overflow: int | None) -> None:
@@ -296,14 +293,12 @@ def _check_bin(bin_path: Path, idx_path: Path, expected: int, overflow: int | No
     if size == expected == 0:
         raise DataError(f"{bin_path} must hold tokens, and it is empty: prepare the data again")
     if size != expected:
-        fault = "truncated" if size < expected else "longer"
         advice = "copy both again"
         if overflow is not None:
             advice += f", or prepare the data again: from sequence {overflow} on, the pointers have overflowed 32 bits"
         raise DataError(
-            f"{bin_path} ({size} bytes) must have {expected} bytes, as {idx_path.name} says: it is {fault}, or the two "
-            f"belong to different data; {advice}"
-            f"{see('data#bin-and-idx-differ')}"
+            f"{bin_path} ({size} bytes) must have {expected} bytes, as {idx_path.name} says: it was cut off, or the "
+            f"two belong to different data; {advice}{see('data#bin-and-idx-differ')}"
         )
 
 
@@ -320,19 +315,14 @@ def _check_sequences(
     for start in range(0, len(sizes), _BLOCK):
         size = sizes[start : start + _BLOCK].astype(np.int64)
         for at in np.flatnonzero(size < 0)[:1]:
-            raise DataError(
-                f"{path}: sequence {start + at} ({size[at]} tokens) must have 0 tokens or more: the file is damaged, "
-                "copy it again"
-            )
+            raise _damaged(path, f"sequence {start + at} ({size[at]} tokens) must have 0 tokens or more")
         begins = end + np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(size * itemsize)])
         distances = pointers[start : start + _BLOCK] - begins[:-1]
         if overflow is None and distances.any():
             overflow = start + int(np.flatnonzero(distances)[0])
         for at in np.flatnonzero(distances % _OVERFLOW)[:1]:
-            raise DataError(
-                f"{path}: the pointer of sequence {start + at} (byte {pointers[start + at]}) must be byte "
-                f"{begins[at]}, the end of the one before: the file is damaged, copy it again"
-            )
+            found = pointers[start + at]
+            raise _damaged(path, f"the pointer of sequence {start + at} ({found}) must be {begins[at]}, its first byte")
         end = int(begins[-1])
     return end, overflow
 
@@ -342,17 +332,10 @@ def _check_documents(path: Path, documents: IntArray, sequences: int) -> None:
     for start in range(0, len(documents), _BLOCK):
         block = documents[start : start + _BLOCK + 1]  # with the first bound of the next block
         for at in np.flatnonzero(np.diff(block) < 0)[:1]:
-            raise DataError(
-                f"{path}: document bound {start + at + 1} (sequence {block[at + 1]}) must be at least {block[at]}, the "
-                "bound before it: the documents are out of order, copy the file again"
-            )
-    first = int(documents[0])
-    last = int(documents[-1])
-    if (first, last) != (0, sequences):
-        raise DataError(
-            f"{path}: the first and the last document bound ({first} and {last}) must be 0 and {sequences}, the "
-            "number of sequences: the file is damaged, copy it again"
-        )
+            raise _damaged(path, f"document bound {start + at + 1} ({block[at + 1]}) must be at least {block[at]}")
+    ends = (int(documents[0]), int(documents[-1]))
+    if ends != (0, sequences):
+        raise _damaged(path, f"the first and the last document bound {ends} must be 0 and {sequences}")
 
 
 def written_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -119,7 +119,7 @@ def foreign_table(path: Path) -> str | None:
 
 def _looks_like(path: Path, head: bytes) -> str:
     """The dtype that the ids seem to have: the high half of an id of 64 bits is 0, and of 32 bits below 16."""
-    if (kind := next((kind for magic, kind, _ in FOREIGN if re.match(magic, head, re.DOTALL)), None)) is not None:
+    if (kind := next((kind for magic, kind in FOREIGN if re.match(magic, head, re.DOTALL)), None)) is not None:
         raise DataError(f"{path} is {kind}, not raw tokens: leave it out, or say by --token-dtype that it holds ids")
     size = path.stat().st_size
     with path.open("rb") as file:

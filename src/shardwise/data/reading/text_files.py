@@ -6,28 +6,22 @@ import codecs
 import contextlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DataError, listing, see
-from shardwise.data.reading.content import (
-    BLOCK,
-    TEXT_CONTROLS,
-    HubFile,
-    control_share,
-    first_line,
-    opened,
-    optional_library,
-    readable,
-)
-from shardwise.data.reading.file_kinds import Kind, field_names, field_of, other_layout, read_json, reading_of
+from shardwise.base.libraries import first_line, optional_library
+from shardwise.data.reading.content import BLOCK, HubFile, opened, readable
+from shardwise.data.reading.file_kinds import Kind, is_binary, reading_of
 
 # Rows that are decoded at once, so that long texts take little memory too.
 _ROWS = 64
 _PAGE_BYTES = 1 << 20
+# Numbers are no text, and Python refuses to read those of more than 4,300 digits.
+_DECODER = json.JSONDecoder(parse_int=lambda _digits: 0)
 TOKENS = "input_ids"
 """The field or column of token ids in tables that other programs tokenized."""
 # A larger file holds a text, or is a parquet file of very many columns; it is not opened to see that it is empty.
@@ -180,38 +174,34 @@ def _holds_tokens(path: Path | HubFile, key: str, library: str) -> DataError:
 
 
 def _line_text(path: Path | HubFile, line: bytes, where: Callable[[], str], key: str) -> str:
-    record = line_record(line, where, key)
+    record = line_record(line, where, key, _DECODER.decode)
     ids = key if key in record else TOKENS
     if isinstance(values := record.get(ids), list) and values and {*map(type, values)} == {int}:
         raise _holds_tokens(path, ids, "json")
     text = record_field(record, where, key, "text")
-    if isinstance(text, dict | list) and (layout := other_layout(record, key)) is not None:
-        raise DataError(f"{where()} {layout}")
     if not isinstance(text, str):
-        raise DataError(f"{where()}: the field {key!r} must hold text, not {type_name(text)} (data.text_key)")
+        raise DataError(
+            f"{where()}: the field {key!r} must hold text, not {type_name(text)} (data.text_key){_chat_hint(record)}"
+        )
     require_characters(text, where, key)
     return text
 
 
-def line_record(
-    line: bytes, where: Callable[[], str], key: str, read: Callable[[str], Any] = read_json
-) -> dict[str, Any]:
+def line_record(line: bytes, where: Callable[[], str], key: str, read: Callable[[str], Any]) -> dict[str, Any]:
     """The JSON object of a line, for which messages give the field `key` as an example; DataError if it holds none.
 
     Args:
-        read: parser; by default one for text alone, which has 0 for every whole number.
+        read: parser of JSON.
     """
     try:
         record = read(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _not_utf8(f"{where()}, byte {error.start}", error) from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, or with too many levels
         raise DataError(
-            f'{where()} is not JSON ({error}): a .jsonl holds one object such as {{"{key}": "…"}} on each line; '
-            "for plain text set data.format=text"
+            f"{where()} is not JSON that can be read ({first_line(error)}): a .jsonl holds one object such as "
+            f'{{"{key}": "…"}} on each line; for plain text set data.format=text'
         ) from None
-    except ValueError as error:  # JSON with too many levels or digits
-        raise DataError(f"{where()} cannot be read ({error}): mend or remove it") from None
     if not isinstance(record, dict):
         raise DataError(f'{where()} is JSON but not an object: each line must read like {{"{key}": "…"}}')
     return record
@@ -223,17 +213,51 @@ def type_name(value: Any) -> str:
 
 
 def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, content: str) -> Any:
-    """A field of a line's object; DataError if there is none, whose message says that the field holds the `content`."""
+    """The value of a field, or of one within another: `meta.body`. A field whose name has a dot goes first.
+
+    Args:
+        content: what the field must hold, for the message.
+
+    Raises:
+        DataError: there is no such field.
+    """
     try:
-        return field_of(record, key)
+        return _field_of(record, key)
     except KeyError:
-        if content == "text" and (layout := other_layout(record, key)) is not None:
-            raise DataError(f"{where()} {layout}") from None
-        fields = ", ".join(sorted(field_names(record))) or "no fields"
+        names = sorted(_field_names(record))
+        hint = _chat_hint(record) if content == "text" else ""
         raise DataError(
-            f"{where()} has no field {key!r}: set data.text_key to the field that holds the {content} ({fields})"
-            f"{see('data#no-such-field')}"
+            f"{where()} has no field {key!r}: set data.text_key to the field that holds the {content} "
+            f"({', '.join(names) or 'no fields'}){hint}{see('data#no-such-field')}"
         ) from None
+
+
+def _field_of(record: Mapping[str, Any], key: str) -> Any:
+    if key in record:
+        return record[key]
+    for dot, letter in enumerate(key):
+        inner = record.get(key[:dot]) if letter == "." else None
+        if isinstance(inner, dict):
+            with contextlib.suppress(KeyError):
+                return _field_of(inner, key[dot + 1 :])
+    raise KeyError(key)
+
+
+def _field_names(record: Mapping[str, Any]) -> Iterator[str]:
+    """The names of all fields, and of those within them, as `record_field` takes them."""
+    for name, value in record.items():
+        if isinstance(value, dict) and value:
+            yield from (f"{name}.{inner}" for inner in value)
+        else:
+            yield name
+
+
+def _chat_hint(record: Mapping[str, Any]) -> str:
+    """The end of a message about an object without a text, if it holds a conversation."""
+    for name, value in record.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and value[0].keys() >= {"role", "content"}:
+            return f"; data.format=chat reads the conversation in {name!r}"
+    return ""
 
 
 def require_characters(text: str, where: Callable[[], str], key: str) -> None:
@@ -259,7 +283,7 @@ def _rows(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, Ite
                     "out, or fetch or copy it again"
                     f"{see('data#file-cut-off')}"
                 ) from None
-            place = require_text(arrow, path, file.schema_arrow, key)
+            require_text(path, file.schema_arrow, key)
             if not file.metadata.num_rows:
                 raise DataError(f"{path} is empty: remove it or put rows into it")
             sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
@@ -270,7 +294,7 @@ def _rows(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, Ite
             for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[key]):
                 skipped = min(max(start - row, 0), len(batch))
                 row += skipped
-                for value in column_at(batch, place).slice(skipped):
+                for value in with_column(arrow.Table.from_batches([batch]), key).column(key).slice(skipped):
                     text = row_text(value, f"{path}: row {row}", key)
                     row += 1
                     yield row, slices(text)
@@ -281,50 +305,36 @@ def _rows(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, Ite
             raise DataError(f"{path} is damaged ({_first_sentence(error)}): fetch or copy it again") from None
 
 
-def require_text(arrow: Any, path: Path | HubFile, schema: Any, key: str) -> list[str]:
-    """The name of a table's column of text, and the names of the fields in which the text lies within it.
-
-    Raises:
-        DataError: a table with this schema has no such column.
-    """
-    types = arrow.types
-    place, type_ = _find_column(types, schema, key)
-    ids, ids_type = (key, type_) if type_ is not None else (TOKENS, _find_column(types, schema, TOKENS)[1])
-    if ids_type is not None and hasattr(ids_type, "value_type") and types.is_integer(ids_type.value_type):
-        raise _holds_tokens(path, ids, "parquet")
-    if type_ is None:
+def require_text(path: Path | HubFile, schema: Any, key: str) -> None:
+    """Raises DataError if a table with this schema has no column of text `key`, also within another column."""
+    types = _arrow("pyarrow").types
+    fields = with_column(schema.empty_table(), key).schema
+    # A name that two columns have is none.
+    types_of = {name: fields.field(name).type for name in (key, TOKENS) if fields.get_field_index(name) >= 0}
+    for name, type_ in types_of.items():
+        if hasattr(type_, "value_type") and not types.is_dictionary(type_) and types.is_integer(type_.value_type):
+            raise _holds_tokens(path, name, "parquet")
+        if name == key:
+            break
+    if key not in types_of:
         raise DataError(
             f"{path} has no column {key!r}: set data.text_key to the column that holds the text "
             f"({listing(schema.names) or 'there is none'})"
             f"{see('data#no-such-field')}"
         )
-    if types.is_dictionary(type_):
-        type_ = type_.value_type
+    type_ = types_of[key]
+    type_ = type_.value_type if types.is_dictionary(type_) else type_
     if not (types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_)):
         raise DataError(f"{path}: the column {key!r} must hold text, not {type_} (data.text_key)")
-    return place
 
 
-def _find_column(types: Any, fields: Any, key: str) -> tuple[list[str], Any]:
-    """The names of `require_text` in a schema or a type with fields, and the column's type; None if there is none."""
-    by_name = {field.name: field.type for field in fields}
-    if len([field for field in fields if field.name == key]) == 1:
-        return [key], by_name[key]
-    for dot, letter in enumerate(key):
-        outer = by_name.get(key[:dot]) if letter == "." else None
-        if outer is not None and types.is_struct(outer):
-            inner, type_ = _find_column(types, outer, key[dot + 1 :])
-            if type_ is not None:
-                return [key[:dot], *inner], type_
-    return [], None
-
-
-def column_at(table: Any, place: Sequence[str]) -> Any:
-    """The values of an arrow table or batch at a place that `require_text` gave."""
-    column = table.column(place[0])
-    if len(place) == 1:
-        return column
-    return _arrow("pyarrow.compute").struct_field(column, list(place[1:]))
+def with_column(table: Any, key: str) -> Any:
+    """An arrow table in which a field of another column, such as `meta.body`, is a column of that name."""
+    for _ in range(key.count(".")):
+        if key in table.schema.names:
+            break
+        table = table.flatten()
+    return table
 
 
 def require_sound(array: Any, where: str, key: str) -> None:
@@ -362,13 +372,8 @@ def _arrow(module: str) -> Any:
 
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
-    byte = error.object[error.start]
-    # Converting binary data would give no text.
-    if 0 in error.object or control_share(error.object[error.start :]) > TEXT_CONTROLS:
-        return DataError(
-            f"{where} (0x{byte:02x}) is not UTF-8, and control characters beside it show binary data: leave it out"
-        )
+    holds = "holds binary data, and" if is_binary(error.object) else "is not UTF-8, and"
     return DataError(
-        f"{where} (0x{byte:02x}) is not UTF-8: convert the file from the encoding that it has, for example with "
-        "iconv -f LATIN1 -t UTF-8, or leave it out"
+        f"{where} (0x{error.object[error.start]:02x}) {holds} must be UTF-8: convert the file from the encoding that "
+        "it has, for example with `iconv -f LATIN1 -t UTF-8`, or leave it out"
     )

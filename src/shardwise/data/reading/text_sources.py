@@ -26,10 +26,11 @@ from typing import Any
 
 from shardwise.base.errors import DataError, RunError, ShardwiseError, listing
 from shardwise.base.files import user_path
+from shardwise.base.libraries import first_line
 from shardwise.base.units import counted
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading import raw_tokens, stories, text_files
-from shardwise.data.reading.content import BLOCK, HubFile, first_line, readable, unpacked_name
+from shardwise.data.reading.content import BLOCK, HubFile, readable, unpacked_name
 from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
 from shardwise.data.reading.file_kinds import LINES, FileReading, Kind, chosen_kind, described, reading_of
 
@@ -464,7 +465,8 @@ class TableShard:
         require_whole(self.path)
         arrow = importlib.import_module("pyarrow")
         table = arrow.ipc.open_stream(arrow.memory_map(str(self.path))).read_all()
-        return text_files.column_at(table, text_files.require_text(arrow, self.path, table.schema, self.column))
+        text_files.require_text(self.path, table.schema, self.column)
+        return text_files.with_column(table, self.column).column(self.column)
 
 
 TextShard = FileShard | TableShard

@@ -19,6 +19,7 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from shardwise.base.errors import DataError
+from shardwise.base.model_folder import TOKENIZER_CONFIG
 from shardwise.base.user_code import RAISED
 from shardwise.data.reading.conversations import ASSISTANT, Conversation, Message, text_of
 from shardwise.data.rows import IntArray
@@ -27,7 +28,6 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.tokenizer_files import (
     BEGIN_MESSAGE,
     CHAT_TEMPLATE,
-    CONFIG,
     END_MESSAGE,
     ROLES,
     TokenizerFiles,
@@ -163,7 +163,7 @@ class ChatTemplate:
                 raise DataError(
                     f"data.tokenizer {name} has no chat template, no {BEGIN_MESSAGE} and {END_MESSAGE}, and no token "
                     f"that ends a document, of which a template could be made: put a {CHAT_TEMPLATE} beside it, or "
-                    f"name its eos_token in a {CONFIG}"
+                    f"name its eos_token in a {TOKENIZER_CONFIG}"
                 )
             templates = {_DEFAULT: (BUILT_IN, source)}
         return cls._made(templates, tokenizer, files)
@@ -388,12 +388,12 @@ def _read_templates(files: TokenizerFiles) -> _Templates:
     """
     found: _Templates = {}
     paths = {file.name: file for file in files.companions}
-    if CONFIG in paths:
-        template = read_object(paths[CONFIG]).get("chat_template")
+    if TOKENIZER_CONFIG in paths:
+        template = read_object(paths[TOKENIZER_CONFIG]).get("chat_template")
         entries = template if isinstance(template, list) else [{"name": _DEFAULT, "template": template}]
         for entry in entries:
             if isinstance(entry, dict) and isinstance(entry.get("template"), str):
-                found[str(entry.get("name"))] = (str(paths[CONFIG]), entry["template"])
+                found[str(entry.get("name"))] = (str(paths[TOKENIZER_CONFIG]), entry["template"])
     own = {_DEFAULT: paths.get(CHAT_TEMPLATE), _TOOL_USE: paths.get(f"{_TOOL_USE}.jinja")}
     if any(own.values()):
         found = {}

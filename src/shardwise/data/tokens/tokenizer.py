@@ -18,13 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError, listing, see
+from shardwise.base.model_folder import TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data import hub
 from shardwise.data.tokens.tokenizer_files import (
     BEGIN_MESSAGE,
-    CONFIG,
     END_MESSAGE,
     END_OF_DOCUMENT,
-    JSON,
     KNOWN_ENDS,
     PAIR_TOKENS,
     SPACE,
@@ -124,7 +123,7 @@ class Tokenizer:
         if self.end_of_document_id is None:
             raise DataError(
                 f"{self._name} has no token that ends a document (none of {', '.join(KNOWN_ENDS)}): name one as "
-                f"eos_token in a {CONFIG} beside it, or set data.append_eod=false, so that documents have none"
+                f"eos_token in a {TOKENIZER_CONFIG} beside it, or set data.append_eod=false"
             )
         return self.end_of_document_id
 
@@ -270,26 +269,22 @@ class Tokenizer:
         for name, file in copies.items():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(file, folder / name)
-        if JSON not in copies or self.dropout is not None:
-            (folder / JSON).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        if TOKENIZER not in copies or self.dropout is not None:
+            (folder / TOKENIZER).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
         end = self.end_of_document
-        if self.pair_names is None:
-            names = {"bos_token": self.begin_of_document or end, "eos_token": end}
-        else:
+        pairs = self.pair_names is not None
+        names = {"bos_token": self.begin_of_document or end, "eos_token": end}
+        if self.pair_names is not None:
             names = {f"{role}_token": name for role, name in self.pair_names.items()}
         special = {role: name for role, name in names.items() if name is not None}
-        made = {
-            CONFIG: {**PLAIN_CLASS, "add_prefix_space": False, "clean_up_tokenization_spaces": False, **special},
-            SPECIAL: special,
-        }
-        if CONFIG in copies:
-            if self.pair_names is None:
+        settings = {**PLAIN_CLASS, "add_prefix_space": False, "clean_up_tokenization_spaces": False, **special}
+        if TOKENIZER_CONFIG in copies:
+            if not pairs:
                 special = {"eos_token": end} if end is not None and end in self.added_tokens.values() else {}
-            made = {
-                CONFIG: plain_settings({**special, **read_object(copies[CONFIG])}, pairs=self.pair_names is not None)
-            }
-        for name in made.keys() - (copies.keys() - {CONFIG}):
-            (folder / name).write_text(json.dumps(made[name], indent=2) + "\n", encoding="utf-8")
+            settings = plain_settings({**special, **read_object(copies[TOKENIZER_CONFIG])}, pairs=pairs)
+        elif SPECIAL not in copies:
+            (folder / SPECIAL).write_text(json.dumps(special, indent=2) + "\n", encoding="utf-8")
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def pair_tokens(self) -> PairTokens:
         """The ids of BERT's special tokens, for a tokenizer that was trained or opened for sentence pairs."""
@@ -416,7 +411,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
         if missing := [name for name in names.values() if tokenizer.token_id(name) is None]:
             problems.append(
                 f"data.tokenizer {path} has no {listing(missing, 'or')}: model.family=bert needs "
-                f"{listing(names.values())}; other names are read from a {CONFIG} beside it"
+                f"{listing(names.values())}; other names are read from a {TOKENIZER_CONFIG} beside it"
                 f"{see('data#no-marks-of-pairs')}"
             )
         tokenizer.pair_names = names

@@ -12,9 +12,9 @@ Functions import `tokenizers`, as a dry run comes here and opens no tokenizer.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,18 +22,23 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import DataError, listing
 from shardwise.base.files import reason_of
+from shardwise.base.model_folder import (
+    CHAT_TEMPLATES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    TOKENIZERS,
+    tokenizer_names,
+    without_tokenizer,
+)
 from shardwise.base.parsing import json_value
-from shardwise.data.hub import CHAT_TEMPLATES, TOKENIZERS, tokenizer_names, without_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
-JSON = "tokenizer.json"
 PIECES = "tokenizer.model"
 VOCABULARY = "vocab.json"
 MERGES = "merges.txt"
 WORDS = "vocab.txt"
-CONFIG = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -44,7 +49,7 @@ PAIR_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "
 """BERT's special tokens, in the order of their ids in a tokenizer that is trained here."""
 _ADDED = "added_tokens.json"
 # Files that transformers may read next to a vocabulary; an export copies those that are there.
-_COMPANIONS = (CONFIG, SPECIAL, _ADDED, CHAT_TEMPLATE, "chat_template.json")
+_COMPANIONS = (TOKENIZER_CONFIG, SPECIAL, _ADDED, CHAT_TEMPLATE, "chat_template.json")
 KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
 """The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT."""
 # Classes of transformers that read vocab.json and merges.txt as GPT-2 does; others split text by rules of their own.
@@ -79,13 +84,12 @@ class TokenizerFiles:
             raise DataError(f"{path} does not exist: a tokenizer is {tokenizer_names()}, or a folder that holds one")
         names = next((names for names in TOKENIZERS if path.name.endswith(names)), None)
         if names is None:
-            kind = {".model": PIECES, ".txt": WORDS}.get(path.suffix, JSON)
+            kind = {".model": PIECES, ".txt": WORDS}.get(path.suffix, TOKENIZER)
             return cls({kind: path}, ())
         prefix = path.name.removesuffix(next(name for name in names if path.name.endswith(name)))
         files = {name: path.with_name(prefix + name) for name in names}
-        for file in files.values():
-            if not file.is_file():
-                raise DataError(f"{path} must have {file.name} beside it: byte-level BPE is read from both")
+        if absent := [file.name for file in files.values() if not file.is_file()]:
+            raise DataError(f"{path} must have {listing(absent)} beside it: the tokenizer is read from both")
         # Settings have no prefix, so they may be those of another tokenizer in the folder.
         return cls(files, () if prefix else _companions(path.parent))
 
@@ -102,21 +106,16 @@ class TokenizerFiles:
 
     @property
     def copies(self) -> dict[str, Path]:
-        """All files, by the names that they have in an export."""
-        copies = dict(self.vocabulary)
-        templates = {}
-        for file in self.companions:
-            if file.parent.name == CHAT_TEMPLATES:
-                templates[f"{CHAT_TEMPLATES}/{file.name}"] = file
-            else:
-                copies[file.name] = file
-        return {**copies, **templates}
+        """All files, by the names that they have in an export; chat templates with names of their own come last."""
+        files = {file.name if file.parent.name != CHAT_TEMPLATES else f"{CHAT_TEMPLATES}/{file.name}": file
+                 for file in self.companions}  # fmt: skip
+        return {**self.vocabulary, **files}
 
     def open(self) -> tokenizers.Tokenizer:
         """The tokenizer itself; DataError if a file is unreadable, broken, or of a kind that is not read here."""
-        options = self._settings(CONFIG)
-        if JSON in self.vocabulary:
-            backend = _open_json(self.vocabulary[JSON])
+        options = self._settings(TOKENIZER_CONFIG)
+        if TOKENIZER in self.vocabulary:
+            backend = _open_json(self.vocabulary[TOKENIZER])
         elif VOCABULARY in self.vocabulary:
             backend = _open_merges(self.vocabulary[VOCABULARY], self.vocabulary[MERGES], options)
         elif PIECES in self.vocabulary:
@@ -135,7 +134,7 @@ class TokenizerFiles:
 
     @cached_property
     def _special_tokens(self) -> SpecialTokens:
-        return SpecialTokens(self._settings(CONFIG), self._settings(SPECIAL))
+        return SpecialTokens(self._settings(TOKENIZER_CONFIG), self._settings(SPECIAL))
 
     def end_of_document(self, backend: tokenizers.Tokenizer) -> str | None:
         """The token that closes a document; None if there is none."""
@@ -166,8 +165,8 @@ class TokenizerFiles:
                     f"{file} gives {token.content!r} the id {number}, and in the vocabulary it is {reached}"
                 )
         ends = [token for token in KNOWN_ENDS if backend.token_to_id(token) is not None]
-        if JSON in self.vocabulary:
-            if self.named("eos_token") is not None or any(file.name == CONFIG for file in self.companions):
+        if TOKENIZER in self.vocabulary:
+            if self.named("eos_token") is not None or any(file.name == TOKENIZER_CONFIG for file in self.companions):
                 ends = []
             else:  # an export gets settings, which name this token
                 ends = ends[:1]
@@ -180,9 +179,10 @@ class TokenizerFiles:
             special: names of special tokens.
         """
         files = {file.name: file for file in self.companions}
-        settings = self._settings(CONFIG)
+        settings = self._settings(TOKENIZER_CONFIG)
         if BY_ID in settings:
-            return files[CONFIG], {int(number): added_token(token) for number, token in settings[BY_ID].items()}
+            by_id = {int(number): added_token(token) for number, token in settings[BY_ID].items()}
+            return files[TOKENIZER_CONFIG], by_id
         if _ADDED not in files:
             return None, {}
         tokens = {
@@ -195,7 +195,7 @@ class TokenizerFiles:
         return next((read_object(path) for path in self.companions if path.name == name), {})
 
 
-@contextmanager
+@contextlib.contextmanager
 def library_errors(name: Path | str, verb: str) -> Iterator[None]:
     """Inside, whatever the library `tokenizers` raises is a DataError: it cannot `verb` the tokenizer `name`."""
     try:
@@ -222,7 +222,7 @@ def _open_json(file: Path) -> tokenizers.Tokenizer:
     import tokenizers
 
     _refuse_tiktoken(file)
-    text = _text(file, "JSON")
+    text = _text(file)
     with library_errors(file, "read"):
         return tokenizers.Tokenizer.from_str(text)
 
@@ -232,7 +232,7 @@ def _refuse_tiktoken(file: Path) -> None:
     if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", read_bytes(file)[:1024]):
         raise DataError(
             f"{file} is a vocabulary of tiktoken, which says neither how text is split nor the ids of special tokens: "
-            f"take the {JSON} of a model with that encoding, which the hub has"
+            f"take the {TOKENIZER} of a model with that encoding, which the hub has"
         )
 
 
@@ -241,13 +241,7 @@ def _open_words(file: Path, options: Mapping[str, Any], special: Iterable[str]) 
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-    vocabulary: dict[str, int] = {}
-    for number, line in enumerate(_lines(file, "a WordPiece vocabulary has one token a line")):
-        if line in vocabulary:
-            raise DataError(
-                f"{file}:{number + 1} repeats {line!r} of line {vocabulary[line] + 1}: ids would be unclear"
-            )
-        vocabulary[line] = number
+    vocabulary = {token: number for number, token in enumerate(_lines(file))}
     backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=PAIR_TOKENS["unk"]))
     _add_special(backend, [token for token in special if token in vocabulary])
     backend.normalizer = normalizers.BertNormalizer(
@@ -275,19 +269,11 @@ def _open_merges(file: Path, merges_file: Path, options: Mapping[str, Any]) -> t
     vocabulary = _ids(file)
     if missing := [letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter not in vocabulary]:
         raise DataError(f"{file} lacks {len(missing)} of the 256 bytes, and text with them would be lost")
-    merges: list[tuple[str, str]] = []
-    for number, line in enumerate(_lines(merges_file, "merges are two tokens a line"), 1):
-        if not line or line.startswith("#version"):
-            continue
-        left, space, right = line.partition(" ")
-        if not space or " " in right:
-            raise DataError(f"{merges_file}:{number} must be two tokens with a space between them, and it is {line!r}")
-        if missing := [token for token in (left, right, left + right) if token not in vocabulary]:
-            raise DataError(
-                f"{merges_file}:{number} needs {missing[0]!r}, which {file} lacks: are both of one tokenizer?"
-            )
-        merges.append((left, right))
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    pairs = [line.split(" ") for line in _lines(merges_file) if line and not line.startswith("#version")]
+    if bad := [pair for pair in pairs if len(pair) != 2]:
+        raise DataError(f"{merges_file} must have two tokens with a space between them a line, and has {bad[0]}")
+    with library_errors(merges_file, "read"):
+        backend = tokenizers.Tokenizer(models.BPE(vocabulary, [(left, right) for left, right in pairs]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(options.get("add_prefix_space", False)))
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -338,12 +324,10 @@ def _piece_model(file: Path) -> Any:
             f"{file} is read by sentencepiece, which is not installed: pip install 'shardwise[sentencepiece]'"
         ) from None
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-    try:
+    with contextlib.suppress(DecodeError):
         model.ParseFromString(read_bytes(file))
-    except DecodeError:
-        model.Clear()
-    if not model.pieces:
-        raise DataError(f"{file} is no SentencePiece model: copy it again, or take the model's tokenizer.json")
+    if not model.pieces or not model.HasField("trainer_spec"):
+        raise DataError(f"{file} is no SentencePiece model: copy it again, or take the model's {TOKENIZER}")
     return model
 
 
@@ -377,8 +361,8 @@ def _ids(file: Path) -> dict[str, int]:
     return values
 
 
-def _lines(file: Path, meaning: str) -> list[str]:
-    return [line.removesuffix("\r") for line in _text(file, meaning).removesuffix("\n").split("\n")]
+def _lines(file: Path) -> list[str]:
+    return [line.removesuffix("\r") for line in _text(file).removesuffix("\n").split("\n")]
 
 
 def read_bytes(file: Path) -> bytes:
@@ -389,11 +373,11 @@ def read_bytes(file: Path) -> bytes:
         raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
 
 
-def _text(file: Path, meaning: str) -> str:
+def _text(file: Path) -> str:
     try:
         return read_bytes(file).decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{file}, byte {error.start}, is not UTF-8: {meaning}") from None
+        raise DataError(f"{file} must be UTF-8, and byte {error.start} is not: copy it again") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:

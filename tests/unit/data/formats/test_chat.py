@@ -138,7 +138,7 @@ def test_one_conversation_in_a_sequence_that_is_too_short_is_cut_or_left_out(tmp
 
 LINES = {
     "{": "line 2 is not JSON",
-    '{"a": ' + "[" * 70 + "]" * 70 + "}": "line 2 cannot be read (it has more than 64 levels of lists and mappings",
+    '{"a": ' + "[" * 70 + "]" * 70 + "}": "line 2 is not JSON that can be read (it has more than 64 levels",
     "[]": 'line 2 is JSON but not an object: each line must read like {"messages"',
     '{"text": "a"}': "line 2 has no field 'messages': set data.text_key to the field that holds the messages (text)",
     '{"messages": "a"}': "line 2: the field 'messages' must hold a list of messages, each with a role and a",
@@ -335,7 +335,7 @@ def test_a_model_that_masks_tokens_is_refused(tmp_path: Path) -> None:
 
 def test_a_text_reader_names_the_format_of_conversations(tmp_path: Path) -> None:
     path = written(tmp_path / "chat.jsonl", {"messages": GOOD})
-    with pytest.raises(DataError, match=r"holds a conversation in 'messages', which data\.format=chat reads"):
+    with pytest.raises(DataError, match=r"data\.format=chat reads the conversation in 'messages'"):
         prepare(config(path=path), tmp_path)
 
 

@@ -298,8 +298,8 @@ def test_what_the_hub_refuses(user: User, site: Site) -> None:
             "dataset": "acme/gated",
             "config": "en",
         },
-        f"data.dataset (acme/private): on {site.address} there is no such data set that this account may read: check "
-        f"the name, or accept the licence on {page}/private and set HF_TOKEN to a token of that account "
+        f"data.dataset (acme/private) is no path, and {site.address} has no such repository that this account may "
+        f"read: check the name, or accept the licence on {page}/private and set HF_TOKEN to a token of that account "
         f"({site.address}/settings/tokens)": {"dataset": "acme/private"},
         f"the revision of data.dataset (v9) must be a branch, tag or commit of acme/tiny: see {page}/tiny": {
             "dataset": "acme/tiny@v9"

@@ -89,7 +89,7 @@ def test_fault_15_pointers_of_32_bits_are_computed_again(tmp_path: Path) -> None
     with pytest.raises(DataError, match=told):
         IndexedFile.open(tmp_path / "data")
     by_hand(tmp_path, idx_bytes(sizes, [*wrapped[:-1], wrapped[-1] + 2], [0, 2, 5]))
-    with pytest.raises(DataError, match=r"must be byte .*, the end of the one before: the file is damaged"):
+    with pytest.raises(DataError, match=r"the pointer of sequence 4 \(.*\) must be .*, its first byte"):
         IndexedFile.open(tmp_path / "data")
 
 
@@ -139,66 +139,30 @@ def test_what_is_written_is_read(
     assert np.diff(file.starts(np.arange(len(documents) + 1))).tolist() == lengths
 
 
+COUNT = struct.pack("<Q", 2**60)
 BROKEN: dict[str, tuple[bytes | None, bytes | None, str]] = {
-    "a header cut short": (
-        idx_bytes()[:33],
-        None,
-        r"data\.idx \(33 bytes\) must have 34 bytes or more: it is truncated",
-    ),
-    "magic": (idx_bytes(magic=b"MMIDIDX\x00\x01"), None, r"data\.idx: byte 0 \(.*\) must be .*: it is no \.idx of Meg"),
-    "version": (idx_bytes(version=2), None, r"data\.idx: byte 9, the version \(2\), must be 1: write it again"),
-    "unknown dtype": (
-        idx_bytes(code=9),
-        None,
-        r"byte 17, the dtype code \(9\), must be 1, 2, 3, 4, 5 or 8: it is unkn",
-    ),
-    "floating dtype": (idx_bytes(code=7), None, r"dtype code \(7\), .* it is floating point, and tokens are integers"),
-    "a float64": (idx_bytes(code=6), None, r"dtype code \(6\), .* it is floating point"),
-    "no documents": (idx_bytes([], [], [0]), b"", r"the sequences and documents \(0 and 0\), must be 1 or more each"),
+    "a header cut short": (idx_bytes()[:33], None, r"its size \(33 bytes\) must be at least 34"),
+    "magic": (idx_bytes(magic=b"MMIDIDX\x00\x01"), None, r"byte 0 \(.*\) must be .*: it is no \.idx of Meg"),
+    "version": (idx_bytes(version=2), None, r"byte 9, the version \(2\), must be 1: write it again"),
+    "unknown dtype": (idx_bytes(code=9), None, r"dtype code \(9\), must be 1, 2, 3, 4, 5 or 8"),
+    "floating dtype": (idx_bytes(code=7), None, r"dtype code \(7\), must be"),
+    "no documents": (idx_bytes([], [], [0]), b"", r"sequences and documents \(0 and 0\), must be 1 or more each"),
     "no tokens": (idx_bytes([0], [0], [0, 1]), b"", r"data\.bin must hold tokens, and it is empty"),
-    "truncated": (
-        idx_bytes()[:-3],
-        None,
-        r"data\.idx \(99 bytes\) must have 102 bytes, for 3 sequences and 3 documents: it is truncated, copy it again",
-    ),
-    "more than that": (
-        idx_bytes() + b"\x00" * 3,
-        None,
-        r"\(105 bytes\) must have 102 bytes, .*: more follows, which is",
-    ),
-    "absurd count": (
-        idx_bytes()[:18] + struct.pack("<Q", 2**60) + idx_bytes()[26:],
-        None,
-        r"data\.idx \(102 bytes\) must have \d+ bytes, for 1152921504606846976 sequences and 3 documents: it is trunc",
-    ),
+    "truncated": (idx_bytes()[:-3], None, r"its size \(99 bytes\) must be 102, for 3 sequences and 3 documents"),
+    "more than that": (idx_bytes() + b"\x00" * 3, None, r"its size \(105 bytes\) must be 102"),
+    "absurd count": (idx_bytes()[:18] + COUNT + idx_bytes()[26:], None, r"for 1152921504606846976 sequences"),
     "negative size": (idx_bytes([2, -3, 1]), None, r"sequence 1 \(-3 tokens\) must have 0 tokens or more"),
-    "pointers that do not increase": (
-        idx_bytes(pointers=[0, 4, 2]),
-        None,
-        r"the pointer of sequence 2 \(byte 2\) must be byte 10, the end of the one before: the file is damaged",
-    ),
-    "a first pointer": (idx_bytes(pointers=[2, 4, 10]), None, r"pointer of sequence 0 \(byte 2\) must be byte 0"),
-    "documents out of order": (
-        idx_bytes(documents=[0, 3, 2, 3]),
-        None,
-        r"document bound 2 \(sequence 2\) must be at least 3, the bound before it: the documents are out of order",
-    ),
-    "documents that begin late": (
-        idx_bytes(documents=[1, 2, 2, 3]),
-        None,
-        r"the first and the last document bound \(1 and 3\) must be 0 and 3, the number of sequences",
-    ),
-    "documents that end early": (idx_bytes(documents=[0, 2, 2, 2]), None, r"\(0 and 2\) must be 0 and 3"),
+    "falling pointers": (idx_bytes(pointers=[0, 4, 2]), None, r"pointer of sequence 2 \(2\) must be 10"),
+    "a first pointer": (idx_bytes(pointers=[2, 4, 10]), None, r"pointer of sequence 0 \(2\) must be 0"),
+    "documents out of order": (idx_bytes(documents=[0, 3, 2, 3]), None, r"bound 2 \(2\) must be at least 3"),
+    "documents that begin late": (idx_bytes(documents=[1, 2, 2, 3]), None, r"bound \(1, 3\) must be 0 and 3"),
+    "documents that end early": (idx_bytes(documents=[0, 2, 2, 2]), None, r"bound \(0, 2\) must be 0 and 3"),
     "a short .bin": (
         None,
         struct.pack("<5H", *TOKENS[:5]),
-        r"data\.bin \(10 bytes\) must have 12 bytes, as data\.idx says: it is truncated, or the two belong to diff",
+        r"data\.bin \(10 bytes\) must have 12 bytes, as data\.idx says: it was cut off, or the two belong to diff",
     ),
-    "a long .bin": (
-        None,
-        struct.pack("<7H", *TOKENS, 1),
-        r"data\.bin \(14 bytes\) must have 12 bytes.*: it is longer, or",
-    ),
+    "a long .bin": (None, struct.pack("<7H", *TOKENS, 1), r"data\.bin \(14 bytes\) must have 12 bytes"),
 }
 
 

@@ -8,8 +8,6 @@ import lzma
 import random
 import sys
 import tarfile
-import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,16 +81,14 @@ def test_bad_gzip(tmp_path: Path) -> None:
         f"{see('data#file-cut-off')}"
     )
     file.write_bytes(packed[:10] + b"\xff" + packed[11:])
-    assert failure(file).startswith(f"{file} is damaged before byte ")
+    assert failure(file).startswith(f"{file} is damaged, gzip cannot unpack it (")
     file.write_bytes(packed[:-8] + bytes(8))
     assert "CRC check failed" in failure(file)
-    file.write_bytes(jsonl(TEXTS))
-    assert failure(file) == f"{file} is not packed by gzip, as its name says: pack it, or rename it"
     for empty in (b"", gzipped(b"\n")):
         file.write_bytes(empty)
         assert failure(file) == f"{file} is empty: remove it or put one JSON object on each line"
-    file.write_bytes(gzipped(b"\xe9"))
-    assert failure(file, format="text").startswith(f"{file}: byte 0 (0xe9) is not UTF-8")
+    file.write_bytes(jsonl(TEXTS))
+    assert read(file) == TEXTS, "the content decides, and not the name"
 
 
 def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -182,9 +178,6 @@ FILES = {
     "a.lz4": packed(LINES, "lz4"),
     "gzip.jsonl": gzipped(LINES),
     "bzip2.gz": bz2.compress(LINES),
-    "utf-16.jsonl": LINES.decode().encode("utf-16"),
-    "utf-16.json": b"\xfe\xff" + LINES.decode().encode("utf-16-be"),
-    "utf-32.jsonl.gz": gzipped(LINES.decode().encode("utf-32")),
 }
 
 
@@ -199,115 +192,63 @@ def test_fault_13_files_are_read_as_their_content_says(name: str, tmp_path: Path
         assert ["".join(blocks) for _, blocks in shard.documents(after)] == TEXTS[number:], "a stream that goes on"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [gzipped(b"a caf\xc3\xa9\n"), "a café\n".encode("utf-16"), bz2.compress("a café\n".encode("utf-16"))],
-)
-def test_fault_13_plain_text_is_unpacked_and_decoded(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(content)
-    assert read(tmp_path / "a.txt") == read(tmp_path / "a.txt", format="text") == ["a café\n"]
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_text_in_utf_16_is_told_what_converts_it(encoding: str, tmp_path: Path) -> None:
+    for name, content in (("a.jsonl", LINES.decode().encode(encoding)), ("a.gz", gzipped("a".encode(encoding)))):
+        (tmp_path / name).write_bytes(content)
+        said = f"{tmp_path / name} must be in UTF-8, and is in UTF-16 or UTF-32: convert it with `iconv -t UTF-8`"
+        assert failure(tmp_path / name) == said
 
 
 def test_fault_13_parquet_of_any_name(tmp_path: Path) -> None:
     write_parquet(tmp_path / "part-0", TEXTS)
     assert read(tmp_path / "part-0") == TEXTS
     (tmp_path / "a.parquet.gz").write_bytes(gzipped((tmp_path / "part-0").read_bytes()))
-    assert "is a parquet file packed by gzip, which cannot be read in parts" in failure(tmp_path / "a.parquet.gz")
-
-
-def zipped(name: str) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        file.writestr(name, b"data")
-    return buffer.getvalue()
+    assert "is a parquet file packed by gzip, and must be" in failure(tmp_path / "a.parquet.gz")
 
 
 RANDOM = random.Random(1).randbytes(4000).translate(None, b"\0")
-ARRAY = json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode()
+NO_TEXT = {
+    "a.json": (json.dumps([{"text": "a"}], indent=1).encode(), "JSON without one object on each line"),
+    "b.json": (b'["a", "b"]', "JSON without one object on each line"),
+    "a.jsonl.gz": (gzipped(b'{\n "text": "a"\n}'), "JSON without one object on each line"),
+    "c.json": (b'{"v": 1,\n"rows": [\n {"text": "a"}]}', "JSON without one object on each line"),
+    "a.csv": (b"1,a\n", "a table of separated values"),
+    "table.txt": (b"id\tsaid\n1\ta\n2\tb\n", "a table of separated values"),
+    "quoted": (b'"id";"text"\r\n1;a\n', "a table of separated values"),
+    "tar.gz": (gzipped(archive()), "a tar archive"),
+    "a.docx": (b"PK\x03\x04\x14\0", "a zip archive"),
+    "a.txt": (b"%PDF-1.7\n", "a PDF document"),
+    "a.bz2": (bz2.compress(b"<mediawiki>"), "XML"),
+    "a.xml": (b"\xef\xbb\xbf<?xml version='1.0'?>", "XML"),
+    "index": (b"\n<!DOCTYPE HTML>", "HTML"),
+    "twice.gz": (gzipped(gzipped(LINES)), "packed twice, by gzip and then by gzip"),
+    "ids": (b"\x05\0\x20\0\x07\0", "binary data"),
+    "a.jsonl.br": (RANDOM, "binary data"),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.json", ARRAY, "is a JSON array, and JSON must have one object on each line: convert it, for example with"),
-        ("a b.txt", ARRAY, "`jq -c '.[]' '{file}' > lines.jsonl`, or set data.format=text to read it as plain text"),
-        ("a.json.gz", gzipped(ARRAY), "`gzip -dc {file} | jq -c '.[]' > lines.jsonl`"),
-        ("a.json", b'["a", "b"]', "`jq -c '{{text: .[]}}' {file} > lines.jsonl`"),
-        ("a.jsonl", b'{\n "text": "a"\n}', "is JSON with objects of several lines, and JSON must have one object"),
-        ("a.json", b'{"v": [\n 1], "rows": [\n {"text": "a"}]}', "`jq -c '.' {file} > lines.jsonl`"),
-        ("a.json", b'{"text": "a", "rows": [\n {"text": "a"}]}', "`jq -c '.' {file} > lines.jsonl`"),
-        ("a.json", b'{"v": 1,\n"my rows": [\n {"text": "a"}]}', "`jq -c '.[\"my rows\"][]' {file} > lines.jsonl`"),
-        ("a.json", b'{"data":[{"text":"a"},\n{"text":"b"}]}', "`jq -c '.data[]' {file} > lines.jsonl`"),
-        (
-            "a",
-            b'{"v": "1", "data":[{"text":"a"}]}\n',
-            "line 1 holds objects in the list 'data': put each on its",
-        ),
-        ("a.jsonl", b'{"data":[{"body":"a"}]}', "for example with `jq -c '.data[]'`"),
-        (
-            "a.json",
-            b'{"body": "a", "notes": [{"id": 1}]}',
-            "set data.text_key to the field that holds the text (body,",
-        ),
-        ("a.json", b'{"id":{"0":1},"text":{"0":"a"}}', "is a whole table, as pandas writes it: write it with to_json"),
-        ("a.json", b'{"columns":["text"],"index":[0],"data":[["a"]]}', "is a whole table, as pandas writes it: write"),
-        ("a.json", b'{"0":{"text":"a"},"1":{"text":"b"}}', "is a whole table, as pandas writes it: write it with to"),
-        (
-            "a.json",
-            b'{\n "text":{\n  "0":"a"}}',
-            "is a table by columns, as pandas writes JSON: write it with to_",
-        ),
-        (
-            "a.txt",
-            b"id\tsaid\n1\ta\n2\tb\n",
-            "is a table of separated values, not plain text: convert it",
-        ),
-        ("a.json", b"prose", "line 1 is not JSON"),
-        ("a.csv", b"1,a\n", "pandas.read_csv('{file}', sep=',').to_json('lines.jsonl', orient='records', lines=True)"),
-        ("a.TSV", b"1\ta\n", r"sep='\t'"),
-        ("a.txt", b'"id";"text"\r\n1;a\n', "is a table of separated values, not plain text: convert it, for example"),
-        ("a.gz", gzipped(archive()), "is a tar archive, not plain text: unpack it with tar -xf, and name"),
-        ("a.7z", b"7z\xbc\xaf\x27\x1c", ": unpack it with 7z x, or leave it out"),
-        ("a.docx", b"PK\x03\x04\x14\0", "is a zip archive (or a .docx, .xlsx or .epub, which are such archives)"),
-        ("a.txt", b"%PDF-1.7\n", "is a PDF document, not plain text: extract its text, for example with pdfto"),
-        ("a.bz2", bz2.compress(b"<mediawiki>"), "is XML, not plain text: extract its text, for example with wikiex"),
-        (
-            "index",
-            b"\n<!DOCTYPE HTML>",
-            "is HTML, not plain text: extract its text, for example with trafil",
-        ),
-        ("a.xml", b"\xef\xbb\xbf<?xml version='1.0'?>", "is XML, not plain text: extract its text (of Wikipedia"),
-        ("a.gz", gzipped(gzipped(LINES)), "is packed twice, by gzip and then by gzip: unpack it once"),
-        ("a.txt", "a\n".encode("utf-16-le"), "looks like UTF-16LE without the mark that begins such files: convert"),
-        ("a.txt", b"\x05\0\x20\0\x07\0", "byte 1 is null, so the file holds binary data and no text: leave it out"),
-        (
-            "a.jsonl.br",
-            RANDOM,
-            "and its name says that it is packed: unpack it, for example with brotli -d",
-        ),
-        ("a.Z", RANDOM, "unpack it, for example with pigz -dc, or leave it out"),
-        ("a.json.deflate", zlib.compress(LINES), "unpack it, for example with pigz -dc, or leave it out"),
-        ("a", b"\x89LZO\0\r\n\x1a\n", "is packed by lzop, not plain text: unpack it with lzop -d"),
-        ("a", b"\xff\x06\0\0sNaPpY", "is packed by snappy, not plain text: unpack it with snzip -d"),
-        ("a.txt", RANDOM, "is not UTF-8, and its control characters show binary data: leave it out"),
-        ("a.jsonl", RANDOM[:40], "is not UTF-8, and its control characters show binary data: leave it out"),
-        ("a.txt", b"x" * (1 << 14) + RANDOM, "is not UTF-8, and control characters beside it show binary data: leave"),
-        (
-            "a.txt",
-            b"caf\xe9 " * 9 + b"\x1a",
-            "is not UTF-8: convert the file from the encoding that it has, for example",
-        ),
-        ("a.pt", zipped("archive/data.pkl"), "is a file of torch.save or of numpy's savez, not plain text: write the"),
-        ("a.npz", zipped("arr_0.npy"), "is a file of torch.save or of numpy's savez, not plain text: write the"),
-        ("a.txt", b"\xff\xfe\0\xd8a", "begins with the mark of UTF-16 and is not UTF-16 (unexpected end of data)"),
-        ("a.txt", b"x" * (1 << 14) + b"\xe9\0", "is not UTF-8, and control characters beside it show binary data:"),
-    ],
-)
-def test_fault_13_what_is_no_text_is_named_with_a_way_on(name: str, content: bytes, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_fault_13_what_is_no_text_is_named_with_a_way_on(name: str, tmp_path: Path) -> None:
+    content, kind = NO_TEXT[name]
     (tmp_path / name).write_bytes(content)
     said = failure(tmp_path / name)
-    assert said.startswith(str(tmp_path / name))
-    assert says.format(file=tmp_path / name) in said
+    assert said.startswith(f"{tmp_path / name} is {kind}")
+    assert "must be plain text, JSON lines or parquet: convert or unpack it first, leave it out, or set data." in said
+
+
+def test_fault_13_what_is_no_utf_8_is_placed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * (1 << 14) + RANDOM)
+    assert f"{tmp_path}/a.txt: byte 16384 (0x" in failure(tmp_path / "a.txt")
+    assert "holds binary data, and must be UTF-8" in failure(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 " * 9 + b"\x1a")
+    assert "byte 3 (0xe9) is not UTF-8, and must be UTF-8: convert" in failure(tmp_path / "a.txt")
+
+
+def test_a_conversation_is_told_how_to_read_it(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    assert "has no field 'text'" in failure(tmp_path / "a")
+    assert "; data.format=chat reads the conversation in 'messages'" in failure(tmp_path / "a")
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,7 @@ def test_fault_12_an_id_beyond_the_models_vocabulary_is_refused(tmp_path: Path) 
             {"tokenizer_config": {"added_tokens_decoder": {"100": None}}},
             r"as a number \(None is no token\): write",
         ),
-        ({"tokenizer_config": {"added_tokens_decoder": ["<x>"]}}, "must give each token as text or with its prop"),
         ({"tokenizer_config": {"pad_token": {"content": "<x>", "lstrip": 1}}}, "must give each token as text or with"),
-        ({"tokenizer_config": {"added_tokens_decoder": {"x": "<x>"}}}, "write them again by save_pretrained of transf"),
     ],
 )
 def test_fault_12_files_that_contradict_the_vocabulary(files: dict[str, Any], told: str, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_files_of_another_name(tmp_path: Path) -> None:
     assert user_tokenizer_digest(str(folder)) == user_tokenizer_digest(str(folder / "gpt2-vocab.json"))
     assert Tokenizer.load(folder).end_of_document == END_OF_DOCUMENT, "the folder is read otherwise than its files"
     (folder / "gpt2-merges.txt").unlink()
-    with pytest.raises(DataError, match=r"holds gpt2-vocab\.json without gpt2-merges\.txt, and the tokenizer is read"):
+    with pytest.raises(DataError, match=r"must hold a tokenizer, which is .*: it has gpt2-vocab\.json"):
         Tokenizer.load(folder)
 
 
@@ -168,21 +168,16 @@ def vocabulary(folder: Path) -> dict[str, int]:
     ("name", "content", "text"),
     [
         ("vocab.json", "{", r"vocab\.json cannot be read: "),
-        ("vocab.json", "[]", r"vocab\.json must hold a JSON object"),
         ("vocab.json", '{"a": "b"}', r"vocab\.json must hold tokens and their ids, such as"),
-        ("vocab.json", '{"a": true}', r"vocab\.json must hold tokens and their ids, such as"),
         ("vocab.json", '{"a": 1, "b": 1}', r"vocab\.json gives one id to two tokens"),
         ("vocab.json", '{"a": 0, "b": 1}', r"vocab\.json lacks 254 of the 256 bytes"),
-        ("merges.txt", "#version: 0.2\nt h e\n", r"merges\.txt:2 must be two tokens with a space between them"),
-        ("merges.txt", "the\n", r"merges\.txt:1 must be two tokens with a space between them, and it is 'the'"),
-        ("merges.txt", "x y\n", r"merges\.txt:1 needs 'xy', which .*vocab\.json lacks: are both of one tokenizer\?"),
+        ("merges.txt", "#version: 0.2\nt h e\n", r"merges\.txt must have two tokens with a space between them a line"),
+        ("merges.txt", "x y\n", r"merges\.txt is not a tokenizer that Hugging Face tokenizers can read: .*xy"),
         (
             "tokenizer_config.json",
             '{"tokenizer_class": "Qwen2TokenizerFast"}',
             "is a Qwen2Tokenizer's, which splits text by rules of its own: ",
         ),
-        ("tokenizer_config.json", "nonsense", r"tokenizer_config\.json cannot be read"),
-        ("added_tokens.json", '{"a": null}', r"added_tokens\.json must hold tokens and their ids"),
         ("tokenizer.json", "{", "is not a tokenizer that Hugging Face tokenizers can read"),
         ("tokenizer.json", tokenizer_json(normalizer=CHARSMAP), "is not a tokenizer that Hugging Face tokenizers can"),
         ("tokenizer.json", tokenizer_json(model=NO_WORDS), "must have tokens, and its vocabulary is empty"),
@@ -203,23 +198,17 @@ def test_an_expression_at_which_the_library_panics(tmp_path: Path) -> None:
             encode(text)
 
 
-def test_a_token_that_a_vocabulary_has_twice(tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_text("[PAD]\nthe\n[UNK]\nthe\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"vocab\.txt:4 repeats 'the' of line 2: ids would be unclear"):
-        open_user_tokenizer(str(tmp_path), 100)
-
-
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     folder = gpt2_files(tmp_path / "own")
     (folder / "merges.txt").write_bytes(b"a \xff\n")
-    with pytest.raises(DataError, match=r"merges\.txt, byte 2, is not UTF-8: merges are two tokens a line"):
+    with pytest.raises(DataError, match=r"merges\.txt must be UTF-8, and byte 2 is not: copy it again"):
         open_user_tokenizer(str(folder), 300)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     folder = gpt2_files(tmp_path / "own")
     (folder / "merges.txt").unlink()
-    with pytest.raises(DataError, match=r"holds vocab\.json without merges\.txt, and the tokenizer is read from both"):
+    with pytest.raises(DataError, match=r"must hold a tokenizer, which is .*: it has vocab\.json"):
         open_user_tokenizer(str(folder), 300)
     with pytest.raises(DataError, match=r"vocab\.json must have merges\.txt beside it"):
         open_user_tokenizer(str(folder / "vocab.json"), 300)
