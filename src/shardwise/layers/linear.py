@@ -169,7 +169,9 @@ class _ColumnParallel(placement.PlacedModule):
                 raise ValueError(f"output size ({size}) must be divisible by the group's size ({group.size})")
             if group.grain is not None and copies == 1 and size % group.grain and not repeats:
                 raise ValueError(f"output size ({size}) must be divisible by the group's grain ({group.grain})")
+        # Of each part of the outputs, the neighbours among all holders that have the same.
         self._copies = [copies for _, _, copies in parts]
+        self._holders = group.size
         self._repeats = list(repeats) if repeats else [1] * len(parts)
         self._sizes = [size * copies // group.size for _, size, copies in parts]
         transposed = options.get("transposed", False)
@@ -230,15 +232,7 @@ class _ColumnParallel(placement.PlacedModule):
         """Return the layer's outputs, which are its local parts, or with `gather_output` those of all ranks."""
         if not self.gather_output:
             return parts
-        return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies_of_outputs(), strict=True))
-
-    def _copies_of_outputs(self) -> list[int]:
-        """Return how often each part's outputs occur in those of all holders."""
-        return self._copies
-
-    def _holders(self) -> int:
-        """Return the number of equal pieces that all ranks' outputs consist of."""
-        return self.group.size
+        return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies, strict=True))
 
     def _gather(self, part: Tensor, copies: int) -> Tensor:
         """Return a part of all ranks, each copy once."""
@@ -246,7 +240,7 @@ class _ColumnParallel(placement.PlacedModule):
         if copies == 1:
             return gathered
         # Neighbours hold the copies: of each run of them, the first one's stays.
-        by_copy = gathered.unflatten(-1, (self._holders() // copies, copies, -1))
+        by_copy = gathered.unflatten(-1, (self._holders // copies, copies, -1))
         first_copies: Tensor = by_copy[..., 0, :].flatten(-2)
         return first_copies
 

@@ -125,7 +125,7 @@ def test_a_form_with_other_bits_is_not_used() -> None:
 
     x = random(0, 1000, 8)
     assert not torch.equal(exact(1, x), other(1, x))
-    assert bits_equal(part_products._in_fastest_form((other, exact), 1, x), exact(1, x))
+    assert bits_equal(part_products._in_faster_form(other, exact, 1, x), exact(1, x))
 
 
 def test_a_form_that_seldom_has_other_bits_is_not_used() -> None:
@@ -138,7 +138,7 @@ def test_a_form_that_seldom_has_other_bits_is_not_used() -> None:
         return torch.where(x < -1, x - 1, x)
 
     x = torch.tensor([-2.0])
-    assert bits_equal(part_products._in_fastest_form((seldom_other, exact), 1, x), x)
+    assert bits_equal(part_products._in_faster_form(seldom_other, exact, 1, x), x)
 
 
 def test_a_form_with_equal_bits_is_used() -> None:
@@ -151,9 +151,9 @@ def test_a_form_with_equal_bits_is_used() -> None:
         return 2 * x
 
     calls: list[str] = []
-    part_products._in_fastest_form((faster, exact), 1, random(0, 8))
+    part_products._in_faster_form(faster, exact, 1, random(0, 8))
     calls.clear()
-    part_products._in_fastest_form((faster, exact), 1, random(1, 8))
+    part_products._in_faster_form(faster, exact, 1, random(1, 8))
     assert calls == ["faster"]
 
 
@@ -336,7 +336,7 @@ def test_results_that_hide_the_order_of_a_sum_have_the_exact_form() -> None:
     def exact(count: int, tensor: torch.Tensor) -> torch.Tensor:
         return tensor * count
 
-    assert torch.equal(part_products._in_fastest_form((never, exact), 2, x), x * 2)
+    assert torch.equal(part_products._in_faster_form(never, exact, 2, x), x * 2)
 
 
 def two_ranks(rank: int = 0, *, grain: int = 2) -> Group:

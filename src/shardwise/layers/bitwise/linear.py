@@ -23,6 +23,8 @@ class BitEqualColumnParallel(_ColumnParallel):
         # Here, as a compiler cannot capture the making of a group.
         groups = [self.group.split(copies) if copies > 1 else Group() for copies in self._copies]
         self._sections = [Section(*section) for section in zip(self._sizes, self._repeats, groups, strict=True)]
+        self._copies = [copies * repeats for copies, repeats in zip(self._copies, self._repeats, strict=True)]
+        self._holders *= self.group.parts
 
     def multiply(self, entered: Tensor) -> tuple[Tensor, ...]:
         if not self.group.has_parts:
@@ -36,12 +38,6 @@ class BitEqualColumnParallel(_ColumnParallel):
         if self._regathers(x):
             return column_products(x, self.weight, self.bias, self._sections, self.group, gathers=True)
         return self.multiply(self._enter(x))
-
-    def _copies_of_outputs(self) -> list[int]:
-        return [copies * repeats for copies, repeats in zip(self._copies, self._repeats, strict=True)]
-
-    def _holders(self) -> int:
-        return self.group.size * self.group.parts
 
 
 class BitEqualRowParallelLinear(RowParallelLinear):

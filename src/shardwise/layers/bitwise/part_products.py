@@ -2,8 +2,8 @@
 
 A kernel chooses the order of its sums by the shapes and strides of its operands: a product of two parts at once, or of
 a part that is a slice of a wider tensor, may differ from the product of the part alone in the last bit. Each function
-here has an *exact* form, a product for each part of operands that lie as they would on one of G ranks, and faster
-forms. A faster form is used for the shapes for which it gave the bits of the exact form on random operands. Results in
+here has an *exact* form, a product for each part of operands that lie as they would on one of G ranks, and a faster
+one. The faster form is used for the shapes for which it gave the bits of the exact form on random operands. Results in
 bfloat16 always have the exact form: they are rounded from float32, and so hide another order of a sum in nearly all
 elements, which no short trial finds.
 
@@ -61,22 +61,19 @@ _has_equal_bits: dict[tuple[_Form, _Form, int, _Shapes, int], bool] = {}
 """Results of trials, by the exact form, the other one, the parts, the operands' shapes and the threads."""
 
 
-def _in_fastest_form(forms: Sequence[_Form], count: int, *operands: Tensor, tries: bool = True) -> Tensor:
-    """Return what the first form gives that has the bits of the last one, which is exact.
+def _in_faster_form(faster: _Form, exact: _Form, count: int, *operands: Tensor, tries: bool = True) -> Tensor:
+    """Return what the faster form gives if it has the bits of the exact one, else what that gives.
 
-    Without `tries` forms are used only if they were tried before, for the same shapes.
+    Without `tries` it is used only if it was tried before, for the same shapes.
     """
-    *faster, exact = forms
     shows_order = operands[0].dtype in (torch.float32, torch.float64)
-    if shows_order and not torch.compiler.is_compiling() and all(map(has_data, operands)):
-        shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in operands)
-        for form in faster:
-            trial = (exact, form, count, shapes, torch.get_num_threads())
-            if tries and trial not in _has_equal_bits:
-                _has_equal_bits[trial] = _has_bits_of(exact, form, count, shapes)
-            if _has_equal_bits.get(trial, False):
-                return form(count, *operands)
-    return exact(count, *operands)
+    if not shows_order or torch.compiler.is_compiling() or not all(map(has_data, operands)):
+        return exact(count, *operands)
+    shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in operands)
+    trial = (exact, faster, count, shapes, torch.get_num_threads())
+    if tries and trial not in _has_equal_bits:
+        _has_equal_bits[trial] = _has_bits_of(exact, faster, count, shapes)
+    return faster(count, *operands) if _has_equal_bits.get(trial, False) else exact(count, *operands)
 
 
 def _has_bits_of(exact: _Form, form: _Form, count: int, shapes: _Shapes) -> bool:
@@ -105,7 +102,7 @@ def multiply_parts(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, *
     if count == 1:
         return linear(x, weight, bias)
     biases = () if bias is None else (bias,)
-    return _in_fastest_form((_outputs_at_once, _outputs_by_part), count, x, weight, *biases, tries=trained)
+    return _in_faster_form(_outputs_at_once, _outputs_by_part, count, x, weight, *biases, tries=trained)
 
 
 def _outputs_at_once(_count: int, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
@@ -121,7 +118,7 @@ def weight_gradient_of_rows(dy: Tensor, x: Tensor, count: int) -> Tensor:
     """Return `dyᵀ x` by parts of dy's features: dy `[T, P·w]`, x `[T, I]` → `[P·w, I]`."""
     if count == 1:
         return weight_gradient_in_runs(dy, x)
-    return _in_fastest_form((_gradient_at_once, _rows_by_part), count, dy, x)
+    return _in_faster_form(_gradient_at_once, _rows_by_part, count, dy, x)
 
 
 def _gradient_at_once(_count: int, dy: Tensor, x: Tensor) -> Tensor:
@@ -139,18 +136,11 @@ def input_gradient_of_columns(dy: Tensor, weight: Tensor, count: int) -> Tensor:
     """Return `dy weight` by parts of the columns: dy `[T, O]`, weight `[O, P·w]` → `[T, P·w]`."""
     if count == 1:
         return _inputs_at_once(count, dy, weight)
-    return _in_fastest_form((_inputs_at_once, _inputs_of_slices, _inputs_by_part), count, dy, weight)
+    return _in_faster_form(_inputs_at_once, _inputs_by_part, count, dy, weight)
 
 
 def _inputs_at_once(_count: int, dy: Tensor, weight: Tensor) -> Tensor:
     return linear(dy, weight.t())
-
-
-def _inputs_of_slices(count: int, dy: Tensor, weight: Tensor) -> Tensor:
-    dx = dy.new_empty(len(dy), weight.shape[1])
-    for out, part in zip(dx.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True):
-        _linear_into(out, dy, part.t())
-    return dx
 
 
 def _inputs_by_part(count: int, dy: Tensor, weight: Tensor) -> Tensor:
@@ -161,7 +151,7 @@ def weight_gradient_of_columns(dy: Tensor, x: Tensor, count: int) -> Tensor:
     """Return `dyᵀ x` by parts of x's features: dy `[T, O]`, x `[T, P·w]` → `[O, P·w]`."""
     if count == 1:
         return weight_gradient_in_runs(dy, x)
-    return _in_fastest_form((_gradient_at_once, _columns_by_part), count, dy, x)
+    return _in_faster_form(_gradient_at_once, _columns_by_part, count, dy, x)
 
 
 def _columns_by_part(count: int, dy: Tensor, x: Tensor) -> Tensor:
@@ -178,8 +168,7 @@ def sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor], count: int,
     """
     if count == 1 and len(xs) == 1:
         return linear(xs[0][0], weights[0][0])
-    forms = (_sum_in_matmuls, _sum_of_slices, _sum_by_part)
-    return _in_fastest_form(forms, count, *xs, *weights, tries=trained)
+    return _in_faster_form(_sum_in_matmuls, _sum_by_part, count, *xs, *weights, tries=trained)
 
 
 def _sum_in_matmuls(count: int, *operands: Tensor) -> Tensor:
@@ -196,10 +185,6 @@ def _sum_in_matmuls(count: int, *operands: Tensor) -> Tensor:
             first = _add_linear(first, x, weight)
         sums.append(first)
     return fold(sums)
-
-
-def _sum_of_slices(count: int, *operands: Tensor) -> Tensor:
-    return fold(_part_of_sum(_with_dense_weights(operands, number)) for number in range(count))
 
 
 def _with_dense_weights(operands: Sequence[Tensor], number: int) -> list[Tensor]:
@@ -227,19 +212,6 @@ def _part_of_sum(operands: Sequence[Tensor]) -> Tensor:
 def row_sums(dy: Tensor) -> Tensor:
     """Return the sum over tokens of each part: `[P, T, w]` → `[P, w]`."""
     return torch.stack([alone(part).sum(0) for part in dy])
-
-
-# ---- products that are written or added where they are wanted
-
-
-def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Write `x weightᵀ + bias` to `out`: x `[T, I]`, weight `[O, I]` → out `[T, O]`, whose rows may lie apart."""
-    if not writes_in_place(x, weight):
-        out.copy_(linear(x, weight, bias))
-    elif bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
 
 
 def _add_linear(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -145,15 +145,14 @@ def sequence_parts(x: Tensor, group: Group, sequence_parallel: bool) -> int:
     if sequence_parallel:
         return group.parts
     # x is whole on each rank: all parts are computed on all of them. A length that cannot be divided is never cut.
-    return group.grain if group.grain is not None and len(x) % group.grain == 0 else 1
+    grain = group.grain or 1
+    return grain if len(x) % grain == 0 else 1
 
 
 def apply_by_sequence_part(
     function: Callable[..., Tensor], x: Tensor, parameters: Sequence[Tensor], group: Group, *, sequence_parallel: bool
 ) -> Tensor:
-    """Return `function(x, *parameters)` for x `[S, …]`, or `[S/g, …]`, by parts where the group has a grain."""
-    if group.grain is None:
-        return function(x, *parameters)
+    """Return `function(x, *parameters)` for x `[S, …]`, or `[S/g, …]`, by parts of the sequence."""
     count = sequence_parts(x, group, sequence_parallel)
     return apply_by_part(function, x, parameters, count, group if sequence_parallel else None)
 
