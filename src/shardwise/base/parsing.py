@@ -347,7 +347,8 @@ def instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
     Raises:
         ValueError: a field is missing, or has another type than the class says.
     """
-    read: _T = _adapter(cls).validate_json(json.dumps(record), strict=True)
+    kind: Any = cls
+    read: _T = _adapter(kind).validate_json(json.dumps(record), strict=True)
     return read
 
 

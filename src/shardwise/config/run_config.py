@@ -173,7 +173,7 @@ class Config(Section):
     @property
     def reduce(self) -> Frequency:
         """How often gradients are reduced with `optimizer.zero` 2 or 3."""
-        return self.optimizer.reduce or ("step" if self.train.bitwise or self.splits_backward else "micro_batch")
+        return self.optimizer.reduce or ("step" if self.grains or self.splits_backward else "micro_batch")
 
     @property
     def gather(self) -> Frequency:
@@ -187,13 +187,18 @@ class Config(Section):
     def vocab_multiple(self, tensor: int) -> int:
         """The number to a multiple of which the rows of embedding and head are padded on each of `tensor` ranks."""
         # Each part of a rank is padded, as each of `grain` ranks would be.
-        parts = max(1, self.parallel.grain // tensor) if self.train.bitwise else 1
+        parts = max(1, self.parallel.grain // tensor) if self.grains else 1
         return self.parallel.vocab_multiple * parts
 
     @property
     def evaluates_held_out(self) -> bool:
         """True if evaluations read the part that `data.split` holds out."""
         return self.train.eval_every > 0 and self.data.holds_out
+
+    @property
+    def lacks_evaluation_part(self) -> bool:
+        """True if evaluations are wanted, and no data are there for them."""
+        return self.train.eval_every > 0 and not self.evaluates_held_out and not self.evaluation.sets
 
     @property
     def companions(self) -> str | None:

@@ -107,7 +107,7 @@ def stage_problems(stages: list[Config]) -> list[str]:
         )
     if len({tuple(sorted(stage.grains.items())) for stage in stages}) > 1:
         problems.append(
-            "the groups in which train.bitwise adds gradients must be the same in all data.stages: set "
+            "the groups of train.data_grain must be the same in all data.stages: set "
             f"train.data_grain={min(stage.train.gradient_groups for stage in stages)}"
         )
     if len({stage.train.sequence_length for stage in stages}) > 1:

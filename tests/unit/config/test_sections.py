@@ -158,7 +158,7 @@ def test_the_host_updates_no_whole_tensors_and_rounds_to_the_nearest(name: str) 
     [
         (["optimizer.name=lamb"], r"precision.moments \(bfloat16\) must be left out with optimizer.name lamb"),
         (["optimizer.name=muon"], r"precision.moments \(bfloat16\) must be left out with optimizer.name muon"),
-        (["optimizer.offload=true"], r"optimizer.offload \(true\) must be false with precision.moments bfloat16"),
+        (["optimizer.offload=true"], r"optimizer.offload \(true\) must be false with precision.moments \(bfloat16\)"),
     ],
 )
 def test_bfloat16_moments_need_adamw_on_the_device(keys: list[str], said: str) -> None:
