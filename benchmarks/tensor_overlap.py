@@ -42,7 +42,6 @@ def passes(how: str, device_type: str) -> Any:
     from shardwise import Mesh
     from shardwise.config import config_from
     from shardwise.distributed import collectives, devices
-    from shardwise.layers.linear import set_overlap
     from shardwise.models.build import build_model
     from tests.strict import device
 
@@ -51,8 +50,9 @@ def passes(how: str, device_type: str) -> Any:
     torch.set_num_threads(1)
     dist.init_process_group("strictccl" if device_type == "strict" else "gloo")
     mesh = Mesh(tensor=2, device=None if device_type == "strict" else "cpu")
-    model = build_model(config_from(CONFIG), mesh.tp, sequence_parallel=True, device=mesh.device)
-    set_overlap(model, None if how == PLAIN else "pieces")
+    parallel = {"tensor": 2, "tensor_overlap": None if how == PLAIN else "pieces"}
+    config = config_from(CONFIG | {"parallel": parallel})
+    model = build_model(config, mesh.tp, sequence_parallel=True, device=mesh.device)
     ids_SB = torch.randint(512, (SEQUENCE, BATCH), generator=torch.Generator().manual_seed(0)).to(mesh.device)
     found = 0.0
     while True:

@@ -3,8 +3,9 @@
 The faults ("mutants") are data: `tests/mutants/*.yaml`. Each names a function, a piece of source in it, the source that
 replaces it, and the tests that must fail then. A mutant that no test notices has survived: a guard is missing.
 
-A piece is found by syntax, so neither its format nor the code around it matters. A mutant is stale if its piece is no
-longer in its function, or is there more than once; `--stale` lists these, and runs no tests.
+A piece is found by syntax in the files of a name, so neither its format, the code around it nor the folder matters. A
+mutant lapses if its piece is no longer in its function, or is there more than once, or its tests have left: it is named
+and not run. `--stale` lists these; who changes such a place mends them, and nobody else has to.
 
 All mutants take hours: this runs every night (`.github/workflows/nightly.yml`) or on request.
 
@@ -35,7 +36,7 @@ from typing import Literal
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = Path("src/shardwise")
+SOURCE = Path("src")
 TABLE = ROOT / "benchmarks/results/mutants.md"
 _HEAD = """# Faults that the tests notice
 
@@ -44,7 +45,7 @@ package, and the tests that concern it were run. Seconds include the start of py
 
 **{caught} of {all} are caught.**
 
-| fault | file | what breaks | | first test that fails | s |
+| fault | place | what breaks | | first test that fails | s |
 |---|---|---|---|---|---:|
 """
 Verdict = Literal["caught", "timed out", "survived", "broken"]
@@ -59,8 +60,8 @@ class Mutant:
     """A fault.
 
     Attributes:
-        at: place of the fault, `module:Class.method`: a module below shardwise, and a function or class in it, or
-            nothing for the whole module.
+        at: place of the fault, `module:Class.method`: the name of a file without its folders, and a function or class
+            in it, or nothing for the whole module.
         find: expression or statements that occur exactly once there, in any format; else a text, such as a keyword
             argument or the head of a loop, in which white space does not matter.
         replace: source that takes their place; `pass` instead of statements that are left out.
@@ -79,10 +80,16 @@ class Mutant:
     slow: bool = False
     hangs: bool = False
 
-    @property
-    def file(self) -> Path:
-        """Path of the module below the package."""
-        return Path(self.at.partition(":")[0].replace(".", "/") + ".py")
+    def applied(self, root: Path = ROOT) -> tuple[Path, str]:
+        """Return the file that has the piece, and its source with the fault; ValueError if the mutant is stale."""
+        fits = []
+        for path in sorted((root / SOURCE).rglob(f"{self.at.partition(':')[0]}.py")):
+            with suppress(ValueError):
+                fits.append((path, self.apply(path.read_text("utf-8"))))
+        if len(fits) != 1:
+            raise ValueError(f"its piece must occur once in {self.at}, and {len(fits)} files have it once")
+        compile(fits[0][1], str(fits[0][0]), "exec")
+        return fits[0]
 
     def apply(self, source: str) -> str:
         """Return this source of the module with the fault in it; ValueError if the mutant is stale."""
@@ -174,13 +181,15 @@ def load_mutants() -> list[Mutant]:
 
 
 def stale_mutants(mutants: Iterable[Mutant]) -> dict[str, str]:
-    """Return the reason, by its id, of each mutant that does not fit the source or leaves no Python."""
+    """Return, by its id, the reason of each mutant that does not fit the source, leaves no Python or lost a test."""
     reasons = {}
     for mutant in mutants:
         try:
-            compile(mutant.apply((ROOT / PACKAGE / mutant.file).read_text("utf-8")), str(mutant.file), "exec")
-        except (OSError, ValueError, SyntaxError) as error:
+            mutant.applied()
+        except (ValueError, SyntaxError) as error:
             reasons[mutant.id] = str(error)
+        if missing := [test for test in mutant.tests if not (ROOT / test.partition("::")[0]).exists()]:
+            reasons[mutant.id] = f"no file has its tests: {', '.join(missing)}"
     return reasons
 
 
@@ -215,10 +224,10 @@ def run_tests(copy: Path, tests: Iterable[str], slow: bool, timeout: float | Non
 def check(copy: Path, mutant: Mutant, timeout: float) -> Result:
     """Run a mutant's tests in a copy that has the fault, which is taken out again."""
     start = time.monotonic()
-    path = copy / PACKAGE / mutant.file
+    path, faulty = mutant.applied(copy)
     sound = path.read_text("utf-8")
     compiled = Path(importlib.util.cache_from_source(str(path)))
-    path.write_text(mutant.apply(sound), "utf-8")
+    path.write_text(faulty, "utf-8")
     compiled.unlink(missing_ok=True)  # Python would not see a change within a second that keeps the length
     try:
         code, output = run_tests(copy, mutant.tests, mutant.slow, timeout)
@@ -245,7 +254,7 @@ def table(results: Sequence[Result], mutants: Sequence[Mutant], before: str) -> 
         mutant = result.mutant
         verdict = result.verdict if result.is_caught else f"**{result.verdict}**"
         by = f"`{result.by}`" if result.by else ""
-        cells = f"`{mutant.id}`", f"`{mutant.file}`", mutant.breaks, verdict, by, f"{result.seconds:.0f}"
+        cells = f"`{mutant.id}`", f"`{mutant.at}`", mutant.breaks, verdict, by, f"{result.seconds:.0f}"
         rows[mutant.id] = f"| {' | '.join(cells)} |"
     kept = [rows[mutant.id] for mutant in mutants if mutant.id in rows]
     caught = sum("| **" not in row for row in kept)
@@ -293,9 +302,8 @@ def main() -> int:
     if options.write_table:
         TABLE.write_text(table(results, everything, TABLE.read_text("utf-8") if TABLE.exists() else ""), "utf-8")
     missed = [result.mutant.id for result in results if not result.is_caught]
-    missed += stale
-    caught = len(results) + len(stale) - len(missed)
-    print(f"{caught} of {caught + len(missed)} are caught{'; not: ' if missed else ''}{', '.join(missed)}")
+    caught = len(results) - len(missed)
+    print(f"{caught} of {len(results)} are caught{'; not: ' if missed else ''}{', '.join(missed)}; {len(stale)} stale")
     return 1 if missed else 0
 
 

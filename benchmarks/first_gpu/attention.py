@@ -14,7 +14,6 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from first_gpu.session import Figures, Session
 from first_gpu.timing import copies, tflops, timed
-from shardwise.models.attention_kernels import attention_by_document
 from shardwise.models.masks import AttentionMask, DocumentSizes
 
 TITLE = "Attention"
@@ -80,7 +79,7 @@ def _varlen(session: Session, batch: int) -> Figures:
 
     def attend(*inputs: Tensor) -> Tensor:
         q, k, v = (x.permute(2, 0, 1, 3) for x in inputs)
-        return attention_by_document(q, k, v, mask, None).permute(1, 2, 0, 3)
+        return mask.attend(q, k, v, None).permute(1, 2, 0, 3)
 
     return _both_passes(session, batch, attend)
 

@@ -115,8 +115,8 @@ def test_fault_22_other_arguments_on_another_rank_are_refused_on_all(ranks: Any,
         == [
             "step must be the same on all ranks: 1 on rank 0, and 2 on rank 1",
             f"folder must be the same on all ranks: {tmp_path}/b0 on rank 0, and {tmp_path}/b1 on rank 1",
-            "the model's parameters must be the same on all ranks: unlike the first, a rank lacks 1.bias [1] and "
-            "1.weight [1, 8] and a rank has 2.bias [1] and 2.weight [1, 8]",
+            "the model's parameters must be the same on all ranks: a rank and the first do not both have 1.bias [1], "
+            "1.weight [1, 8], 2.bias [1] and 2.weight [1, 8]",
             "optimizer must be the same on all ranks: ZeroRedundancyOptimizer on rank 0, and None on rank 1",
         ]
     )

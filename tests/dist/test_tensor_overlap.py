@@ -1,6 +1,5 @@
 """Tensor-parallel layers that communicate behind their matmuls, against the same layers that do not."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -8,18 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.distributed.mesh import Group
+from shardwise.layers.execution import Execution, made_with
 from shardwise.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     row_parallel_sum,
-    set_overlap,
-    set_regathers,
 )
 from shardwise.layers.matmul import PIECES
 from tests.dist.dense import check, error, fill, mesh, random, run
 
 S, B, INPUTS, INNER = 20, 3, 12, 16
 """At TP 4 a rank has five rows, which are no multiple of the pieces."""
+PIECEWISE = Execution(overlap="pieces")
 
 
 class Block(nn.Module):
@@ -62,13 +61,12 @@ def both(
     if how == "symmetric_memory":
         _use_symmetric_memory_of_cpu()
     group = mesh(tp).tp
-    plain = Block(group, sequence)
+    with made_with(Execution(overlap=how if regathers else None)):
+        plain = Block(group, sequence)
+    with made_with(Execution(overlap=how, regathers=regathers)):
+        other = Block(group, sequence)
     fill(plain)
-    other = copy.deepcopy(plain)
-    set_overlap(other, how)
-    if regathers:
-        set_overlap(plain, how)
-        set_regathers(other, True)
+    other.load_state_dict(plain.state_dict())
     x = random(group.rank if sequence else 1, rows // tp if sequence else rows, B, INPUTS)
     pull = random(5 + group.rank if sequence else 5, *x.shape)
     found, calls = [], []
@@ -120,8 +118,8 @@ def test_inputs_that_are_gathered_again_change_no_bit(how: str | None, ranks: An
 
 
 def refused(tp: int) -> str:
-    layer = ColumnParallelLinear(INPUTS, INNER, name="in", seed=1, group=mesh(tp).tp, gather_output=False)
-    set_overlap(layer, "pieces")
+    with made_with(PIECEWISE):
+        layer = ColumnParallelLinear(INPUTS, INNER, name="in", seed=1, group=mesh(tp).tp, gather_output=False)
     x = random(1, S, B, INPUTS).requires_grad_()
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     try:
@@ -137,10 +135,10 @@ def test_gradients_of_gradients_are_refused_and_not_wrong(ranks: Any) -> None:
 
 
 def odd_rows(tp: int, rows: int) -> str:
-    layer = RowParallelLinear(
-        INNER, INPUTS, False, True, sequence_parallel_enabled=True, name="out", seed=1, group=mesh(tp).tp
-    )
-    set_overlap(layer, "pieces")
+    with made_with(PIECEWISE):
+        layer = RowParallelLinear(
+            INNER, INPUTS, False, True, sequence_parallel_enabled=True, name="out", seed=1, group=mesh(tp).tp
+        )
     try:
         return str(tuple(layer(random(1, rows, B, INNER // tp)).shape))
     except ValueError as refusal:
@@ -153,8 +151,8 @@ def test_rows_that_the_ranks_cannot_share_are_refused_as_ever_and_none_are_taken
 
 
 def under_autocast(tp: int) -> list[str]:
-    layer = RowParallelLinear(INNER, INPUTS, False, True, name="out", seed=1, group=mesh(tp).tp)
-    set_overlap(layer, "pieces")
+    with made_with(PIECEWISE):
+        layer = RowParallelLinear(INNER, INPUTS, False, True, name="out", seed=1, group=mesh(tp).tp)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(random(1, S, B, INNER // tp).requires_grad_())
     y.sum().backward()

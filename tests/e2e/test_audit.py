@@ -129,11 +129,7 @@ def test_an_audit_knows_keys_that_a_resumption_changed(place: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["nowhere"], "there is no run nowhere"),
-        (["run", "--nproc", "0"], "--nproc (0) must be at least 1"),
-        (["."], "must be a run's folder"),
         (["run", "--from", "3"], "--from (3) must be 0 or the step of a checkpoint: run has 2 and 4"),
-        (["run", "--from", "2", "--to", "9"], "--to (9) must be a step after 2, and at most the last recorded one (4)"),
         (["run", "train.seed=9"], "train.seed (9) must be 1234, as in the run that is replayed: leave it out"),
     ],
 )  # fmt: skip

@@ -56,7 +56,6 @@ def test_commands_and_refusals(trained: Trained) -> None:
     [
         (["chat", "runs", "--temperature", "-1"], "shardwise: --temperature (-1.0) must be at least 0"),
         (["generate", "runs", "--interactive", "--json"], "shardwise: --json must not go with --interactive"),
-        (["generate", "runs", "--interactive", "--prompt", "a"], "shardwise: --prompt must not go with --interactive"),
     ],
 )
 def test_wrong_options_are_refused_before_the_model_is_loaded(

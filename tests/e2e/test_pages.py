@@ -45,7 +45,10 @@ ELSEWHERE = {
     ("docs/hooks.md", ""): "tests/unit/api/test_examples.py::test_the_command_of_the_page_on_hooks_trains",
     ("docs/compile.md", ""): "tests/e2e/test_compile.py::test_the_page_runs",
     ("docs/verify.md", ""): "tests/e2e/test_verify.py::test_the_page_runs",
-    ("docs/data-formats.md", "Text files"): "tests/e2e/test_text_files.py::test_the_page_runs",
+    (
+        "docs/data-formats.md",
+        "Text files",
+    ): "tests/e2e/test_choices.py::test_the_text_page_runs",
     ("docs/data-formats.md", "Hugging Face datasets"): "tests/e2e/test_datasets.py::test_the_page_runs",
     ("docs/data-formats.md", "Streams"): "tests/e2e/test_streaming.py::test_the_page_runs_and_goes_on",
     (

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from packaging.version import Version
 
 from shardwise.config import check_layout
-from shardwise.models.attention_kernels import attention_by_document
 from shardwise.models.masks import AttentionMask, DocumentSizes, DocumentsMask
 from shardwise.planner.memory import expected_memory
 from tests.dist import cells
@@ -35,7 +34,7 @@ SAMPLES = {
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: DocumentsMask) -> torch.Tensor:
-    return attention_by_document(q, k, v, mask, None)
+    return mask.attend(q, k, v, None)
 
 
 def largest_errors(window: int | None) -> list[float]:

@@ -14,28 +14,20 @@ def shown_value(value: object) -> str:
     return repr(value) if is_simple else type(value).__name__
 
 
-def config_problems(config: object, otherwise: str = "") -> list[str]:
-    """The reason why an argument is no configuration; `otherwise`: text on values that may stand in its place."""
+def config_problems(config: object) -> list[str]:
+    """The reason why an argument is no configuration."""
     if isinstance(config, Config):
         return []
-    requirement = f"a shardwise.Config, as shardwise.load_recipe(RECIPE) returns it{otherwise}"
-    return [f"config ({shown_value(config)}) must be {requirement}"]
+    return [f"config ({shown_value(config)}) must be a shardwise.Config, as shardwise.load_recipe(RECIPE) returns it"]
 
 
-def path_problems(name: str, value: object, requirement: str = "a path or a URL") -> list[str]:
-    """The reason why an argument is no path; `requirement`: what it must be."""
-    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    if isinstance(path, str) and path.strip() and "\0" not in path:
-        return []
-    return [f"{name} ({shown_value(value)}) must be {requirement}"]
-
-
-def require_path(name: str, value: str | os.PathLike[str]) -> str:
-    """The path or URL that an argument names.
+def require_path(name: str, value: object, requirement: str = "a path or a URL") -> str:
+    """The path or URL that an argument names; `requirement`: what it must be.
 
     Raises:
         ConfigError: it is neither.
     """
-    if problems := path_problems(name, value):
-        raise ConfigError(problems)
-    return os.fspath(value)
+    path: object = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if isinstance(path, str) and path.strip() and "\0" not in path:
+        return path
+    raise ConfigError(f"{name} ({shown_value(value)}) must be {requirement}")

@@ -91,29 +91,23 @@ def require_saveable(model: object, optimizer: object, step: object, config: obj
     if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) < _MOST_STEPS:
         problems.append(f"step ({shown_value(step)}) must be the number of updates done, a whole number from 0 on")
     if config is not None:
-        problems += config_problems(config, ", or None")
+        problems += config_problems(config)
     if problems:
         raise ConfigError(problems)
 
 
 def require_one_save(root: Root, step: int, model: nn.Module, mesh: Mesh) -> None:
     """Raise ConfigError, on every rank, where ranks save another step, to another folder, or other parameters."""
-    if root.is_local:
-        require_equal({"step": step, "folder": str(Path(root.path).absolute())}, mesh.world, places=("folder",))
-    else:
-        require_equal({"step": step, "folder": root.shown}, mesh.world)
+    folder = str(Path(root.path).absolute()) if root.is_local else root.shown
+    require_equal({"step": step, "folder": folder}, mesh.world, places=("folder",) if root.is_local else ())
     tensors = {f"{piece.name} {list(piece.shape)}" for _, _, record in placements(model) for piece in record.pieces}
     # The ranks of one pipeline stage must have the same parameters; other stages have others.
-    first_tensors = collectives.broadcast_object(tensors, mesh.stage)
-    differences: list[str] = []
-    if lacking := sorted(first_tensors - tensors):
-        differences.append(f"a rank lacks {listing(lacking, most=_SHOWN)}")
-    if additional := sorted(tensors - first_tensors):
-        differences.append(f"a rank has {listing(additional, most=_SHOWN)}")
+    differing = sorted(tensors ^ collectives.broadcast_object(tensors, mesh.stage))
     problems: list[str] = []
-    if differences:
+    if differing:
         problems.append(
-            f"the model's parameters must be the same on all ranks: unlike the first, {' and '.join(differences)}"
+            "the model's parameters must be the same on all ranks: a rank and the first do not both have "
+            f"{listing(differing, most=_SHOWN)}"
         )
     agree(problems, mesh.world)
 
@@ -178,37 +172,27 @@ def _problems(model: object, optimizer: object, mesh: Mesh, *, needs_optimizer: 
                 "class: ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)"
             )
     elif isinstance(model, nn.Module):
-        problems += _model_problems(model, optimizer) + _mesh_problems(optimizer, mesh)
+        problems += _optimizer_problems(model, optimizer, mesh)
     return problems
 
 
-def _mesh_problems(optimizer: ZeroRedundancyOptimizer, mesh: Mesh) -> list[str]:
-    """The axes along which the ranks of an optimizer are not those of a mesh."""
+def _optimizer_problems(model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh) -> list[str]:
+    """The reasons why an optimizer is not that of a model, or not of a mesh."""
     problems: list[str] = []
-    axes = {"data-parallel": (optimizer.group, mesh.replicas), "tensor-parallel": (optimizer.tensor, mesh.tp)}
-    for axis, (optimizer_group, mesh_group) in axes.items():
-        is_cut = max(optimizer_group.size, mesh_group.size) > 1
-        if is_cut and optimizer_group.ranks != mesh_group.ranks:
-            problems.append(
-                f"the {axis} ranks of the optimizer ({listing(optimizer_group.ranks)}) must be those of mesh "
-                f"({listing(mesh_group.ranks)}): give mesh= here and to the optimizer, the same"
-            )
-    return problems
-
-
-def _model_problems(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> list[str]:
-    """The reason why the trained parameters of an optimizer are not those of a model."""
     trained = {parameter for bucket in optimizer.buckets for parameter in bucket.parameters}
     parameters = dict(model.named_parameters())
     reasons: list[str] = []
-    untrained = [name for name, p in parameters.items() if p.requires_grad and p.numel() and p not in trained]
-    if untrained:
+    if untrained := [name for name, p in parameters.items() if p.requires_grad and p.numel() and p not in trained]:
         reasons.append(f"it lacks {listing(untrained, most=_SHOWN)}")
-    foreign = len(trained - set(parameters.values()))
-    if foreign:
+    if foreign := len(trained - set(parameters.values())):
         reasons.append(f"it holds {counted(foreign, 'parameter')} that the model lacks")
-    if not reasons:
-        return []
-    return [
-        f"the optimizer must hold the model's parameters: {', and '.join(reasons)}; make it of this model's parameters"
-    ]
+    if reasons:
+        problems.append(f"the optimizer must hold the model's parameters: {', and '.join(reasons)}")
+    axes = {"data-parallel": (optimizer.group, mesh.replicas), "tensor-parallel": (optimizer.tensor, mesh.tp)}
+    for axis, (of_optimizer, of_mesh) in axes.items():
+        if max(of_optimizer.size, of_mesh.size) > 1 and of_optimizer.ranks != of_mesh.ranks:
+            problems.append(
+                f"the {axis} ranks of the optimizer ({listing(of_optimizer.ranks)}) must be those of mesh "
+                f"({listing(of_mesh.ranks)}): give mesh= here and to the optimizer, the same"
+            )
+    return problems

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from shardwise.api.arguments import config_problems
-from shardwise.base.errors import ConfigError, count_problems, keys_renamed, listing, nearest_name
+from shardwise.base.errors import ConfigError, count_problems, keys_renamed, listing
 from shardwise.config import Config, load_with
 from shardwise.planner.device_specs import cluster
 from shardwise.planner.layout_choices import FIXABLE
@@ -36,33 +36,26 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
         ConfigError: an argument is wrong, there is no such device, or the model is one of your own, whose shapes are
             not known.
     """
-    _require_plan_arguments(config, device, nodes, best, fixed)
+    # Programs give values of any type.
+    name: Any = device
+    keys: Any = fixed
+    problems = config_problems(config)
+    if not isinstance(name, str):
+        problems.append(f"device ({device!r}) must be the name of a device, such as 'h100:8', or of a YAML file")
+    problems += count_problems({"nodes": nodes, "best": best})
+    if isinstance(keys, str) or not isinstance(keys, Collection):
+        problems.append(f"fixed ({fixed!r}) must be a list of keys, such as ['parallel.tensor']")
+    else:
+        problems += [
+            f"fixed: {key!r} is no key of a layout; it may have {listing(FIXABLE)}"
+            for key in fixed
+            if key not in FIXABLE
+        ]
+    if problems:
+        raise ConfigError(problems)
     with keys_renamed({"--device": "device", "--nodes": "nodes"}):
         devices = cluster(device, int(nodes))
     return search(config, devices, best=best, fixed=fixed)
-
-
-def _require_plan_arguments(config: object, device: object, nodes: object, best: object, fixed: object) -> None:
-    """Raise ConfigError, with every problem, where an argument is none that `plan` has."""
-    problems = config_problems(config)
-    if not isinstance(device, str):
-        problems.append(f"device ({device!r}) must be the name of a device, such as 'h100:8', or of a YAML file")
-    problems += count_problems({"nodes": nodes, "best": best})
-    if isinstance(fixed, str) or not isinstance(fixed, Collection):
-        problems.append(f"fixed ({fixed!r}) must be a list of keys, such as ['parallel.tensor']")
-    else:
-        problems += [_unknown_key_problem(key) for key in fixed if key not in FIXABLE]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _unknown_key_problem(key: object) -> str:
-    """The sentence on a key that no layout has, with the one that may be meant."""
-    # A key without its section, such as `tensor`, is the most likely slip.
-    meant = next((known for known in FIXABLE if known.partition(".")[2] == key), None)
-    meant = meant or nearest_name(str(key), FIXABLE, cutoff=0.75)
-    hint = f"did you mean {meant}?" if meant else f"it may have {listing(FIXABLE)}"
-    return f"fixed: {key!r} is no key of a layout; {hint}"
 
 
 def load_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any] | Config, /, **overrides: Any) -> Config:

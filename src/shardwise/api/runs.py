@@ -6,22 +6,22 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwise.api.arguments import config_problems, path_problems
-from shardwise.base.errors import ConfigError, listing, nearest_name
+from shardwise.api.arguments import config_problems, require_path
+from shardwise.base.errors import ConfigError, Problems, listing, nearest_name
 from shardwise.base.files import read_plain, reason_of
 from shardwise.base.parsing import json_value
 from shardwise.base.user_code import given, name_of
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
-from shardwise.config import Config, config_from, parse_yaml
+from shardwise.config import Config, config_from
 from shardwise.launch import output, stop_requests
 from shardwise.launch.environment import Rank, keep_own, may_be_a_task
 from shardwise.launch.external_launchers import adopt_task
 from shardwise.launch.rank_process import enter_job, failure_recorded
-from shardwise.runs.folder import EVENTS, RunDirectory
+from shardwise.runs.folder import EVENTS, RunDirectory, read_config
 
 
 class Run:
@@ -38,9 +38,7 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if problems := path_problems("path", path, "a folder's path, such as 'runs/latest'"):
-            raise ConfigError(problems)
-        self.path = Path(path)
+        self.path = Path(require_path("path", path, "a folder's path, such as 'runs/latest'"))
         self._directory = RunDirectory(self.path)
         if not self._directory.holds_run:
             raise ConfigError(f"{self.path} must be a run's folder: it has neither config.yaml nor metrics.jsonl")
@@ -75,11 +73,7 @@ class Run:
         Raises:
             ConfigError: `config.yaml` is missing or damaged.
         """
-        path = self._directory.config
-        values = parse_yaml(_text(path), str(path))
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} must be a mapping of sections")
-        return config_from(values)
+        return config_from(read_config(self._directory))
 
     def results(self) -> dict[str, Any] | None:
         """The results at the end of the training: losses, tokens, speed, peak memory; None if it has not ended.
@@ -150,7 +144,7 @@ def train(
     from shardwise.train.rank_agreement import require_same_run_dir
     from shardwise.train.run import run
 
-    _require_train_arguments(config, run_dir, name, callbacks)
+    _require_train_arguments(config, run_dir, name)
     rank = _join()
     world = 1 if rank is None else rank.world
     path = None if run_dir is None else Path(run_dir)
@@ -188,17 +182,16 @@ def _join() -> Rank | None:
     return enter_job(None)
 
 
-def _require_train_arguments(config: object, run_dir: object, name: object, callbacks: object) -> None:
+def _require_train_arguments(config: object, run_dir: Any, name: object) -> None:
     """Raise ConfigError, with every problem, where an argument is none that `train` has."""
-    problems = config_problems(config)
-    if run_dir is not None:
-        problems += path_problems("run_dir", run_dir, "a folder's path; None names a new one")
+    problems = Problems()
+    problems.texts += config_problems(config)
+    with problems:
+        if run_dir is not None:
+            require_path("run_dir", run_dir, "a folder's path; None names a new one")
     if not isinstance(name, str) or not name or Path(name).name != name:
-        problems.append(f"name ({name!r}) must be a folder's name without a path; run_dir takes a path")
-    if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
-        problems.append(f"callbacks ({callbacks!r}) must be a list, such as [function]")
-    if problems:
-        raise ConfigError(problems)
+        problems.texts.append(f"name ({name!r}) must be a folder's name without a path; run_dir takes a path")
+    problems.require_none()
 
 
 def _check_user_code(config: Config) -> None:
@@ -263,19 +256,13 @@ def _object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no file."""
     if not path.exists():
         return None
-    text = _text(path)
     value: object = None
-    with suppress(ValueError):
-        value = json_value(text)
+    try:
+        value = json_value(read_plain(path).decode())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
+    except ValueError:
+        pass
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is damaged: it must hold one JSON object, as a run writes it")
     return value
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_plain(path).decode()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is damaged: it must be text in UTF-8") from None

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
+from shardwise.cli.arguments import add_json, add_overrides, count
+from shardwise.config import BITWISE
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.state_records import StateRecords
@@ -29,9 +31,7 @@ from shardwise.verify.replay import Comparison, Stretch
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/latest")
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="replaces a key of the run, such as parallel.tensor=2"
-    )
+    add_overrides(parser, "parallel.tensor=2", "run")
     parser.add_argument(
         "--from",
         dest="first",
@@ -41,9 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="last step (default: the last recorded)")
     parser.add_argument(
-        "--nproc", metavar="N", type=int, help="number of local ranks (default: as many as the run had)"
+        "--nproc", metavar="N", type=count, help="number of local ranks (default: as many as the run had)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,8 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     directory = RunDirectory(arguments.run)
     if not directory.path.is_dir():
         raise ConfigError(f"there is no run {directory.path}: name its folder")
-    if arguments.nproc is not None and arguments.nproc < 1:
-        raise ConfigError(f"--nproc ({arguments.nproc}) must be at least 1")
     config, changed = replay.read_config(directory, arguments.overrides)
     stretch = replay.choose_stretch(directory, config, arguments.first, arguments.last)
     recorded = StateRecords.of(directory)
@@ -67,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_equal = comparison.step is None
     if arguments.json:
         facts = {"run": str(directory.path), "from": stretch.first, "to": stretch.last, "ranks": replayed.ranks}
-        output.json({**facts, "equal": is_equal, "bitwise": config.train.bitwise, **asdict(comparison)})
+        output.json({**facts, "equal": is_equal, "bitwise": config.is_bit_equal, **asdict(comparison)})
         return int(not is_equal)
     _show(stretch, comparison)
     if changes := [change for change in recorded.changes if not is_equal and change[0] > stretch.first]:
@@ -75,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"the run changed keys after step {changes[-1][0]:,}, and the replay has its last ones from the beginning: "
             f"{listing([text for _, text in changes], most=5)}; --from {changes[-1][0]} leaves out the steps before"
         )
-    if not config.train.bitwise:
-        output.line("the run was trained without train.bitwise: it is repeated to the bit only at its own layout")
+    if not config.is_bit_equal:
+        output.line(f"the run was trained without {BITWISE}: it is repeated to the bit only at its own layout")
     return int(not is_equal)
 
 

@@ -24,6 +24,7 @@ from shardwise.base.parsing import whole_number
 from shardwise.checkpoint.storage.checkpoint_folders import glance, link_checkpoint, step_name, steps
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.cli import output, train
+from shardwise.cli.arguments import add_overrides
 from shardwise.config import Config, changed_stages, check_layout, dump_yaml, fixed_changes, resume_changes
 from shardwise.config.load import apply_overrides, config_from
 from shardwise.launch.environment import joined
@@ -42,9 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "parent", metavar="RUN@STEP", help="the parent's folder, and the step of a checkpoint (default: the newest)"
     )
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="replaces a key of the parent, such as train.steps=1200"
-    )
+    add_overrides(parser, "train.steps=1200", "parent")
     parser.add_argument(
         "--run-dir", metavar="DIR", type=Path, help="the branch's folder (default: runs/RUN-STEP-YYYYMMDD-HHMMSS)"
     )

@@ -24,6 +24,7 @@ from shardwise.base.files import cache_root, reason_of, require_replaceable
 from shardwise.base.hardware import accelerators, cpu_count, torch_type
 from shardwise.base.parsing import whole_number
 from shardwise.cli import output
+from shardwise.cli.arguments import add_overrides, add_recipe, count
 from shardwise.config import Config, Layout, check_layout, load_config, stages_of
 from shardwise.train.compile.graph_cache import Facts, GraphCache, key_of, name_of
 
@@ -32,23 +33,21 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a shipped recipe's name, or a YAML file")
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as parallel.tensor=8"
-    )
+    add_recipe(parser, is_required=False)
+    add_overrides(parser, "parallel.tensor=8")
     parser.add_argument(
         "--cache-dir", metavar="DIR", type=Path, help="folder of graphs, instead of the recipe's compile.cache_dir"
     )
     parser.add_argument(
-        "--workers", metavar="N", type=int, help="graphs that are compiled at once (default: one per processor core)"
+        "--workers", metavar="N", type=count, help="graphs that are compiled at once (default: one per processor core)"
     )
     parser.add_argument(
         "--threads",
         metavar="N",
-        type=int,
+        type=count,
         help="threads of each rank of the training (default: OMP_NUM_THREADS, or what `train` gives its ranks here)",
     )
-    parser.add_argument("--nproc", metavar="N", type=int, help="ranks of the training on one machine, as for `train`")
+    parser.add_argument("--nproc", metavar="N", type=count, help="ranks of the training on one machine, as for `train`")
     parser.add_argument(
         "--device", metavar="KIND", help="kind of device, such as cpu or cuda (default: this machine's)"
     )
@@ -132,13 +131,12 @@ def _require_one_recompute(config: Config) -> None:
 
 
 def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -> int:
-    ranks = _positive("--nproc", arguments.nproc)
-    layout = check_layout(config, ranks or config.parallel.ranks)
+    layout = check_layout(config, arguments.nproc or config.parallel.ranks)
     kind, count = accelerators()
     device = arguments.device or (torch_type(kind) if count else "cpu")
     only_capture = arguments.capture_only
-    threads = _positive("--threads", arguments.threads) or _threads(config, layout, device)
-    workers = _positive("--workers", arguments.workers) or cpu_count()
+    threads = arguments.threads or _threads(config, layout, device)
+    workers = arguments.workers or cpu_count()
     from shardwise.distributed.devices import require_build_for
     from shardwise.train.compile.ahead_of_time import CompilationPlan, compile_graphs
 
@@ -200,13 +198,7 @@ def _result(outcome: GraphOutcome) -> str:
 
 def _threads(config: Config, layout: Layout, device: str) -> int:
     """The threads that `train` would give to each rank on this machine."""
-    if config.train.bitwise and device == "cpu":
+    if config.is_bit_equal and device == "cpu":
         return config.train.threads
     ranks = layout.world if device == "cpu" else max(1, accelerators()[1])
     return whole_number(os.environ.get("OMP_NUM_THREADS", "")) or max(1, cpu_count() // ranks)
-
-
-def _positive(option: str, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise ConfigError(f"{option} ({value}) must be at least 1")
-    return value

@@ -18,6 +18,7 @@ from shardwise import __version__
 from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import recorded_variables, redacted
 from shardwise.cli import output
+from shardwise.cli.arguments import add_json
 from shardwise.data.hub import is_url
 from shardwise.launch.environment import RANK_PROCESS
 from shardwise.runs.folder import RUNS
@@ -30,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", metavar="DIR", default=str(RUNS), help=f"where runs are to be written (default: {RUNS}/)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

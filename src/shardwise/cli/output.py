@@ -6,6 +6,7 @@ What is printed may come from a stranger's file, so a character that a terminal 
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from json import dumps
@@ -13,10 +14,7 @@ from typing import Any
 
 from shardwise.base.errors import visible
 from shardwise.base.redaction import redacted
-from shardwise.base.terminal import fitted, width_of, wrapped
-
-_LEAST_ROOM = 24
-"""Columns below which a cell of a table is not wrapped within its column."""
+from shardwise.base.terminal import fitted, width_of
 
 
 def raw(text: str) -> None:
@@ -73,7 +71,7 @@ def table(
 ) -> None:
     """Print columns as wide as they need; `right`: the numbers of those that are set flush right.
 
-    Where a terminal is too narrow, the widest of the other columns is wrapped in its cells, or has lines of its own.
+    Where a terminal is too narrow, the widest of the other columns is wrapped in its cells.
     """
     cells = [[printable(cell) for cell in row] for row in (head, *rows) if row]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -82,37 +80,31 @@ def table(
         _narrow_table(cells, widths, right, indent, width)
         return
     for row in cells:
-        raw(_row(row, widths, right, indent, gap))
-
-
-def _row(cells: Sequence[str], widths: Sequence[int], right: Sequence[int], indent: int, gap: int) -> str:
-    fields = (cells[i].rjust(n) if i in right else cells[i].ljust(n) for i, n in enumerate(widths))
-    return f"{' ' * indent}{(' ' * gap).join(fields)}".rstrip()
+        fields = [row[i].rjust(n) if i in right else row[i].ljust(n) for i, n in enumerate(widths)]
+        raw(f"{' ' * indent}{(' ' * gap).join(fields)}".rstrip())
 
 
 def _narrow_table(
     cells: Sequence[Sequence[str]], widths: Sequence[int], right: Sequence[int], indent: int, width: int
 ) -> None:
     """Print a table that is wider than the terminal: its widest left-aligned column is wrapped at words."""
-    left = [i for i in range(len(widths)) if i not in right]
-    widest = max(left, key=lambda i: widths[i])
-    gap = 2 if width - indent - sum(widths) + widths[widest] - 2 * (len(widths) - 1) >= _LEAST_ROOM else 1
-    room = width - indent - sum(widths) + widths[widest] - gap * (len(widths) - 1)
+    # Costly to import, for a narrow terminal alone.
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    widest = max((i for i in range(len(widths)) if i not in right), key=lambda i: widths[i])
+    grid = Table.grid(padding=(0, 2), pad_edge=False)
+    for i in range(len(widths)):
+        grid.add_column(justify="right" if i in right else "left", no_wrap=i != widest, overflow="fold")
     for row in cells:
-        if room >= _LEAST_ROOM:
-            lines = wrapped(row[widest], room) or [""]
-            narrow = [room if i == widest else n for i, n in enumerate(widths)]
-            raw(_row([*row[:widest], lines[0], *row[widest + 1 :]], narrow, right, indent, gap))
-            for line in lines[1:]:
-                raw(_row([line if i == widest else "" for i in range(len(row))], narrow, right, indent, gap))
-            continue
-        # The wide cell stands above the others, beside those before it.
-        before = _row(row[:widest], widths[:widest], right, indent, gap).ljust(indent + sum(widths[:widest]))
-        margin = " " * (len(before) + gap * (widest > 0))
-        for number, line in enumerate(wrapped(row[widest], width - len(margin)) or [""]):
-            raw(f"{before:<{len(margin)}}{line}".rstrip() if number == 0 else f"{margin}{line}")
-        right_after = [i - widest - 1 for i in right if i > widest]
-        raw(_row(row[widest + 1 :], widths[widest + 1 :], right_after, len(margin), gap))
+        grid.add_row(*map(Text, row))
+    drawn = io.StringIO()
+    console = Console(file=drawn, width=width, color_system=None)
+    console.print(Padding(grid, (0, 0, 0, indent)))
+    for line in drawn.getvalue().splitlines():
+        raw(line.rstrip())
 
 
 @contextlib.contextmanager

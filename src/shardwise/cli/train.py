@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
 from shardwise.cli import output
+from shardwise.cli.arguments import add_overrides
 from shardwise.config import (
     Config,
     Layout,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from shardwise.cli.run_preparation import PreparedFolder
     from shardwise.planner.device_specs import Cluster
 
+_Rows = list[tuple[str, str]]
 _VALUE_COLUMN = 16
 """Column at which the values of a dry run's rows begin, after the `#`."""
 _BUILT_IN_VOCABULARIES = range(512, 1025)
@@ -59,9 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a shipped recipe's name, or a YAML file (default: the configuration of the run in --run-dir)",
     )
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as train.steps=100"
-    )
+    add_overrides(parser, "train.steps=100")
     parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
     parser.add_argument(
         "--run-dir",
@@ -159,10 +158,7 @@ def _complete_recipe(arguments: argparse.Namespace) -> None:
         arguments.overrides.insert(0, recipe)
         recipe = None
     if recipe is None and run_path is None:
-        # Costly to import, for a mistake alone.
-        from shardwise.cli.wrong_arguments import missing_arguments
-
-        raise ConfigError(missing_arguments("shardwise train", ["RECIPE"]))
+        raise ConfigError("missing RECIPE, e.g. `shardwise train llama2-tiny` (list: `shardwise recipes`)")
     if recipe is None and run_path is not None:
         recorded = RunDirectory(run_path).config
         if not recorded.is_file():
@@ -200,7 +196,7 @@ def _check_user_code(config: Config) -> None:
     Raises:
         ConfigError: it cannot be imported, or not be called as it will be.
     """
-    if config.shapes is None:
+    if config.model.is_own:
         from shardwise.models.user_model import check_user_model
 
         check_user_model(config)
@@ -208,6 +204,71 @@ def _check_user_code(config: Config) -> None:
         from shardwise.train.hooks import check_hooks
 
         check_hooks(config)
+
+
+def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | None) -> int:
+    """Print the dry run. Problems of the files are last: the numbers are of use on a machine without the files too.
+
+    Raises:
+        ConfigError: with all problems of ranks, batch, layout, code, data, tokenizer and weights.
+    """
+    run_path: Path | None = arguments.run_dir
+    problems = Problems()
+    layout = None
+    with problems:
+        place = joined()
+        if cluster is not None:
+            world = cluster.world
+        else:
+            world = place.world if place is not None else _local_ranks(arguments, config)
+        # A new run's batch where that of the run in the folder is refused: the layout is checked too.
+        given, config = config, config.with_batch_for(world)
+        with problems:
+            config = with_batch(given, world, run_path)
+        layout = check_layout(config, world, is_new=run_path is None)
+    with problems:
+        _check_user_code(config)
+    with problems:
+        _check_products(config, cluster)
+    chosen = config
+    rows: _Rows = []
+    # A configuration that is refused has no stages.
+    if layout is not None:
+        with problems:
+            chosen, rows = _neediest_stage(config, layout, cluster)
+    input_rows, input_problems = glance_at_inputs(arguments.recipe, chosen, run_path)
+    rows = [*rows, *input_rows]
+    continued: _Rows = []
+    if run_path is not None:
+        from shardwise.cli.continued_run import continuation_rows
+
+        continued, reasons = continuation_rows(chosen, layout, run_path)
+        input_problems += reasons
+    problems.require_none(input_problems)
+    assert layout is not None, "a layout that is refused is a problem"
+    from shardwise.train.summary import dry_run
+
+    is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
+    text = dry_run(
+        run_path.name if run_path is not None and is_recorded else recipe_name(arguments.recipe),
+        chosen,
+        layout,
+        accelerators()[0],
+        _has_accelerator(cluster),
+        rows,
+        cluster,
+        continued=continued,
+        full=arguments.full,
+        recipe_config=config,
+    )
+    output.raw(output.text(_fitted_comments(text)))
+    if input_problems:
+        raise ConfigError(input_problems)
+    return 0
+
+
+def _has_accelerator(cluster: Cluster | None) -> bool:
+    return accelerators()[1] > 0 if cluster is None else cluster.device.is_accelerator
 
 
 def _check_products(config: Config, cluster: Cluster | None) -> None:
@@ -228,53 +289,7 @@ def _check_products(config: Config, cluster: Cluster | None) -> None:
     require_products(config, devices.local_device())
 
 
-def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | None) -> int:
-    """Print the dry run. Problems of the files are last: the numbers are of use on a machine without the files too.
-
-    Raises:
-        ConfigError: with all problems of ranks, batch, layout, code, data, tokenizer and weights.
-    """
-    run_path: Path | None = arguments.run_dir
-    problems = Problems()
-    layout = None
-    with problems:
-        world = _ranks_of_dry_run(arguments, config, cluster)
-        config = _with_any_batch(config, world, run_path, problems)
-        layout = check_layout(config, world, is_new=run_path is None)
-    with problems:
-        _check_user_code(config)
-    with problems:
-        _check_products(config, cluster)
-    chosen = config
-    choices: list[tuple[str, str]] = []
-    # A configuration that is refused has no stages.
-    if layout is not None:
-        with problems:
-            chosen, choices = _neediest_stage(config, layout, cluster)
-    rows, input_problems = glance_at_inputs(arguments.recipe, chosen, run_path)
-    rows = [*choices, *rows]
-    continued: list[tuple[str, str]] = []
-    if run_path is not None:
-        from shardwise.cli.continued_run import continuation_rows
-
-        continued, reasons = continuation_rows(chosen, layout, run_path)
-        input_problems += reasons
-    problems.require_none(input_problems)
-    assert layout is not None, "a layout that is refused is a problem"
-    _show(arguments, config, chosen, layout, cluster, continued, rows)
-    if input_problems:
-        raise ConfigError(input_problems)
-    return 0
-
-
-def _with_any_batch(config: Config, world: int, run_path: Path | None, problems: Problems) -> Config:
-    """`config` with the batch of a run, or of a new run if that in the folder is refused: its layout is checked too."""
-    with problems:
-        return with_batch(config, world, run_path)
-    return config.with_batch_for(world)
-
-
-def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, list[tuple[str, str]]]:
+def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, _Rows]:
     """The stage of a run that needs most memory, fitted like all of them, and a row on that."""
     stages = stages_of(config)
     if len(stages) == 1:
@@ -282,12 +297,11 @@ def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> 
     from shardwise.planner.memory import neediest_stage
 
     fitted = [_fitted(stage, layout, cluster) for stage in stages]
-    accelerator = accelerators()[1] > 0 if cluster is None else cluster.device.is_accelerator
-    neediest = neediest_stage([stage for stage, _ in fitted], layout, accelerator)
+    neediest = neediest_stage([stage for stage, _ in fitted], layout, _has_accelerator(cluster))
     return next((stage, rows) for stage, rows in fitted if stage is neediest)
 
 
-def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, list[tuple[str, str]]]:
+def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, _Rows]:
     """`config` with what its keys leave to the memory of a rank, of a cluster or of this machine, and a row on it.
 
     Raises:
@@ -295,8 +309,7 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
     """
     from shardwise.planner.memory_choice import RESERVED, choice_text, fitted, leaves_open
 
-    kind, count = accelerators()
-    accelerator = count > 0 if cluster is None else cluster.device.is_accelerator
+    accelerator = _has_accelerator(cluster)
     if not leaves_open(config, layout, accelerator):
         return config, []
     device = "this machine"
@@ -309,57 +322,18 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
 
         from shardwise.train.memory import memory_for_steps
 
-        room = memory_for_steps(torch.device(torch_type(kind), 0) if accelerator else torch.device("cpu"), layout.world)
+        kind = torch.device(torch_type(accelerators()[0]), 0) if accelerator else torch.device("cpu")
+        room = memory_for_steps(kind, layout.world)
     chosen = fitted(config, layout, room, accelerator=accelerator, device=device)
     choice = choice_text(chosen, config)
     return chosen, [] if choice is None else [("chosen", f"{choice}, by the memory of a rank")]
 
 
-def _ranks_of_dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | None) -> int:
-    if cluster is not None:
-        return cluster.world
-    place = joined()
-    return place.world if place is not None else _local_ranks(arguments, config)
-
-
-def _show(
-    arguments: argparse.Namespace,
-    config: Config,
-    chosen: Config,
-    layout: Layout,
-    cluster: Cluster | None,
-    continued: Sequence[tuple[str, str]],
-    rows: Sequence[tuple[str, str]],
-) -> None:
-    from shardwise.train.summary import dry_run
-
-    if cluster is None:
-        device, count = accelerators()
-        has_accelerator = count > 0
-    else:
-        device = ""
-        has_accelerator = cluster.device.is_accelerator
-    run_path: Path | None = arguments.run_dir
-    is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
-    name = run_path.name if run_path is not None and is_recorded else recipe_name(arguments.recipe)
-    text = dry_run(
-        name,
-        chosen,
-        layout,
-        device,
-        has_accelerator,
-        rows,
-        cluster,
-        continued=continued,
-        full=arguments.full,
-        recipe_config=config,
-    )
+def _fitted_comments(text: str) -> str:
+    """A dry run for the terminal, if there is one, whose rows go on below their values."""
     width = width_of(sys.stdout)
-    output.raw(output.text(text if width is None else _wrapped_comments(text, width)))
-
-
-def _wrapped_comments(text: str, width: int) -> str:
-    """A dry run whose rows go on below their values."""
+    if width is None:
+        return text
     margin = "#" + " " * _VALUE_COLUMN
     lines: list[str] = []
     for line in text.split("\n"):
@@ -367,65 +341,59 @@ def _wrapped_comments(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def glance_at_inputs(
-    recipe: str, config: Config, run_path: Path | None = None
-) -> tuple[list[tuple[str, str]], list[str]]:
+def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) -> tuple[_Rows, list[str]]:
     """Rows for the user on the files that a run would read, and problems of those that it could not read."""
-    rows: list[tuple[str, str]] = []
-    problems: list[str] = []
-    data = config.data
+    rows: _Rows = []
+    problems = Problems()
     load = config.checkpoint.load
-    weight_rows: list[tuple[str, str]] = []
+    weight_rows: _Rows = []
     if load is not None and not Path(load).exists() and _names_weights(recipe, load):
         weight_rows = [("weights", f"{load}: not there yet; the run that saves it comes first")]
     elif load is not None:
-        config, weight_rows, problems = _glance_at_weights(load, config, run_path)
-    is_built_in = data.is_built_in and config.hooks.data is None
-    has_tokenizer = data.tokenizer is None and load is None and config.model.vocab_size in _BUILT_IN_VOCABULARIES
+        config, weight_rows, problems.texts = _glance_at_weights(load, config, run_path)
+    is_built_in = config.data.is_built_in and config.hooks.data is None
+    has_tokenizer = config.data.tokenizer is None and load is None
     # Built-in data with a tokenizer that fits need no look, for which the data rooms would be imported.
-    if not is_built_in or not has_tokenizer or data.packs_documents:
+    if (
+        is_built_in
+        and has_tokenizer
+        and config.model.vocab_size in _BUILT_IN_VOCABULARIES
+        and not config.data.packs_documents
+    ):
+        from shardwise.data.held_out import BUILT_IN, held_out_text
+
+        rows.append(("held out", held_out_text(config, BUILT_IN)))
+    else:
         from shardwise.data import open_data
 
         glance = open_data.glance(config)
         rows += glance.rows
-        problems = [*glance.problems, *problems]
-    else:
-        from shardwise.data.held_out import BUILT_IN, held_out_text
-
-        rows.append(("held out", held_out_text(config, BUILT_IN)))
+        problems.texts = [*glance.problems, *problems.texts]
     if config.evaluation.sets:
         from shardwise.data.evaluation_sets import glance_at_sets
 
         sets = glance_at_sets(config)
         rows += sets.rows
-        problems += sets.problems
+        problems.texts += sets.problems
     if config.evaluation.tasks_every:
         from shardwise.data.evaluation_tasks import require_lm_eval
 
-        try:
+        with problems:
             require_lm_eval(config.evaluation)
-        except ConfigError as error:
-            problems += error.problems
     if config.log.trackers:
         from shardwise.train.experiment_trackers import require_trackers
 
-        try:
+        with problems:
             rows += [("trackers", note) for note in require_trackers(config)]
-        except ConfigError as error:
-            problems += error.problems
     if config.companions is not None:
         from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 
-        try:
+        with problems:
             rows.append(("special tokens", f"those of {companions_folder(config.companions)}"))
-        except ConfigError as error:
-            problems += error.problems
-    return [*rows, *weight_rows], problems
+    return [*rows, *weight_rows], problems.texts
 
 
-def _glance_at_weights(
-    load: str, config: Config, run_path: Path | None
-) -> tuple[Config, list[tuple[str, str]], list[str]]:
+def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tuple[Config, _Rows, list[str]]:
     """`config` with the tokenizer of the weights that a run would load; rows on them; and problems of loading.
 
     Rows tell the changes of their model by the recipe. A run that continues loads none.
@@ -436,18 +404,17 @@ def _glance_at_weights(
     from shardwise.checkpoint.storage.root import StoreError
     from shardwise.checkpoint.storage.run_identity import continued_checkpoint
 
-    revision = config.checkpoint.revision
     problems = Problems()
-    rows: list[tuple[str, str]] = []
+    rows: _Rows = []
     with problems:
         try:
             if (continued := continued_checkpoint(config, run_path)) is not None:
                 return with_model_tokenizer(config, continued), rows, []
-            text, folder = glance_at_weights(load, revision)
+            text, folder = glance_at_weights(load, config.checkpoint.revision)
             rows.append(("weights", text))
             if folder is None:
-                hub_id = load if revision is None else f"{load}@{revision}"
-                return with_model_tokenizer(config, hub_id), rows, []
+                revision = config.checkpoint.revision
+                return with_model_tokenizer(config, load if revision is None else f"{load}@{revision}"), rows, []
             difference = differences(config.model, folder)
             rows += [("  changed", change) for change in difference.changes]
             problems.texts += difference.problems

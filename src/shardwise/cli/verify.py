@@ -19,8 +19,7 @@ import argparse
 import itertools
 import shutil
 import tempfile
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ from typing import Any
 from shardwise.base import hardware, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
-from shardwise.config import Config, load_config, recipe_name
+from shardwise.cli.arguments import add_json, add_overrides, add_recipe, count
+from shardwise.config import BITWISE, Config, load_config, recipe_name
 from shardwise.launch.environment import joined
 from shardwise.launch.local import EndedError
 from shardwise.verify import layouts, miniature, verification
@@ -38,10 +38,8 @@ _CPU_RANKS = 4
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as precision.mode=float32"
-    )
+    add_recipe(parser)
+    add_overrides(parser, "precision.mode=float32")
     parser.add_argument(
         "--layouts",
         metavar="KEY=VALUE",
@@ -59,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc",
         metavar="N",
-        type=int,
+        type=count,
         help=f"ranks of each layout (default: one per accelerator, and {_CPU_RANKS} on CPU)",
     )
     parser.add_argument(
@@ -72,10 +70,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bits",
         action="store_true",
-        help="train with train.bitwise: losses, gradient norms, weights and optimizer state must be equal to the last "
-        "bit",
+        help=f"train with {BITWISE}: losses, gradient norms, weights and optimizer state must be equal to the last bit",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 2:
         raise ConfigError(f"--steps ({arguments.steps}) must be at least 2: one before the checkpoint, one after it")
     recipe = load_config(arguments.recipe, arguments.overrides)
-    if recipe.shapes is None:
+    if recipe.model.is_own:
         from shardwise.models.user_model import check_user_model
 
         check_user_model(recipe)
@@ -116,8 +113,6 @@ def _devices(named: Sequence[str] | None, nproc: int | None) -> dict[str, int]:
     kind, count = hardware.accelerators()
     if named is not None and "accelerator" in named and not count:
         raise ConfigError("--devices accelerator: there is none on this machine that torch can use; leave it out")
-    if nproc is not None and nproc < 1:
-        raise ConfigError(f"--nproc ({nproc}) must be at least 1")
     # By default every device of this machine takes part: the contract holds across devices too.
     kinds = named if named is not None else ("cpu", "accelerator") if count else ("cpu",)
     if nproc is not None and "accelerator" in kinds and nproc > count:
@@ -160,9 +155,6 @@ def _plan(
     return config, sorted(kept_cells, key=lambda cell: [*devices].index(cell.device)), reasons
 
 
-_WIDTH = 80
-
-
 @dataclass(frozen=True)
 class Verified:
     """A verification with the recipe that it verified.
@@ -195,71 +187,77 @@ class Verified:
 
     def show(self) -> None:
         """Print what was trained, a table for each device, and the verdict."""
+        output.table([*self._fields(), *(("left out", reason) for reason in self.refused)])
         # The last outcome is that of one process, which read the last layout's checkpoint.
         *outcomes, _ = self.result.outcomes
-        self._show_training()
         for device, of_device in itertools.groupby(outcomes, key=lambda outcome: outcome.cell.device):
             output.line()
             output.line(f"{device}, the largest differences from one process:")
             _show_table(list(of_device))
         output.line()
-        self._show_verdict()
+        self._show_verdict(len(outcomes))
 
-    def _show_training(self) -> None:
-        train = self.config.train
+    def _fields(self) -> list[tuple[str, str]]:
+        """The facts of the training and of the comparison."""
+        config = self.config
+        train = config.train
         losses = self.result.losses
         first = self.result.outcomes[-1].cell
-        tolerance = Tolerance.of(self.config)
-        steps = units.counted(train.steps, "step")
+        tolerance = Tolerance.of(config)
         middle = train.steps // 2
-        matmul = self.config.precision.matmul
-        fields = {
-            "model": f"{self.name} in miniature: {_sizes(self.config)}",
-            "training": f"{steps} of {train.global_batch} samples of {train.sequence_length} random tokens, "
-            f"{self.config.optimizer.name}, precision.mode {self.config.precision.mode}"
-            + (f", precision.matmul {matmul}" if matmul is not None else ""),
-            "reference": f"one process on {first.device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at step "
-            f"{train.steps}",
-            "layouts": "TP, CP, PP, DP: degrees of parallelism; SP: sequence parallelism; Z1: ZeRO-1",
-            "weights": "the initial ones: equal",
-            "loss": f"of each step up to {middle}: {_within(tolerance.losses)}",
-            "grad": f"gradients of step 1, of each tensor: {_within(tolerance.gradients)} of its norm",
-            "resumed": f"losses after step {middle}, from the checkpoint of the layout above: "
-            f"{_within(tolerance.losses)}",
-        }
-        if train.bitwise:
-            fields["grad"] = "gradients of step 1, of each tensor: equal to the bit"
-            fields["state"] = (
-                f"gradient norms, weights and optimizer state after steps {middle} and {train.steps}: equal"
-            )
+        matmul = config.precision.matmul
+        products = "" if matmul is None else f", precision.matmul {matmul}"
+        gradients = f"{_within(tolerance.gradients)} of its norm" if tolerance.gradients else "equal to the bit"
+        fields = [
+            ("model", f"{self.name} in miniature: {_sizes(config)}"),
+            (
+                "training",
+                f"{units.counted(train.steps, 'step')} of {train.global_batch} samples of {train.sequence_length} "
+                f"random tokens, {config.optimizer.name}, precision.mode {config.precision.mode}{products}",
+            ),
+            (
+                "reference",
+                f"one process on {first.device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at step "
+                f"{train.steps}",
+            ),
+            ("layouts", "TP, CP, PP, DP: degrees of parallelism; SP: sequence parallelism; Z1: ZeRO-1"),
+            ("weights", "the initial ones: equal"),
+            ("loss", f"of each step up to {middle}: {_within(tolerance.losses)}"),
+            ("grad", f"gradients of step 1, of each tensor: {gradients}"),
+            (
+                "resumed",
+                f"losses after step {middle}, from the checkpoint of the layout above: {_within(tolerance.losses)}",
+            ),
+        ]
+        if config.model.is_own:
+            text = f"{self.name}, as it is: shardwise does not know how to shrink {config.model.family}"
+            fields[0] = ("model", text)
+        if config.is_bit_equal:
+            text = f"gradient norms, weights and optimizer state after steps {middle} and {train.steps}: equal"
+            fields.append(("state", text))
         if not tolerance.is_of_float32:
-            fields[matmul or "bfloat16"] = (
-                "rounds at other places in each layout: more is allowed than the 1e-05 of precision.mode=float32"
-            )
-        if self.config.model.has_dropout:
-            was = self.recipe.train.dropout_mode
-            fields["dropout"] = "masks of train.dropout_mode invariant" + (
-                ": those of fast, the recipe's, depend on the layout" if was == "fast" else ""
-            )
-        if self.config.shapes is None:
-            fields["model"] = f"{self.name}, as it is: shardwise does not know how to shrink {self.config.model.family}"
-        for name, text in (*fields.items(), *(("left out", reason) for reason in self.refused)):
-            _show_wrapped(text, f"{name:9}  ", " " * 11)
+            text = "rounds at other places in each layout: more is allowed than the 1e-05 of precision.mode=float32"
+            fields.append((matmul or "bfloat16", text))
+        if config.model.has_dropout:
+            is_fast = self.recipe.train.dropout_mode == "fast"
+            change = ": those of fast, the recipe's, depend on the layout" if is_fast else ""
+            fields.append(("dropout", f"masks of train.dropout_mode invariant{change}"))
+        return fields
 
-    def _show_verdict(self) -> None:
+    def _show_verdict(self, number: int) -> None:
+        """Print why layouts are broken, and how many of the `number` layouts are."""
         broken = self.result.broken
-        number = len(self.result.outcomes) - 1
         for outcome in broken:
-            _show_wrapped(f"{outcome.cell.name}:")
+            output.prose(f"{outcome.cell.name}:")
             for line in "\n".join(outcome.problems).splitlines():
-                _show_wrapped(line, "  ", "  ")
+                output.prose(f"  {line}")
             output.line()
         bound = Tolerance.of(self.config).gradients
-        if self.config.shapes is None and any(
+        if self.config.model.is_own and any(
             outcome.cell.tensor == 1 and outcome.differences is not None and not outcome.differences.gradients <= bound
             for outcome in broken
         ):
-            _show_wrapped(
+            output.prose(
                 "Data parallelism alone differs: forward must take ids and targets [sequence, batch], and return the "
                 "sum of its targets' losses, not their mean."
             )
@@ -285,49 +283,36 @@ def _sizes(config: Config) -> str:
     return f"{model.family}, {blocks}, {heads}, vocabulary of {model.vocab_size}{tie}"
 
 
-def _show_wrapped(text: str, first: str = "", then: str = "") -> None:
-    for line in textwrap.wrap(
-        text, _WIDTH, initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
-    ):
-        output.line(line)
-
-
 def _show_table(outcomes: Sequence[verification.CellOutcome]) -> None:
     """A row for each layout. Settings that all layouts share stand above; a mark is before those that are broken."""
-    columns: dict[str, list[str]] = {
+    cells = [outcome.cell for outcome in outcomes]
+    columns: dict[str, Sequence[str]] = {
         "": ["✗" if outcome.problems else "" for outcome in outcomes],
-        "TP": [f"{outcome.cell.tensor}{' SP' if outcome.cell.sequence else ''}" for outcome in outcomes],
-        "CP": [str(outcome.cell.context) for outcome in outcomes],
-        "PP": [str(outcome.cell.pipeline) for outcome in outcomes],
-        "DP": [f"{outcome.cell.data}{f' Z{outcome.cell.zero}' if outcome.cell.zero else ''}" for outcome in outcomes],
-        "schedule": [outcome.cell.schedule or "-" for outcome in outcomes],
-        "recompute": [outcome.cell.recompute for outcome in outcomes],
+        "TP": [f"{cell.tensor}{' SP' if cell.sequence else ''}" for cell in cells],
+        "CP": [str(cell.context) for cell in cells],
+        "PP": [str(cell.pipeline) for cell in cells],
+        "DP": [f"{cell.data}{f' Z{cell.zero}' if cell.zero else ''}" for cell in cells],
+        "schedule": [cell.schedule or "-" for cell in cells],
+        "recompute": [cell.recompute for cell in cells],
+    }
+    for head, unused in (("", ""), ("CP", "1")):
+        if {*columns[head]} == {unused}:
+            del columns[head]
+    for head in ("schedule", "recompute"):
+        shared = {*columns[head]} - {"-"}
+        if len(shared) < 2 and len(outcomes) > 1:
+            del columns[head]
+            for value in shared:
+                output.line(f"{head} {value}")
+    numbers: dict[str, Sequence[str]] = {
         "weights": [_number(outcome, "weights") for outcome in outcomes],
         "loss": [_number(outcome, "losses") for outcome in outcomes],
         "grad": [_number(outcome, "gradients") for outcome in outcomes],
         "resumed": [_number(outcome, "resumed") for outcome in outcomes],
     }
-    if not any(columns[""]):
-        del columns[""]
-    if {*columns["CP"]} == {"1"}:
-        del columns["CP"]
-    # A column in which all layouts agree becomes a line above the table, which then is narrow enough.
-    for key in ("schedule", "recompute"):
-        same = {*columns[key]} - {"-"}
-        if len(same) < 2 and len(outcomes) > 1:
-            del columns[key]
-            for value in same:
-                output.line(f"{key} {value}")
-    if _table_width(columns, gap=1) > _WIDTH and {*columns["weights"]} <= {"0", "failed"}:
-        del columns["weights"]
-    rows = list(zip(*columns.values(), strict=True))
-    gap = 2 if _table_width(columns, gap=2) <= _WIDTH else 1
-    first_number = [*columns].index("loss") - ("weights" in columns)
-    output.table(rows, [*columns], right=range(first_number, len(columns)), gap=gap)
-
-
-def _table_width(columns: Mapping[str, Sequence[str]], gap: int) -> int:
-    return sum(max(map(len, (head, *cells))) for head, cells in columns.items()) + gap * (len(columns) - 1)
+    rows = list(zip(*columns.values(), *numbers.values(), strict=True))
+    right = range(len(columns), len(columns) + len(numbers))
+    output.table(rows, [*columns, *numbers], right=right)
 
 
 def _number(outcome: verification.CellOutcome, field: str) -> str:

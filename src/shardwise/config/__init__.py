@@ -22,6 +22,7 @@ from shardwise.config.rules import (
 from shardwise.config.run_config import Config
 from shardwise.config.schedules import Schedule
 from shardwise.config.sections import (
+    BITWISE,
     CheckpointConfig,
     CompileConfig,
     DropoutMode,
@@ -43,6 +44,7 @@ from shardwise.config.size_stages import (
 )
 
 __all__ = [
+    "BITWISE",
     "BUILT_IN_TEXTS",
     "CHAT",
     "CHAT_KEYS",

@@ -62,7 +62,7 @@ _RULES: RuleTable = {
 
 def bitwise_problems(config: Config, layout: Layout) -> list[str]:
     """Refuse layouts and keys with which `train.bitwise` could not give the bits of one process."""
-    if not config.grains:
+    if not config.is_bit_equal:
         return []
     train = config.train
     grain = config.parallel.grain

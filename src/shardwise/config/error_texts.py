@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from shardwise.base.errors import ConfigError, listing
+from shardwise.base.removed import removed_text
 from shardwise.config.base_section import PROBLEMS, Section
 from shardwise.config.data import MixedSource
 from shardwise.config.evaluation import as_keys_of_set
@@ -132,6 +133,8 @@ def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo], *, is_own_mod
             return [text for name in names for text in _unknown(name, None, keys, is_own_model=is_own_model)]
         if near is not None:
             return [f"{path}: unknown key; did you mean {near}?"]
+    if text := removed_text(path):
+        return [text]
     if reason := reason_without_key(path):
         return [f"{path}: unknown key; {reason}"]
     if meant := suggestions(path, keys, value=value):

@@ -143,9 +143,14 @@ class Config(Section):
         return self.model
 
     @property
+    def is_bit_equal(self) -> bool:
+        """True if all layouts that divide the grains give the same bits."""
+        return self.train.bitwise
+
+    @property
     def grains(self) -> dict[str, int]:
         """The parts of every sum over the ranks of an axis, by its short name; empty where any order is right."""
-        if not self.train.bitwise:
+        if not self.is_bit_equal:
             return {}
         parallel = self.parallel
         return {"tp": parallel.grain, "cp": parallel.sequence_parts, "dp": self.train.gradient_groups}
@@ -173,7 +178,7 @@ class Config(Section):
     @property
     def reduce(self) -> Frequency:
         """How often gradients are reduced with `optimizer.zero` 2 or 3."""
-        return self.optimizer.reduce or ("step" if self.grains or self.splits_backward else "micro_batch")
+        return self.optimizer.reduce or ("step" if self.is_bit_equal or self.splits_backward else "micro_batch")
 
     @property
     def gather(self) -> Frequency:
@@ -187,7 +192,7 @@ class Config(Section):
     def vocab_multiple(self, tensor: int) -> int:
         """The number to a multiple of which the rows of embedding and head are padded on each of `tensor` ranks."""
         # Each part of a rank is padded, as each of `grain` ranks would be.
-        parts = max(1, self.parallel.grain // tensor) if self.grains else 1
+        parts = max(1, self.parallel.grain // tensor) if self.is_bit_equal else 1
         return self.parallel.vocab_multiple * parts
 
     @property

@@ -103,6 +103,8 @@ Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 TensorOverlap = Literal["pieces", "symmetric_memory"]
 ContextKeys = Literal["gather", "ring"]
+BITWISE = "train.bitwise"
+"""The key of bit-equal training, for messages."""
 _SINGLE_STAGE_NAMES = " and ".join(spec.name for spec in SCHEDULES.values() if spec.is_single_stage)
 _MOST_GRADIENT_GROUPS = 8
 """The largest default of `train.data_grain`, a power of two. One rank then keeps 1 + log2(8) gradients of the model."""
@@ -324,6 +326,8 @@ class TrainConfig(Section):
 
     def groups_apart(self, data: int) -> int:
         """Groups whose gradients each of `data` ranks keeps apart. Two of one micro-batch are one: m + n is one sum."""
+        if not self.bitwise:
+            return 1
         groups = self.gradient_groups // data
         return groups // 2 if groups > 1 and self.gradient_groups == self.micro_batches else groups
 

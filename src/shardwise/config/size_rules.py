@@ -46,7 +46,7 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
     length = config.train.sequence_length
     parts = 2 * context * (config.parallel.tensor if sequence else 1)
     factors = "2 × parallel.context × parallel.tensor" if sequence else "2 × parallel.context"
-    if config.grains:
+    if config.is_bit_equal:
         # Parts are cut over tensor-parallel ranks, and halves of them are chunks.
         parts = cuts * max(config.parallel.grain, 2)
         factors = (
@@ -61,7 +61,7 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
 def fp8_problems(config: Config) -> list[str]:
     """Refuse widths of a rank's products, and tokens of a micro-batch, that `precision.matmul` fp8 does not take.
 
-    The widths of a model of the user's own are checked where it is built (`models/fp8_blocks.py`).
+    The widths of a model of the user's own are checked where it is built (`models/user_model.py`).
     """
     if config.precision.matmul is None:
         return []

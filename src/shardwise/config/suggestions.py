@@ -36,11 +36,6 @@ def reason_without_key(name: str) -> str | None:
     return next((WITHOUT_KEY[known] for known in _with_leaf(plain_name(name)) if known in WITHOUT_KEY), None)
 
 
-def has_other_values(name: str) -> bool:
-    """True if the values of a wrong name are of another unit or kind than those of our key."""
-    return not OTHER_VALUES.isdisjoint(_with_leaf(plain_name(name)))
-
-
 def suggestions(
     name: str, keys: Collection[str], options: Collection[str] | None = None, value: object = None
 ) -> list[str]:

@@ -255,6 +255,14 @@ def allocator_bytes(device: torch.device) -> dict[str, int]:
     }
 
 
+def utilization() -> float | None:
+    """The use of this rank's GPU, 0 to 1; None where no library tells it."""
+    try:
+        return torch.cuda.utilization() / 100
+    except Exception:  # noqa: BLE001  no library, no driver, or a device that NVML does not see
+        return None
+
+
 def total_memory(device: torch.device) -> int | None:
     """Bytes of an accelerator's memory; None for the CPU, and where the device does not tell."""
     if device.type == "cpu":

@@ -5,8 +5,7 @@ Shapes per rank, g = group size: S sequence, B batch, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -18,13 +17,12 @@ from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import call_forward_hooks, call_forward_pre_hooks, has_data
 from shardwise.layers.arguments import by_name
+from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.chunks import loss_chunk_elements, vocabulary_rows
+from shardwise.layers.execution import execution
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 from shardwise.layers.loss import IGNORE_INDEX, VocabularyShard, chunk_losses, linear_cross_entropy
 from shardwise.layers.matmul import linear
-from shardwise.layers.part_products import multiply_parts
-from shardwise.layers.parts import Section, apply_by_sequence_part, column_products
-from shardwise.layers.replicated import SequenceParts
 
 _POSITIONAL = ("max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 """Arguments of torch's and neuronx-distributed's embeddings after `padding_idx`."""
@@ -71,6 +69,7 @@ class ParallelEmbedding(placement.PlacedModule):
         super().__init__()
         maker = ParameterMaker(self, by_name(type(self).__name__, further, _POSITIONAL, options))
         self.group = maker.group
+        self.context_group = execution().context_group
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx ({padding_idx}) must be in [-{num_embeddings}, {num_embeddings})")
         self.num_embeddings = num_embeddings
@@ -80,11 +79,9 @@ class ParallelEmbedding(placement.PlacedModule):
         shape = (num_embeddings, embedding_dim)
         piece = placement.Piece.rows(maker.name(name, "weight"), shape, maker.group, maker.init, per_rank=rows)
         self.weight = maker.parameter((rows, embedding_dim), piece)
+        choose_class(self)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return _by_sequence_part(self, self._rows, ids)
-
-    def _rows(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(ids, self.weight, self.padding_idx)
         self._check(ids)
@@ -113,16 +110,6 @@ class ParallelEmbedding(placement.PlacedModule):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings} rows, weight={tuple(self.weight.shape)} of {self.group}"
-
-
-def _by_sequence_part(
-    layer: ParallelEmbedding | ReplicatedEmbedding, rows: Callable[[Tensor], Tensor], ids: Tensor
-) -> Tensor:
-    """Return the rows of ids, part by part where the ranks that share samples have several."""
-    group = layer.context_group
-    if group is None or not (group.has_parts and layer.shares_samples):
-        return rows(ids)
-    return SequenceParts(layer, group).joined(rows, ids)
 
 
 class ReplicatedEmbedding(placement.PlacedModule):
@@ -158,24 +145,23 @@ class ReplicatedEmbedding(placement.PlacedModule):
         super().__init__()
         maker = ParameterMaker(self, options, warns=sequence_parallel_enabled)
         self.group = maker.group
+        self.context_group = execution().context_group
         self.sequence_parallel_enabled = sequence_parallel_enabled
         shape = (num_embeddings, embedding_dim)
         piece = placement.Piece.replicated(
             maker.name(name, "weight"), shape, maker.group, maker.init, partial=sequence_parallel_enabled
         )
         self.weight = maker.parameter(shape, piece)
+        choose_class(self)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids `[S, …]`, equal on every rank → `[S, …, H]`, or this rank's `[S/g, …, H]` with sequence parallelism."""
-        return _by_sequence_part(self, self._rows, ids)
+        return F.embedding(self._local(ids), self.weight)
 
-    def _rows(self, ids: Tensor) -> Tensor:
-        if self.sequence_parallel_enabled:
-            # Ids have no gradient, so this is a slice, and no rank sends anything.
-            ids = collectives.split_sequence(ids, self.group)
-        return apply_by_sequence_part(
-            F.embedding, ids, [self.weight], self.group, sequence_parallel=self.sequence_parallel_enabled
-        )
+    def _local(self, ids: Tensor) -> Tensor:
+        """Return the part of the ids whose rows this rank returns."""
+        # Ids have no gradient, so this is a slice, and no rank sends anything.
+        return collectives.split_sequence(ids, self.group) if self.sequence_parallel_enabled else ids
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, sequence_parallel={self.sequence_parallel_enabled}"
@@ -219,43 +205,35 @@ class ParallelLMHead(placement.PlacedModule):
         maker = ParameterMaker(self, options)
         self.group = group = maker.group
         self.vocab_size = vocab_size
-        # Both are set later: by compilation, and by a run with a loss of the user's.
-        self.chunk_losses = chunk_losses
-        self.own_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+        made_with = execution()
+        self.chunk_losses = chunk_losses if made_with.compiler is None else made_with.compiler.losses()
+        self.own_loss = made_with.loss
         self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.is_tied = tied_weight is not None
         # A tied weight keeps the embedding's record: a checkpoint then has one tensor for both.
         if tied_weight is not None:
             rows = tied_weight.shape[0]
             self.weight = tied_weight
-            if group.grain is not None:
-                placement.add_head_leaf(tied_weight)
         else:
             rows = vocabulary_rows(vocab_size, group.size, group.parts * row_multiple)
             shape = (vocab_size, hidden_size)
             piece = placement.Piece.rows(maker.name(name, "weight"), shape, group, maker.init, per_rank=rows)
             self.weight = maker.parameter((rows, hidden_size), piece)
-        self._section = Section(rows)
         self.bias = None
         if bias_name is not None:
             piece = placement.Piece.rows(bias_name, (vocab_size,), group, Init.constant(0.0), per_rank=rows)
             self.bias = maker.parameter((rows,), piece)
+        choose_class(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[S, B, H]` (`[S/g, B, H]` with sequence parallelism) → logits `[S, B, V]` on every rank."""
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
-        entered = enter(x, self.group)
-        if self.group.grain is None:
-            local = linear(entered, self.weight, self.bias)
-        else:
-            (local,) = column_products(entered, self._used_weight, self.bias, [self._section], self.group)
         # The last ranks' rows end with padding, which comes last in the gathered logits.
-        return collectives.gather_last(local, self.group)[..., : self.vocab_size]
+        return collectives.gather_last(self._multiply(enter(x, self.group)), self.group)[..., : self.vocab_size]
 
-    @property
-    def _used_weight(self) -> Tensor:
-        """The weight, or the leaf by which its gradient as the head's weight is kept apart."""
-        leaf = placement.head_leaf(self.weight)
-        return self.weight if leaf is None else leaf
+    def _multiply(self, x: Tensor) -> Tensor:
+        """x `[…, H]`, whole on every rank → this rank's logits `[…, v]`."""
+        return linear(x, self.weight, self.bias)
 
     @torch.no_grad()
     def likeliest(self, x: Tensor) -> Tensor:
@@ -295,14 +273,18 @@ class ParallelLMHead(placement.PlacedModule):
         local_rows = self.weight.shape[0]
         # The columns behind these are padding, whose logits are 0 and may be the largest.
         columns = max(0, min(local_rows, self.vocab_size - self.group.rank * local_rows))
-        # With a grain chunks and products are the same at every layout.
-        rows = local_rows if self.group.grain is None else local_rows * self.group.size
+        rows = self._chunk_width
         chunk_rows = max(1, loss_chunk_elements(rows, x_NH.device.type != "cpu") // rows)
         for chunk in x_NH.split(chunk_rows):
-            logits = multiply_parts(chunk, self.weight, self.bias, self.group.parts, trained=False).float()
+            logits = self._multiply(chunk).float()
             logits[:, columns:] = float("-inf")
             yield logits
         call_forward_hooks(self)
+
+    @property
+    def _chunk_width(self) -> int:
+        """Columns of the logits that a chunk's size is reckoned by."""
+        return self.weight.shape[0]
 
     def _ids_of_largest(self, largest: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the id of the largest logit of all ranks, from the values and local columns of each rank's largest."""
@@ -328,25 +310,25 @@ class ParallelLMHead(placement.PlacedModule):
             x: input of the forward pass.
             targets_SB: `[S, B]`, whole on every rank.
             ignore_index: value of targets that have loss 0 and gradient 0.
-            context_group: the ranks that share each sample; the loss is that of this rank's tokens.
+            context_group: the ranks that share each sample, which bit-equal sums follow; the loss is that of this
+                rank's tokens.
         """
         if self.own_loss is not None:
             return self.own_loss(self(x).float(), targets_SB)
         # Hooks that wait for gathered parameters run when a module is called, and this is no call.
         call_forward_pre_hooks(self)
-        if context_group is not None and context_group.has_parts:
-            parts = SequenceParts(self, context_group, {"weight": self._used_weight})
-            loss = parts.summed(partial(self._loss, ignore_index=ignore_index), x, targets_SB)
-        else:
-            loss = self._loss(x, targets_SB, ignore_index=ignore_index)
+        loss = self._loss(x, targets_SB, ignore_index, context_group)
         # Its backward pass needs no weight: the gradients are computed already.
         call_forward_hooks(self)
         return loss
 
-    def _loss(self, x: Tensor, targets_SB: Tensor, *, ignore_index: int) -> Tensor:
+    def _loss(self, x: Tensor, targets_SB: Tensor, ignore_index: int, context_group: Group | None) -> Tensor:
+        return self._loss_by(self.weight, x, targets_SB, ignore_index)
+
+    def _loss_by(self, weight: Tensor, x: Tensor, targets_SB: Tensor, ignore_index: int) -> Tensor:
         return linear_cross_entropy(
             x,
-            self._used_weight,
+            weight,
             targets_SB,
             group=self.group,
             sequence_parallel_enabled=self.sequence_parallel_enabled,

@@ -3,7 +3,7 @@
 Inputs and weights are rounded to e4m3, and gradients of outputs to e5m2 (arXiv:2209.05433). Each tensor has a scale of
 its own: the least power of two by which its largest number fits the format (as in arXiv:2412.19437). The ranks that
 hold parts of a tensor agree on that number, so that no cut of a layer or of samples changes a scale. Powers of two make
-the rounded numbers exact in bfloat16 too, where `train.bitwise` multiplies them (`parts.py`).
+the rounded numbers exact in bfloat16 too, where bit-equal layers multiply them (`bitwise/`).
 
 Shapes per rank: T tokens, I input features, O output features.
 """

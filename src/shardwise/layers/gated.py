@@ -17,7 +17,7 @@ Gate: TypeAlias = Literal["silu", "gelu_tanh"]
 def gated(gate_up: Tensor, act: Gate) -> Tensor:
     """Return `act(gate) · up` of `[…, 2F]`, the gate first → `[…, F]`; only the input is kept for the backward pass.
 
-    The bits are those of single operations, of `activate(…)` where the group has no parts.
+    The bits are those of single operations.
     """
     return cast(Tensor, _Gated.apply(gate_up, act))  # type: ignore[no-untyped-call]
 

@@ -14,18 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.distributed import collectives, placement
-from shardwise.distributed.mesh import Group, Ranks
+from shardwise.distributed.mesh import Ranks
 from shardwise.distributed.placement import Init
 from shardwise.layers.arguments import by_name, features_per_head, refuse_unknown, sharing_group, two_sizes
+from shardwise.layers.bitwise.choice import choose_class
+from shardwise.layers.execution import execution
 from shardwise.layers.fp8 import Scaling, fp8_linear
 from shardwise.layers.matmul import Overlap, can_regather, gather_and_multiply, linear, multiply_and_sum, usable
-from shardwise.layers.parts import (
-    Section,
-    apply_by_sequence_part,
-    column_products,
-    gather_and_multiply_parts,
-    row_products,
-)
 
 DEFAULT_INIT = Init.normal(0.02)
 _POSITIONAL = ("dtype", "device", "stride", "init_method")
@@ -165,6 +160,10 @@ class _ColumnParallel(placement.PlacedModule):
         self.input_size = input_size
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
+        made_with = execution()
+        self.overlap = made_with.overlap
+        self.regathers = made_with.regathers
+        self.scaling = made_with.scaling(group, cuts_outputs=True)
         for _, size, copies in parts:
             if size * copies % group.size:
                 raise ValueError(f"output size ({size}) must be divisible by the group's size ({group.size})")
@@ -173,8 +172,6 @@ class _ColumnParallel(placement.PlacedModule):
         self._copies = [copies for _, _, copies in parts]
         self._repeats = list(repeats) if repeats else [1] * len(parts)
         self._sizes = [size * copies // group.size for _, size, copies in parts]
-        copy_groups = [group.split(copies) if copies > 1 else Group() for copies in self._copies]
-        self._sections = [Section(*part) for part in zip(self._sizes, self._repeats, copy_groups, strict=True)]
         transposed = options.get("transposed", False)
 
         def pieces(leaf: str, columns: tuple[int, ...], init: Init) -> list[placement.Piece]:
@@ -195,24 +192,18 @@ class _ColumnParallel(placement.PlacedModule):
         outputs = sum(self._sizes)
         self.weight = maker.parameter((outputs, input_size), *pieces("weight", (input_size,), maker.init))
         self.bias = maker.parameter((outputs,), *pieces("bias", (), Init.constant(0.0))) if bias else None
+        choose_class(self)
 
     def multiply(self, entered: Tensor) -> tuple[Tensor, ...]:
         """`entered` `[…, I]`, whole on every rank of the group → each part `[…, local outputs]`. No communication."""
-        if self.group.has_parts:
-            scaling = _scaling_in_training(self)
-            return column_products(entered, self.weight, self.bias, self._sections, self.group, scaling)
         return tuple(_product(self, entered, self.bias).split(self._sizes, dim=-1))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → each part `[S, B, local outputs]`."""
-        if self.group.has_parts:
-            if self._regathers(x):
-                return gather_and_multiply_parts(x, self.weight, self.bias, self._sections, self.group)
-            return self.multiply(self._enter(x))
         return tuple(self.joined(x).split(self._sizes, dim=-1))
 
     def joined(self, x: Tensor) -> Tensor:
-        """x, as in `project` → all parts side by side, `[S, B, Σ local outputs]`, in a group without parts."""
+        """x, as in `project` → all parts side by side, `[S, B, Σ local outputs]`."""
         overlap = usable(self.overlap, x, self.group)
         regathers = self._regathers(x)
         if regathers or overlap is not None:
@@ -239,8 +230,15 @@ class _ColumnParallel(placement.PlacedModule):
         """Return the layer's outputs, which are its local parts, or with `gather_output` those of all ranks."""
         if not self.gather_output:
             return parts
-        copies_of_parts = [copies * repeats for copies, repeats in zip(self._copies, self._repeats, strict=True)]
-        return tuple(self._gather(part, copies) for part, copies in zip(parts, copies_of_parts, strict=True))
+        return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies_of_outputs(), strict=True))
+
+    def _copies_of_outputs(self) -> list[int]:
+        """Return how often each part's outputs occur in those of all holders."""
+        return self._copies
+
+    def _holders(self) -> int:
+        """Return the number of equal pieces that all ranks' outputs consist of."""
+        return self.group.size
 
     def _gather(self, part: Tensor, copies: int) -> Tensor:
         """Return a part of all ranks, each copy once."""
@@ -248,7 +246,7 @@ class _ColumnParallel(placement.PlacedModule):
         if copies == 1:
             return gathered
         # Neighbours hold the copies: of each run of them, the first one's stays.
-        by_copy = gathered.unflatten(-1, (self.group.size * self.group.parts // copies, copies, -1))
+        by_copy = gathered.unflatten(-1, (self._holders() // copies, copies, -1))
         first_copies: Tensor = by_copy[..., 0, :].flatten(-2)
         return first_copies
 
@@ -488,6 +486,9 @@ class RowParallelLinear(placement.PlacedModule):
             raise ValueError("sequence_parallel_enabled (True) must go with input_is_parallel (True)")
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel_enabled = sequence_parallel_enabled
+        made_with = execution()
+        self.overlap = made_with.overlap
+        self.scaling = made_with.scaling(group, cuts_outputs=False)
         piece = placement.Piece.columns(maker.name(name, "weight"), (output_size, input_size), group, maker.init)
         if options.get("transposed", False):
             piece = piece.transpose()
@@ -498,11 +499,22 @@ class RowParallelLinear(placement.PlacedModule):
                 maker.name(name, "bias"), (output_size,), group, Init.constant(0.0), partial=sequence_parallel_enabled
             )
             self.bias = maker.parameter((output_size,), piece)
+        choose_class(self)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = collectives.split_last(x, self.group)
         return row_parallel_sum((self, x))
+
+    def _products(self, terms: Sequence[tuple[RowParallelLinear, Tensor]]) -> Tensor:
+        """Return this rank's term of the sum of several layers' outputs, of which this is the first."""
+        total = _product(self, terms[0][1])
+        for layer, x in terms[1:]:
+            total = total + _product(layer, x)
+        return total
+
+    def _add_bias(self, y: Tensor, bias: Tensor) -> Tensor:
+        return y + bias
 
     def extra_repr(self) -> str:
         shape = tuple(self.weight.shape)
@@ -523,28 +535,22 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
         products = [(x, layer.weight) for layer, x in terms]
         y = multiply_and_sum(products, first.group, overlap, sequence_parallel=sequence_parallel)
     else:
-        if first.group.has_parts:
-            partial = row_products([(x, layer.weight) for layer, x in terms], first.group, _scaling_in_training(first))
-        else:
-            partial = _product(first, x)
-            for layer, x in terms[1:]:
-                partial = partial + _product(layer, x)
         leave = collectives.scatter_sum_sequence if sequence_parallel else collectives.reduce_from_group
-        y = leave(partial, first.group)
+        y = leave(first._products(terms), first.group)
     # Biases are added after the sum: before it, each rank would add them.
     for layer, _ in terms:
         if layer.bias is not None:
-            y = apply_by_sequence_part(torch.add, y, [layer.bias], layer.group, sequence_parallel=sequence_parallel)
+            y = layer._add_bias(y, layer.bias)
     return y
 
 
 def _product(layer: _ColumnParallel | RowParallelLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x weightᵀ + bias`."""
-    scaling = _scaling_in_training(layer)
+    scaling = scaling_in_training(layer)
     return linear(x, layer.weight, bias) if scaling is None else fp8_linear(x, layer.weight, bias, scaling)
 
 
-def _scaling_in_training(layer: _ColumnParallel | RowParallelLinear) -> Scaling | None:
+def scaling_in_training(layer: _ColumnParallel | RowParallelLinear) -> Scaling | None:
     """Return the scales of a layer that is trained. One that is evaluated has no scales, which depend on the batch."""
     return layer.scaling if layer.training else None
 
@@ -552,19 +558,6 @@ def _scaling_in_training(layer: _ColumnParallel | RowParallelLinear) -> Scaling 
 def linear_layers(model: nn.Module) -> list[_ColumnParallel | RowParallelLinear]:
     """Return all column- and row-parallel layers of a model."""
     return [module for module in model.modules() if isinstance(module, _ColumnParallel | RowParallelLinear)]
-
-
-def set_overlap(model: nn.Module, how: Overlap | None) -> None:
-    """Let all column- and row-parallel layers of a model communicate during their matmuls; None: in turn with them."""
-    for layer in linear_layers(model):
-        layer.overlap = how
-
-
-def set_regathers(model: nn.Module, regathers: bool) -> None:
-    """Let all column-parallel layers of a model gather their inputs again for the backward pass, or keep them."""
-    for layer in linear_layers(model):
-        if isinstance(layer, _ColumnParallel):
-            layer.regathers = regathers
 
 
 def weights_of(model: nn.Module) -> list[nn.Parameter]:

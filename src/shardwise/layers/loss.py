@@ -20,15 +20,9 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Ranks
 from shardwise.distributed.torch_private import graph_is_kept, has_data
 from shardwise.layers.arguments import refuse_unknown, sharing_group
+from shardwise.layers.bitwise.choice import bit_equal
 from shardwise.layers.chunks import loss_chunk_elements
-from shardwise.layers.part_products import (
-    by_part,
-    multiply_parts,
-    row_sums,
-    sum_of_products,
-    weight_gradient_of_rows,
-)
-from shardwise.layers.parts import sequence_parts
+from shardwise.layers.matmul import linear, weight_gradient_in_runs
 from shardwise.layers.weight_gradients import add_product_, adds_in_one_kernel, gradient_to_add_to
 
 IGNORE_INDEX = -100
@@ -36,7 +30,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's columns of the vocabulary, and the way in which targets are counted.
+    """This rank's columns of the vocabulary, the way in which targets are counted, and the products and sums of a loss.
 
     Attributes:
         group: the ranks that share the vocabulary.
@@ -62,7 +56,8 @@ class VocabularyShard:
             vocabulary = width * group.size
         first = group.rank * width
         columns = max(0, min(width, vocabulary - first))
-        return VocabularyShard(group, vocabulary, first, columns, ignore_index, smoothing)
+        kind = VocabularyShard if group.grain is None else bit_equal(VocabularyShard)
+        return kind(group, vocabulary, first, columns, ignore_index, smoothing)
 
     def in_tensors(self, device: torch.device) -> VocabularyShard:
         """Return the shard of a compiled graph, with tensors for the numbers in which ranks differ."""
@@ -118,16 +113,39 @@ class VocabularyShard:
         return loss.masked_fill(~counted, 0.0), column, is_local, counted
 
     def _row_sums(self, x_NV: Tensor) -> Tensor:
-        """Return the sums over this rank's columns, `[N]`, part by part where the group has a grain."""
-        if self.group.grain is None:
-            return x_NV.sum(dim=1)
-        return collectives.tree_sum(x_NV.unflatten(1, (self.group.parts, -1)).sum(dim=2).t())
+        """Return the sums over this rank's columns, `[N]`."""
+        return x_NV.sum(dim=1)
 
     def _without_padding(self, x_NV: Tensor) -> Tensor:
-        """Return the columns that are no padding; with a grain all columns, with 0 for padding."""
-        if self.group.grain is None:
-            return x_NV[:, : self.columns]
-        return x_NV.masked_fill(torch.arange(x_NV.shape[1], device=x_NV.device) >= self.columns, 0.0)
+        """Return the columns that are no padding."""
+        return x_NV[:, : self.columns]
+
+    def chunk_width(self, weight_vH: Tensor) -> int:
+        """Return the columns of logits by which the size of a chunk is reckoned."""
+        return weight_vH.shape[0]
+
+    def sequence_parts(self, _x_SBH: Tensor, _is_cut: bool) -> int:
+        """Return the parts of a rank's sequence of which each chunk has rows."""
+        return 1
+
+    def logits(self, x_NH: Tensor, weight_vH: Tensor, _trained: bool) -> Tensor:
+        """Return the logits `[N, v]` of some tokens."""
+        return linear(x_NH, weight_vH)
+
+    def input_gradient(self, dlogits_Nv: Tensor, weight_vH: Tensor) -> Tensor:
+        """Return this rank's term of the gradient by the tokens `[N, H]`."""
+        return linear(dlogits_Nv, weight_vH.t())
+
+    def add_weight_gradient_(self, dw_vH: Tensor, dlogits_Nv: Tensor, x_NH: Tensor) -> None:
+        """Add the gradient of some tokens' losses by the head's weight."""
+        if adds_in_one_kernel(dw_vH, dlogits_Nv):
+            add_product_(dw_vH, dlogits_Nv.t(), x_NH)
+        else:
+            dw_vH.add_(weight_gradient_in_runs(dlogits_Nv, x_NH))
+
+    def bias_gradient(self, dlogits_Nv: Tensor) -> Tensor:
+        """Return the gradient of some tokens' losses by the head's bias `[v]`."""
+        return dlogits_Nv.sum(0)
 
     def gradient_(self, softmax_NV: Tensor, column: Tensor, is_local: Tensor, weight_N: Tensor) -> Tensor:
         """Turn probabilities into the gradient of `Σ weight · loss` by the logits, in place."""
@@ -159,7 +177,7 @@ def chunk_losses(
     if not with_gradient:
         return loss, None, None
     gradient = shard.gradient_(logits_NV, column, is_local, counted.float())
-    bias_gradient = row_sums(by_part(gradient, shard.group.parts)).flatten() if with_bias_gradient else None
+    bias_gradient = shard.bias_gradient(gradient) if with_bias_gradient else None
     return loss, gradient.to(dtype), bias_gradient
 
 
@@ -267,20 +285,6 @@ def parallel_cross_entropy(
     return cast(Tensor, loss)
 
 
-def _add_weight_gradient_(dw_vH: Tensor, dlogits_Nv: Tensor, x_NH: Tensor, group: Group) -> None:
-    """Add the gradient of some tokens' losses by the head's weight."""
-    if group.grain is None and adds_in_one_kernel(dw_vH, dlogits_Nv):
-        add_product_(dw_vH, dlogits_Nv.t(), x_NH)
-    else:
-        dw_vH.add_(weight_gradient_of_rows(dlogits_Nv, x_NH, group.parts))
-
-
-def _rows_of_a_chunk(chunk_elements: int, weight_vH: Tensor, target_RSB: Tensor, group: Group) -> int:
-    """Return the rows of each part of the sequence that a chunk of logits has."""
-    width = weight_vH.shape[0] * (1 if group.grain is None else group.size)
-    return max(1, chunk_elements // (width * target_RSB.shape[0] * target_RSB.shape[2]))
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Head and loss, chunk by chunk. The forward pass computes the gradients, while a chunk's probabilities exist.
 
@@ -301,7 +305,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses: ChunkLosses,
     ) -> Tensor:
         group = shard.group
-        count = group.parts
         is_cut = sequence_parallel and group.size > 1
         trained = any(needed)
         dx = torch.empty_like(x_SBH) if needed[0] else None
@@ -310,12 +313,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         db = torch.zeros_like(bias_v, dtype=torch.float32) if needed[2] and bias_v is not None else None
         has_db = db is not None
         # A chunk has the same rows of each part of the sequence, whatever rank holds which part.
-        local_parts = sequence_parts(x_SBH, group, is_cut)
+        local_parts = shard.sequence_parts(x_SBH, is_cut)
         x_RSBH = x_SBH.unflatten(0, (local_parts, -1))
         dx_RSBH = None if dx is None else dx.unflatten(0, (local_parts, -1))
         # [parts, S/parts, B]: as the gathered chunk holds them one after the other.
         target_RSB = target_SB.view(local_parts * group.size if is_cut else local_parts, -1, target_SB.shape[-1])
-        step = _rows_of_a_chunk(chunk_elements, weight_vH, target_RSB, group)
+        tokens_of_a_row = target_RSB.shape[0] * target_RSB.shape[2]
+        step = max(1, chunk_elements // (shard.chunk_width(weight_vH) * tokens_of_a_row))
         total = torch.zeros((), dtype=torch.float32, device=x_SBH.device)
         for start in range(0, x_RSBH.shape[1], step):
             rows = slice(start, min(start + step, x_RSBH.shape[1]))
@@ -324,7 +328,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             targets = target_RSB[:, rows].reshape(-1)
             # Neither named here nor in a starred tuple: `losses` frees the logits early where nobody else holds them.
             loss, dlogits, dbias = losses(
-                multiply_parts(flat, weight_vH, None, count, trained=trained), bias_v, targets, shard, trained, has_db
+                shard.logits(flat, weight_vH, trained), bias_v, targets, shard, trained, has_db
             )
             # Not in place: torch 2.11, traced, would drop its gradient.
             total = total + loss.sum()
@@ -334,10 +338,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if db is not None and dbias is not None:
                 db.add_(dbias)
             if dw is not None:
-                _add_weight_gradient_(dw, dlogits, flat, group)
+                shard.add_weight_gradient_(dw, dlogits, flat)
             if dx_RSBH is not None:
-                weight_PHv = weight_vH.unflatten(0, (count, -1)).transpose(1, 2)
-                dchunk = sum_of_products([by_part(dlogits, count)], [weight_PHv], count).view(chunk.shape)
+                dchunk = shard.input_gradient(dlogits, weight_vH).view(chunk.shape)
                 dx_RSBH[:, rows] = collectives.reduce_scatter(dchunk, group) if is_cut else dchunk
                 del dchunk
             # One chunk at a time: the next one's logits take their place.
@@ -412,11 +415,9 @@ def linear_cross_entropy(
         RuntimeError: a backward pass with `create_graph=True`.
     """
     ranks = sharing_group("linear_cross_entropy", group)
-    if chunk_elements is None:
-        # With a grain chunks are the same at every layout.
-        rows = weight.shape[0] if ranks.grain is None else weight.shape[0] * ranks.size
-        chunk_elements = loss_chunk_elements(rows, x.device.type != "cpu")
     shard = VocabularyShard.make(ranks, weight.shape[0], vocab_size, ignore_index, label_smoothing)
+    if chunk_elements is None:
+        chunk_elements = loss_chunk_elements(shard.chunk_width(weight), x.device.type != "cpu")
     shard.check(target)
     is_trained = torch.is_grad_enabled()
     needed = tuple(is_trained and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))

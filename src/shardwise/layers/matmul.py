@@ -62,44 +62,42 @@ def require_width(x: Tensor, weight: Tensor) -> None:
         )
 
 
-def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Write `x weightᵀ + bias` to `out`: x `[T, I]`, weight `[O, I]` → out `[T, O]`, whose rows may lie apart."""
-    if not _writes_in_place(x, weight):
-        out.copy_(linear(x, weight, bias))
-    elif bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def add_linear(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return `total + x weightᵀ`, and may overwrite total: x `[T, I]`, weight `[O, I]`, total `[T, O]`."""
-    if _writes_in_place(x, weight):
-        return torch.addmm(total, x, weight.t(), out=total)
-    if by_onednn(x, weight) and not torch.compiler.is_compiling():
-        return onednn_linear(x, weight, total)
-    return total.add_(linear(x, weight))
-
-
-def add_weight_gradient_(total: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Add `dyᵀ x` to `total`, in place: dy `[T, O]`, x `[T, I]`, total `[O, I]`."""
-    if _writes_in_place(dy, x):
-        torch.addmm(total, dy.t(), x, out=total)
-    else:
-        total.add_(weight_gradient(dy, x))
-
-
-def _writes_in_place(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a matmul of these tensors can write its result where it is wanted."""
-    return not (by_onednn(x, weight) or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling())
-
-
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """Return `dyᵀ x`: dy `[T, O]`, x `[T, I]` → `[O, I]`."""
     # oneDNN is faster with the longer side as its second operand.
     if dy.shape[1] <= x.shape[1]:
         return linear(dy.t(), x.t())
     return linear(x.t(), dy.t()).t()
+
+
+_TOKENS = 512
+"""Tokens over which MKL adds in one run, whatever the size of the result."""
+
+
+def weight_gradient_in_runs(dy: Tensor, x: Tensor) -> Tensor:
+    """Return `dyᵀ x`; by MKL, runs of `_TOKENS` tokens are added, so that several parts at once have the same bits."""
+    has_one_run = dy.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling()
+    if dy.device.type != "cpu" or has_one_run or by_onednn(dy, x):
+        return weight_gradient(dy, x)
+    (first_dy, *dys) = dy.split(_TOKENS)
+    (first_x, *xs) = x.split(_TOKENS)
+    total = weight_gradient(first_dy, first_x)
+    for run_dy, run_x in zip(dys, xs, strict=True):
+        add_weight_gradient_(total, run_dy, run_x)
+    return total
+
+
+def add_weight_gradient_(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Add `dyᵀ x` to `total`, in place: dy `[T, O]`, x `[T, I]`, total `[O, I]`."""
+    if writes_in_place(dy, x):
+        torch.addmm(total, dy.t(), x, out=total)
+    else:
+        total.add_(weight_gradient(dy, x))
+
+
+def writes_in_place(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a matmul of these tensors can write its result where it is wanted."""
+    return not (by_onednn(x, weight) or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling())
 
 
 class _Linear(torch.autograd.Function):
@@ -164,7 +162,7 @@ def usable(how: Overlap | None, x: Tensor, group: Group) -> Overlap | None:
 
     It must not in compiled graphs and under autocast, where torch rewrites or casts the matmuls itself.
     """
-    if how is None or group.size == 1 or group.grain is not None or len(x) == 0 or _is_rewritten(x):
+    if how is None or group.size == 1 or len(x) == 0 or _is_rewritten(x):
         return None
     return how
 

@@ -16,13 +16,10 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ArgumentError
 from shardwise.distributed import collectives, placement
-from shardwise.distributed.mesh import Group
-from shardwise.distributed.placement import Init, of_or_whole
+from shardwise.distributed.placement import Init
 from shardwise.layers.arguments import by_name
+from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.linear import LayerOptions, ParameterMaker
-from shardwise.layers.part_products import by_part, row_sums
-from shardwise.layers.parts import Section, apply_by_part, apply_by_sequence_part, sequence_parts
-from shardwise.layers.replicated import part_views
 
 
 def _one_size(owner: str, shape: object) -> int:
@@ -71,6 +68,7 @@ class _Norm(placement.PlacedModule):
                 maker.name(name, leaf), shape, maker.group, Init.constant(value), partial=sequence_parallel_enabled
             )
             self.register_parameter(leaf, maker.parameter(shape, piece))
+        choose_class(self)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape[0]}, eps={self.eps}"
@@ -108,34 +106,53 @@ class RMSNorm(_Norm):
         self.unit_offset = unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        sequence_parallel = self.sequence_parallel_enabled
-        weight = _factor(self.weight, unit_offset=self.unit_offset)
-        if self.group.grain is not None and _has_kernel(x, weight):
-
-            def norm(part: Tensor, weight: Tensor) -> Tensor:
-                return _rms_norm(part, weight, self.eps)
-
-            return apply_by_sequence_part(norm, x, [weight], self.group, sequence_parallel=sequence_parallel)
-        if self.group.grain is not None and sequence_parallel:
-            (weight,) = part_views(weight, 1, self.group)
-        return _rms_norm(x, weight, self.eps, sequence_parts(x, self.group, sequence_parallel))
+        return rms_norm(x, factor(self.weight, unit_offset=self.unit_offset), self.eps)
 
 
-def _factor(weight: Tensor, *, unit_offset: bool) -> Tensor:
+def factor(weight: Tensor, *, unit_offset: bool) -> Tensor:
     """Return what a normalised x is multiplied with; 1 + weight at least in float32, as bfloat16 would round it."""
     return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if unit_offset else weight
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, parts: int = 1) -> Tensor:
-    """Return the norm of x; where torch has no kernel for it, see `_RMSNorm` for `parts`."""
+class Sums:
+    """The sums in which a norm is computed, over its width W, and in which the gradient of its weight is."""
+
+    def over_tokens(self, terms: Tensor) -> Tensor:
+        """`[…, W]` → `[W]`."""
+        return terms.reshape(-1, terms.shape[-1]).sum(0)
+
+    def over_width(self, terms: Tensor) -> Tensor:
+        """`[…, W]` → `[…]`."""
+        return terms.sum(-1)
+
+    def of_squares(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`[…, W]` → the sums of squares over the width, `[…]` in a dtype."""
+        norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=dtype)
+        return norms.square()
+
+    def products(self, terms: Tensor, weight: Tensor) -> Tensor:
+        """`[…, W]`, `[W]` → the sums of products over the width, `[…]`."""
+        return terms @ weight
+
+    def spread(self, weight: Tensor) -> Tensor:
+        """Return the weight of each element of x, where a rank's heads share weights."""
+        return weight
+
+
+_SUMS = Sums()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, sums: Sums = _SUMS) -> Tensor:
+    """Return the norm of x; torch's own kernels have no use for `sums`."""
     if weight.dtype != x.dtype:
-        return _rms_norm(x.to(weight.dtype), weight, eps, parts).to(x.dtype)
-    if _has_kernel(x, weight):
+        return rms_norm(x.to(weight.dtype), weight, eps, sums).to(x.dtype)
+    if has_kernel(x, weight):
         return F.rms_norm(x, weight.shape, weight, eps)
-    return cast(Tensor, _RMSNorm.apply(x, weight, eps, parts))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _RMSNorm.apply(x, weight, eps, sums))  # type: ignore[no-untyped-call]
 
 
-def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+def has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch has a kernel for the norm of x."""
     # Accelerators have a kernel, and the compiler makes one. Shorter dtypes torch computes in float32.
     is_float32 = x.dtype == weight.dtype == torch.float32
     return x.device.type != "cpu" or torch.compiler.is_compiling() or not is_float32
@@ -145,17 +162,15 @@ class _RMSNorm(torch.autograd.Function):
     """RMSNorm where torch has no kernel for it and would keep x and the normalised x: this keeps x and 1/rms.
 
     With r = 1 / sqrt(mean(x²) + eps) and u = x·r: dx = r·(dy·w - u·mean(dy·w·u)), dw = Σ dy·u.
-
-    Sums are made of `parts` of x along dim 0, each with the bits that it has alone.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, parts: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, sums: Sums) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         ctx.eps = eps
-        ctx.parts = parts
+        ctx.sums = sums
         y: Tensor = (x * inverse).mul_(weight)
         return y
 
@@ -168,13 +183,10 @@ class _RMSNorm(torch.autograd.Function):
         dy = grads[0]
         unit = x * inverse
         dy_unit = dy * unit
-        dw = None
-        if ctx.needs_input_grad[1]:
-            dw = collectives.tree_sum(row_sums(dy_unit.reshape(ctx.parts, -1, x.shape[-1])))
+        dw = ctx.sums.over_tokens(dy_unit) if ctx.needs_input_grad[1] else None
         dx = None
         if ctx.needs_input_grad[0]:
-            # Σ dy·u·w over the width, as one product of a matrix and a vector for each part.
-            mean = torch.cat([part @ weight for part in dy_unit.chunk(ctx.parts)]).div_(x.shape[-1]).unsqueeze(-1)
+            mean = ctx.sums.products(dy_unit, weight).div_(x.shape[-1]).unsqueeze(-1)
             dx = (dy * weight).addcmul_(unit, mean, value=-1).mul_(inverse)
         return dx, dw, None, None
 
@@ -208,12 +220,7 @@ class LayerNorm(_Norm):
         super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0, "bias": 0.0}, given)
 
     def forward(self, x: Tensor) -> Tensor:
-        def norm(part: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            return F.layer_norm(part, self.normalized_shape, weight, bias, self.eps)
-
-        return apply_by_sequence_part(
-            norm, x, [self.weight, self.bias], self.group, sequence_parallel=self.sequence_parallel_enabled
-        )
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class QueryKeyNorm(placement.PlacedModule):
@@ -257,9 +264,7 @@ class QueryKeyNorm(placement.PlacedModule):
         self.over = over
         self.query_weight = self._weight(maker, names[0], sizes[0], head_dim)
         self.key_weight = self._weight(maker, names[1], sizes[1], head_dim)
-        # The ranks with the same queries' weights, and keys': a view has no record of them, and no graph makes a group.
-        has_parts = self.group.grain is not None
-        self._copies = [of_or_whole(w).pieces[0].copies if has_parts else Group() for w in self.parameters()]
+        choose_class(self)
 
     def _weight(self, maker: ParameterMaker, name: str, size: int, head_dim: int) -> nn.Parameter:
         """Make the weight of the queries or of the keys."""
@@ -278,29 +283,25 @@ class QueryKeyNorm(placement.PlacedModule):
             return self._norm_heads(q, self.query_weight), self._norm_heads(k, self.key_weight)
         query = q.flatten(-2)
         key = k.flatten(-2)
-        if self.group.size == 1 and self.group.grain is None:
-            query = _rms_norm(query, self.query_weight, self.eps)
-            key = _rms_norm(key, self.key_weight, self.eps)
-        else:
-            query, key = self._norm_together(query, key)
+        query, key = self._norm_all_heads(query, key)
         return query.view(q.shape), key.view(k.shape)
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalise each head by itself."""
+        return rms_norm(x, factor(weight, unit_offset=self.unit_offset), self.eps)
 
-        def norm(part: Tensor, shared: Tensor) -> Tensor:
-            return _rms_norm(part.contiguous(), shared, self.eps)
-
-        weight = _factor(weight, unit_offset=self.unit_offset)
-        if self.group.grain is None:
-            return _rms_norm(x, weight, self.eps)
-        return apply_by_part(norm, x, [weight], self.group.parts, self.group, dim=-2)
+    def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise over the heads of all ranks."""
+        if self.group.size > 1:
+            return self._norm_together(query, key)
+        return rms_norm(query, self.query_weight, self.eps), rms_norm(key, self.key_weight, self.eps)
 
     def _norm_together(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise over the heads of all ranks."""
         # Squares of bfloat16 are summed in float32; float64 keeps its precision.
         exact = torch.promote_types(query.dtype, torch.float32)
-        squares = [self._sum_of_squares(x, exact) for x in (query, key)]
+        query_sums = self._sums("query_weight", query)
+        key_sums = self._sums("key_weight", key)
+        squares = [query_sums.of_squares(query, exact), key_sums.of_squares(key, exact)]
         totals = collectives.reduce_from_group(torch.stack(squares), self.group)
         inverses = []
         for x, total in zip((query, key), totals, strict=True):
@@ -309,32 +310,26 @@ class QueryKeyNorm(placement.PlacedModule):
             inverses.append((total / elements + self.eps).rsqrt())
         # Each rank uses the inverse for its own heads: its gradient is summed before it is multiplied any further.
         query_inverse, key_inverse = collectives.copy_to_group(torch.stack(inverses), self.group)
-        query_copies, key_copies = self._copies
-        query = self._scale(query, self.query_weight, query_inverse, query_copies)
-        return query, self._scale(key, self.key_weight, key_inverse, key_copies)
+        query = _Scale.apply(query, self.query_weight, query_inverse, query_sums)  # type: ignore[no-untyped-call]
+        key = _Scale.apply(key, self.key_weight, key_inverse, key_sums)  # type: ignore[no-untyped-call]
+        return query, key
 
-    def _sum_of_squares(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        norms = torch.linalg.vector_norm(x.unflatten(-1, (self.group.parts, -1)), dim=-1, dtype=dtype)
-        return collectives.tree_sum(norms.square().movedim(-1, 0))
-
-    def _scale(self, x: Tensor, weight: Tensor, inverse: Tensor, copies: Group) -> Tensor:
-        """Multiply x by `inverse`, 1 / the root mean square of all heads, and by the weight."""
-        section = Section(len(weight), x.shape[-1] // len(weight), copies)
-        return cast(Tensor, _Scale.apply(x, weight, inverse, section, self.group.parts))  # type: ignore[no-untyped-call]
+    def _sums(self, name: str, x: Tensor) -> Sums:
+        """Return the sums over all heads of x, whose weight has this name."""
+        return _SUMS
 
     def extra_repr(self) -> str:
         return f"{self.over}, {len(self.query_weight)} and {len(self.key_weight)} of {self.group}, eps={self.eps}"
 
 
 class _Scale(torch.autograd.Function):
-    """`x · inverse · weight` with x `[…, W]`, weight `[W]`, inverse `[…]` in at least float32. Only these are kept."""
+    """`x · inverse · weight` with x `[…, W]`, inverse `[…]` in at least float32. Only these are kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor, section: Section, count: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor, sums: Sums) -> Tensor:
         ctx.save_for_backward(x, weight, inverse)
-        ctx.section = section
-        ctx.count = count
-        return (x * inverse.unsqueeze(-1)).mul_(section.by_part(weight, count).flatten()).to(x.dtype)
+        ctx.sums = sums
+        return (x * inverse.unsqueeze(-1)).mul_(sums.spread(weight)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -344,11 +339,10 @@ class _Scale(torch.autograd.Function):
         dw = None
         d_inverse = None
         if ctx.needs_input_grad[1]:
-            terms = (dy * x).mul_(inverse.unsqueeze(-1))
-            dw = ctx.section.joined(row_sums(by_part(terms, ctx.count))).to(weight.dtype)
+            dw = ctx.sums.over_tokens((dy * x).mul_(inverse.unsqueeze(-1))).to(weight.dtype)
         # `inverse` is a function of x alone: where x needs no gradient, it needs none.
         if ctx.needs_input_grad[0]:
-            scaled = dy * ctx.section.by_part(weight, ctx.count).flatten()
-            d_inverse = collectives.tree_sum((scaled * x).unflatten(-1, (ctx.count, -1)).sum(-1).movedim(-1, 0))
+            scaled = dy * ctx.sums.spread(weight)
+            d_inverse = ctx.sums.over_width(scaled * x)
             dx = scaled.mul_(inverse.unsqueeze(-1)).to(x.dtype)
-        return dx, dw, d_inverse, None, None
+        return dx, dw, d_inverse, None

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
 
+import torch
 from torch import nn
 
+from shardwise.distributed.mesh import Group
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
+from shardwise.layers.fp8 import keep_scales
+from shardwise.layers.linear import linear_layers
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
@@ -37,3 +44,36 @@ def _parameters_outside(module: nn.Module, excluded: set[nn.Module]) -> Iterator
     for child in module.children():
         if child not in excluded:
             yield from _parameters_outside(child, excluded)
+
+
+class WeightScales:
+    """The scales of a model's weights during a step, whose micro-batches all have the same weights.
+
+    The ranks agree on those of a unit, such as a block, in its first forward pass, where ZeRO-3 has gathered it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._is_kept = False
+        self._weights: list[nn.Parameter] = []
+        for unit, parameters in units(model).items():
+            layers = [layer for layer in linear_layers(unit) if layer.scaling and layer.weight in set(parameters)]
+            for group in dict.fromkeys(layer.group for layer in layers):
+                weights = [layer.weight for layer in layers if layer.group is group]
+                unit.register_forward_pre_hook(partial(self._before_forward, weights, group))
+                self._weights += weights
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, no weight changes."""
+        self._is_kept = True
+        try:
+            yield
+        finally:
+            self._is_kept = False
+            for weight in self._weights:
+                cast(Any, weight).fp8_scale = None
+
+    @torch.no_grad()
+    def _before_forward(self, weights: Sequence[nn.Parameter], group: Group, *_: object) -> None:
+        if self._is_kept and getattr(weights[0], "fp8_scale", None) is None:
+            keep_scales(weights, group)

@@ -3,7 +3,7 @@
 Shapes: see `models/blocks.py`. Keys that a query does not see, because they are of another document or beyond a window,
 are left out in one of four ways (`AttentionMask.form`):
 
-- on a CPU, by `attention_by_pieces`, which calls torch's kernel for each document;
+- on a CPU, by pieces (`attention_pieces.py`): torch's kernel is called for each document;
 - on an accelerator whose kernel takes documents of any length, and whose ranks have whole samples, by that kernel;
 - on other accelerators, in a compiled model or with a long sequence, by FlexAttention;
 - else, and always with dropout of the probabilities, by a dense mask, which has S² elements a sample.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,18 +24,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwise.config import FamilyConfig
 from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import has_fused_attention
+from shardwise.layers.bitwise.replicated import SequenceParts, part_views
 from shardwise.layers.context import gather_chunks
 from shardwise.layers.dropout import AnyKey, DropoutKey, Place, scaled
 from shardwise.layers.linear import LinearOptions, RowParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
-from shardwise.layers.parts import head_products
 from shardwise.layers.recompute import Recomputed, can_drop, dropping
-from shardwise.layers.replicated import SequenceParts, part_views
-from shardwise.models.attention_kernels import attention_by_document, flex_attention
-from shardwise.models.attention_pieces import attention_by_pieces
 from shardwise.models.blocks import ATTENTION, Context, LayerFactory
-from shardwise.models.masks import DocumentsMask, Masks, PiecesMask
-from shardwise.models.ring_attention import ring_attention
+from shardwise.models.masks import KernelMask, Mask
 from shardwise.models.rotary import rotate
 
 
@@ -56,6 +52,7 @@ class AttentionCore(nn.Module):
         self.place = Place(layer, ATTENTION, self.context_group.rank * factory.group.size + factory.group.rank)
         self.recompute = factory.recompute == "selective"
         self.group = factory.group
+        self.head_products = factory.head_products
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q `[S, B, n, d]`, k and v `[L, B, m, d]`, where m divides n and L ≥ S → `[S, B, n·d]`."""
@@ -68,11 +65,11 @@ class AttentionCore(nn.Module):
             return out
         return self._attend(q, k, v, mask, key)
 
-    def _is_fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Masks | None, key: AnyKey | None) -> bool:
+    def _is_fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, key: AnyKey | None) -> bool:
         """Return whether one kernel computes it and keeps its inputs, its output and the logarithms of sums alone."""
         if self.goes_by_steps(q, key):
             return False
-        if torch.compiler.is_compiling() or not (mask is None or isinstance(mask, Tensor)):
+        if torch.compiler.is_compiling() or isinstance(mask, KernelMask):
             return True
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         return has_fused_attention(
@@ -90,30 +87,30 @@ class AttentionCore(nn.Module):
         is_in_kernel = isinstance(key, DropoutKey) and key.mode == "fast" and q.device.type != "cpu"
         return self.p > 0 and key is not None and not is_in_kernel
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Masks | None, key: AnyKey | None) -> Tensor:
-        if isinstance(mask, tuple):
-            return ring_attention(q, k, v, mask, self.scale, self.context_group).flatten(2)
-        if isinstance(mask, PiecesMask):
-            return attention_by_pieces(q, k, v, mask, self.scale).flatten(2)
-        if isinstance(mask, DocumentsMask):
-            return attention_by_document(q, k, v, mask, self.scale).flatten(2)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, key: AnyKey | None) -> Tensor:
+        if isinstance(mask, KernelMask):
+            return mask.attend(q, k, v, self.scale).flatten(2)
+        by_steps = self.goes_by_steps(q, key)
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
-        is_grouped = q.shape[1] != k.shape[1]
-        # torch aligns its causal mask with the first key; a query after cached keys sees all of them.
-        causal = self.causal and mask is None and q.shape[2] == k.shape[2]
-        if not (mask is None or isinstance(mask, Tensor)):
-            out: Tensor = flex_attention()(q, k, v, block_mask=mask, scale=self.scale, enable_gqa=is_grouped)
-        elif key is None:
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=causal, scale=self.scale, enable_gqa=is_grouped
-            )
-        elif isinstance(key, DropoutKey) and not self.goes_by_steps(q, key):
-            with key.seeded(q.device, self.place.layer, ATTENTION, self.place.shard):
-                out = F.scaled_dot_product_attention(
-                    q, k, v, mask, self.p, is_causal=causal, scale=self.scale, enable_gqa=is_grouped
-                )
-        else:
+        if key is not None and by_steps:
             out = self._step_by_step(q, k, v, mask, key)
+        else:
+            # torch aligns its causal mask with the first key; a query after cached keys sees all of them.
+            causal = self.causal and mask is None and q.shape[2] == k.shape[2]
+            seeded: AbstractContextManager[None] = nullcontext()
+            if isinstance(key, DropoutKey):
+                seeded = key.seeded(q.device, self.place.layer, ATTENTION, self.place.shard)
+            with seeded:
+                out = F.scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    mask,
+                    dropout_p=0.0 if key is None else self.p,
+                    is_causal=causal,
+                    scale=self.scale,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _step_by_step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: AnyKey) -> Tensor:
@@ -123,7 +120,7 @@ class AttentionCore(nn.Module):
             v = v.repeat_interleave(copies, dim=1)
         # q is scaled in place of the scores, as it has fewer elements.
         scale = 1.0 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
-        scores = head_products(q * scale, k.transpose(-1, -2), self.group)
+        scores = self.head_products(q * scale, k.transpose(-1, -2))
         if mask is None and self.causal:
             length = q.shape[-2]
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril_()
@@ -133,7 +130,7 @@ class AttentionCore(nn.Module):
             scores = scores.masked_fill(~mask, float("-inf"))
         # In float32, as the fused kernels do: a sum of many bfloat16 terms would lose digits.
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        return head_products(self._drop(probabilities, key), v, self.group)
+        return self.head_products(self._drop(probabilities, key), v)
 
     def _drop(self, probabilities_BnSL: Tensor, key: AnyKey) -> Tensor:
         if key.mode == "fast":
@@ -233,7 +230,7 @@ class Attention(nn.Module):
         def rotated(x: Tensor) -> Tensor:
             return x if tables is None else rotate(x, *tables)
 
-        gathers = context.is_cut and not isinstance(context.masks.get(self.core.window), tuple)
+        gathers = context.gathers_keys
 
         def of_all_tokens(x: Tensor) -> Tensor:
             return gather_chunks(x, self.core.context_group) if gathers else x

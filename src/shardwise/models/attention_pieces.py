@@ -14,13 +14,13 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
-from shardwise.layers.parts import in_vectors
+from shardwise.layers.vectors import in_vectors
 from shardwise.models.masks import AttentionMask, PiecesMask
 
 MANY = 4096
@@ -33,19 +33,8 @@ SHORT = 256
 """Queries of a piece with a mask: fewer are slower, more compute scores that the mask hides."""
 
 
-def attention_by_pieces(q: Tensor, k: Tensor, v: Tensor, mask: PiecesMask, scale: float | None = None) -> Tensor:
-    """`softmax(scale · q kᵀ) v` over the keys that each query sees: q `[Q, B, n, d]` → `[Q, B, n, d]`.
-
-    k and v are `[L, B, m, d]`, where m divides n; scale None is 1 / √d. Call `define_attention_by_pieces` before,
-    outside of compiled code.
-    """
-    # One operator of a compiled graph, so that the number of documents and their places change no graph.
-    arguments = (mask.starts_SB, mask.ends, mask.window, scale)
-    return cast(Tensor, torch.ops.shardwise.attention_by_pieces(q, k, v, *arguments)[0])
-
-
 def attend_by_pieces(q: Tensor, k: Tensor, v: Tensor, mask: PiecesMask, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return what `attention_by_pieces` does and the log-sum-exps `[B, Q, n]`; 0 and -inf where no key is seen."""
+    """Return what `PiecesMask.attend` does and the log-sum-exps `[B, Q, n]`; 0 and -inf where no key is seen."""
     pieces = list(_pieces(mask))
     by_piece = (piece.attended(q, k, v, scale) for piece in pieces)
     has_all_keys = mask.key_places is None
@@ -87,7 +76,7 @@ def add_gradients_by_pieces(
 
 @functools.cache
 def define_attention_by_pieces() -> None:
-    """Define the operator of `attention_by_pieces`, and that of its gradients."""
+    """Define the operator of `PiecesMask.attend`, and that of its gradients."""
 
     @torch.library.custom_op("shardwise::attention_by_pieces", mutates_args=(), device_types="cpu")
     def attention(

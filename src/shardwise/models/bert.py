@@ -139,7 +139,7 @@ class Bert(Family[BertConfig]):
     def build(self, config: BertConfig, factory: LayerFactory) -> None:
         if factory.part.is_first:
             self.embeddings = Embeddings(config, factory)
-        self.layers = nn.ModuleList(BertBlock(config, layer, factory) for layer in factory.part.block_numbers(config))
+        self.layers = factory.blocks(config, BertBlock)
         if factory.part.is_last:
             self.heads = Heads(config, factory)
 

@@ -9,7 +9,7 @@ Of the key-value cache: L tokens for which there is room, S new tokens, m key an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar, cast
 
@@ -23,8 +23,11 @@ from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, of_or_whole, share
 from shardwise.layers.arguments import sharing_group
+from shardwise.layers.bitwise.functions import activate_by_part, head_products
 from shardwise.layers.dropout import AnyKey, Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
+from shardwise.layers.execution import Execution, execution, made_with
+from shardwise.layers.gated import Gate, gated
 from shardwise.layers.linear import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
@@ -33,9 +36,8 @@ from shardwise.layers.linear import (
     RowParallelLinear,
 )
 from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
-from shardwise.layers.parts import activate
 from shardwise.layers.recompute import compose
-from shardwise.models.masks import Masks
+from shardwise.models.masks import Mask
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
 _Norm = LayerNorm | RMSNorm
@@ -88,8 +90,8 @@ class LayerFactory:
             core where no fused kernel computes it (`selective`), or each block (`full`).
         part: the pipeline stage.
         vocab_multiple: number that divides each rank's rows of embedding and head.
-        context_group: the ranks that share each sample.
         options: arguments that all layers take.
+        in_blocks: how the layers of blocks compute.
     """
 
     group: Group
@@ -97,13 +99,34 @@ class LayerFactory:
     recompute: Recompute
     part: Part
     vocab_multiple: int
-    context_group: Group
     options: LayerOptions
+    in_blocks: Execution
+
+    @property
+    def context_group(self) -> Group:
+        """The ranks that share each sample."""
+        return self.in_blocks.context_group
 
     @property
     def drops_cheap(self) -> bool:
         """True if results that are cheap to compute are not kept for the backward pass."""
         return self.recompute == "selective"
+
+    def activation(self, config: FamilyConfig) -> Callable[[Tensor], Tensor]:
+        """Return the activation function of a rank's part of the width."""
+        function = ACTIVATIONS[config.activation]
+        if self.group.has_parts:
+            return partial(activate_by_part, function=function, count=self.group.parts)
+        return function
+
+    def gated(self, config: FamilyConfig) -> Callable[[Tensor], Tensor] | None:
+        """Return the function of gate and up side by side; None where the gate's width decides on bits."""
+        return None if self.group.has_parts else partial(gated, act=cast(Gate, config.activation))
+
+    @property
+    def head_products(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The product of each head's matrices."""
+        return partial(head_products, count=self.group.parts) if self.group.has_parts else torch.matmul
 
     def has_embedding(self, config: FamilyConfig) -> bool:
         """Return whether this part has the word embedding, for its input or as the head's weight."""
@@ -123,7 +146,6 @@ class LayerFactory:
             name=name,
             **self.options,
         )
-        embedding.context_group = self.context_group
         self.part.embeddings[name] = embedding
         if config.tie_word_embeddings and self.part.ends.size > 1:
             # Each end has a tensor of its own, and computes the part of the gradient that its use of it makes.
@@ -132,11 +154,21 @@ class LayerFactory:
 
     def small_embedding(self, config: FamilyConfig, name: str, rows: int) -> ReplicatedEmbedding:
         """Make the layer positions or token types → a term of x, with the whole table on every rank."""
-        embedding = ReplicatedEmbedding(
+        return ReplicatedEmbedding(
             rows, config.hidden_size, sequence_parallel_enabled=self.sequence_parallel, name=name, **self.options
         )
-        embedding.context_group = self.context_group
-        return embedding
+
+    def blocks(self, config: _Config, make: Callable[[_Config, int, LayerFactory], nn.Module]) -> nn.ModuleList:
+        """Make the blocks of this part, each of them compiled where blocks are."""
+        compiler = self.in_blocks.compiler
+        blocks = nn.ModuleList()
+        with made_with(self.in_blocks):
+            for layer in self.part.block_numbers(config):
+                block = make(config, layer, self)
+                if compiler is not None:
+                    compiler.add_block(block, str(layer), layer)
+                blocks.append(block)
+        return blocks
 
     def query_key_value(
         self, config: FamilyConfig, names: Sequence[str], *, bias: bool = True, transposed: bool = False
@@ -218,18 +250,17 @@ class Context:
         dropout: the step's key; None: no dropout.
         masks: window of a block → keys that its queries see; a tensor `[B, 1, 1, S]` is true for them, and one
             `[B, 1, S, L]` is added to the scores. Without a mask they see all, in a causal model those up to the query.
-            Where keys come rank by rank, there is one for the keys of each rank.
         cache: keys and values of earlier tokens.
         rotary_tables: window of a block → cosines and sines of these tokens' positions; empty with learned positions.
-        is_cut: true if context parallelism cuts the samples, so that this rank has a part of their tokens.
+        gathers_keys: true if context parallelism cuts the samples, and attention gathers keys and values of all ranks.
         parts: the same for each part of the rank's tokens, in a bit-equal training with context parallelism.
     """
 
     dropout: AnyKey | None = None
-    masks: Mapping[int | None, Masks | None] = field(default_factory=dict)
+    masks: Mapping[int | None, Mask | None] = field(default_factory=dict)
     cache: KeyValueCache | None = None
     rotary_tables: Mapping[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    is_cut: bool = False
+    gathers_keys: bool = False
     parts: Sequence[Context] = ()
 
     @property
@@ -271,7 +302,7 @@ class MLP(nn.Module):
             name=up_name,
             **options,
         )
-        self.act = ACTIVATIONS[config.activation]
+        self.act = factory.activation(config)
         # ReLU keeps its result in place of its input.
         self.drops_activated = factory.drops_cheap and config.activation != "relu"
         # Here the width is cut over the ranks, elsewhere the sequence or nothing.
@@ -296,7 +327,7 @@ class MLP(nn.Module):
         """Return `then` of the input of the second projection, `[S, B, F/g]`."""
 
         def activated(up: Tensor) -> Tensor:
-            return cast(Tensor, self.dropout(activate(self.act, up, self.up.group), context.dropout))
+            return cast(Tensor, self.dropout(self.act(up), context.dropout))
 
         return compose(then, activated, self.up(x), drops=self.drops_activated)
 
@@ -330,6 +361,10 @@ class Family(nn.Module, Generic[_Config]):
         device: device of the parameters; None: torch's default.
         dtype: dtype of the parameters; None: torch's default.
         deferred: true if the optimizer gives the parameters memory and values (`LayerOptions`).
+
+    Attributes:
+        passes_keys: true if ranks that share samples pass their keys and values round, false if they gather them.
+        is_compiled: true if the blocks are compiled.
     """
 
     def __init__(
@@ -358,10 +393,13 @@ class Family(nn.Module, Generic[_Config]):
         options["deferred"] = deferred
         self.context_group = context_group or Group()
         self.sequence_ranks = ranks.size if sequence_parallel else 1
-        factory = LayerFactory(
-            ranks, sequence_parallel, recompute, self.part, vocab_multiple, self.context_group, options
-        )
-        self.build(config, factory)
+        in_blocks = replace(execution(), context_group=self.context_group)
+        self.passes_keys = in_blocks.passes_keys
+        self.is_compiled = in_blocks.compiler is not None and in_blocks.compiler.compiles_blocks
+        factory = LayerFactory(ranks, sequence_parallel, recompute, self.part, vocab_multiple, options, in_blocks)
+        # Layers outside of blocks, such as BERT's heads, are small: they keep the dtype of their weights.
+        with made_with(replace(in_blocks, fp8=False)):
+            self.build(config, factory)
 
     def build(self, config: _Config, factory: LayerFactory) -> None:
         """Make the layers of this part, in the order of the forward pass.

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.config import BertConfig, Config, DecoderConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
 from shardwise.distributed.mesh import Group
-from shardwise.layers.linear import set_overlap, set_regathers
+from shardwise.layers.execution import Compiler, Execution, made_with
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Part
-from shardwise.models.causal import CausalLM
-from shardwise.models.fp8_blocks import multiply_in_fp8
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
@@ -38,6 +36,8 @@ def build_model(
     dtype: torch.dtype | None = None,
     part: Part | None = None,
     deferred: bool = False,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    compiler: Compiler | None = None,
 ) -> nn.Module:
     """Build this rank's shard of the model that `config.model` describes; weights depend on (seed, canonical name).
 
@@ -50,17 +50,28 @@ def build_model(
         dtype: dtype of the parameters; None: torch's default.
         part: the pipeline stage to build; None: the whole model.
         deferred: true if the optimizer gives the parameters of a family memory and values (`LayerOptions`).
+        loss: function of the user's in the place of the head's cross-entropy (`Execution`).
+        compiler: compiles blocks and the loss of the head; None: they stay eager.
 
     Raises:
         ConfigError: `model.family` names a class of the user's that cannot be imported or built; or widths or a lack of
             layers that `precision.matmul` refuses.
     """
+    chosen = Execution(
+        overlap=config.parallel.tensor_overlap,
+        regathers=config.regathers,
+        fp8=config.precision.matmul is not None,
+        passes_keys=config.passes_keys,
+        context_group=context_group or Group(),
+        loss=loss,
+        compiler=compiler,
+    )
     model = config.shapes
-    if model is None:
-        built = build_user_model(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
-    else:
+    with made_with(chosen):
+        if model is None:
+            return build_user_model(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
         make = next(module for record, module in _ARCHITECTURES.items() if isinstance(model, record))
-        built = make(
+        return make(
             model,
             group,
             sequence_parallel=sequence_parallel,
@@ -73,10 +84,3 @@ def build_model(
             dtype=dtype,
             deferred=deferred,
         )
-    if isinstance(built, CausalLM):
-        built.passes_keys = config.passes_keys
-    set_overlap(built, config.parallel.tensor_overlap)
-    set_regathers(built, config.regathers)
-    if config.precision.matmul is not None:
-        multiply_in_fp8(built, config, context_group)
-    return built

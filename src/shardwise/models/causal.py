@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import FamilyConfig
+from shardwise.layers.bitwise.replicated import SequenceParts
 from shardwise.layers.context import cuts_samples, runs_of_places
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
-from shardwise.layers.replicated import SequenceParts
 from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
-from shardwise.models.masks import AttentionMask, DocumentSizes, Mask, Masks, PiecesMask
+from shardwise.models.masks import AttentionMask, DocumentSizes, Mask, PiecesMask
+from shardwise.models.ring_attention import RingMask
 from shardwise.models.rotary import Rotary
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
@@ -34,9 +35,7 @@ class CausalLM(Family[_Config]):
         lm_head: the output head.
         rotary: the rotary tables; None with learned positions.
         window_rotary: those of blocks with a window; None: the same.
-        is_compiled: true if the blocks are compiled.
         shares_samples: true if `context_group` shares samples, as in training; false if each rank has whole ones.
-        passes_keys: true if ranks that share samples pass their keys and values round, false if they gather them.
     """
 
     layers: nn.ModuleList
@@ -44,9 +43,7 @@ class CausalLM(Family[_Config]):
     lm_head: ParallelLMHead
     rotary: Rotary | None = None
     window_rotary: Rotary | None = None
-    is_compiled: bool = False
     shares_samples: bool = True
-    passes_keys: bool = False
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         """Token ids `[S, B]` → x; without `positions_SB` the positions are 0 … S-1."""
@@ -101,7 +98,7 @@ class CausalLM(Family[_Config]):
             if positions_SB is not None and torch.equal(positions_SB, positions_SB[:, :1].expand_as(positions_SB)):
                 positions_SB = positions_SB[:, :1]  # tables of one column are faster
         tables = self._tables(x, length, positions_SB, lengths_B, known)
-        context = Context(dropout, cache=cache, rotary_tables=tables, is_cut=is_cut)
+        context = Context(dropout, cache=cache, rotary_tables=tables, gathers_keys=is_cut and not self.passes_keys)
         if is_cut and self.context_group.has_parts:
             context = replace(context, parts=self._parts(context, runs, starts_SB, length, x))
         else:
@@ -147,14 +144,15 @@ class CausalLM(Family[_Config]):
         length: int,
         x: Tensor,
         documents: DocumentSizes | None = None,
-    ) -> dict[int | None, Masks | None]:
+    ) -> dict[int | None, Mask | None]:
         """Return the masks of queries at runs of places in a sequence of `length` tokens, in the form of attention.
 
         Where keys come rank by rank, there is one mask for those of each rank.
         """
         cache = context.cache
-        ranks = self.context_group.size if context.is_cut and self.passes_keys else 1
-        masks: dict[int | None, Masks | None] = {}
+        comes_by_rank = self.passes_keys and self.shares_samples and cuts_samples(self.context_group)
+        ranks = self.context_group.size if comes_by_rank else 1
+        masks: dict[int | None, Mask | None] = {}
         for window in self._windows:
             forgotten = 0 if cache is None else cache.length - cache.seen(window)
             places = tuple(range(run.start - forgotten, run.stop - forgotten) for run in runs)
@@ -164,7 +162,7 @@ class CausalLM(Family[_Config]):
                 continue
             by_rank = [runs_of_places(mask.queries, rank, ranks) for rank in range(ranks)]
             forms = [self._form_of(replace(mask, key_places=run), length, x, context) for run in by_rank]
-            masks[window] = tuple(cast(Mask, form) for form in forms)
+            masks[window] = RingMask([cast(Mask, form) for form in forms], self.context_group)
         return masks
 
     def _form_of(self, mask: AttentionMask, keys: int, x: Tensor, context: Context) -> Mask | None:
@@ -191,7 +189,7 @@ class CausalLM(Family[_Config]):
             key = context.dropout
             if isinstance(key, DropoutKey) and key.places_S is not None:
                 key = replace(key, places_S=key.places_S.chunk(count)[number])
-            part = Context(key, is_cut=True)
+            part = Context(key, gathers_keys=True)
             starts = None if starts_SB is None else starts_SB.chunk(count)[number]
             masks = self._masks(part, runs[2 * number : 2 * number + 2], starts, length, x)
             parts.append(replace(part, masks=masks))

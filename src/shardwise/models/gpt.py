@@ -11,7 +11,7 @@ import math
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.config import GPTConfig
 from shardwise.distributed.placement import Init
@@ -64,7 +64,7 @@ class GPT(CausalLM[GPTConfig]):
         if factory.part.is_first:
             self.wpe = factory.small_embedding(config, "transformer.wpe", config.max_position_embeddings)
             self.dropout = factory.dropout(config.embedding_dropout_p, EMBEDDING, 0)
-        self.layers = nn.ModuleList(GPTBlock(config, layer, factory) for layer in factory.part.block_numbers(config))
+        self.layers = factory.blocks(config, GPTBlock)
         if factory.part.is_last:
             self.norm = factory.norm(config, "transformer.ln_f")
             self.lm_head = factory.head(config, "lm_head", "transformer.wte")

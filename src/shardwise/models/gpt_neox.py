@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.config import GPTNeoXConfig
 from shardwise.distributed.placement import mark_heads
@@ -98,9 +98,7 @@ class GPTNeoX(CausalLM[GPTNeoXConfig]):
             self.embed_in = factory.word_embedding(config, "gpt_neox.embed_in")
         if factory.part.is_first:
             self.dropout = factory.dropout(config.embedding_dropout_p, EMBEDDING, 0)
-        self.layers = nn.ModuleList(
-            GPTNeoXBlock(config, layer, factory) for layer in factory.part.block_numbers(config)
-        )
+        self.layers = factory.blocks(config, GPTNeoXBlock)
         if factory.part.is_last:
             self.norm = factory.norm(config, "gpt_neox.final_layer_norm")
             self.lm_head = factory.head(config, "embed_out", "gpt_neox.embed_in")

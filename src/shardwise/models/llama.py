@@ -9,20 +9,15 @@ Shapes: see `models/blocks.py`.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import DecoderConfig
-from shardwise.layers.gated import Gate, gated
 from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
-from shardwise.layers.parts import activate
 from shardwise.layers.recompute import compose
 from shardwise.models.attention import Attention, Block
-from shardwise.models.blocks import ACTIVATIONS, Context, LayerFactory
+from shardwise.models.blocks import Context, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 
@@ -33,7 +28,8 @@ class GatedMLP(nn.Module):
     def __init__(self, config: DecoderConfig, name: str, factory: LayerFactory) -> None:
         super().__init__()
         self.drops_activated = factory.drops_cheap
-        self.act = cast(Gate, config.activation)
+        self.act = factory.activation(config)
+        self.gated = factory.gated(config)
         self.gate_up = MergedColumnParallelLinear(
             config.hidden_size,
             (config.intermediate_size, config.intermediate_size),
@@ -54,20 +50,16 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        group = self.down_proj.group
-
-        def activated(gate: Tensor, up: Tensor) -> Tensor:
-            return activate(ACTIVATIONS[self.act], gate, group) * up
-
         out: Tensor
         # The compiler makes one kernel of single operations.
-        if group.has_parts or torch.compiler.is_compiling():
-            out = compose(self.down_proj, activated, *self.gate_up(x), drops=self.drops_activated)
+        if self.gated is None or torch.compiler.is_compiling():
+            out = compose(self.down_proj, self._activated, *self.gate_up(x), drops=self.drops_activated)
         else:
-            out = compose(
-                self.down_proj, partial(gated, act=self.act), self.gate_up.joined(x), drops=self.drops_activated
-            )
+            out = compose(self.down_proj, self.gated, self.gate_up.joined(x), drops=self.drops_activated)
         return out
+
+    def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.act(gate) * up
 
 
 class LlamaBlock(Block):
@@ -134,7 +126,7 @@ class Llama(CausalLM[DecoderConfig]):
             self.window_rotary = Rotary(config.model_copy(update={"rope_theta": base, "rope_scaling": None}))
         if factory.has_embedding(config):
             self.embed_tokens = factory.word_embedding(config, "model.embed_tokens")
-        self.layers = nn.ModuleList(LlamaBlock(config, layer, factory) for layer in factory.part.block_numbers(config))
+        self.layers = factory.blocks(config, LlamaBlock)
         if factory.part.is_last:
             self.norm = factory.norm(config, "model.norm", RMSNorm)
             self.lm_head = factory.head(config, "lm_head", "model.embed_tokens")

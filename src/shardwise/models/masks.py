@@ -1,13 +1,17 @@
 """The keys that each query of causal attention sees, and the forms in which kernels are told so.
 
 Shapes of masks: Q queries, L keys, B batch (1 if all samples are alike); n = ceil(Q / BLOCK) blocks of queries and
-m = ceil(L / BLOCK) blocks of keys; N documents of all samples, T = S·B tokens.
+m = ceil(L / BLOCK) blocks of keys; N documents of all samples, T = S·B tokens. Inputs of attention: q `[Q, B, n, d]`
+of n query heads of width d, k and v `[L, B, m, d]`, where the number m of key and value heads divides n.
 """
 
 from __future__ import annotations
 
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -179,7 +183,7 @@ class AttentionMask:
             return self.by_document(keys, is_compiled=is_compiled)
         has_kernel = is_fused and not is_cached and head_dim >= devices.least_flex_width(like.device)
         if has_kernel and (is_compiled or keys >= LONG):
-            return self.blocks(keys, like.device)
+            return BlocksMask(self.blocks(keys, like.device))
         return self.dense(keys, like.dtype, like.device)
 
     def _is_by_document(self, like: Tensor, keys: int, head_dim: int) -> bool:
@@ -196,8 +200,43 @@ class AttentionMask:
         return devices.attends_by_document(like.device, like.dtype, head_dim)
 
 
+class KernelMask(ABC):
+    """A mask that comes with its own way of attention: one kernel, which keeps no probabilities."""
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Return `softmax(scale · q kᵀ) v` over the keys that each query sees, `[Q, B, n, d]`; scale None is 1 / √d."""
+
+
 @dataclass(frozen=True)
-class DocumentsMask:
+class BlocksMask(KernelMask):
+    """The blocks in which a key is seen, for FlexAttention."""
+
+    blocks: BlockMask
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        is_grouped = q.shape[1] != k.shape[1]
+        out: Tensor = flex_attention()(q, k, v, block_mask=self.blocks, scale=scale, enable_gqa=is_grouped)
+        return out.permute(2, 0, 1, 3)
+
+
+def flex_attention() -> Callable[..., Any]:
+    """Return FlexAttention, which outside of a compiled graph is a graph of its own."""
+    from torch.nn.attention.flex_attention import flex_attention  # slow to import, and seldom needed
+
+    return cast(Callable[..., Any], flex_attention) if torch.compiler.is_compiling() else _compiled_flex_attention()
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@dataclass(frozen=True)
+class DocumentsMask(KernelMask):
     """The documents of a micro-batch, sample after sample, in tensors whose sizes one compiled graph takes as they are.
 
     Attributes:
@@ -211,9 +250,23 @@ class DocumentsMask:
     rows: Tensor
     window: int | None
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # slow to import, and seldom needed
+
+        # The samples follow one another in the kernel's tensors: several are copied, one is not.
+        q_T, k_T, v_T = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+        longest = len(self.rows)
+        # The kernel counts the keys before a query's own; -1: all.
+        window = (-1 if self.window is None else self.window - 1, 0)
+        is_grouped = q.shape[2] != k.shape[2]
+        options: dict[str, Any] = {"scale": scale, "window_size": window, "enable_gqa": is_grouped}
+        out_T = cast(Tensor, varlen_attn(q_T, k_T, v_T, self.bounds, self.bounds, longest, longest, **options))
+        out: Tensor = out_T.unflatten(0, (q.shape[1], -1))
+        return out.transpose(0, 1)
+
 
 @dataclass(frozen=True)
-class PiecesMask:
+class PiecesMask(KernelMask):
     """The numbers of an `AttentionMask` in tensors, so that one compiled graph serves all ranks.
 
     Attributes:
@@ -228,11 +281,15 @@ class PiecesMask:
     window: int | None
     key_places: tuple[range, ...] | None = None
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        # One operator of a compiled graph, so that the number of documents and their places change no graph. It is
+        # defined by `define_attention_by_pieces`.
+        operator = torch.ops.shardwise.attention_by_pieces
+        return cast(Tensor, operator(q, k, v, self.starts_SB, self.ends, self.window, scale)[0])
 
-Mask: TypeAlias = Union[Tensor, "BlockMask", DocumentsMask, PiecesMask]
-"""The forms of a mask: dense, or added to scores; by blocks, for FlexAttention; the documents; the bounds, for CPUs."""
-Masks: TypeAlias = Mask | tuple[Mask, ...]
-"""The mask of all keys, or where keys come rank by rank, one for the keys of each rank."""
+
+Mask: TypeAlias = Tensor | KernelMask
+"""A mask that is dense, or added to scores; or one of a kernel."""
 
 
 def _numbers(runs: tuple[range, ...], device: torch.device) -> Tensor:

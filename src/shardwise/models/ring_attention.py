@@ -10,7 +10,9 @@ Shapes: Q queries and keys of a rank, B batch, n query heads, m key and value he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,17 +23,23 @@ from shardwise.distributed import collectives
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.layers.context import passed_round
-from shardwise.models.attention_kernels import attention_and_log_sums
 from shardwise.models.attention_pieces import add_gradients_by_pieces, attend_by_pieces
-from shardwise.models.masks import DocumentsMask, Mask, PiecesMask
+from shardwise.models.masks import BlocksMask, KernelMask, Mask, PiecesMask, flex_attention
+
+_HIDDEN = -1e30
+"""Added to the scores of keys that are not seen: where no key is, sums stay finite, and so do gradients."""
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], scale: float | None, group: Group) -> Tensor:
-    """Return `softmax(scale · q kᵀ) v` over the keys of all ranks: q `[Q, B, n, d]`, k and v `[Q, B, m, d]`.
+@dataclass(frozen=True)
+class RingMask(KernelMask):
+    """The masks of this rank's queries and the keys of each rank of a group, which come rank by rank."""
 
-    `masks`: of this rank's queries and each rank's keys; scale None is 1 / √d.
-    """
-    return cast(Tensor, _RingAttention.apply(q, k, v, masks, scale, group))  # type: ignore[no-untyped-call]
+    masks: Sequence[Mask]
+    group: Group
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Return attention over the keys of all ranks, `[Q, B, n, d]`; k and v are this rank's, `[Q, B, m, d]`."""
+        return cast(Tensor, _RingAttention.apply(q, k, v, self.masks, scale, self.group))  # type: ignore[no-untyped-call]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -88,10 +96,39 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) ->
     if isinstance(mask, PiecesMask):
         out, log_sums = attend_by_pieces(q, k, v, mask, scale)
         return out, log_sums.transpose(0, 1)
-    assert not isinstance(mask, DocumentsMask), "a rank's queries have keys of other ranks"
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
-    out, log_sums = attention_and_log_sums(q, k, v, mask, scale)
+    if isinstance(mask, BlocksMask):
+        out, log_sums = _attend_by_blocks(q, k, v, mask, scale)
+    else:
+        assert isinstance(mask, Tensor), "a rank's queries have keys of other ranks"
+        out, log_sums = _attend_densely(q, k, v, mask, scale)
     return out.permute(2, 0, 1, 3), log_sums.permute(2, 0, 1)
+
+
+def _attend_by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: BlocksMask, scale: float | None) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.flex_attention import AuxRequest  # slow to import, and seldom needed
+
+    out, auxiliary = flex_attention()(
+        q,
+        k,
+        v,
+        block_mask=mask.blocks,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    return out, auxiliary.lse
+
+
+def _attend_densely(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    # The queries of all heads that share a key follow one another: no key is copied.
+    rows = q.unflatten(1, (k.shape[1], -1))
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    sum_dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = (rows * scale @ k.unsqueeze(2).transpose(-1, -2)).to(sum_dtype) + mask.unsqueeze(2).clamp_min(_HIDDEN)
+    log_sums = scores.logsumexp(-1, keepdim=True)
+    out = torch.exp(scores - log_sums).to(v.dtype) @ v.unsqueeze(2)
+    return out.flatten(1, 2), log_sums.squeeze(-1).flatten(1, 2)
 
 
 def _add_gradients(

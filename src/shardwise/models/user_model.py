@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import Any, cast
 
@@ -28,12 +28,15 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
 from shardwise.base.user_code import RAISED, error_text, load
-from shardwise.config import Config, UserModelConfig
+from shardwise.config import BITWISE, Config, UserModelConfig
+from shardwise.config.size_rules import FP8_MULTIPLE
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import of, placements, unplaced_state
 from shardwise.distributed.torch_private import has_data
 from shardwise.layers.dropout import Dropout
+from shardwise.layers.execution import Execution, execution, made_with
+from shardwise.layers.linear import RowParallelLinear, linear_layers
 
 RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")
 """Arguments that the run gives. A class that lacks `seed`, `device` or `dtype` is made after
@@ -85,8 +88,11 @@ def build_user_model(
             arguments[name] = value
     # A class that takes no seed draws the same weights on every rank.
     torch.manual_seed(config.train.seed)
+    chosen = execution()
     try:
-        model = model_class(**arguments)
+        # Which layers are in blocks is known later, and only these multiply in fp8.
+        with made_with(replace(chosen, fp8=False)):
+            model = model_class(**arguments)
     except RAISED as error:
         if devices.is_out_of_memory(error) or isinstance(error, dist.DistError):
             raise  # no fault of the class: the callers say what to do
@@ -100,7 +106,49 @@ def build_user_model(
     problems = [*_parameter_problems(model, group), *_dropout_problems(model, group)]
     if problems:
         raise ConfigError([f"model.family ({config.model.family}): {text}" for text in problems])
+    _finish_blocks(model, config.model.family, chosen)
     return model
+
+
+def _finish_blocks(model: nn.Module, family: str, chosen: Execution) -> None:
+    """Let blocks, which are the modules of a `ModuleList`, multiply in fp8 and be compiled where they shall.
+
+    The class puts its blocks into a list when it has made them: no layer can know before that it is in one.
+
+    Raises:
+        ConfigError: there is no block, or the rank's part of a layer has a width that fp8 products do not take.
+    """
+    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    if chosen.fp8:
+        layers = [layer for blocks in lists.values() for layer in linear_layers(blocks)]
+        if not layers:
+            raise ConfigError(
+                f"precision.matmul (fp8) must be left out with model.family {family}, which has no column- or "
+                "row-parallel layer in a torch.nn.ModuleList"
+            )
+        for layer in layers:
+            outputs, inputs = layer.weight.shape
+            if outputs % FP8_MULTIPLE or inputs % FP8_MULTIPLE:
+                raise ConfigError(
+                    f"widths of each rank's linear layers ({inputs} and {outputs}) must be multiples of {FP8_MULTIPLE} "
+                    "with precision.matmul (fp8): change them, or leave precision.matmul out"
+                )
+            layer.scaling = chosen.scaling(layer.group, cuts_outputs=not isinstance(layer, RowParallelLinear))
+    if chosen.compiler is None:
+        return
+    innermost = {
+        path: blocks
+        for path, blocks in lists.items()
+        if not any(isinstance(inside, nn.ModuleList) for inside in list(blocks.modules())[1:])
+    }
+    for path, blocks in innermost.items():
+        for name, block in blocks.named_children():
+            chosen.compiler.add_block(block, f"{path}.{name}")
+    if not any(len(blocks) for blocks in innermost.values()):
+        raise ConfigError(
+            "compile.enabled (true) needs a model with blocks, and model.family has none: put its blocks into a "
+            "torch.nn.ModuleList, or set compile.enabled=false"
+        )
 
 
 def _move(model: nn.Module, **target: Any) -> None:
@@ -307,7 +355,7 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
     problems = {
         f"parallel.tensor ({group.size}) needs layers of shardwise, or shardwise.make_parameter, for {{}}: nothing "
         "says which part of them a rank holds": unplaced,
-        f"train.bitwise (true) with parallel.grain ({group.grain}) needs parameters that layers of shardwise make, "
+        f"{BITWISE} (true) with parallel.grain ({group.grain}) needs parameters that layers of shardwise make, "
         "with group=group; gradients of other parameters, {}, are summed in another order at each layout: set "
         "parallel.grain=1, with which parallel.tensor is 1": unordered,
         f"parallel.tensor ({group.size}) needs group=group, which the constructor is given, in the layers of {{}}: "

@@ -15,6 +15,7 @@ from shardwise.config.schedules import SCHEDULES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.layers.embedding import ParallelEmbedding
+from shardwise.layers.execution import Compiler
 from shardwise.models.blocks import Family, Part, Stages
 from shardwise.models.build import build_model
 from shardwise.pipeline.partition import stage_plan
@@ -28,6 +29,8 @@ def build_stages(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     deferred: bool = False,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    compiler: Compiler | None = None,
 ) -> nn.Module:
     """Return this rank's part of the model: `Stages`, or without a pipeline the model itself.
 
@@ -40,6 +43,7 @@ def build_stages(
         dtype: dtype of the parameters; default: torch's.
         device: device of the parameters; default: the mesh's.
         deferred: true if the optimizer gives the parameters of a family memory and values (`LayerOptions`).
+        loss, compiler: as in `build_model`.
     """
     build = partial(
         build_model,
@@ -50,6 +54,8 @@ def build_stages(
         device=mesh.device if device is None else device,
         dtype=dtype,
         deferred=deferred,
+        loss=loss,
+        compiler=compiler,
     )
     if layout.pipeline == 1:
         return build()

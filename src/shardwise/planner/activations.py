@@ -172,7 +172,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     | core      | q, k and v, and what the core saves beside them      | see `_core`       |
     | MLP       | input of the first layer, as that of QKV             | T·H or T/s·H      |
     |           | gated: gate and up, silu(gate)·up                    | 3·T·F/t           |
-    |           | gated, by parts for `train.bitwise`: silu(gate)      | T·F/t             |
+    |           | gated, by parts: silu(gate)                          | T·F/t             |
     |           | else: input of the activation, and input of the last | 2·T·F/t           |
     |           | mask of dropout between the two, one byte each       | T·F/t             |
     | both      | the norm: its input and one or two statistics        | see `norm_bytes`  |
@@ -226,8 +226,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
 def _mlp(workload: RankWorkload, feed: int) -> int:
     """Return the bytes that the MLP with its dropout saves; feed: bytes of its inner width, [T·F/t]."""
     model = workload.model
-    has_parts = workload.config.train.bitwise and workload.config.parallel.grain > 1
-    inner = (2 + has_parts if model.gated else 1) * feed
+    inner = (2 + workload.has_parts if model.gated else 1) * feed
     if model.activation == "relu" and not (workload.inner_mask_elements or workload.rounds_inputs):
         inner -= feed
     last_input = workload.input_width * workload.tokens * workload.local.intermediate

@@ -341,7 +341,7 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     buckets = bucket_shapes(workload)
     elements = sum(bucket.elements for bucket in buckets)
     gradients = DTYPE_BYTES[precision.reduce] * (elements + workload.head_gradient_elements)
-    is_ordered = workload.config.train.bitwise
+    is_ordered = workload.is_bit_equal
     norm = _FLOAT64 if precision.rounding == "stochastic" else _FLOAT32
     losses = _FLOAT32 * objectives
     if is_ordered:
@@ -367,7 +367,7 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     transfers += _over_data(workload, gradients, buckets)
     for ranks in sorted({layout.tensor, workload.local.key_value_copies} - {1}):
         axis = "tp" if ranks == layout.tensor else f"tp/{ranks}"
-        if workload.config.train.bitwise:
+        if workload.is_bit_equal:
             # Each micro-batch's sum is complete before the next one is added to it.
             partial = sum(bucket.partial(ranks) for bucket in buckets)
             size = DTYPE_BYTES[precision.parameter] * partial

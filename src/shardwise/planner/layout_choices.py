@@ -207,7 +207,7 @@ def _stages(config: Config, layout: Layout, fixed: Collection[str]) -> Iterator[
             continue
         if zero == 3 and layout.accumulation(config.train) > 1:
             yield zero, "step"
-        if len(stages) == 1 or not config.train.bitwise:
+        if len(stages) == 1 or not config.is_bit_equal:
             yield zero, None
 
 

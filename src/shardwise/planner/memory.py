@@ -172,7 +172,7 @@ def _parameter_bytes(workload: RankWorkload) -> int:
 
 
 def _gradient_bytes(workload: RankWorkload) -> int:
-    """Bytes of the gradients that stay: with `train.bitwise` also those of ended groups, and those of a tied head."""
+    """Bytes of the gradients that stay: with bit-equal sums also those of ended groups, and those of a tied head."""
     if not workload.frees_gradients:
         return whole_gradient_bytes(workload)
     elements = sum(bucket.elements // bucket.slices for bucket in bucket_shapes(workload))
@@ -230,8 +230,8 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     elif parallel.pipeline > 1:
         onwards, back = (x * sends for sends in _sends(workload, stage))
     table = DTYPE_BYTES[workload.precision.gradient] * workload.local.vocabulary * workload.model.hidden_size
-    # With `train.bitwise` the head's gradient has a buffer of its own.
-    is_added = workload.model.tie_word_embeddings and not workload.config.train.bitwise
+    # With bit-equal sums the head's gradient has a buffer of its own.
+    is_added = workload.model.tie_word_embeddings and not workload.is_bit_equal
     head = table if stage.is_first and stage.is_last and is_added else 0
     loss = _loss(workload) if stage.is_last else 0
     forward = 0
@@ -374,7 +374,7 @@ def _loss(workload: RankWorkload) -> int:
     hidden = workload.model.hidden_size
     parts = 1 if workload.model.head_transform else workload.sequence_parts
     chunk_rows = rows
-    if workload.config.train.bitwise:
+    if workload.is_bit_equal:
         # A chunk is the same at every layout: rows of each part of the sequence, by the whole vocabulary.
         chunk_rows *= workload.layout.tensor
         is_cut = (workload.predicted // workload.config.train.micro_batch) % workload.config.parallel.grain == 0
@@ -386,7 +386,7 @@ def _loss(workload: RankWorkload) -> int:
     cut = a * hidden * chunk if parts > 1 else 0
     logits = chunk * rows
     converted = 0 if a == _FLOAT32 else (_FLOAT32 + a) * logits
-    adds_products = workload.accelerator and a != _FLOAT32 and not workload.config.train.bitwise
+    adds_products = workload.accelerator and a != _FLOAT32 and not workload.is_bit_equal
     multiplied = a * (logits + hidden * (chunk if adds_products else max(rows, chunk)))
     return _loss_gradients(workload) + max(converted, multiplied) + cut + head
 

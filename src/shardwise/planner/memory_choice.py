@@ -47,7 +47,7 @@ def _parallel_settings(config: Config, layout: Layout) -> list[dict[str, object]
         return choices
     shapes = config.shapes
     has_kernel = shapes is not None and not shapes.attention_dropout_p
-    if parallel.context_keys is None and layout.context > 1 and has_kernel and not config.train.bitwise:
+    if parallel.context_keys is None and layout.context > 1 and has_kernel and not config.is_bit_equal:
         choices.append({"context_keys": "ring"})
     is_open = parallel.sequence_regather is None and layout.sequence_parallel
     if is_open and not (config.splits_backward or config.precision.matmul):

@@ -97,9 +97,19 @@ class RankWorkload:
         }
 
     @property
+    def is_bit_equal(self) -> bool:
+        """True if the order of sums is the same at all layouts."""
+        return self.config.is_bit_equal
+
+    @property
+    def has_parts(self) -> bool:
+        """True if linear layers multiply by parts."""
+        return self.is_bit_equal and self.config.parallel.grain > 1
+
+    @property
     def head_gradient_elements(self) -> int:
-        """Elements of the gradient that a tied head has apart from the embedding's, with `train.bitwise`."""
-        if not (self.config.train.bitwise and self.model.tie_word_embeddings and self.has_last):
+        """Elements of the gradient that a tied head has apart from the embedding's, in bit-equal sums."""
+        if not (self.is_bit_equal and self.model.tie_word_embeddings and self.has_last):
             return 0
         return self.local.vocabulary * self.model.hidden_size
 
@@ -107,7 +117,7 @@ class RankWorkload:
     def token_parts(self) -> int:
         """The parts of this rank's tokens that each have a gradient of all parameters; 0 where no sums have parts."""
         cuts = self.config.parallel.sequence_parts
-        return cuts // self.layout.context if self.config.train.bitwise and cuts > 1 else 0
+        return cuts // self.layout.context if self.is_bit_equal and cuts > 1 else 0
 
     @property
     def has_first(self) -> bool:
@@ -198,8 +208,7 @@ class RankWorkload:
     @property
     def input_width(self) -> int:
         """Bytes of an element of a linear layer's input as it is kept; rounded ones are multiplied by parts as wide."""
-        has_parts = self.config.train.bitwise and self.config.parallel.grain > 1
-        return _FP8 if self.rounds_inputs and not has_parts else self.a
+        return _FP8 if self.rounds_inputs and not self.has_parts else self.a
 
     @property
     def product_input_bytes(self) -> int:
@@ -238,7 +247,7 @@ class RankWorkload:
     @property
     def attends_by_document(self) -> bool:
         """True if a kernel takes each document of a sample by itself, as accelerators are taken to have in bfloat16."""
-        is_asked = self.config.data.reset_attention_mask and not (self.cuts_samples or self.config.train.bitwise)
+        is_asked = self.config.data.reset_attention_mask and not (self.cuts_samples or self.is_bit_equal)
         return is_asked and self.accelerator and self.precision.parameter == "bfloat16"
 
     @property

@@ -66,7 +66,7 @@ class LeastMemory:
         shards = layout.replicas // choice.replicate if choice.zero else 1
         parameters = elements * DTYPE_BYTES[precision.parameter] / (shards if choice.zero == 3 else 1)
         # Gradients that are reduced once a step are whole until then.
-        reduces_once = choice.reduce == "step" or (choice.reduce is None and self._config.train.bitwise)
+        reduces_once = choice.reduce == "step" or (choice.reduce is None and self._config.is_bit_equal)
         is_cut = choice.zero >= 2 and not reduces_once and not choice.splits_backward
         gradients = elements * DTYPE_BYTES[precision.gradient] / (shards if is_cut else 1)
         on_device = 0 if self._offloads else kept

@@ -177,12 +177,12 @@ def reduction_copies(workload: RankWorkload) -> int:
     """Return the bytes of copies for each element of a bucket under reduction.
 
     One copy is made if the dtype of the reduction is not that of the gradients. On a CPU with ZeRO, and with
-    `train.bitwise`, one more holds the slices that arrive, which are summed.
+    bit-equal sums, one more holds the slices that arrive, which are summed.
     """
     precision = workload.precision
     if workload.layout.replicas == 1:
         return 0
-    sums_slices = workload.config.train.bitwise or (not workload.accelerator and workload.shard_ranks > 1)
+    sums_slices = workload.is_bit_equal or (not workload.accelerator and workload.shard_ranks > 1)
     return DTYPE_BYTES[precision.reduce] * (int(precision.reduce != precision.gradient) + int(sums_slices))
 
 
@@ -384,7 +384,7 @@ class _Case:
                 workload.shard_ranks,
             ),
             *(optimizer.zero, optimizer.name, optimizer.prefetch, optimizer.bucket_mib, config.reduce, config.gather),
-            *(config.train.bitwise, workload.micro_batches > 1),
+            *(config.is_bit_equal, workload.micro_batches > 1),
         )
         return _Case(key, workload)
 
@@ -410,11 +410,8 @@ def _stages_in_flight(case: _Case) -> dict[int, StageInFlight]:
 
 
 def whole_gradient_bytes(workload: RankWorkload) -> int:
-    """Return the bytes of all gradients, with copies for the groups of `train.bitwise`."""
+    """Return the bytes of all gradients, with copies for the groups of bit-equal sums."""
     elements = sum(bucket.elements for bucket in bucket_shapes(workload)) + workload.head_gradient_elements
-    train = workload.config.train
-    copies = 1
-    if train.bitwise:
-        # A binary counter of the groups of a data-parallel rank (`optim/gradient_groups.py`).
-        copies += train.groups_apart(workload.layout.data).bit_length() - 1
+    # A binary counter of the groups of a data-parallel rank (`optim/gradient_groups.py`).
+    copies = workload.config.train.groups_apart(workload.layout.data).bit_length()
     return copies * elements * DTYPE_BYTES[workload.precision.gradient]

@@ -228,7 +228,7 @@ def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
         and precision.parameter == "bfloat16"
         and precision.gradient == "float32"
         and config.precision.matmul is None
-        and not config.train.bitwise
+        and not config.is_bit_equal
         # Compiled products of ZeRO-2 and 3 are rounded before they are added.
         and not (config.compile.enabled and config.optimizer.zero >= 2),
     )

@@ -37,10 +37,10 @@ from shardwise.pipeline.stages import build_stages
 from shardwise.planner.memory import expected_memory
 from shardwise.train.checkpoint_choice import went_back
 from shardwise.train.compile.run_graphs import RunGraphs
-from shardwise.train.compile.units import compile_units, products_add, products_add_in_graphs
+from shardwise.train.compile.units import Compilation, products_add, products_add_in_graphs
 from shardwise.train.evaluator import Evaluator
 from shardwise.train.feed import Feed
-from shardwise.train.hooks import use_loss, user_optimizer
+from shardwise.train.hooks import user_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.model_checks import check_axes
 from shardwise.train.observers import Observer
@@ -80,14 +80,16 @@ def build_trainer(
         DataError: the data hold less than one sample.
     """
     layout = layout or check_layout(config, mesh.world.size)
-    if config.train.bitwise:
+    if config.is_bit_equal:
         devices.add_in_one_order(mesh.device, config.train.threads)
     precision = config.precision.resolved(mesh.device.type != "cpu")
     feed = Feed.open(config, mesh, data, sets)
     dtype = torch_dtype(precision.parameter)
-    model = build_stages(config, layout, mesh, dtype=dtype, deferred=True)
-    use_loss(model, config)
-    compilation = compile_units(model, config.compile, mesh.device) if config.compile.enabled else None
+    compilation = None
+    if config.compile.enabled:
+        compilation = Compilation(config.compile, mesh.device, config.shapes, [mesh.tp, mesh.cp])
+    loss = user_loss(config.hooks.loss)
+    model = build_stages(config, layout, mesh, dtype=dtype, deferred=True, loss=loss, compiler=compilation)
     optimizer = build_optimizer(config, precision, model, mesh)
     _choose_accumulation(config, precision, model, mesh.device)
     if weights is not None:

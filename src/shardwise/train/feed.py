@@ -65,7 +65,7 @@ class Feed:
         self.sets = EvaluationSets() if sets is None else sets
         for part in (batches, evaluation_batches, *self.sets.batches.values()):
             if part is not None:
-                part.is_consecutive = config.train.bitwise
+                part.is_consecutive = config.is_bit_equal
         self._reads = mesh.tp.rank == 0
         self._threads: ThreadPoolExecutor | None = None
         self._pending: deque[tuple[int, Future[list[Batch]]]] = deque()
@@ -207,7 +207,7 @@ class Feed:
         """True if attention may need the sizes of documents (`AttentionMask.form`)."""
         config = self._config
         device = self._mesh.device
-        if config.shapes is None or config.train.bitwise or self._mesh.cp.size > 1 or device.type == "cpu":
+        if config.shapes is None or config.is_bit_equal or self._mesh.cp.size > 1 or device.type == "cpu":
             return False
         dtype: torch.dtype = getattr(torch, config.precision.resolved(True).parameter)
         return devices.attends_by_document(device, dtype, config.shapes.head_dim)

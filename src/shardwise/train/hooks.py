@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.user_code import RAISED, accepts, error_text, load
@@ -20,7 +20,6 @@ from shardwise.config import Config
 from shardwise.data.formats.user_samples import load_reader
 from shardwise.distributed import devices
 from shardwise.launch import stop_requests
-from shardwise.layers.embedding import ParallelLMHead
 from shardwise.optim.master_update import require_elementwise
 from shardwise.runs.folder import JsonLines
 
@@ -54,11 +53,10 @@ def check_hooks(config: Config) -> None:
 # ---- the loss
 
 
-def use_loss(model: nn.Module, config: Config) -> None:
-    """Have the head of a model, or of its last pipeline stage, compute the loss by `hooks.loss`."""
-    path = config.hooks.loss
+def user_loss(path: str | None) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The function of `hooks.loss`, by which an output head computes the loss; its result is checked."""
     if path is None:
-        return
+        return None
     function = _load_loss(path)
 
     def loss(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
@@ -83,9 +81,7 @@ def use_loss(model: nn.Module, config: Config) -> None:
             )
         return value
 
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.own_loss = loss
+    return loss
 
 
 def _load_loss(path: str) -> Any:

@@ -1,6 +1,6 @@
 """The forward and backward passes of a step over its micro-batches.
 
-Shapes: K = objectives of the loss; N = terms of a rank's losses: 1, or with `train.bitwise` one for each micro-batch.
+Shapes: K = objectives of the loss; N = terms of a rank's losses: 1, or in bit-equal training one for each micro-batch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from shardwise.base.errors import RunError, see
 from shardwise.config import Config
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
-from shardwise.layers.replicated import ReplicatedParameters
-from shardwise.layers.units import units
+from shardwise.layers.bitwise.replicated import ReplicatedParameters
+from shardwise.layers.units import WeightScales, units
 from shardwise.models.blocks import gives_losses
-from shardwise.models.fp8_blocks import WeightScales
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.clock import BACKWARD, FORWARD
 from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets
@@ -62,7 +61,7 @@ class Passes:
         self._sources = meters.sources
         self._replicated: dict[nn.Module, ReplicatedParameters] = defaultdict(ReplicatedParameters)
         self._weight_scales = WeightScales(model)
-        self._groups = config.train.groups_apart(mesh.dp.size) if config.train.bitwise else 1
+        self._groups = config.train.groups_apart(mesh.dp.size)
 
     def run(self, micro_batches: list[MicroBatch], step: int, *, last: bool = True) -> Tensor:
         """Add the gradients of the global mean loss; returns this rank's terms of each objective's mean, [N, K].
@@ -160,7 +159,7 @@ class Passes:
 
     def _forward_pass(self, part: nn.Module) -> AbstractContextManager[None]:
         # A backward pass in two parts computes the gradient of each parameter by itself.
-        if self._config.splits_backward:
+        if self._mesh.tp.grain is None or self._config.splits_backward:
             return nullcontext()
         return self._replicated[part].forward_pass()
 

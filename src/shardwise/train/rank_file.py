@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +14,7 @@ from shardwise.base.files import open_plain
 from shardwise.base.hardware import cpu_count
 from shardwise.base.parsing import record_of
 from shardwise.config import Layout
+from shardwise.distributed import devices
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import JsonLines, RunDirectory, now
 from shardwise.train.step_record import StepRecord
@@ -56,7 +55,6 @@ class RankFile:
         self._rank = rank
         self._layout = layout
         self._device = device_name
-        self._utilization = _utilization_of(device_name)
         if _local_rank() == 0:
             # The first call returns 0 and only begins the measurement.
             psutil.cpu_percent()
@@ -88,8 +86,8 @@ class RankFile:
             facts |= {"split_seconds": dict(record.split), "work_seconds": record.work_seconds}
         if record.memory:
             facts["memory_in_use_bytes"] = sum(record.memory.values())
-        if self._utilization is not None:
-            facts["device_utilization"] = self._utilization()
+        if (utilization := devices.utilization()) is not None:
+            facts["device_utilization"] = utilization
         if _local_rank() == 0:
             memory = psutil.virtual_memory()
             facts |= {"host_cpu": psutil.cpu_percent() / 100, "host_memory_bytes": memory.total - memory.available}
@@ -120,39 +118,6 @@ def process_seconds() -> float:
     return time.time() - psutil.Process().create_time()
 
 
-def _utilization_of(device_name: str) -> Callable[[], float | None] | None:
-    """A function that returns the use of this rank's GPU, 0 to 1; None where no library tells it."""
-    if device_name.startswith("cpu"):
-        return None
-    try:
-        pynvml: Any = importlib.import_module("pynvml")
-        pynvml.nvmlInit()
-        gpu = _visible_gpu()
-        find = pynvml.nvmlDeviceGetHandleByIndex if isinstance(gpu, int) else pynvml.nvmlDeviceGetHandleByUUID
-        handle = find(gpu)
-    except Exception:  # noqa: BLE001  no driver, another vendor, or a device that NVML does not see
-        return None
-
-    def utilization() -> float | None:
-        try:
-            return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
-        except pynvml.NVMLError:
-            return None
-
-    return utilization
-
-
 def _local_rank() -> int:
     place = joined()
     return 0 if place is None else place.local_rank
-
-
-def _visible_gpu() -> int | str:
-    """The number or UUID by which NVML, which ignores CUDA_VISIBLE_DEVICES, knows this rank's GPU."""
-    local = _local_rank()
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    if not visible:
-        return local
-    # As in `devices.local_device`: a rank may see its own GPU alone.
-    name = visible[min(local, len(visible) - 1)]
-    return int(name) if name.isdecimal() else name

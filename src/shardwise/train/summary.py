@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ from shardwise.pipeline.timeline import bubble, simulate
 from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.planner.device_peaks import peak_flops
 from shardwise.planner.memory import (
+    MemoryEstimate,
     checkpoint_bytes,
     expected_memory,
     invariant_dropout,
@@ -73,22 +76,23 @@ def dry_run(
         full: show every key, not only those that differ from their defaults.
         recipe_config: configuration whose keys are shown, without choices by memory; None: `config`.
     """
+    summary = _Summary(config, layout, accelerator)
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if cluster is None else f"{cluster} (--device)"
-    rows = [*continued, *_work(config, layout, shown_device, accelerator)]
-    plan = None
-    if cluster is not None:
-        plan = prediction(config, layout, cluster)
-        rows += predicted_rows(plan)
-    rows += _pipeline(config, layout, accelerator)
-    rows += _window(config)
-    rows += _compute(config, layout, accelerator)
-    rows += _dropout(config, layout, accelerator)
-    rows += _needs(config, layout, accelerator)
-    rows.append(("checkpoints", _when_saved(config, None if plan is None else plan.time.total)))
-    if cluster is None and not accelerator:
-        rows += _host_memory(config, layout)
-    rows += inputs
+    plan = None if cluster is None else prediction(config, layout, cluster)
+    rows = [
+        *continued,
+        *summary.work(shown_device),
+        *([] if cluster is None else predicted_rows(plan)),
+        *summary.pipeline(),
+        *summary.window(),
+        *summary.compute(),
+        *summary.dropout(),
+        *summary.needs(),
+        ("checkpoints", summary.when_saved(None if plan is None else plan.time.total)),
+        *(summary.host_memory() if cluster is None and not accelerator else []),
+        *inputs,
+    ]
     lines = [f"{recipe}: a dry run, nothing was started", "", *(f"{name:<14} {value}" for name, value in rows)]
     lines += ["", f"learning rate: {config.optimizer.schedule}", *_rate_curve(config)]
     comments = "\n".join(f"# {line}".rstrip() for line in lines)
@@ -100,6 +104,295 @@ def dry_run(
         # That of the recipe, in whose place other data are read.
         differing.get("data", {}).pop("dataset", None)
     return f"{comments}\n\n# keys that differ from their defaults (--full shows all)\n{dump_yaml(differing)}".rstrip()
+
+
+def start_rows(
+    config: Config,
+    layout: Layout,
+    *,
+    device_name: str,
+    precision: Precision,
+    parameters: int,
+    memory: Mapping[str, int],
+    steps: tuple[int, int],
+    epochs: str,
+    run_path: Path,
+) -> _Rows:
+    """The rows that a run prints at its start.
+
+    Args:
+        parameters: number of the whole model's parameters.
+        memory: expected bytes by kind on the rank that needs most; for a user's own model without activations.
+        steps: steps done by earlier runs, and the last step of this run.
+        epochs: text on how often the training reads its data; empty if that is not known.
+    """
+    summary = _Summary(config, layout, not device_name.startswith("cpu"))
+    train = config.train
+    steps_before, end = steps
+    samples = (config.last_step - config.steps_before) * train.global_batch
+    tokens = samples * train.sequence_length
+    begin = f", {steps_before:,} of them done" if steps_before else ""
+    # A run of several stages, and one that does not do all steps.
+    stage = "" if config.run is config else f", {config.steps_before + 1:,} to {config.last_step:,} in this stage"
+    stop = "" if end == train.steps else f", this run stops at {end:,}"
+    roles = {"gradient": precision.gradient, "reduce": precision.reduce, "optimizer": precision.optimizer}
+    dtypes = "".join(f", {role} {dtype}" for role, dtype in roles.items() if dtype != precision.parameter)
+    parts = ", ".join(f"{name} {units.size(size)}" for name, size in memory.items() if size)
+    known = f"{summary.memory_text(sum(memory.values()))}: {parts}"
+    if config.model.is_own:
+        known = f"{parts} on each rank; activations are not known for a model of your own"
+    return [
+        ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),
+        ("steps", f"{train.steps:,}{begin}{stage}{stop}"),
+        ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {tokens:,} tokens{epochs and f', {epochs}'}"),
+        ("batch", summary.batch),
+        ("layout", summary.layout_text),
+        ("device", f"{device_name}, {precision.parameter}{dtypes}{_numbers(precision)}{summary.advice(precision)}"),
+        *summary.window(),
+        ("memory", known),
+        *summary.dropout(),
+        ("MFU", _utilization(config, device_name, precision)),
+        ("run", str(run_path)),
+    ]
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """Rows on a configuration at a layout; `accelerator`: the ranks have accelerators."""
+
+    config: Config
+    layout: Layout
+    accelerator: bool
+
+    @cached_property
+    def memory(self) -> MemoryEstimate | None:
+        """The memory of the rank that needs most; None for a model of the user's own."""
+        return expected_memory(self.config, self.layout, self.accelerator)
+
+    @cached_property
+    def rank(self) -> int:
+        """The pipeline rank that needs most memory."""
+        return neediest_rank(self.config, self.layout, self.accelerator)
+
+    @property
+    def rank_name(self) -> str:
+        return f"pipeline rank {self.rank}" if self.layout.pipeline > 1 else "each rank"
+
+    @property
+    def batch(self) -> str:
+        train = self.config.train
+        return (
+            f"{train.micro_batch} micro batch × {self.layout.accumulation(train)} accumulation × {self.layout.data} DP "
+            f"= {train.global_batch} global batch"
+        )
+
+    @property
+    def layout_text(self) -> str:
+        """The layout with its stage of ZeRO, and a remark on what has no effect here.
+
+        One rank has nothing to cut, and stage 1, the default, is then left out.
+        """
+        optimizer = self.config.optimizer
+        replicate = self.config.parallel.replicate
+        sharding = optimizer.sharding_text(replicate)
+        idle = [f"optimizer.{key}" for key in optimizer.idle_keys]
+        if replicate > 1 and not optimizer.zero:
+            idle.append("parallel.replicate")
+        if idle:
+            sharding += f", {listing(idle)} without effect"
+        if optimizer.offload and not self.accelerator:
+            sharding += ", optimizer.offload without effect on a CPU"
+        if optimizer.zero > 1 and self.layout.replicas == 1:
+            sharding += ", no effect with DP 1"
+        is_plain = self.layout.world == 1 and sharding == "ZeRO-1"
+        return self.layout.product() if is_plain else f"{self.layout.product()}, {sharding}"
+
+    def work(self, device: str) -> _Rows:
+        """The layout, the batch, the steps, the parameters and their update."""
+        config = self.config
+        train = config.train
+        parameters = parameter_counts.parameter_count(config.model)
+        shown_parameters = f"{_UNKNOWN}: a dry run does not call its constructor"
+        if parameters is not None:
+            most = units.count(max(count or 0 for _, count in stages_of_ranks(config, self.layout)))
+            share = "held by each rank" if self.layout.pipeline == 1 else "held by a rank at most"
+            shown_parameters = f"{units.count(parameters)} ({parameters:,}), {most} {share}"
+        # stop_after ends one run of a training that several jobs share.
+        stop = "" if train.stop_after is None else f"; this run stops after {train.stop_after:,}"
+        tensors = parameter_counts.canonical_tensor_count(config.model)
+        each_tensor = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
+        step_tokens = train.global_batch * train.sequence_length
+        precision = config.precision.resolved(self.accelerator)
+        products = "" if config.precision.matmul is None else f"products of blocks {config.precision.matmul}, "
+        return [
+            ("layout", self.layout_text),
+            ("device", device),
+            ("batch", self.batch),
+            ("steps", f"{train.steps:,}{stop}"),
+            *self._stages(),
+            ("tokens", f"{step_tokens:,} per step, {tokens_of_run(config):,} in all"),
+            ("parameters", shown_parameters),
+            (
+                "precision",
+                f"parameters {precision.parameter}, {products}gradients {precision.gradient}, reduction "
+                f"{precision.reduce}, optimizer {precision.optimizer}{_numbers(precision)}",
+            ),
+            ("optimizer", config.optimizer.spec.summary.format(tensors=each_tensor)),
+        ]
+
+    def _stages(self) -> _Rows:
+        """The sequences of each stretch of steps, of a run whose stages change them."""
+        stages = stages_of(self.config)
+        if len(stages) == 1:
+            return []
+        shown = [
+            f"{stage.train.global_batch:,} × {stage.train.sequence_length:,} tokens up to step {stage.last_step:,}"
+            for stage in stages
+        ]
+        return [("stages", f"{', '.join(shown)}; the other rows are of the neediest")]
+
+    def pipeline(self) -> _Rows:
+        """The schedule with its bubble, and each pipeline rank's part of the model."""
+        memory = memory_by_rank(self.config, self.layout, self.accelerator)
+        if self.layout.pipeline == 1 or memory is None:
+            return []
+        shares = compute_shares(self.config, self.layout)
+        rows = [("pipeline", self._schedule())]
+        by_rank = zip(memory, stages_of_ranks(self.config, self.layout), strict=True)
+        for rank, (needed, (stages, count)) in enumerate(by_rank):
+            text = (
+                f"{self.layout.ranks_of(rank)}, {_named(stages)}: {units.count(count or 0)} parameters, "
+                f"{sum(shares[stage.index] for stage in stages):.1%} of the compute, "
+                f"{units.size(needed.activations)} of activations, {units.size(needed.total)} in all"
+            )
+            rows.append((f"  pp {rank}", text))
+        return rows
+
+    def _schedule(self) -> str:
+        """The schedule and its bubble, by a formula or, where there is none, by a simulation of the schedule."""
+        parallel = self.config.parallel
+        micro_batches = self.layout.accumulation(self.config.train)
+        shown = f"{parallel.schedule}, {self.layout.stages} stages, {micro_batches} micro-batches: bubble"
+        formula = bubble(parallel, micro_batches)
+        if formula is None:
+            simulated = simulate(parallel, micro_batches, self.config.recompute).bubble
+            return (
+                f"{shown} {simulated:.1%} by its order of work, where stages are equal and a forward pass takes as "
+                "long as each half of a backward pass"
+            )
+        # p ranks, m micro-batches, v stages on each rank: p - 1 slots are idle while the pipeline fills and drains.
+        chunks = "v·m" if self.layout.virtual > 1 else "m"
+        return f"{shown} {formula:.1%} where stages are equal, (p-1) / ({chunks}+p-1)"
+
+    def window(self) -> _Rows:
+        """The window of attention, with a remark if it is too long to hide anything."""
+        shapes = self.config.shapes
+        layers = 0 if shapes is None else shapes.num_hidden_layers
+        windows = [window for layer in range(layers) if shapes and (window := shapes.window(layer)) is not None]
+        if not windows:
+            return []
+        length = self.config.train.sequence_length
+        remark = f", which hides nothing: train.sequence_length is {length:,}" if windows[0] >= length else ""
+        return [("attention", f"a window of {windows[0]:,} keys in {len(windows)} of {layers} blocks{remark}")]
+
+    def compute(self) -> _Rows:
+        """The FLOPs of the training, and those of what is computed again."""
+        token_flops = _token_flops(self.config)
+        workload = RankWorkload.of(self.config, self.layout, self.accelerator)
+        if token_flops is None or workload is None:
+            return [("compute", _UNKNOWN)]
+        total = units.count(sum(map(_flops, stages_of(self.config))))
+        rows = [("compute", f"{units.count(token_flops)} FLOPs per token, {total} FLOPs in all")]
+        if self.config.recompute != "none":
+            rows.append(("recompute", _recompute(workload, token_flops)))
+        return rows
+
+    def dropout(self) -> _Rows:
+        """The price of dropout masks that do not depend on the layout."""
+        config = self.config
+        masks = invariant_dropout(config, self.layout, self.accelerator, pipeline_rank=self.rank)
+        if masks is None:
+            return []
+        fast = config.model_copy(update={"train": config.train.model_copy(update={"dropout_mode": "fast"})})
+        fast_memory = expected_memory(fast, self.layout, self.accelerator)
+        peak = "at the same peak as fast dropout"
+        # Masks may be live at another time than the peak of the step.
+        if self.memory and fast_memory and self.memory.total != fast_memory.total:
+            peak = f"{units.size(self.memory.total - fast_memory.total)} above the peak of fast dropout"
+        held = f"{units.size(masks.bytes_held)} of attention probabilities and masks on {self.rank_name}"
+        hashed = f"{units.count(masks.elements_hashed)} elements of masks hashed by {self.rank_name} per step"
+        unfused = "; attention step by step, by no fused kernel" if masks.attends_step_by_step else ""
+        return [("dropout", f"layout-invariant: {held}, {peak}"), ("  time", f"{hashed}{unfused}")]
+
+    def memory_text(self, total: int) -> str:
+        """The bytes of the rank that needs most."""
+        where = f"on {self.rank_name}, which needs most" if self.layout.pipeline > 1 else "per rank"
+        overhead = "the device's own context" if self.accelerator else _PYTHON_AND_TORCH
+        return f"{units.size(total)} {where}, plus {overhead}"
+
+    def needs(self) -> _Rows:
+        """Memory, disk and communication; in a pipeline those of the pipeline rank that needs most memory."""
+        config = self.config
+        wire = wire_bytes(step_transfers(config, self.layout, self.accelerator, pipeline_rank=self.rank))
+        checkpoint = checkpoint_bytes(config, self.accelerator)
+        if self.memory is None or wire is None or checkpoint is None:
+            return [(name, _UNKNOWN) for name in ("memory", "disk", "communication")]
+        rows = [("memory", self.memory_text(self.memory.total))]
+        rows += [(f"  {kind}", units.size(size)) for kind, size in self.memory.rows()]
+        if offloaded := offloaded_bytes(config, self.layout, self.accelerator):
+            text = f"{units.size(offloaded)} of masters, optimizer state and gradients for each rank"
+            rows.append(("host memory", text))
+        rows.append(("disk", _disk(config, checkpoint)))
+        rows.append(("communication", f"{units.size(sum(wire.values()))} sent by {self.rank_name} per step"))
+        rows += [(f"  {axis}", f"{units.size(size)} {kind.replace('_', '-')}") for (axis, kind), size in wire.items()]
+        return rows
+
+    def host_memory(self) -> _Rows:
+        """The memory of all ranks on this machine's CPU, and what the machine has available."""
+        ranks = range(self.layout.world)
+        needed = memory_of_machine(self.config, self.layout, ranks)
+        available = hardware.available_memory()
+        if needed is None or available is None:
+            return []
+        state, expected = needed
+        expected += self.layout.world * _PROCESS_BYTES
+        each = " on each" if self.layout.world > 1 else ""
+        text = (
+            f"{units.size(expected)} expected for {units.counted(self.layout.world, 'rank')} on one machine, with "
+            f"{_PYTHON_AND_TORCH}{each}; this one has {units.size(available)} available"
+        )
+        if state > available:
+            text += f", less than parameters, gradients and optimizer need ({units.size(state)}): training is refused "
+            text += "here"
+        elif expected > available:
+            text += ", which is too little: the system may kill a rank here"
+        if expected > available:
+            text += f". What would help: {remedies_of_machine(self.config, self.layout, ranks)}"
+        return [("host memory", text)]
+
+    def when_saved(self, step_seconds: float | None) -> str:
+        """The times at which checkpoints are saved; `step_seconds`: predicted time of a step, if it is known."""
+        settings = self.config.checkpoint
+        times = []
+        if settings.every:
+            taken = "" if step_seconds is None else f" (about {units.duration(settings.every * step_seconds)})"
+            times.append(f"every {units.counted(settings.every, 'step')}{taken}")
+        if settings.every_minutes is not None:
+            is_one = settings.every_minutes == 1
+            times.append("every minute" if is_one else f"every {settings.every_minutes:,g} minutes")
+        times.append("after the last step")
+        copied = settings.memory_every
+        copies = f"; copies in memory every {units.counted(copied, 'step')}" if copied else ""
+        return f"{listing(times)}{copies}"
+
+    def advice(self, precision: Precision) -> str:
+        """Advice where this processor would train faster in another precision; empty where it would not."""
+        unit = None if self.accelerator else hardware.bfloat16_unit()
+        if unit and precision.parameter == "float32":
+            return f"; this processor has {unit}: precision.mode=mixed is faster"
+        if unit == "" and precision.parameter == "bfloat16":
+            return "; this processor does not multiply bfloat16: precision.mode=float32 is faster"
+        return ""
 
 
 def _rate_curve(config: Config) -> list[str]:
@@ -118,51 +411,6 @@ def _rate_curve(config: Config) -> list[str]:
         lines.append(f"{f'{largest:.2e}' if row == _CURVE_HEIGHT - 1 else '':>9} │{blocks}")
     end = f"step {last:,}: {rates[-1]:.2e}"
     return [*lines, f"{'0':>9} └ 1{end:>{max(width - 2, len(end) + 1)}}"]
-
-
-def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Rows:
-    train = config.train
-    step_tokens = train.global_batch * train.sequence_length
-    parameters = parameter_counts.parameter_count(config.model)
-    shown_parameters = f"{_UNKNOWN}: a dry run does not call its constructor"
-    if parameters is not None:
-        most = units.count(max(count or 0 for _, count in stages_of_ranks(config, layout)))
-        share = "held by each rank" if layout.pipeline == 1 else "held by a rank at most"
-        shown_parameters = f"{units.count(parameters)} ({parameters:,}), {most} {share}"
-    # stop_after ends one run of a training that several jobs share.
-    stop = f"; this run stops after {train.stop_after:,}" if train.stop_after is not None else ""
-    precision = config.precision.resolved(accelerator)
-    return [
-        (
-            "layout",
-            f"{layout.product()}{_sharding(config, layout, accelerator)}",
-        ),
-        ("device", device),
-        ("batch", _batch(config, layout)),
-        ("steps", f"{train.steps:,}{stop}"),
-        *_stages(config),
-        ("tokens", f"{step_tokens:,} per step, {tokens_of_run(config):,} in all"),
-        ("parameters", shown_parameters),
-        (
-            "precision",
-            f"parameters {precision.parameter}, {_products(config)}gradients {precision.gradient}, reduction "
-            f"{precision.reduce}, "
-            f"optimizer {precision.optimizer}{_rounding(precision)}{_moments(precision)}",
-        ),
-        ("optimizer", _optimizer(config)),
-    ]
-
-
-def _stages(config: Config) -> _Rows:
-    """The sequences of each stretch of steps, of a run whose stages change them; no rows for another one."""
-    stages = stages_of(config)
-    if len(stages) == 1:
-        return []
-    shown = [
-        f"{stage.train.global_batch:,} × {stage.train.sequence_length:,} tokens up to step {stage.last_step:,}"
-        for stage in stages
-    ]
-    return [("stages", f"{', '.join(shown)}; the other rows are of the neediest")]
 
 
 def prediction(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
@@ -200,53 +448,11 @@ def memory_text(plan: Plan) -> str:
     return f"{state} beside a reserve of {reserve} (context, buffers, fragmentation)"
 
 
-def _advice(precision: Precision, accelerator: bool) -> str:
-    """Advice where this processor would train faster in another precision; empty where it would not."""
-    unit = None if accelerator else hardware.bfloat16_unit()
-    if unit and precision.parameter == "float32":
-        return f"; this processor has {unit}: precision.mode=mixed is faster"
-    if unit == "" and precision.parameter == "bfloat16":
-        return "; this processor does not multiply bfloat16: precision.mode=float32 is faster"
-    return ""
-
-
-def _products(config: Config) -> str:
-    return "" if config.precision.matmul is None else f"products of blocks {config.precision.matmul}, "
-
-
-def _rounding(precision: Precision) -> str:
-    return ", rounded stochastically" if precision.rounding == "stochastic" else ""
-
-
-def _moments(precision: Precision) -> str:
-    return f", moments {precision.moments}" if precision.moments != precision.optimizer else ""
-
-
-def _sharding(config: Config, layout: Layout, accelerator: bool) -> str:
-    """The stage of ZeRO after a comma, with a remark if one above 1, which is chosen on purpose, has nothing to cut.
-
-    One rank has nothing to cut either, and stage 1, the default, is left out.
-    """
-    optimizer = config.optimizer
-    text = optimizer.sharding_text(config.parallel.replicate)
-    idle = [f"optimizer.{key}" for key in optimizer.idle_keys]
-    if config.parallel.replicate > 1 and not optimizer.zero:
-        idle.append("parallel.replicate")
-    if idle:
-        text += f", {listing(idle)} without effect"
-    if optimizer.offload and not accelerator:
-        text += ", optimizer.offload without effect on a CPU"
-    if optimizer.zero > 1 and layout.replicas == 1:
-        text += ", no effect with DP 1"
-    return "" if layout.world == 1 and text == "ZeRO-1" else f", {text}"
-
-
-def _batch(config: Config, layout: Layout) -> str:
-    train = config.train
-    return (
-        f"{train.micro_batch} micro batch × {layout.accumulation(train)} accumulation × {layout.data} DP "
-        f"= {train.global_batch} global batch"
-    )
+def _numbers(precision: Precision) -> str:
+    """The rounding and the dtype of the moments, where they are not the usual ones."""
+    rounding = ", rounded stochastically" if precision.rounding == "stochastic" else ""
+    moments = f", moments {precision.moments}" if precision.moments != precision.optimizer else ""
+    return rounding + moments
 
 
 def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
@@ -261,40 +467,6 @@ def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], i
         )
         by_rank.append((stages, count))
     return by_rank
-
-
-def _pipeline(config: Config, layout: Layout, accelerator: bool) -> _Rows:
-    """The schedule with its bubble, and each pipeline rank's part of the model; no rows without a pipeline."""
-    memory = memory_by_rank(config, layout, accelerator)
-    if layout.pipeline == 1 or memory is None:
-        return []
-    shares = compute_shares(config, layout)
-    rows = [("pipeline", _schedule(config, layout))]
-    for rank, (needed, (stages, count)) in enumerate(zip(memory, stages_of_ranks(config, layout), strict=True)):
-        text = (
-            f"{layout.ranks_of(rank)}, {_named(stages)}: {units.count(count or 0)} parameters, "
-            f"{sum(shares[stage.index] for stage in stages):.1%} of the compute, "
-            f"{units.size(needed.activations)} of activations, {units.size(needed.total)} in all"
-        )
-        rows.append((f"  pp {rank}", text))
-    return rows
-
-
-def _schedule(config: Config, layout: Layout) -> str:
-    """The schedule and its bubble, by a formula or, where there is none, by a simulation of the schedule."""
-    parallel = config.parallel
-    micro_batches = layout.accumulation(config.train)
-    shown = f"{parallel.schedule}, {layout.stages} stages, {micro_batches} micro-batches: bubble"
-    formula = bubble(parallel, micro_batches)
-    if formula is None:
-        simulated = simulate(parallel, micro_batches, config.recompute).bubble
-        return (
-            f"{shown} {simulated:.1%} by its order of work, where stages are equal and a forward pass takes as long as "
-            "each half of a backward pass"
-        )
-    # p ranks, m micro-batches, v stages on each rank: p - 1 slots are idle while the pipeline fills and drains.
-    chunks = "v·m" if layout.virtual > 1 else "m"
-    return f"{shown} {formula:.1%} where stages are equal, (p-1) / ({chunks}+p-1)"
 
 
 def _named(stages: list[Stage]) -> str:
@@ -313,47 +485,16 @@ def blocks_of(stage: Stage) -> str:
     return f"{first}" if first == last else f"{first}-{last}"
 
 
-def _optimizer(config: Config) -> str:
-    tensors = parameter_counts.canonical_tensor_count(config.model)
-    counted_tensors = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
-    return config.optimizer.spec.summary.format(tensors=counted_tensors)
-
-
-def _window(config: Config) -> _Rows:
-    """The window of attention, with a remark if it is too long to hide anything; no rows where there is none."""
-    if config.shapes is None:
-        return []
-    layers = config.shapes.num_hidden_layers
-    windows = [window for layer in range(layers) if (window := config.shapes.window(layer)) is not None]
-    if not windows:
-        return []
+def _token_flops(config: Config) -> float | None:
+    """The FLOPs of a token, forward and backward; None for a model of the user's own."""
     length = config.train.sequence_length
-    remark = ""
-    if windows[0] >= length:
-        remark = f", which hides nothing: train.sequence_length is {length:,}"
-    return [("attention", f"a window of {windows[0]:,} keys in {len(windows)} of {layers} blocks{remark}")]
-
-
-def _compute(config: Config, layout: Layout, accelerator: bool) -> _Rows:
-    train = config.train
-    predictions = config.data.predictions(train.sequence_length)
-    token_flops = parameter_counts.flops_per_token(config.model, train.sequence_length, predictions)
-    workload = RankWorkload.of(config, layout, accelerator)
-    if token_flops is None or workload is None:
-        return [("compute", _UNKNOWN)]
-    total = units.count(sum(map(_flops, stages_of(config))))
-    rows = [("compute", f"{units.count(token_flops)} FLOPs per token, {total} FLOPs in all")]
-    if config.recompute != "none":
-        rows.append(("recompute", _recompute(workload, token_flops)))
-    return rows
+    return parameter_counts.flops_per_token(config.model, length, config.data.predictions(length))
 
 
 def _flops(stage: Config) -> float:
     """The FLOPs of all steps of a stage, of a model whose shapes are known."""
-    train = stage.train
-    length = train.sequence_length
-    token_flops = parameter_counts.flops_per_token(stage.model, length, stage.data.predictions(length)) or 0.0
-    return token_flops * (stage.last_step - stage.steps_before) * train.global_batch * length
+    steps = stage.last_step - stage.steps_before
+    return (_token_flops(stage) or 0.0) * steps * stage.train.global_batch * stage.train.sequence_length
 
 
 def _recompute(workload: RankWorkload, token_flops: float) -> str:
@@ -371,98 +512,6 @@ def _recompute(workload: RankWorkload, token_flops: float) -> str:
     return f"{part}: {units.count(flops)} FLOPs per token more ({flops / token_flops:+.1%})"
 
 
-def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
-    """The price of dropout masks that do not depend on the layout; no rows where there are none."""
-    rank, rank_name = _neediest(config, layout, accelerator)
-    masks = invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
-    if masks is None:
-        return []
-    fast = config.model_copy(update={"train": config.train.model_copy(update={"dropout_mode": "fast"})})
-    memory = expected_memory(config, layout, accelerator)
-    fast_memory = expected_memory(fast, layout, accelerator)
-    peak = "at the same peak as fast dropout"
-    # Masks may be live at another time than the peak of the step.
-    if memory and fast_memory and memory.total != fast_memory.total:
-        peak = f"{units.size(memory.total - fast_memory.total)} above the peak of fast dropout"
-    masks_text = f"{units.size(masks.bytes_held)} of attention probabilities and masks on {rank_name}"
-    unfused = "; attention step by step, by no fused kernel" if masks.attends_step_by_step else ""
-    return [
-        ("dropout", f"layout-invariant: {masks_text}, {peak}"),
-        ("  time", f"{units.count(masks.elements_hashed)} elements of masks hashed by {rank_name} per step{unfused}"),
-    ]
-
-
-def _neediest(config: Config, layout: Layout, accelerator: bool) -> tuple[int, str]:
-    """The pipeline rank that needs most memory, and its name in a row."""
-    rank = neediest_rank(config, layout, accelerator)
-    return rank, f"pipeline rank {rank}" if layout.pipeline > 1 else "each rank"
-
-
-def _memory(total: int, layout: Layout, rank: str, accelerator: bool) -> str:
-    where = f"on {rank}, which needs most" if layout.pipeline > 1 else "per rank"
-    overhead = "the device's own context" if accelerator else _PYTHON_AND_TORCH
-    return f"{units.size(total)} {where}, plus {overhead}"
-
-
-def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
-    """Memory, disk and communication; in a pipeline those of the pipeline rank that needs most memory."""
-    rank, rank_name = _neediest(config, layout, accelerator)
-    memory = expected_memory(config, layout, accelerator, pipeline_rank=rank)
-    wire = wire_bytes(step_transfers(config, layout, accelerator, pipeline_rank=rank))
-    checkpoint = checkpoint_bytes(config, accelerator)
-    if memory is None or wire is None or checkpoint is None:
-        return [(name, _UNKNOWN) for name in ("memory", "disk", "communication")]
-    rows = [("memory", _memory(memory.total, layout, rank_name, accelerator))]
-    rows += [(f"  {kind}", units.size(size)) for kind, size in memory.rows()]
-    if offloaded := offloaded_bytes(config, layout, accelerator):
-        rows.append(("host memory", f"{units.size(offloaded)} of masters, optimizer state and gradients for each rank"))
-    rows.append(("disk", _disk(config, checkpoint)))
-    rows.append(("communication", f"{units.size(sum(wire.values()))} sent by {rank_name} per step"))
-    rows += [(f"  {axis}", f"{units.size(size)} {kind.replace('_', '-')}") for (axis, kind), size in wire.items()]
-    return rows
-
-
-def _host_memory(config: Config, layout: Layout) -> _Rows:
-    """The memory of all ranks on this machine's CPU, and what the machine has available."""
-    ranks = range(layout.world)
-    needed = memory_of_machine(config, layout, ranks)
-    available = hardware.available_memory()
-    if needed is None or available is None:
-        return []
-    state, expected = needed
-    expected += layout.world * _PROCESS_BYTES
-    each = " on each" if layout.world > 1 else ""
-    text = (
-        f"{units.size(expected)} expected for {units.counted(layout.world, 'rank')} on one machine, with "
-        f"{_PYTHON_AND_TORCH}{each}; this one has {units.size(available)} available"
-    )
-    if state > available:
-        text += f", less than parameters, gradients and optimizer need ({units.size(state)}): training is refused here"
-    elif expected > available:
-        text += ", which is too little: the system may kill a rank here"
-    if expected > available:
-        text += f". What would help: {remedies_of_machine(config, layout, ranks)}"
-    return [("host memory", text)]
-
-
-def _when_saved(config: Config, step_seconds: float | None) -> str:
-    """The times at which checkpoints are saved.
-
-    Args:
-        step_seconds: predicted time of a step; None if it is not known.
-    """
-    settings = config.checkpoint
-    times = []
-    if settings.every:
-        taken = "" if step_seconds is None else f" (about {units.duration(settings.every * step_seconds)})"
-        times.append(f"every {units.counted(settings.every, 'step')}{taken}")
-    if settings.every_minutes is not None:
-        times.append("every minute" if settings.every_minutes == 1 else f"every {settings.every_minutes:,g} minutes")
-    times.append("after the last step")
-    copies = f"; copies in memory every {units.counted(settings.memory_every, 'step')}" if settings.memory_every else ""
-    return f"{listing(times)}{copies}"
-
-
 def _disk(config: Config, checkpoint: int) -> str:
     """The size of one checkpoint, and of all that exist at once."""
     keep = config.checkpoint.keep
@@ -478,98 +527,22 @@ def _checkpoints_at_once(config: Config) -> int | None:
     """The most checkpoints on disk, or None if not known. A new one is complete before an old one is removed."""
     steps = config.train.steps
     settings = config.checkpoint
-    every = settings.every or steps
-    keep_every = settings.keep_every
-    # The last step is saved too, whatever its number. Saves by the clock are not known before.
-    saved = steps // every + (steps % every > 0) if settings.every_minutes is None else None
+    # Saves by the clock are not known before: they may come at any step.
+    is_by_clock = settings.every_minutes is not None
+    every = 1 if is_by_clock else settings.every or steps
+    saved = None if is_by_clock else math.ceil(steps / every)
     if settings.keep is None:
         return saved
-    stay = 0
-    if keep_every is not None:
-        if saved is None:
-            stay = steps // keep_every
-        else:
-            # Kept are saves whose step is a multiple of keep_every; the last step may be one without being due.
-            is_last_extra = steps % keep_every == 0 and steps % every > 0
-            stay = steps // math.lcm(every, keep_every) + is_last_extra
+    stay = 0 if settings.keep_every is None else steps // math.lcm(every, settings.keep_every)
     most = settings.keep + stay + 1
     return most if saved is None else min(saved, most)
 
 
-def start_rows(
-    config: Config,
-    layout: Layout,
-    *,
-    device_name: str,
-    precision: Precision,
-    parameters: int,
-    memory: Mapping[str, int],
-    steps: tuple[int, int],
-    epochs: str,
-    run_path: Path,
-) -> _Rows:
-    """The rows that a run prints at its start.
-
-    Args:
-        parameters: number of the whole model's parameters.
-        memory: expected bytes by kind on the rank that needs most; for a user's own model without activations.
-        steps: steps done by earlier runs, and the last step of this run.
-        epochs: text on how often the training reads its data; empty if that is not known.
-    """
-    train = config.train
-    steps_before, end = steps
-    samples = (config.last_step - config.steps_before) * train.global_batch
-    tokens = samples * train.sequence_length
-    begin = f", {steps_before:,} of them done" if steps_before else ""
-    roles = {"gradient": precision.gradient, "reduce": precision.reduce, "optimizer": precision.optimizer}
-    other_dtypes = "".join(f", {role} {dtype}" for role, dtype in roles.items() if dtype != precision.parameter)
-    accelerator = not device_name.startswith("cpu")
-    rank, rank_name = _neediest(config, layout, accelerator)
-    parts = ", ".join(f"{name} {units.size(size)}" for name, size in memory.items() if size)
-    known = f"{_memory(sum(memory.values()), layout, rank_name, accelerator)}: {parts}"
-    if config.shapes is None:
-        known = f"{parts} on each rank; activations are not known for a model of your own"
-    rows = [
-        ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),
-        ("steps", f"{train.steps:,}{begin}{_stop(config, end)}"),
-        ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {tokens:,} tokens{epochs and f', {epochs}'}"),
-        ("batch", _batch(config, layout)),
-        (
-            "layout",
-            f"{layout.product()}{_sharding(config, layout, accelerator)}",
-        ),
-        (
-            "device",
-            f"{device_name}, {precision.parameter}{other_dtypes}{_rounding(precision)}{_moments(precision)}"
-            f"{_advice(precision, accelerator)}",
-        ),
-        *_window(config),
-        ("memory", known),
-    ]
-    masks = invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
-    if masks is not None:
-        price = (
-            f"layout-invariant: {units.size(masks.bytes_held)} of probabilities and masks on {rank_name}, "
-            f"{units.count(masks.elements_hashed)} elements hashed by {rank_name} per step"
-        )
-        rows.append(("dropout", price))
-    return [*rows, ("MFU", _utilization(config, device_name, precision)), ("run", str(run_path))]
-
-
-def _stop(config: Config, end: int) -> str:
-    """The steps of the stage of a run that has several, and the last step of a run that does not do all steps."""
-    stage = ""
-    if config.run is not config:
-        stage = f", {config.steps_before + 1:,} to {config.last_step:,} in this stage"
-    return stage if end == config.train.steps else f"{stage}, this run stops at {end:,}"
-
-
 def _utilization(config: Config, device_name: str, precision: Precision) -> str:
     """The definition of MFU: model FLOPs over the peak; published figures differ in their count of attention."""
-    length = config.train.sequence_length
-    flops = parameter_counts.flops_per_token(config.model, length, config.data.predictions(length))
+    flops = _token_flops(config)
     if flops is None:
-        return "not known for a model of your own"
+        return _UNKNOWN
     peak = peak_flops(device_name, precision.parameter)
     if peak is None:
         kind = "CPU" if device_name.startswith("cpu") else "device"

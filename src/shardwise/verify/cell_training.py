@@ -122,11 +122,11 @@ def resume(config: Config, cell: Cell, folder: Path) -> Trainer:
 
 
 def state_texts(trainer: Trainer, records: Sequence[StepRecord]) -> dict[str, str]:
-    """Return what must have equal bits beside the losses, by name; nothing without `train.bitwise`. Collective.
+    """Return what must have equal bits beside the losses, by name; nothing without bit-equal training. Collective.
 
     It is the gradient norm of each step, and of the present state the digest of each tensor.
     """
-    if not trainer.config.train.bitwise:
+    if not trainer.config.is_bit_equal:
         return {}
     texts = {f"the gradient norm of step {record.step}": record.grad_norm.hex() for record in records}
     state = StateHash({}, StateSums(trainer.model, trainer.optimizer, trainer.mesh).measure())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -251,7 +252,9 @@ def ok(name: str, found: str) -> Check:
     return Check(name, "ok", found)
 
 
+_EXTRA = re.compile(r"""extra == ['"]([^'"]+)""")
 _FOR_DEVELOPERS = "dev"
+_TORCH = "install a torch for this machine's devices: https://pytorch.org/get-started/locally"
 
 
 def software(
@@ -266,12 +269,8 @@ def software(
     try:
         requirements = [Requirement(text) for text in requires("shardwise") or []]
     except metadata.PackageNotFoundError:
-        yield Check(
-            "packages",
-            "warning",
-            f"shardwise {__version__} is imported from a folder, and which versions it needs is not known",
-            "install it: pip install shardwise, or pip install -e . in its source",
-        )
+        problem = f"shardwise {__version__} is imported from a folder, and which versions it needs is not known"
+        yield Check("packages", "warning", problem, "pip install shardwise, or pip install -e . in its source")
         return
     python = platform.python_version()
     supported = SpecifierSet(metadata.metadata("shardwise")["Requires-Python"])
@@ -279,67 +278,42 @@ def software(
         yield ok("python", f"{python}, of {supported}")
     else:
         yield Check("python", "wrong", f"{python} must be {supported}", "make an environment with a Python that is")
-    always_needed = [requirement for requirement in requirements if _applies(requirement, "")]
-    yield from _torch(always_needed, version)
-    yield from _group("packages", [needed for needed in always_needed if needed.name != "torch"], version)
-    extras = set[str]().union(*map(_extras, requirements))
-    for extra in sorted(extras - {_FOR_DEVELOPERS}):
-        packages = [requirement for requirement in requirements if extra in _extras(requirement)]
-        if any(_installed(package, version) is None for package in packages):
-            yield ok(f"[{extra}]", f"not installed, which is optional: pip install 'shardwise[{extra}]'")
-        else:
-            yield from _group(f"[{extra}]", packages, version, optional=True)
+    groups: dict[str, list[Requirement]] = {"torch": [], "packages": []}
+    for requirement in requirements:
+        extras = _EXTRA.findall(str(requirement.marker))
+        for extra in [f"[{extra}]" for extra in extras] or ["torch" if requirement.name == "torch" else "packages"]:
+            groups.setdefault(extra, []).append(requirement)
+    for name in ("torch", "packages", *sorted({*groups} - {"torch", "packages", f"[{_FOR_DEVELOPERS}]"})):
+        yield from _packages(name, groups[name], version)
 
 
-def _torch(needed: list[Requirement], version: Callable[[str], str]) -> Iterator[Check]:
-    for requirement in needed:
-        if requirement.name == "torch":
-            problem = _problem(requirement, version)
-            if problem is None:
-                yield ok("torch", f"{version('torch')}, of {requirement.specifier}")
-            else:
-                mend = "install a torch for this machine's devices: https://pytorch.org/get-started/locally"
-                yield Check("torch", "wrong", problem, mend)
-
-
-def _group(
-    name: str, requirements: Iterable[Requirement], version: Callable[[str], str], *, optional: bool = False
-) -> Iterator[Check]:
-    """Yield a check of all packages that are well, and a check for each that is not."""
+def _packages(name: str, requirements: Iterable[Requirement], version: Callable[[str], str]) -> Iterator[Check]:
+    """Yield a check for each package of a group that is not well, and one of all others."""
+    installed = {requirement.name: _installed(requirement.name, version) for requirement in requirements}
+    is_extra = name.startswith("[")
+    if is_extra and None in installed.values():
+        yield ok(name, f"not installed, which is optional: pip install 'shardwise{name}'")
+        return
     well = []
     for requirement in requirements:
-        problem = _problem(requirement, version)
-        if problem is None:
-            well.append(f"{requirement.name} {_installed(requirement, version)}")
-        else:
-            mend = f"pip install '{requirement.name}{requirement.specifier}'"
-            yield Check(name, "warning" if optional else "wrong", problem, mend)
+        present = installed[requirement.name]
+        applies = is_extra or requirement.marker is None or requirement.marker.evaluate()
+        if not applies:
+            continue
+        if present is not None and requirement.specifier.contains(present, prereleases=True):
+            well.append(f"{requirement.name} {present}")
+            continue
+        problem = f"{requirement.name} ({present}) must be {requirement.specifier}"
+        if present is None:
+            problem = f"{requirement.name} is not installed, and must be {requirement.specifier or 'there'}"
+        mend = _TORCH if name == "torch" else f"pip install '{requirement.name}{requirement.specifier}'"
+        yield Check(name, "warning" if is_extra else "wrong", problem, mend)
     if well:
         yield ok(name, ", ".join(well))
 
 
-def _problem(requirement: Requirement, version: Callable[[str], str]) -> str | None:
-    installed = _installed(requirement, version)
-    if installed is None:
-        return f"{requirement.name} is not installed, and must be {requirement.specifier or 'there'}"
-    if not requirement.specifier.contains(installed, prereleases=True):
-        return f"{requirement.name} ({installed}) must be {requirement.specifier}"
-    return None
-
-
-def _installed(requirement: Requirement, version: Callable[[str], str]) -> str | None:
+def _installed(name: str, version: Callable[[str], str]) -> str | None:
     try:
-        return version(requirement.name)
+        return version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _applies(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-
-
-def _extras(requirement: Requirement) -> set[str]:
-    """Return the extras that bring a package."""
-    # A package of an extra has a marker that is true only where the extra is asked for.
-    all_extras = metadata.metadata("shardwise").get_all("Provides-Extra") or []
-    return {extra for extra in all_extras if not _applies(requirement, "") and _applies(requirement, extra)}

@@ -23,7 +23,7 @@ _VOCABULARY = 128
 _BUCKET_MIB = 0.1
 """MiB of gradients in a bucket: even so small a model then has several."""
 SAMPLES_WITH_BITS = 2
-"""Samples of a micro-batch with `train.bitwise`: products and sums over several samples are compared, too."""
+"""Samples of a micro-batch in bit-equal training: products and sums over several samples are compared, too."""
 _END = 3
 """The token that ends a document in random text."""
 
@@ -38,8 +38,8 @@ def miniature(
     schedule, copies of what ZeRO cuts, a loss of the user's own, and what document ends change. It is small in width,
     depth, vocabulary and sequence, and its warmup takes one step. The learning rate is that of the optimizer's record.
     The masks of dropout are those of `invariant`, as those of `fast` depend on the layout. A model of the user's own
-    keeps its keys, as their meaning is not known. With `bitwise` it has `train.bitwise`, with the smallest grains that
-    suit the cells.
+    keeps its keys, as their meaning is not known. With `bitwise` its training is bit-equal, with the smallest
+    grains that suit the cells.
     """
     degrees = sorted({cell.tensor for cell in cells} | {1})
     model = config.model
@@ -189,8 +189,8 @@ def at(config: Config, cell: Cell) -> Config:
 
     A pipeline has micro-batches of one sample, and other layouts two micro-batches on each rank. One process takes all
     samples at once, but in bfloat16 one by one, so that it rounds the sums of each as a pipeline does, and with fp8
-    products, whose scales are those of a micro-batch. With
-    `train.bitwise` all layouts have micro-batches of two samples, since their products must be the same. Collectives
+    products, whose scales are those of a micro-batch. In
+    bit-equal training all layouts have micro-batches of two samples, since their products must be the same. Collectives
     overlap as the recipe has it, or as the layout and the device can. ZeRO makes as many copies as in the recipe, where
     the data-parallel degree allows it.
     """
@@ -206,9 +206,9 @@ def at(config: Config, cell: Cell) -> Config:
         parallel["sequence_regather"] = None
     elif config.parallel.tensor_overlap == "symmetric_memory" and (cell.device == "cpu" or not cell.sequence):
         parallel["tensor_overlap"] = "pieces"
-    micro_batch = SAMPLES_WITH_BITS if config.train.bitwise else 1
+    micro_batch = SAMPLES_WITH_BITS if config.is_bit_equal else 1
     is_plain = config.precision.mode == "float32" and config.precision.matmul is None
-    if cell.pipeline == 1 and is_plain and not config.train.bitwise:
+    if cell.pipeline == 1 and is_plain and not config.is_bit_equal:
         micro_batches = 1 if cell.ranks == 1 else 2 * cell.data
         micro_batch = config.train.global_batch // micro_batches
     return config.model_copy(

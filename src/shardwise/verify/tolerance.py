@@ -26,10 +26,10 @@ class Tolerance:
         bfloat16 rounds the numbers that ranks exchange, at other places in each layout. It has 8 bits: 2^-8 is the
         distance between two numbers near 1. A loss is a mean over many rounded numbers, and may differ by a quarter of
         that. A gradient is a sum of numbers that cancel, and may differ by 8 times as much; where it is also added up
-        in bfloat16, or where its products round to fp8 what differs, by 64 times as much. With `train.bitwise` nothing
+        in bfloat16, or where its products round to fp8 what differs, by 64 times as much. In bit-equal training nothing
         may differ.
         """
-        if config.train.bitwise:
+        if config.is_bit_equal:
             return Tolerance(0.0, 0.0)
         dtypes = config.precision.resolved(accelerator=True)
         in_fp8 = config.precision.matmul is not None
@@ -55,7 +55,7 @@ class Differences:
         resumed: relative difference of a loss after another layout's checkpoint was read.
         weight: tensor with the largest difference of a weight.
         gradient: tensor with the largest difference of a gradient.
-        state: with `train.bitwise`, first gradient norm or tensor of the state whose bits differ in the middle.
+        state: in bit-equal training, first gradient norm or tensor of the state whose bits differ in the middle.
         resumed_state: likewise at the end, after another layout's checkpoint was read.
     """
 

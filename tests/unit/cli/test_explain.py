@@ -32,12 +32,6 @@ def test_a_source_tree_without_docs(
     assert f"shardwise: {tmp_path} holds no troubleshooting pages: install" in capsys.readouterr().err
 
 
-def test_without_a_name_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("killed-rank ") and line.endswith("(SIGKILL; usually out of memory)") for line in lines)
-
-
 @pytest.mark.parametrize(
     ("name", "hint"),
     [("kiled-rank", "did you mean killed-rank?"), ("zzz", "`shardwise explain` lists all names")],

@@ -117,7 +117,7 @@ def test_prometheus_until_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
         (["--interval", "inf"], "--interval (inf) must be"),
         (["--interval", "soon"], "--interval ('soon') must be a number"),
         (["--prometheus", "70000"], "--prometheus (70000) must be a port from 1 to 65,535, such as 9400"),
-        (["--prometheus", "http"], "--prometheus ('http') must be a whole number"),
+        (["--prometheus", "http"], "argument --prometheus: invalid int value: 'http'"),
         (["--prometheus", "9400", "--once"], "leave one of them out"),
         (["--prometheus", "9400", "--host", "name.invalid"], "must be a port of name.invalid that is free"),
     ],

@@ -45,15 +45,9 @@ def test_a_run_under_way_is_asked(arguments: list[str], capsys: pytest.CaptureFi
     ("events", "ending"),
     [
         ([], ""),
-        ([CHECKPOINT], "; its newest checkpoint is of step 1,200"),
         (
             [CHECKPOINT, STOP],
             ": stopped by `shardwise stop` after step 1,234; its newest checkpoint is of step 1,200",
-        ),
-        ([STOP], ": stopped by `shardwise stop` after step 1,234; no checkpoint is recorded"),
-        (
-            [CHECKPOINT, {"event": "resume", "step": 800}, STOP],
-            ": stopped by `shardwise stop` after step 1,234; its newest checkpoint is of step 800",
         ),
         (
             [CHECKPOINT, *[{"event": "step", "step": 1200 + step, "text": "x" * 1000} for step in range(1200)], STOP],

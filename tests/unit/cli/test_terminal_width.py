@@ -88,9 +88,8 @@ def test_a_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (60, [" 1  a text of some length in a cell  first   12", "22  b                                second  3"]),
         (40, [" 1  a text of some length in  first   12", "    a cell", "22  b                         second  3"]),
-        (34, [" 1 a text of some length in a cell", "   first  12", "22 b", "   second 3"]),
     ],
-    ids=["fits", "wrapped in its cell", "on a line of its own"],
+    ids=["fits", "wrapped in its cell"],
 )
 def test_the_widest_column_of_a_table_gives_way(
     columns: int, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

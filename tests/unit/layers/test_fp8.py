@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.base.errors import ConfigError
 from shardwise.distributed.mesh import Group
 from shardwise.layers import fp8
+from shardwise.layers.bitwise.products import Section, column_products, row_products
+from shardwise.layers.execution import Execution, made_with
 from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, fp8_linear, rounded
 from shardwise.layers.linear import (
     ColumnParallelLinear,
@@ -17,10 +18,7 @@ from shardwise.layers.linear import (
     LinearOptions,
     RowParallelLinear,
 )
-from shardwise.layers.parts import Section, column_products, row_products
 from shardwise.layers.weight_gradients import add_without_cast, graph_gradients, let_products_add
-from shardwise.models.fp8_blocks import multiply_in_fp8
-from tests.dist.training import make_config
 from tests.unit.layers.groups import pretend_group
 
 FORMATS = {OPERAND: (3, -6), GRADIENT: (2, -14)}
@@ -161,29 +159,12 @@ def test_weight_gradients_in_graphs_are_summed_in_float32() -> None:
     assert torch.equal(summed(traced, in_graph=True), wanted)
 
 
-def test_layers_outside_of_blocks_keep_their_dtype() -> None:
-    inside, outside = (ColumnParallelLinear(32, 48, group=Group(), name=name) for name in ("inside", "outside"))
-    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([inside]), "outside": outside})
-    multiply_in_fp8(model, make_config())
-    x = torch.randn(4, 2, 32)
-    plain = {layer: x @ layer.weight.T for layer in (inside, outside)}
-    assert torch.allclose(outside(x), plain[outside], atol=1e-6)
-    assert not torch.allclose(inside(x), plain[inside], atol=1e-4)
-    assert torch.allclose(inside.eval()(x), plain[inside], atol=1e-6), "an evaluation has no scales of its batch"
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_ranks_agree_on_scales_of_what_their_layers_cut(transposed: bool) -> None:
     options = LinearOptions(group=pretend_group(1, 4), seed=0, transposed=transposed)
     # More ranks than key heads: each rank has all of the keys.
-    attention = GQAQKVColumnParallelLinear(32, (64, 16), head_dim=16, names=("q", "k", "v"), **options)
-    up = ColumnParallelLinear(32, 64, name="up", **options)
-    down = RowParallelLinear(64, 32, input_is_parallel=True, name="down", **options)
-    multiply_in_fp8(torch.nn.ModuleList([attention, up, down]), make_config())
+    with made_with(Execution(fp8=True)):
+        attention = GQAQKVColumnParallelLinear(32, (64, 16), head_dim=16, names=("q", "k", "v"), **options)
+        up = ColumnParallelLinear(32, 64, name="up", **options)
+        down = RowParallelLinear(64, 32, input_is_parallel=True, name="down", **options)
     assert [layer.scaling and layer.scaling.cuts_outputs for layer in (attention, up, down)] == [True, True, False]
-
-
-def test_widths_of_own_models_are_refused() -> None:
-    blocks = torch.nn.ModuleList([ColumnParallelLinear(40, 48, group=Group(), name="up")])
-    with pytest.raises(ConfigError, match=r"widths .* \(40 and 48\) must be multiples of 16"):
-        multiply_in_fp8(blocks, make_config())

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,65 +34,25 @@ from tests.unit.layers.groups import pretend_group
 
 FOUR = pretend_group(1, 4)
 
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "column": (
-        lambda: ColumnParallelLinear(8, 10, group=FOUR, name="c", seed=1),
-        "output size (10) must be divisible by the group's size (4)",
-    ),
-    "merged": (
-        lambda: MergedColumnParallelLinear(8, (8, 10), group=FOUR, names=("a", "b"), seed=1),
-        "output size (10) must be divisible by the group's size (4)",
-    ),
-    "row": (
-        lambda: RowParallelLinear(10, 8, group=FOUR, name="r", seed=1),
-        "input size (10) must be divisible by the group's size (4)",
-    ),
-    "row with sequence parallelism": (
-        lambda: RowParallelLinear(8, 8, sequence_parallel_enabled=True),
-        "sequence_parallel_enabled (True) must go with input_is_parallel (True)",
-    ),
-    "query heads": (
-        lambda: GQAQKVColumnParallelLinear(8, (24, 8), head_dim=4, group=FOUR, seed=1),
-        "query heads (6) must be divisible by the group's size (4)",
-    ),
-    "K/V heads": (
-        lambda: GQAQKVColumnParallelLinear(8, (48, 12), head_dim=4, group=FOUR, seed=1),
-        "K/V heads (3) must divide the group's size (4) or be divisible by it",
-    ),
-    "query size": (
-        lambda: GQAQKVColumnParallelLinear(8, (18, 8), head_dim=4),
-        "query size (18) must be a multiple of head_dim (4)",
-    ),
-    "K/V size": (
-        lambda: GQAQKVColumnParallelLinear(8, (16, 2), head_dim=4),
-        "key/value size (2) must be a multiple of head_dim (4)",
-    ),
-    "padding row": (lambda: ParallelEmbedding(8, 4, 8), "padding_idx (8) must be in [-8, 8)"),
-    "names": (
-        lambda: MergedColumnParallelLinear(8, (8, 8), names=("a",)),
-        "names (1) must be as many as output_sizes (2)",
-    ),
-    "names of Q, K and V": (
-        lambda: GQAQKVColumnParallelLinear(8, (16, 8), head_dim=4, names=("q", "kv")),  # type: ignore[arg-type]
-        "names (2) must be 3: those of the query, the key and the value layer",
-    ),
-    "init": (
-        lambda: RMSNorm(8, init=0.01),  # type: ignore[arg-type]
-        "init (0.01) must be a shardwise.Init, such as shardwise.Init.normal(0.02)",
-    ),
-    "columns": (
-        lambda: placement.Piece.columns("w", (4, 10), FOUR, Init.constant(0)),  # type: ignore[arg-type, return-value]
-        "columns of w (10) must be divisible by the group's size (4)",
-    ),
+REFUSED: dict[str, Callable[[], object]] = {
+    r"output size \(10\) .* size \(4\)": lambda: MergedColumnParallelLinear(8, (8, 10), group=FOUR, names=("a", "b")),
+    r"input size \(10\) .* size \(4\)": lambda: RowParallelLinear(10, 8, group=FOUR),
+    r"sequence_.* \(True\) .* input_is_parallel": lambda: RowParallelLinear(8, 8, sequence_parallel_enabled=True),
+    r"query heads \(6\) .* size \(4\)": lambda: GQAQKVColumnParallelLinear(8, (24, 8), head_dim=4, group=FOUR),
+    r"K/V heads \(3\) .* size \(4\)": lambda: GQAQKVColumnParallelLinear(8, (48, 12), head_dim=4, group=FOUR),
+    r"key/value size \(2\) .* head_dim \(4\)": lambda: GQAQKVColumnParallelLinear(8, (16, 2), head_dim=4),
+    r"padding_idx \(8\) must be in \[-8, 8\)": lambda: ParallelEmbedding(8, 4, 8),
+    r"names \(1\) .* output_sizes \(2\)": lambda: MergedColumnParallelLinear(8, (8, 8), names=("a",)),
+    r"names \(1\) must be 3": lambda: GQAQKVColumnParallelLinear(8, (16, 8), head_dim=4, names=("q",)),
+    r"init \(0.01\) must be a shardwise.Init": lambda: RMSNorm(8, init=0.01),  # type: ignore[arg-type]
+    r"columns of w \(10\) .* size \(4\)": lambda: placement.Piece.columns("w", (4, 10), FOUR, Init.constant(0)),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_sizes_that_cannot_be_cut_are_refused(case: str) -> None:
-    make, message = REFUSED[case]
-    with pytest.raises(ValueError) as refusal:  # noqa: PT011  the text is compared below
-        make()
-    assert message in str(refusal.value)
+@pytest.mark.parametrize("message", REFUSED)
+def test_sizes_that_cannot_be_cut_are_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]()
 
 
 def test_an_input_of_another_width_is_refused_with_what_the_layer_takes() -> None:
@@ -219,14 +180,10 @@ def test_only_the_first_rank_warns_of_a_missing_group(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("given", [Mesh(device="cpu"), 8, True, "tp", [0, 1]], ids=repr)
-@pytest.mark.parametrize("owner", WITHOUT_GROUP)
-def test_what_is_no_group_is_refused_with_what_to_pass(owner: str, given: Any) -> None:
-    with pytest.raises(ArgumentError) as refusal:
-        WITHOUT_GROUP[owner](given)
-    assert str(refusal.value) == (
-        f"group ({given!r}) must be the ranks of one axis: pass those of a Mesh, such as mesh.tp of Mesh(tensor=2), "
-        "a process group, or one axis of a DeviceMesh, such as device_mesh['tp']"
-    )
+def test_what_is_no_group_is_refused_with_what_to_pass(given: Any) -> None:
+    for make in WITHOUT_GROUP.values():
+        with pytest.raises(ArgumentError, match=r"group \(.*\) must be the ranks of one axis: .*mesh\.tp of Mesh"):
+            make(given)
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -243,88 +200,41 @@ def test_a_tied_head_takes_the_embeddings_rows(rank: int) -> None:
 
 
 def test_layers_say_what_they_are() -> None:
-    assert repr(RowParallelLinear(8, 4, group=FOUR, name="r", seed=1)) == (
-        "RowParallelLinear(weight=(4, 2) of Group(tp 1/4), sequence_parallel=False)"
-    )
-    assert "8 -> [1, 2] of Group(tp 1/4)" in repr(
-        MergedColumnParallelLinear(8, (4, 8), group=FOUR, names=("a", "b"), seed=1)
-    )
-    assert "9 rows, weight=(3, 4)" in repr(ParallelEmbedding(9, 4, group=FOUR, name="e", seed=1))
-    assert "4, eps=1e-05" in repr(LayerNorm(4))
+    layer = MergedColumnParallelLinear(8, (4, 8), group=FOUR, names=("a", "b"), seed=1)
+    assert "8 -> [1, 2] of Group(tp 1/4)" in repr(layer)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda **options: ColumnParallelLinear(4, 8, **options),
-        lambda **options: MergedColumnParallelLinear(4, (8, 8), names=("a", "b"), **options),
-        lambda **options: GQAQKVColumnParallelLinear(4, (8, 4), head_dim=4, **options),
-        lambda **options: RowParallelLinear(4, 8, **options),
-        lambda **options: ParallelEmbedding(4, 8, **options),
-        lambda **options: ParallelLMHead(4, 8, **options),
-        lambda **options: LayerNorm(4, **options),
-        lambda **options: RMSNorm(4, **options),
-    ],
-)
-def test_a_keyword_that_no_layer_takes_is_refused(make: Callable[..., nn.Module]) -> None:
+def test_a_keyword_that_no_layer_takes_is_refused() -> None:
     """Swallowed, it would train another model than was asked for."""
-    with pytest.raises(ArgumentError) as refusal:
-        make(sequence_parallel=True)
-    name = type(make()).__name__
-    assert str(refusal.value) == f"{name} does not take sequence_parallel (did you mean sequence_parallel_enabled?)"
+    wrong: dict[str, Any] = {"sequence_parallel": True}
+    makers: list[Callable[..., object]] = [
+        partial(ColumnParallelLinear, 4, 8),
+        partial(MergedColumnParallelLinear, 4, (8, 8), names=("a", "b")),
+        partial(GQAQKVColumnParallelLinear, 4, (8, 4), head_dim=4),
+        partial(RowParallelLinear, 4, 8),
+        partial(ParallelEmbedding, 4, 8),
+        partial(ParallelLMHead, 4, 8),
+        partial(LayerNorm, 4),
+        partial(RMSNorm, 4),
+    ]
+    for make in makers:
+        with pytest.raises(ArgumentError, match=r"does not take sequence_parallel \(did you mean sequence_"):
+            make(**wrong)
 
 
-SAME = "leave it out: with seed= and name= the weights are the same at any degree"
-FROM_OTHER_LIBRARIES: dict[str, tuple[Callable[..., object], dict[str, Any], str]] = {
-    "column of neuronx-distributed": (
-        lambda **options: ColumnParallelLinear(4, 8, **options),
-        {"dtype": torch.float32, "init_method": nn.init.ones_, "stride": 2, "keep_master_weight": True, "pad": False},
-        "ColumnParallelLinear does not take init_method (give init=, such as shardwise.Init.normal(0.02)), "
-        "stride (leave it out: MergedColumnParallelLinear holds several layers of one input) or "
-        f"keep_master_weight ({SAME})",
-    ),
-    "row of Megatron": (
-        lambda **options: RowParallelLinear(4, 8, **options),
-        {"config": object(), "skip_bias_add": True, "is_expert": True},
-        "RowParallelLinear does not take "
-        "config (give group=, sequence_parallel_enabled=, dtype= and seed= by themselves), skip_bias_add "
-        "(give bias=False and add a bias of your own) or is_expert (leave it out, it is not supported)",
-    ),
-    "embedding of neuronx-distributed": (
-        lambda **options: ParallelEmbedding(4, 8, **options),
-        {"shard_across_embedding": True, "sequence_dimension": 1, "sparse": False},
-        "ParallelEmbedding does not take shard_across_embedding (leave it out: the table is cut along the vocabulary) "
-        "or sequence_dimension (leave it out: the sequence is dim 0)",
-    ),
-    "head of Megatron": (
-        lambda **options: ParallelLMHead(4, 8, **options),
-        {"keep_padded_output": True},
-        "ParallelLMHead does not take keep_padded_output (leave it out: a vocabulary is padded by itself, see "
-        "row_multiple=, and other sizes must be divisible)",
-    ),
-    "loss of Megatron": (
-        lambda **options: parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), **options),
-        {"tp_group": object()},
-        "parallel_cross_entropy does not take tp_group (give group=)",
-    ),
-    "something else": (
-        lambda **options: RMSNorm(4, **options),
-        {"zzz": 1},
-        "RMSNorm does not take zzz; it takes normalized_shape, eps, sequence_parallel_enabled, unit_offset, name, "
-        "deferred, device, dtype, group, init and seed",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", FROM_OTHER_LIBRARIES)
-def test_arguments_of_other_libraries_are_refused_with_what_replaces_them(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, arguments, message = FROM_OTHER_LIBRARIES[case]
+def test_arguments_of_other_libraries_are_refused_with_what_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")  # where a missing group= would be warned of: the refusal comes first
-    with pytest.raises(ArgumentError) as refusal:
-        make(**arguments)
-    assert str(refusal.value) == message
+    foreign: dict[str, Any] = {"init_method": nn.init.ones_, "stride": 2, "pad": False}
+    with pytest.raises(
+        ArgumentError, match=r"does not take init_method \(give init=, .*\) or stride \(leave it out: .*\)$"
+    ):
+        ColumnParallelLinear(4, 8, **foreign)
+    loss_arguments: dict[str, Any] = {"tp_group": object()}
+    with pytest.raises(ArgumentError, match=r"parallel_cross_entropy does not take tp_group \(give group=\)"):
+        parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), **loss_arguments)
+    unknown: dict[str, Any] = {"zzz": 1}
+    with pytest.raises(ArgumentError, match=r"RMSNorm does not take zzz; it takes normalized_shape, eps, .* and seed$"):
+        RMSNorm(4, **unknown)
 
 
 def test_fault_02_arguments_whose_value_changes_nothing_are_accepted() -> None:
@@ -340,15 +250,9 @@ def test_fault_02_arguments_whose_value_changes_nothing_are_accepted() -> None:
     assert RMSNorm(4, 1e-5, elementwise_affine=True, bias=False).weight.shape == (4,)
     with pytest.raises(ArgumentError, match="ParallelEmbedding does not take max_norm"):
         ParallelEmbedding(10, 4, None, 1.0)
-    with pytest.raises(ArgumentError, match="LayerNorm does not take bias"):
-        LayerNorm(4, 1e-5, True, False)
-    with pytest.raises(ArgumentError, match="RowParallelLinear takes no positional argument after dtype, device"):
-        RowParallelLinear(8, 12, True, True, None, None, 1, None, True)
-    with pytest.raises(
-        ArgumentError, match="RMSNorm takes no positional argument after eps: give the others by keyword"
-    ):
+    with pytest.raises(ArgumentError, match="RMSNorm takes no positional argument after eps"):
         RMSNorm(4, 1e-6, True)
-    with pytest.raises(ArgumentError, match="ColumnParallelLinear got dtype by position and by keyword: give each"):
+    with pytest.raises(ArgumentError, match="ColumnParallelLinear got dtype by position and by keyword"):
         ColumnParallelLinear(8, 12, True, True, torch.float32, dtype=torch.float64)
 
 
@@ -379,22 +283,14 @@ def test_fault_03_the_head_size_follows_from_the_multiplier(ranks: int, multipli
 
 
 def test_fault_03_a_head_size_that_does_not_follow_is_refused() -> None:
-    group = pretend_group(0, 16)
-    with pytest.raises(
-        ValueError, match=r"kv_size_multiplier \(3\) must divide the group's size \(16\).* give head_dim="
-    ):
-        GQAQKVColumnParallelLinear(8, (128, 32), kv_size_multiplier=3, group=group)
-    with pytest.raises(
-        ValueError, match=r"kv_size_multiplier \(2\) must be 4, the ranks that hold each of 4 K/V heads"
-    ):
-        GQAQKVColumnParallelLinear(8, (128, 32), head_dim=8, kv_size_multiplier=2, group=group)
-    with pytest.raises(ValueError, match=r"kv_size_multiplier \(1.0\) must divide the group's size \(16\)"):
-        GQAQKVColumnParallelLinear(8, (128, 32), kv_size_multiplier=1.0, group=group)  # type: ignore[arg-type]
+    make = partial(GQAQKVColumnParallelLinear, 8, group=pretend_group(0, 16))
+    with pytest.raises(ValueError, match=r"kv_size_multiplier \(3\) .* size \(16\).* give head_dim="):
+        make((128, 32), kv_size_multiplier=3)
+    with pytest.raises(ValueError, match=r"kv_size_multiplier \(2\) must be 4, .* 4 K/V heads"):
+        make((128, 32), head_dim=8, kv_size_multiplier=2)
     for sizes in (64, (64, 32, 32), (64, 0), "64"):
-        with pytest.raises(
-            ArgumentError, match=r"output_sizes \(.*\) must be two numbers above 0: the features of the q"
-        ):
-            GQAQKVColumnParallelLinear(8, sizes, head_dim=8)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match=r"output_sizes \(.*\) must be two numbers above 0"):
+            make(sizes, head_dim=8)
 
 
 def test_losses_of_each_sample_are_recorded_where_they_are_asked_for() -> None:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from shardwise.distributed.collectives import tree_sum
 from shardwise.distributed.mesh import Group
-from shardwise.layers import part_products
-from shardwise.layers.embedding import ParallelLMHead
-from shardwise.layers.loss import linear_cross_entropy
-from shardwise.layers.part_products import (
+from shardwise.layers.bitwise import part_products
+from shardwise.layers.bitwise.functions import activate_by_part, head_products
+from shardwise.layers.bitwise.part_products import (
     by_part,
     fold,
     input_gradient_of_columns,
@@ -26,7 +25,10 @@ from shardwise.layers.part_products import (
     weight_gradient_of_columns,
     weight_gradient_of_rows,
 )
-from shardwise.layers.parts import Section, activate, apply_by_part, column_products, head_products, row_products
+from shardwise.layers.bitwise.products import Section, column_products, row_products
+from shardwise.layers.bitwise.replicated import apply_by_part
+from shardwise.layers.embedding import ParallelLMHead
+from shardwise.layers.loss import linear_cross_entropy
 from shardwise.models.blocks import ACTIVATIONS
 from tests.dist.dense import error, random
 from tests.unit.layers.groups import pretend_group
@@ -375,18 +377,18 @@ def test_activations_do_not_depend_on_the_width(
     """Torch's threads take a part of a tensor each if it has more than 32,768 elements."""
     set_threads(threads)
 
-    def results(x: Tensor, dy: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    def results(x: Tensor, dy: Tensor, count: int) -> tuple[Tensor, Tensor]:
         x = x.detach().requires_grad_()
-        y = activate(ACTIVATIONS[name], x, group)
+        y = activate_by_part(x, ACTIVATIONS[name], count)
         y.backward(dy)
         assert x.grad is not None
         return y.detach(), x.grad
 
     x, dy = torch.randn(2, 50 if threads == 1 else 5, tokens, 2 * width).unbind()
     for whole_x, whole_dy in zip(x, dy, strict=True):
-        whole = results(whole_x, whole_dy, Group(grain=2))
+        whole = results(whole_x, whole_dy, 2)
         halves = zip(whole_x.chunk(2, -1), whole_dy.chunk(2, -1), strict=True)
-        parts = [results(*half, two_ranks()) for half in halves]
+        parts = [results(*half, 1) for half in halves]
         for number in range(2):
             assert torch.equal(torch.cat([part[number] for part in parts], -1), whole[number])
 
@@ -396,18 +398,18 @@ def test_activations_do_not_depend_on_the_width(
 def test_products_of_heads_do_not_depend_on_their_number(grain: int, dtype: torch.dtype) -> None:
     """Torch takes another kernel for other strides, and in bfloat16 where all heads together have few elements."""
 
-    def results(q_SBnd: Tensor, k_SBnd: Tensor, d_scores_BnSS: Tensor, group: Group) -> list[Tensor]:
+    def results(q_SBnd: Tensor, k_SBnd: Tensor, d_scores_BnSS: Tensor, count: int) -> list[Tensor]:
         """The scores, and the gradients of q and k, all with their heads in dim 1."""
         q, k = (x.permute(1, 2, 0, 3).detach().requires_grad_() for x in (q_SBnd, k_SBnd))
-        scores = head_products(q, k.transpose(-1, -2), group)
+        scores = head_products(q, k.transpose(-1, -2), count)
         return [scores.detach(), *torch.autograd.grad(scores, (q, k), d_scores_BnSS.contiguous())]
 
     for batch in (1, 2) * 25:
         q, k = torch.randn(2, 16, batch, 4, 8).to(dtype).unbind()
         d_scores = torch.randn(batch, 4, 16, 16).to(dtype)
-        whole = results(q, k, d_scores, Group(grain=grain))
+        whole = results(q, k, d_scores, grain)
         halves = zip(q.chunk(2, 2), k.chunk(2, 2), d_scores.chunk(2, 1), strict=True)
-        parts = [results(q_half.contiguous(), *half, two_ranks(grain=grain)) for q_half, *half in halves]
+        parts = [results(q_half.contiguous(), *half, grain // 2) for q_half, *half in halves]
         for number, tensor in enumerate(whole):
             assert torch.equal(torch.cat([part[number] for part in parts], 1), tensor)
 

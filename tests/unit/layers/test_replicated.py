@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.distributed.mesh import Group
-from shardwise.layers import replicated
+from shardwise.layers.bitwise import replicated
+from shardwise.layers.bitwise.replicated import ReplicatedParameters, SequenceParts, part_views
 from shardwise.layers.norm import LayerNorm
-from shardwise.layers.replicated import ReplicatedParameters, SequenceParts, part_views
 from tests.unit.layers.groups import pretend_group
 
 PARTS = 2

@@ -11,15 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
 from shardwise.data.samples.batch import Batch
 from shardwise.distributed import devices
 from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients, fake_tensors
 from shardwise.models import attention_pieces
-from shardwise.models.attention_kernels import attention_by_document
-from shardwise.models.attention_pieces import attention_by_pieces, define_attention_by_pieces
-from shardwise.models.masks import BLOCK, AttentionMask, DocumentSizes, DocumentsMask, PiecesMask
+from shardwise.models.attention_pieces import define_attention_by_pieces
+from shardwise.models.masks import BLOCK, AttentionMask, BlocksMask, DocumentSizes, DocumentsMask, PiecesMask
 from shardwise.models.parameter_counts import LONG
 from shardwise.train.loss import document_sizes
 
@@ -66,7 +65,7 @@ def test_blocks_and_the_dense_mask_are_those_of_the_definition(length: int, wind
         check_blocks(blocks, b, seen_SS, is_tight=True)
 
 
-def check_blocks(mask: BlockMask, b: int, seen_QL: Tensor, *, is_tight: bool) -> None:
+def check_blocks(mask: BlocksMask, b: int, seen_QL: Tensor, *, is_tight: bool) -> None:
     assert mask.full_kv_num_blocks is not None
     assert mask.full_kv_indices is not None
     rows, keys = (torch.arange(size) for size in seen_QL.shape)
@@ -115,7 +114,7 @@ def test_attention_and_its_gradients_are_those_of_the_definition(
     q_, k_, v_ = (t.permute(1, 2, 0, 3) for t in inputs)
     expected = F.scaled_dot_product_attention(q_, k_, v_, seen_BQL.unsqueeze(1), enable_gqa=True)
     expected = expected.permute(2, 0, 1, 3)
-    y = attention_by_pieces(q, k, v, mask.pieces(len(k)))
+    y = mask.pieces(len(k)).attend(q, k, v, None)
     assert error(y, expected) <= 1e-12
     dy = torch.randn(y.shape, dtype=torch.float64, generator=numbers)
     gradients = [torch.autograd.grad(out, inputs, dy) for out in (y, expected)]
@@ -144,7 +143,7 @@ def test_the_operator_is_one_of_torchs_and_a_graph_takes_other_documents() -> No
     torch.library.opcheck(torch.ops.shardwise.attention_by_pieces.default, arguments, test_utils=checks)
 
     def attend(q: Tensor, mask: PiecesMask) -> Tensor:
-        return attention_by_pieces(q, k, v, mask)
+        return mask.attend(q, k, v, None)
 
     torch.compiler.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
@@ -160,7 +159,7 @@ def test_a_document_has_the_bits_of_one_call_of_the_kernel() -> None:
     numbers = torch.Generator().manual_seed(0)
     inputs = [torch.randn(90, 2, 4, 8, generator=numbers, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     mask = AttentionMask((range(90),), starts(90, [[0, 33], [0, 5]]))
-    y = attention_by_pieces(*inputs, mask.pieces(90))
+    y = mask.pieces(90).attend(*inputs, None)
     dy = torch.randn(y.shape, generator=numbers).to(y.dtype)
     gradients = torch.autograd.grad(y, inputs, dy)
     for b, first, end in ((0, 0, 33), (0, 33, 90), (1, 0, 5), (1, 5, 90)):
@@ -190,10 +189,10 @@ LONG_WINDOW = AttentionMask((range(LONG),), window=256)
         pytest.param(AttentionMask((range(8), range(56, 64))), "cpu", {}, PiecesMask, id="two runs on a CPU"),
         pytest.param(AttentionMask((range(8, 64),)), "cpu", {}, PiecesMask, id="queries after cached keys"),
         pytest.param(AttentionMask((range(8, 64),), window=9), "meta", {}, Tensor, id="a short window, eager"),
-        pytest.param(LONG_WINDOW, "meta", {}, BlockMask, id="a long sequence, eager"),
+        pytest.param(LONG_WINDOW, "meta", {}, BlocksMask, id="a long sequence, eager"),
         pytest.param(LONG_WINDOW, "meta", {"is_cached": True}, Tensor, id="a long sequence with a cache"),
         pytest.param(LONG_WINDOW, "meta", {"is_fused": False}, Tensor, id="a long sequence with dropout"),
-        pytest.param(AttentionMask((range(64),), window=9), "meta", {"is_compiled": True}, BlockMask, id="compiled"),
+        pytest.param(AttentionMask((range(64),), window=9), "meta", {"is_compiled": True}, BlocksMask, id="compiled"),
     ],
 )
 def test_the_form_of_a_mask(mask: AttentionMask, device: str, choices: dict[str, bool], form: Any) -> None:
@@ -267,7 +266,7 @@ def test_torch_describes_the_kernel_for_documents_as_it_is_called() -> None:
             64, is_compiled=False
         )
         inputs = [torch.empty(64, 2, heads, 16, dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)]
-        y = attention_by_document(*inputs, mask, 0.5)
+        y = mask.attend(*inputs, 0.5)
         gradients = torch.autograd.grad(y.flatten(2), inputs, torch.empty(64, 2, 64, dtype=torch.bfloat16))
     assert (y.shape, y.dtype) == (inputs[0].shape, torch.bfloat16)
     assert [x.shape for x in gradients] == [x.shape for x in inputs]

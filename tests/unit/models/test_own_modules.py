@@ -1,12 +1,15 @@
 """What the modules and parameters of a class of the user's own must be, so that it can be trained and saved."""
 
 import pytest
+import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError
+from shardwise.config import load_config
 from shardwise.distributed.mesh import Group
+from shardwise.train.compile.units import Compilation
 from tests.unit.layers.groups import pretend_group
-from tests.unit.models.own_classes import Write, build, config, unbuildable
+from tests.unit.models.own_classes import PLAIN, Write, build, config, unbuildable
 
 
 def test_under_tensor_parallelism_every_parameter_says_what_it_is_a_part_of(write: Write) -> None:
@@ -141,3 +144,38 @@ def test_buffers_that_the_final_weights_would_lose(write: Write) -> None:
 """)
     said = unbuildable(config(family))
     assert "norm.running_mean, norm.running_var and norm.num_batches_tracked would be lost" in said
+
+
+def test_a_model_without_blocks_cannot_be_compiled(write: Write) -> None:
+    settings = load_config("llama2-tiny", ["compile.backend=aot_eager"]).compile
+    with pytest.raises(ConfigError, match=r"compile\.enabled \(true\) needs a model with blocks"):
+        build(config(write(PLAIN)), compiler=Compilation(settings, torch.device("cpu")))
+
+
+FP8 = {"precision": {"mode": "float32", "matmul": "fp8"}, "train": {"sequence_length": 16}}
+
+
+def test_layers_outside_of_blocks_keep_their_dtype(write: Write) -> None:
+    family = write("""
+    def __init__(self, vocab_size, group=None):
+        super().__init__()
+        self.blocks = nn.ModuleList([sw.ColumnParallelLinear(32, 48, group=group, seed=1, name="inside")])
+        self.layer = sw.ColumnParallelLinear(32, 48, group=group, seed=1, name="outside")
+""")
+    model = build(config(family, FP8))
+    inside, outside = model.blocks[0], model.layer
+    x = torch.randn(4, 2, 32)
+    plain = {layer: x @ layer.weight.T for layer in (inside, outside)}
+    assert torch.allclose(outside(x), plain[outside], atol=1e-6)
+    assert not torch.allclose(inside(x), plain[inside], atol=1e-4)
+    assert torch.allclose(inside.eval()(x), plain[inside], atol=1e-6), "an evaluation has no scales of its batch"
+
+
+def test_widths_that_fp8_products_do_not_take_are_refused(write: Write) -> None:
+    family = write("""
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.blocks = nn.ModuleList([sw.ColumnParallelLinear(40, 48, name="up")])
+""")
+    with pytest.raises(ConfigError, match=r"widths .* \(40 and 48\) must be multiples of 16"):
+        build(config(family, FP8))

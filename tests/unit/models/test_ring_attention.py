@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.layers.context import runs_of_places
-from shardwise.models import attention_kernels, attention_pieces, ring_attention
-from shardwise.models.masks import AttentionMask, Mask
+from shardwise.models import attention_pieces, ring_attention
+from shardwise.models.masks import AttentionMask, BlocksMask, Mask
 from tests.unit.layers.groups import pretend_group
 from tests.unit.models.test_masks import error, seen, starts
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 FORMS: dict[str, Callable[[AttentionMask], Mask]] = {
     "pieces": lambda mask: mask.pieces(LENGTH),
     "dense": lambda mask: mask.dense(LENGTH, torch.float64, CPU),
-    "blocks": lambda mask: mask.blocks(LENGTH, CPU),
+    "blocks": lambda mask: BlocksMask(mask.blocks(LENGTH, CPU)),
 }
 CASES_OF_BLOCKS = [("blocks", None, False), ("blocks", 120, True)]
 
@@ -44,7 +44,7 @@ def test_keys_that_come_rank_by_rank_give_attention_over_all(
 ) -> None:
     monkeypatch.setattr(attention_pieces, "SHORT", 16)
     monkeypatch.setattr(attention_pieces, "FEW", 30)
-    monkeypatch.setattr(attention_kernels, "flex_attention", lambda: flex_attention)
+    monkeypatch.setattr(ring_attention, "flex_attention", lambda: flex_attention)
     numbers = torch.Generator().manual_seed(0)
 
     def drawn(heads: int) -> Tensor:
@@ -68,7 +68,8 @@ def test_keys_that_come_rank_by_rank_give_attention_over_all(
             for other in range(RANKS)
         ]
         returned = pretend(monkeypatch, k, v)
-        y = ring_attention.ring_attention(*(rows_of(x, rank) for x in inputs), masks, None, pretend_group(rank, RANKS))
+        ring = ring_attention.RingMask(masks, pretend_group(rank, RANKS))
+        y = ring.attend(*(rows_of(x, rank) for x in inputs), None)
         assert error(y, rows_of(expected, rank)) <= 1e-12
         if has_gradients:
             for total, term in zip(gradients, torch.autograd.grad(y, inputs, rows_of(dy, rank)), strict=True):

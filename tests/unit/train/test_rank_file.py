@@ -1,42 +1,26 @@
-"""Which GPU's use a rank records, and how the start of its file tells where a slow one is."""
+"""What a rank records of its device, and how the start of its file tells where a slow one is."""
 
 import platform
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from shardwise.train import rank_file
 from shardwise.train.straggler import Straggler
 from tests.unit.train.test_report import lines, record, reporter
 
 
-@pytest.mark.parametrize(
-    ("visible", "local_rank", "gpu"),
-    [("", 1, 1), ("4,6", 1, 6), ("3", 2, 3), ("GPU-0aa, GPU-1bb", 1, "GPU-1bb"), ("GPU-0aa", 0, "GPU-0aa")],
-)
-def test_nvml_is_asked_for_the_gpu_that_the_rank_sees(
-    visible: str, local_rank: int, gpu: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_use_of_the_gpu_is_recorded_where_a_library_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a launcher shows each rank its own one alone, and where it names them by UUID."""
-    nvml = ModuleType("pynvml")
-    vars(nvml).update(
-        nvmlInit=lambda: None,
-        NVMLError=OSError,
-        nvmlDeviceGetHandleByIndex=lambda index: {0: 10, 1: 11, 3: 13, 6: 16}[index],
-        nvmlDeviceGetHandleByUUID={"GPU-0aa": 20, "GPU-1bb": 21}.get,
-        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=handle),
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(rank_file, "_local_rank", lambda: local_rank)
-    made, _ = reporter(tmp_path, device_name="NVIDIA H100 80GB HBM3")
+    made, _ = reporter(tmp_path)
     with made:
         made.start()
         made.step(record(1))
-    handle = 10 + gpu if isinstance(gpu, int) else {"GPU-0aa": 20, "GPU-1bb": 21}[gpu]
-    assert lines(tmp_path / "run/ranks/rank-0000.jsonl")[1]["device_utilization"] == handle / 100
+        monkeypatch.setattr("torch.cuda.utilization", lambda: 25)
+        made.step(record(2))
+    _, unknown, known = lines(tmp_path / "run/ranks/rank-0000.jsonl")
+    assert "device_utilization" not in unknown
+    assert known["device_utilization"] == 0.25
 
 
 def test_a_spike_and_a_slow_rank_are_warned_of_once(tmp_path: Path) -> None:

@@ -163,8 +163,8 @@ def test_the_summary_of_a_pipeline_is_that_of_the_rank_that_needs_most(tmp_path:
     said = stream.getvalue()
     text = f"{units.size(memory.total)} on pipeline rank 1, which needs most, plus about 300 MiB for Python and torch: "
     assert text in said
-    assert f"{units.size(masks.bytes_held)} of probabilities and masks on pipeline rank 1, " in said
-    assert f"{units.count(masks.elements_hashed)} elements hashed by pipeline rank 1 per step" in said
+    assert f"{units.size(masks.bytes_held)} of attention probabilities and masks on pipeline rank 1, " in said
+    assert f"{units.count(masks.elements_hashed)} elements of masks hashed by pipeline rank 1 per step" in said
     assert text[:-2] in dry_run("recipe", chosen, layout, "cpu", False)
 
 

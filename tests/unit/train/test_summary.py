@@ -140,7 +140,7 @@ def test_of_a_model_of_your_own_it_says_what_is_not_known(optimizer: str) -> Non
         (100, {"every": 5}, 4, "checkpoint.keep=3"),  # the fourth is complete before the first goes
         (101, {"every": 50, "keep": None}, 3, "checkpoint.keep=null"),
         (100, {"every": 10, "keep": 2, "keep_every": 40}, 2 + 2 + 1, "checkpoint.keep=2"),
-        (45, {"every": 10, "keep": 1, "keep_every": 15}, 2 + 1 + 1, "checkpoint.keep=1"),
+        (45, {"every": 10, "keep": 1, "keep_every": 15}, 1 + 1 + 1, "checkpoint.keep=1"),
         (100, {"every_minutes": 5.0, "keep": 2}, 3, "checkpoint.keep=2"),
         (100, {"every_minutes": 5.0, "keep": 2, "keep_every": 50}, 5, "checkpoint.keep=2"),
     ],
@@ -167,7 +167,6 @@ def test_how_many_checkpoints_time_makes_is_not_known() -> None:
     [
         ({}, "every 30 minutes and after the last step"),
         ({"every": 1000}, "every 1,000 steps, every 30 minutes and after the last step"),
-        ({"every": 1, "every_minutes": None}, "every 1 step and after the last step"),
         (
             {"every_minutes": None, "memory_every": 5},
             "after the last step; copies in memory every 5 steps",

@@ -37,7 +37,7 @@ def versions(**changed: str | None) -> dict[tuple[str, str], str]:
 def test_software_that_is_well() -> None:
     found = versions()
     assert {status for _, status in found} == {"ok"}
-    assert "2.13.0+cpu, of >=2.11" in found["torch", "ok"]
+    assert "torch 2.13.0+cpu" in found["torch", "ok"]
     assert "numpy 2.4.6" in found["packages", "ok"]
     assert "h5py 3.16.0" in found["[hdf5]", "ok"]
     assert not any(name == "[dev]" for name, _ in found)
@@ -66,11 +66,9 @@ def test_a_package_that_is_not_installed_says_so() -> None:
     [
         (None, 8, None, "ok", "8 CPUs; the ranks share them"),
         ("4", 8, None, "ok", "OMP_NUM_THREADS 4"),
-        ("16", 8, None, "warning", "OMP_NUM_THREADS (16) must be at most the CPUs (8)"),
         ("4", 8, 2.0, "warning", "OMP_NUM_THREADS (4) must be at most the CPUs (2)"),
         (None, 8, 2.0, "warning", "8 CPUs, limited to 2 by cgroup: each rank would start a thread on every CPU"),
         ("many", 8, None, "warning", "OMP_NUM_THREADS ('many') must be a whole number above 0"),
-        ("0", 8, None, "warning", "OMP_NUM_THREADS ('0') must be a whole number above 0"),
     ],
 )
 def test_threads(value: str | None, cpus: int, limit: float | None, status: str, text: str) -> None:
@@ -156,14 +154,6 @@ def test_the_end_of_a_log_stands_in_place_of_its_path(monkeypatch: pytest.Monkey
     assert log == [*(f"line {number}" for number in range(9, 20)), "ValueError: https://(redacted)@host"]
 
 
-def test_no_path_of_the_removed_folder_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(command: list[str], _nproc: int, folder: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "logs"))
-
-    monkeypatch.setattr("shardwise.verify.rank_calls.launch", launch)
-    assert ranks.collective().found == "[Errno 28] No space left on device: 'logs'"
-
-
 def test_no_room_for_temporary_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(**_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -227,14 +217,6 @@ def test_variables_are_those_that_it_got_without_secrets(
 
 
 @pytest.mark.usefixtures("some")
-def test_a_url_is_no_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--run-dir", "s3://bucket/x"]) == 2
-    assert (
-        "--run-dir (s3://bucket/x) must be a folder and no URL: checkpoint.path may be one" in capsys.readouterr().err
-    )
-
-
-@pytest.mark.usefixtures("some")
 def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
@@ -243,16 +225,3 @@ def test_json_has_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
     assert told["counts"] == {"ok": 2, "warning": 0, "wrong": 1}
     assert told["variables"]["NCCL_DEBUG"] == "INFO"
-
-
-@pytest.mark.usefixtures("some")
-def test_a_machine_that_is_well_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_checks, "machine", lambda _: iter([Check("disk", "warning", "little", "make room")]))
-    assert main(["doctor", "--run-dir", os.devnull]) == 0
-
-
-def test_a_sum_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
-    with pytest.raises(RunError, match=r"the sum of 1 and 2 over the ranks \(1\.0\) must be 3"):
-        ranks._sum_on_ranks()  # alone

@@ -133,11 +133,6 @@ def test_factors_of_frequencies_are_as_many_as_the_frequencies() -> None:
     assert len(model["rope_scaling"]["long_factor"]) == model["head_dim"] // 2
 
 
-def test_a_feed_forward_layer_is_never_empty() -> None:
-    narrow = load_config("llama2-7b", ["model.intermediate_size=8"])
-    assert small(narrow)[0].model.intermediate_size == 8
-
-
 def test_the_precision_of_accelerators_is_that_of_all_devices() -> None:
     recipe = load_config("llama2-tiny", ["precision.mode=null"])
     modes = [miniature(recipe, [Cell()], 2, has_accelerator=has).precision.mode for has in (False, True)]

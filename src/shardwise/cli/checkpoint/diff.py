@@ -17,6 +17,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted
 from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.cli import output
+from shardwise.cli.arguments import add_json
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.format.diff import Difference, TensorDifference
@@ -37,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all", action="store_true", help=f"list every tensor that differs, not only the first {_MOST}"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

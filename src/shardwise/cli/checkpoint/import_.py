@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.base import units
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import user_path
-from shardwise.base.units import count, counted, size
+from shardwise.base.units import counted, size
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
+from shardwise.cli.arguments import count
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
 from shardwise.config.recipe_files import parse_value
 from shardwise.data import hub
@@ -66,7 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vocab-size",
         metavar="N",
-        type=int,
+        type=count,
         help=f"{_MEGATRON}, {_NEMO}: tokens without the embedding's padding (default: from the checkpoint or "
         "--tokenizer)",
     )
@@ -105,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         done = write_checkpoint(opened, root, max_shard_bytes, progress)
     cut = f" from TP {opened.layout['tensor']} × PP {opened.layout['pipeline']}" if opened.layout else ""
     output.line(
-        f"{done.folder}: {opened.config.family}, {count(opened.parameters)} parameters in {opened.dtype}{cut}; "
+        f"{done.folder}: {opened.config.family}, {units.count(opened.parameters)} parameters in {opened.dtype}{cut}; "
         f"{counted(done.files, 'file')}, {size(done.bytes)}"
     )
     if arguments.kind != _HUB:
@@ -124,8 +126,6 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
     ]
     if kind == _NEURONX and arguments.config is None:
         problems.append(f"--from {_NEURONX} needs --config PATH: its checkpoints do not describe their model")
-    if arguments.vocab_size is not None and arguments.vocab_size < 1:
-        problems.append(f"--vocab-size ({arguments.vocab_size}) must be at least 1")
     if problems:
         raise ConfigError(problems)
 

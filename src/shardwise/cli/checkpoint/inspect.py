@@ -16,6 +16,7 @@ from shardwise.base.mesh_axes import layout_text
 from shardwise.base.units import count, counted, duration, size
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.cli import output
+from shardwise.cli.arguments import add_json
 from shardwise.cli.checkpoint import add_path
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     add_path(parser)
     parser.add_argument("--tensors", action="store_true", help="also list the tensors of the checkpoint")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, of several checkpoints a list")
+    add_json(parser, ", of several checkpoints a list")
 
 
 def run(arguments: argparse.Namespace) -> int:

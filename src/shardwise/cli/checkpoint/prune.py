@@ -14,6 +14,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted, size
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, checkpoint_folder
 from shardwise.cli import output
+from shardwise.cli.arguments import count
 from shardwise.cli.checkpoint import add_path
 from shardwise.runs.folder import RunDirectory, RunLock
 
@@ -23,12 +24,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep",
         metavar="N",
-        type=int,
+        type=count,
         required=True,
         help="number of newest intact checkpoints that stay (at least 1)",
     )
     parser.add_argument(
-        "--keep-every", metavar="M", type=int, help="checkpoints whose step is a multiple of M stay too"
+        "--keep-every", metavar="M", type=count, help="checkpoints whose step is a multiple of M stay too"
     )
     parser.add_argument(
         "--abandoned",
@@ -41,15 +42,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from shardwise.checkpoint.storage.checkpoint_folders import abandoned, removable, remove_checkpoint
 
-    keep = arguments.keep
-    every = arguments.keep_every
-    problems = [
-        f"{name} ({value}) must be at least 1"
-        for name, value in (("--keep", keep), ("--keep-every", every))
-        if value is not None and value < 1
-    ]
-    if problems:
-        raise ConfigError(problems)
     place = checkpoint_folder(arguments.path)
     if place.is_checkpoint:
         raise ConfigError(f"RUN ({place.root}) must be a run's folder or a folder of checkpoints: it is one checkpoint")
@@ -58,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.dry_run:
             for run in _runs(place, arguments.path):
                 _lock(locks, run)
-        checkpoints, leftovers = removable(place.root, keep, every)
+        checkpoints, leftovers = removable(place.root, arguments.keep, arguments.keep_every)
         folders = [*leftovers, *(abandoned(place.root) if arguments.abandoned else [])]
         sizes = [(checkpoint.folder, checkpoint.bytes) for checkpoint in checkpoints]
         sizes += [(folder, sum(folder.files().values())) for folder in folders]

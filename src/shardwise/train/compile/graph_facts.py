@@ -21,11 +21,11 @@ import torch
 
 import shardwise
 from shardwise.base.errors import ConfigError, see
-from shardwise.config import Config, FamilyConfig, Layout
+from shardwise.config import Config, Layout
 from shardwise.distributed import devices
 from shardwise.models.user_model import check_user_model
 from shardwise.train.compile.graph_cache import Facts
-from shardwise.train.compile.units import BLOCK, HEAD, backend_of, block_unit, products_add_in_graphs
+from shardwise.train.compile.units import BLOCK, HEAD, backend_of, products_add_in_graphs, unit_of_layer
 
 _SOURCES = (
     "models/*.py",
@@ -64,13 +64,6 @@ def planned_graphs(config: Config) -> list[tuple[str, bool]]:
         units = [*dict.fromkeys(unit_of_layer(model, layer) for layer in range(model.num_hidden_layers)), HEAD]
     modes = (True, False) if config.train.eval_every else (True,)
     return [(unit, training) for unit in units for training in modes]
-
-
-def unit_of_layer(model: FamilyConfig, layer: int) -> str:
-    """The name of the unit to which a block of a family's model belongs."""
-    return block_unit(
-        is_rotated=not model.rotary_dim or model.rotates(layer), has_window=model.window(layer) is not None
-    )
 
 
 def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str, training: bool) -> Facts:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from types import MethodType
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.hardware import cpu_count
-from shardwise.config import CompileConfig, Config
+from shardwise.config import CompileConfig, Config, FamilyConfig
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
@@ -33,22 +33,19 @@ from shardwise.distributed.torch_private import (
     trace_problem,
 )
 from shardwise.layers.dropout import DropoutKey, Place, define_dropout
-from shardwise.layers.embedding import ParallelLMHead
-from shardwise.layers.loss import VocabularyShard, chunk_losses
+from shardwise.layers.loss import ChunkLosses, VocabularyShard, chunk_losses
 from shardwise.layers.matmul import define_linear
 from shardwise.layers.weight_gradients import define_add_product, graph_gradients
-from shardwise.models.attention import Attention
 from shardwise.models.blocks import Context
-from shardwise.models.causal import CausalLM
 
 BLOCK = "block"
 HEAD = "loss of the head"
 
 
-def block_unit(*, is_rotated: bool, has_window: bool) -> str:
-    """Return the name of the unit of a block: some models have rotary positions, or a window, in a part of them."""
-    rotary = "" if is_rotated else " without rotary positions"
-    return f"{BLOCK}{rotary}{' with a window' if has_window else ''}"
+def unit_of_layer(model: FamilyConfig, layer: int) -> str:
+    """Return the unit of a family's block: some models have rotary positions, or a window, in a part of them."""
+    rotary = "" if not model.rotary_dim or model.rotates(layer) else " without rotary positions"
+    return f"{BLOCK}{rotary}{'' if model.window(layer) is None else ' with a window'}"
 
 
 @dataclass(frozen=True)
@@ -68,20 +65,104 @@ class CapturedGraph:
     seconds: float
 
 
-@dataclass
 class Compilation:
-    """The compiled units of a model.
+    """Compiles the blocks and the head of a model, or of its pipeline stages, while these are made. Nothing runs yet.
+
+    A block cannot be replaced by a compiled one, as the names of its tensors are paths through modules, and ZeRO-3
+    gathers its weights in hooks, which no graph may have: so its `forward` is wrapped.
+
+    Args:
+        model: a family's sizes, which tell what unit a block is; None for a model of the user's own.
+        groups: the ranks with which layers communicate.
+        only: unit that is compiled; None compiles all.
 
     Attributes:
-        units: names of the units; several blocks of one kind are one unit.
         graphs: graphs that were captured so far, in order.
+        compiles_blocks: true if any block is compiled.
+
+    Raises:
+        ConfigError: torch has no such backend or option.
     """
 
-    units: list[str] = field(default_factory=list)
-    graphs: list[CapturedGraph] = field(default_factory=list)
+    def __init__(
+        self,
+        settings: CompileConfig,
+        device: torch.device,
+        model: FamilyConfig | None = None,
+        groups: Iterable[Group] = (),
+        *,
+        only: str | None = None,
+    ) -> None:
+        check_backend(settings, device)
+        prepare_compiler(threads=max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        define_linear()
+        define_dropout()
+        define_add_product()
+        for group in groups:
+            group.share_graphs()
+        self.graphs: list[CapturedGraph] = []
+        self.compiles_blocks = only != HEAD
+        self._model = model
+        self._only = only
+
+        @functools.cache
+        def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+            # One compiled function for all blocks of a class: they share its graphs.
+            return torch.compile(
+                function,
+                fullgraph=True,
+                dynamic=False,
+                backend=backend_of(settings, device),
+                options=settings.options or None,
+            )
+
+        self._traced = traced
+
+    def add_block(self, block: nn.Module, path: str, layer: int | None = None) -> None:
+        """Let a block call its compiled function. Its key of dropout, which has numbers, becomes tensors."""
+        unit = BLOCK if self._model is None or layer is None else unit_of_layer(self._model, layer)
+        if self._only not in (None, unit):
+            return
+        candidates = [getattr(module, "place", None) for module in block.modules()]
+        places = [place for place in candidates if isinstance(place, Place)]
+        parameters = list(block.parameters())
+        name = _canonical(block) or path
+        eager = block.forward
+        traced = self._traced(type(block).forward)
+
+        def forward(block: nn.Module, *args: Any, **options: Any) -> Any:
+            if len(args) == 2 and isinstance(context := args[1], Context):
+                # A prompt has any length, and a graph is for one length.
+                if context.cache is not None:
+                    return eager(*args)
+                if isinstance(context.dropout, DropoutKey):
+                    args = (args[0], replace(context, dropout=context.dropout.of_block(places)))
+            with self._watched(unit, name, torch.is_grad_enabled()), _without_wider_gradients(parameters):
+                return traced(block, *args, **options)
+
+        block.forward = MethodType(forward, block)
+
+    def losses(self) -> ChunkLosses:
+        """Return the compiled form of `chunk_losses`."""
+        if self._only not in (None, HEAD):
+            return chunk_losses
+        traced = self._traced(_chunk_losses)
+
+        def losses(
+            logits: Tensor,
+            bias: Tensor | None,
+            target: Tensor,
+            shard: VocabularyShard,
+            with_gradient: bool,
+            *args: bool,
+        ) -> Any:
+            with self._watched(HEAD, HEAD, with_gradient):
+                return traced(logits, bias, target, shard.in_tensors(logits.device), with_gradient, *args)
+
+        return losses
 
     @contextmanager
-    def watched(self, unit: str, description: str, training: bool) -> Iterator[None]:
+    def _watched(self, unit: str, description: str, training: bool) -> Iterator[None]:
         """Record the graph that a call of a unit captures, if it does.
 
         Raises:
@@ -136,7 +217,7 @@ def products_add(config: Config, device: torch.device) -> bool:
     gradients of weights, as split backward passes do.
     """
     precision = config.precision.resolved(device.type != "cpu")
-    is_plain = config.shapes is None or config.train.bitwise or precision.gradient != "float32"
+    is_plain = config.shapes is None or config.is_bit_equal or precision.gradient != "float32"
     return not is_plain and devices.adds_products(device)
 
 
@@ -148,102 +229,11 @@ def products_add_in_graphs(config: Config, device: torch.device) -> bool:
     return config.optimizer.zero < 2 and not config.splits_backward and products_add(config, device)
 
 
-def compile_units(
-    model: nn.Module, settings: CompileConfig, device: torch.device, *, only: str | None = None
-) -> Compilation:
-    """Let each block and head of a model, or of its pipeline stages, call its compiled function. Nothing runs yet.
-
-    Args:
-        only: unit that is compiled; None compiles all.
-
-    Raises:
-        ConfigError: the model has no block, or torch has no such backend or option.
-    """
-    check_backend(settings, device)
-    prepare_compiler(threads=max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    define_linear()
-    define_dropout()
-    define_add_product()
-    for module in model.modules():
-        for name in ("group", "context_group"):
-            if isinstance(group := getattr(module, name, None), Group):
-                group.share_graphs()
-    compilation = Compilation()
-
-    @functools.cache
-    def traced(function: Callable[..., Any]) -> Callable[..., Any]:
-        # One compiled function for all blocks of a class: they share its graphs.
-        return torch.compile(
-            function,
-            fullgraph=True,
-            dynamic=False,
-            backend=backend_of(settings, device),
-            options=settings.options or None,
-        )
-
-    has_rotary = any(getattr(module, "rotary", None) is not None for module in model.modules())
-    for name, block in _blocks(model):
-        attentions = [module for module in block.modules() if isinstance(module, Attention)]
-        kind = block_unit(
-            is_rotated=not has_rotary or any(attention.rotates for attention in attentions),
-            has_window=any(attention.core.window is not None for attention in attentions),
-        )
-        compilation.units.append(kind)
-        if only is None or only == kind:
-            block.forward = MethodType(
-                _call_of_block(compilation, kind, name, block, traced(type(block).forward)), block
-            )
-    if not compilation.units and only is None:
-        raise ConfigError(
-            "compile.enabled (true) needs a model with blocks, and model.family has none: put its blocks into a "
-            "torch.nn.ModuleList, or set compile.enabled=false"
-        )
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and (only is None or only == HEAD):
-            compilation.units.append(HEAD)
-            module.chunk_losses = _call_of_head(compilation, traced(_chunk_losses))
-        if isinstance(module, CausalLM):
-            module.is_compiled = only != HEAD
-    compilation.units = list(dict.fromkeys(compilation.units))
-    return compilation
-
-
-def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of each `ModuleList` that holds no other, with their canonical names, or names in the model."""
-    for name, module in model.named_modules():
-        holds_lists = any(isinstance(inside, nn.ModuleList) for inside in list(module.modules())[1:])
-        if isinstance(module, nn.ModuleList) and not holds_lists:
-            for number, block in module.named_children():
-                yield _canonical(block) or f"{name}.{number}", block
-
-
 def _canonical(block: nn.Module) -> str:
     """The common beginning of the canonical names of a block's tensors; "" without one."""
     names = [piece.name.split(".") for _, _, record in placements(block) for piece in record.pieces]
     common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
     return ".".join(parts[0] for parts in common)
-
-
-def _call_of_block(
-    compilation: Compilation, kind: str, name: str, block: nn.Module, traced: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`forward` of a block: its key of dropout, which has numbers of the step and the block, becomes tensors."""
-    candidates = [getattr(module, "place", None) for module in block.modules()]
-    places = [place for place in candidates if isinstance(place, Place)]
-    parameters = list(block.parameters())
-    eager = block.forward
-
-    def forward(self: nn.Module, *args: Any, **options: Any) -> Any:
-        if len(args) == 2 and isinstance(context := args[1], Context):
-            # A prompt has any length, and a graph is for one length.
-            if context.cache is not None:
-                return eager(*args)
-            if isinstance(context.dropout, DropoutKey):
-                args = (args[0], replace(context, dropout=context.dropout.of_block(places)))
-        with compilation.watched(kind, name, torch.is_grad_enabled()), _without_wider_gradients(parameters):
-            return traced(self, *args, **options)
-
-    return forward
 
 
 @contextmanager
@@ -266,13 +256,3 @@ def _without_wider_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[Non
 def _chunk_losses(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     # A graph that overwrites its input would copy the result back.
     return chunk_losses(logits.clone(), *args)
-
-
-def _call_of_head(compilation: Compilation, traced: Callable[..., Any]) -> Callable[..., Any]:
-    def losses(
-        logits: Tensor, bias: Tensor | None, target: Tensor, shard: VocabularyShard, with_gradient: bool, *args: bool
-    ) -> Any:
-        with compilation.watched(HEAD, HEAD, with_gradient):
-            return traced(logits, bias, target, shard.in_tensors(logits.device), with_gradient, *args)
-
-    return losses

@@ -27,12 +27,11 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
 from shardwise.launch.local import die_with_parent
 from shardwise.layers.linear import weights_of
+from shardwise.layers.units import WeightScales
 from shardwise.layers.weight_gradients import add_without_cast, let_products_add
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
-from shardwise.models.fp8_blocks import WeightScales
-from shardwise.train.compile.graph_facts import unit_of_layer
-from shardwise.train.compile.units import HEAD, Compilation, compile_units, products_add_in_graphs
+from shardwise.train.compile.units import HEAD, Compilation, products_add_in_graphs, unit_of_layer
 from shardwise.train.loss import MicroBatch
 
 CAPTURING = "aot_eager"
@@ -57,7 +56,7 @@ def play(
     config: Config, layout: Layout, device: torch.device, unit: str, *, training: bool, only_capture: bool
 ) -> Compilation:
     """Run one unit of the model on a micro-batch, so that its graph is captured; its name and mode choose the graph."""
-    if config.train.bitwise and device.type != "cpu":
+    if config.is_bit_equal and device.type != "cpu":
         devices.add_in_one_order(device, config.train.threads)
     mesh = Mesh(**config.parallel.degrees, device=device, grains=config.grains)
     # On CPU the ranks that will run the graph use gloo, where a group scatters by an all-to-all (`Group`).
@@ -69,6 +68,10 @@ def play(
     batch = _batch(config, torch.device("cpu") if only_capture else device).part(mesh.cp)
     adds = training and products_add_in_graphs(config, device)
     with fake_tensors() if only_capture else nullcontext():
+        if only_capture:
+            settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})
+            batch = batch.empty_on(device)
+        compilation = Compilation(settings, device, config.shapes, [mesh.tp, mesh.cp], only=unit)
         model = build_model(
             config,
             mesh.tp,
@@ -77,11 +80,8 @@ def play(
             device=device,
             dtype=dtype,
             part=part,
+            compiler=compilation,
         )
-        if only_capture:
-            settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})
-            batch = batch.empty_on(device)
-        compilation = compile_units(model, settings, device, only=unit)
         if adds:
             _give_gradients(weights_of(model))
         x = _input(config, layout, device, dtype, training)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from shardwise.config import check_layout, load_config
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.compile.graph_cache import GraphCache
 from shardwise.train.compile.run_graphs import RunGraphs
-from shardwise.train.compile.units import BLOCK, HEAD, CapturedGraph, Compilation
+from shardwise.train.compile.units import BLOCK, HEAD, CapturedGraph
 
 OTHER = (
     "model.hidden_size=32",
@@ -30,7 +32,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(cache: Path, *keys: str) -> tuple[list[str], str | None]:
     """What a run that compiles two graphs is told at its start, and why they are not kept."""
     named = ["compile.enabled=true", "compile.backend=aot_eager", f"compile.cache_dir={cache}", *keys]
-    config, compilation, said = load_config("llama2-tiny", named), Compilation(), list[str]()
+    config, said = load_config("llama2-tiny", named), list[str]()
+    compilation: Any = SimpleNamespace(graphs=[])
     with RunGraphs(config, check_layout(config, 1), Mesh(device="cpu"), compilation, said.append) as keeper:
         (Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "code").write_bytes(bytes(range(256)) * 20)
         compilation.graphs += [CapturedGraph(unit, training=True, is_hit=False, seconds=1.0) for unit in (BLOCK, HEAD)]

@@ -1,4 +1,4 @@
-"""Products and sums made of parts of fixed shape, which no layout changes by a bit (`train.bitwise`, docs/bitwise.md).
+"""Products of linear layers that are made of parts of fixed shape, which no layout changes by a bit.
 
 A group with a `grain` of G ranks at most makes each sum over a dimension that it cuts of G parts. Each of its g ranks
 computes G/g of them, with the shapes that one of G ranks would have, and the parts are added in one binary tree: first
@@ -9,20 +9,17 @@ Shapes per rank: P = G/g parts; T tokens; I input features; O output features; w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
-from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, rounded
-from shardwise.layers.matmul import require_width
-from shardwise.layers.part_products import (
+from shardwise.layers.bitwise.part_products import (
     by_part,
     input_gradient_of_columns,
     multiply_parts,
@@ -31,7 +28,8 @@ from shardwise.layers.part_products import (
     weight_gradient_of_columns,
     weight_gradient_of_rows,
 )
-from shardwise.layers.replicated import part_views
+from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, rounded
+from shardwise.layers.matmul import require_width
 
 _ALONE = Group()
 """Over which nothing is gathered. A compiler cannot capture the making of a group."""
@@ -70,28 +68,21 @@ def column_products(
     sections: Sequence[Section],
     group: Group,
     scaling: Scaling | None = None,
+    *,
+    gathers: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return the outputs of a column-parallel layer by section: x `[…, I]`, weight `[Σ rows, I]` → `[…, P·w]` each.
 
     The gradient of x is this rank's term of it, and those of rows with copies are complete. With `scaling` the operands
-    of products are rounded to fp8, and multiplied in their own dtype.
+    of products are rounded to fp8, and multiplied in their own dtype. With `gathers` x is `[S/g, …]`, which is gathered
+    in both passes, and its gradient is complete.
     """
     require_width(x, weight)
+    gathered_over = group if gathers else _ALONE
     # Gradients are switched off within the function.
+    trained = torch.is_grad_enabled()
     weight_scale = None if scaling is None else scaling.of_weight(weight)
-    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), _ALONE, scaling, weight_scale)
-    return cast(tuple[Tensor, ...], _ColumnProducts.apply(*arguments))  # type: ignore[no-untyped-call]
-
-
-def gather_and_multiply_parts(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sections: Sequence[Section], group: Group
-) -> tuple[Tensor, ...]:
-    """Return `column_products` of the gathered x `[S/g, …]`, which is gathered again in the backward pass.
-
-    The gradient of x is complete.
-    """
-    require_width(x, weight)
-    arguments = (x, weight, bias, tuple(sections), group.parts, torch.is_grad_enabled(), group, None, None)
+    arguments = (x, weight, bias, tuple(sections), group.parts, trained, gathered_over, scaling, weight_scale)
     return cast(tuple[Tensor, ...], _ColumnProducts.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
@@ -246,113 +237,3 @@ def _rounded_weights(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> lis
     if not scales:
         return list(weights)
     return [rounded(weight, scale, OPERAND) for weight, scale in zip(weights, scales, strict=True)]
-
-
-def apply_by_part(
-    function: Callable[..., Tensor],
-    x: Tensor,
-    parameters: Sequence[Tensor],
-    count: int,
-    ranks: Group | None,
-    dim: int = 0,
-) -> Tensor:
-    """Return `function(x, *parameters)`, computed for each of `count` parts of x along `dim`.
-
-    The gradient of a parameter is the sum over the parts, then over `ranks`, if any. It is complete: its placement must
-    not say that it is partial.
-    """
-    by_parameter = [part_views(parameter, count, ranks) for parameter in parameters]
-    outputs = []
-    for number, part in enumerate(x.chunk(count, dim)):
-        outputs.append(function(part, *(shared[number] for shared in by_parameter)))
-    return torch.cat(outputs, dim) if count > 1 else outputs[0]
-
-
-def head_products(a: Tensor, b: Tensor, group: Group) -> Tensor:
-    """Return the product of each head, by parts where the group has a grain: a `[B, n, S, K]`, b `[B, n, K, N]`."""
-    if not group.has_parts:
-        return a @ b
-    return cast(Tensor, _HeadProducts.apply(a, b, group.parts))  # type: ignore[no-untyped-call]
-
-
-class _HeadProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, count: int) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.count = count
-        return _products_of_heads(a, b, count)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        da = _products_of_heads(grads[0], b.transpose(-1, -2), ctx.count) if ctx.needs_input_grad[0] else None
-        db = _products_of_heads(a.transpose(-1, -2), grads[0], ctx.count) if ctx.needs_input_grad[1] else None
-        return da, db, None
-
-
-def _products_of_heads(a: Tensor, b: Tensor, count: int) -> Tensor:
-    """Return the products of each part's heads: their number and the strides decide which kernel multiplies them."""
-    parts = zip(a.chunk(count, 1), b.chunk(count, 1), strict=True)
-    return torch.cat([x.contiguous() @ y.contiguous() for x, y in parts], 1)
-
-
-_VECTOR = 64
-"""Elements that torch's CPU kernels compute at once, at most. The last ones of a tensor, if they are fewer, go through
-other functions one by one."""
-
-
-def activate(function: Callable[[Tensor], Tensor], x: Tensor, group: Group) -> Tensor:
-    """Return an activation function of x `[…, P·w]`, whose bits must not depend on the width where the group has parts.
-
-    One thread computes all elements at once, by the vector kernels alone. Several threads each take a piece of the
-    tensor, whose last elements go through the other functions: so each part is computed by itself.
-    """
-    if not group.has_parts or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return function(x)
-    if torch.get_num_threads() == 1:
-        return _activate_dense(function, x)
-    return torch.cat([_activate_dense(function, part) for part in x.chunk(group.parts, -1)], -1)
-
-
-def _activate_dense(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return `function(x)`, computed of x made dense, and longer by zeros if vectors are not full."""
-    flat = x.reshape(-1)
-    padding = -flat.numel() % _VECTOR
-    if not padding:
-        return function(flat).view(x.shape)
-    return function(F.pad(flat, (0, padding)))[: flat.numel()].view(x.shape)
-
-
-_SERIAL = 2**14
-"""Elements that torch's CPU kernels do not divide over threads."""
-
-
-def in_vectors(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-    """Return an element-wise function of operands of equal shapes, whose bits do not depend on their number.
-
-    Their elements, made dense, are computed by vector kernels alone, and not divided over threads.
-    """
-    flat = [operand.reshape(-1) for operand in operands]
-    count = flat[0].numel()
-    padded = [F.pad(operand, (0, -count % _VECTOR)).split(_SERIAL) for operand in flat]
-    results = [function(*part) for part in zip(*padded, strict=True)]
-    return torch.cat(results)[:count].view(operands[0].shape)
-
-
-def sequence_parts(x: Tensor, group: Group, sequence_parallel: bool) -> int:
-    """Return the parts of x along dim 0, the sequence, of which a rank makes the gradient of a replicated parameter."""
-    if sequence_parallel:
-        return group.parts
-    # x is whole on each rank: all parts are computed on all of them. A length that cannot be divided is never cut.
-    return group.grain if group.grain is not None and len(x) % group.grain == 0 else 1
-
-
-def apply_by_sequence_part(
-    function: Callable[..., Tensor], x: Tensor, parameters: Sequence[Tensor], group: Group, *, sequence_parallel: bool
-) -> Tensor:
-    """Return `function(x, *parameters)` for x `[S, …]`, or `[S/g, …]`, by parts where the group has a grain."""
-    if group.grain is None:
-        return function(x, *parameters)
-    count = sequence_parts(x, group, sequence_parallel)
-    return apply_by_part(function, x, parameters, count, group if sequence_parallel else None)

@@ -120,6 +120,44 @@ def _sum_over_ranks(gradients: Sequence[Tensor], ranks: Group) -> list[Tensor]:
     return [total.view_as(gradient) for total, gradient in zip(sums, gradients, strict=True)]
 
 
+def apply_by_part(
+    function: Callable[..., Tensor],
+    x: Tensor,
+    parameters: Sequence[Tensor],
+    count: int,
+    ranks: Group | None,
+    dim: int = 0,
+) -> Tensor:
+    """Return `function(x, *parameters)`, computed for each of `count` parts of x along `dim`.
+
+    The gradient of a parameter is the sum over the parts, then over `ranks`, if any. It is complete: its placement must
+    not say that it is partial.
+    """
+    by_parameter = [part_views(parameter, count, ranks) for parameter in parameters]
+    outputs = []
+    for number, part in enumerate(x.chunk(count, dim)):
+        outputs.append(function(part, *(shared[number] for shared in by_parameter)))
+    return torch.cat(outputs, dim) if count > 1 else outputs[0]
+
+
+def sequence_parts(x: Tensor, group: Group, sequence_parallel: bool) -> int:
+    """Return the parts of x along dim 0, the sequence, of which a rank makes the gradient of a replicated parameter."""
+    if sequence_parallel:
+        return group.parts
+    # x is whole on each rank: all parts are computed on all of them. A length that cannot be divided is never cut.
+    return group.grain if group.grain is not None and len(x) % group.grain == 0 else 1
+
+
+def apply_by_sequence_part(
+    function: Callable[..., Tensor], x: Tensor, parameters: Sequence[Tensor], group: Group, *, sequence_parallel: bool
+) -> Tensor:
+    """Return `function(x, *parameters)` for x `[S, …]`, or `[S/g, …]`, by parts where the group has a grain."""
+    if group.grain is None:
+        return function(x, *parameters)
+    count = sequence_parts(x, group, sequence_parallel)
+    return apply_by_part(function, x, parameters, count, group if sequence_parallel else None)
+
+
 class SequenceParts:
     """Calls functions of a module for each part of a rank's tokens, with views of the module's parameters.
 

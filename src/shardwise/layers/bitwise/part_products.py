@@ -17,15 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.distributed.torch_private import has_data
-from shardwise.layers.matmul import (
-    add_linear,
-    add_weight_gradient_,
-    by_onednn,
-    linear,
-    linear_into,
-    weight_gradient,
-)
+from shardwise.distributed.torch_private import has_data, onednn_linear
+from shardwise.layers.matmul import by_onednn, linear, weight_gradient_in_runs, writes_in_place
 
 
 def fold(parts: Iterable[Tensor]) -> Tensor:
@@ -127,33 +120,16 @@ def _outputs_by_part(count: int, x: Tensor, *rows: Tensor) -> Tensor:
 def weight_gradient_of_rows(dy: Tensor, x: Tensor, count: int) -> Tensor:
     """Return `dyᵀ x` by parts of dy's features: dy `[T, P·w]`, x `[T, I]` → `[P·w, I]`."""
     if count == 1:
-        return _weight_gradient(dy, x)
+        return weight_gradient_in_runs(dy, x)
     return _in_fastest_form((_gradient_at_once, _rows_by_part), count, dy, x)
 
 
 def _gradient_at_once(_count: int, dy: Tensor, x: Tensor) -> Tensor:
-    return _weight_gradient(dy, x)
+    return weight_gradient_in_runs(dy, x)
 
 
 def _rows_by_part(count: int, dy: Tensor, x: Tensor) -> Tensor:
-    return torch.cat([_weight_gradient(alone(part), x) for part in dy.chunk(count, dim=1)])
-
-
-_TOKENS = 512
-"""Tokens over which MKL adds in one run, whatever the size of the result."""
-
-
-def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """Return `dyᵀ x`; by MKL, runs of `_TOKENS` tokens are added, so that all parts at once have the same bits."""
-    is_exact_form = dy.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling()
-    if dy.device.type != "cpu" or is_exact_form or by_onednn(dy, x):
-        return weight_gradient(dy, x)
-    (first_dy, *dys) = dy.split(_TOKENS)
-    (first_x, *xs) = x.split(_TOKENS)
-    total = weight_gradient(first_dy, first_x)
-    for run_dy, run_x in zip(dys, xs, strict=True):
-        add_weight_gradient_(total, run_dy, run_x)
-    return total
+    return torch.cat([weight_gradient_in_runs(alone(part), x) for part in dy.chunk(count, dim=1)])
 
 
 # ---- parts of the inputs: columns of the weight
@@ -173,7 +149,7 @@ def _inputs_at_once(_count: int, dy: Tensor, weight: Tensor) -> Tensor:
 def _inputs_of_slices(count: int, dy: Tensor, weight: Tensor) -> Tensor:
     dx = dy.new_empty(len(dy), weight.shape[1])
     for out, part in zip(dx.chunk(count, dim=1), weight.chunk(count, dim=1), strict=True):
-        linear_into(out, dy, part.t())
+        _linear_into(out, dy, part.t())
     return dx
 
 
@@ -184,12 +160,12 @@ def _inputs_by_part(count: int, dy: Tensor, weight: Tensor) -> Tensor:
 def weight_gradient_of_columns(dy: Tensor, x: Tensor, count: int) -> Tensor:
     """Return `dyᵀ x` by parts of x's features: dy `[T, O]`, x `[T, P·w]` → `[O, P·w]`."""
     if count == 1:
-        return _weight_gradient(dy, x)
+        return weight_gradient_in_runs(dy, x)
     return _in_fastest_form((_gradient_at_once, _columns_by_part), count, dy, x)
 
 
 def _columns_by_part(count: int, dy: Tensor, x: Tensor) -> Tensor:
-    return torch.cat([_weight_gradient(dy, alone(part)) for part in x.chunk(count, dim=1)], dim=1)
+    return torch.cat([weight_gradient_in_runs(dy, alone(part)) for part in x.chunk(count, dim=1)], dim=1)
 
 
 # ---- sums over parts
@@ -214,10 +190,10 @@ def _sum_in_matmuls(count: int, *operands: Tensor) -> Tensor:
         parts = _with_dense_weights(operands, number)
         first = linear(parts[0], parts[terms]) if terms > 1 or number % 2 == 0 else None
         if first is None:
-            sums[-1] = add_linear(sums[-1], parts[0], parts[terms])
+            sums[-1] = _add_linear(sums[-1], parts[0], parts[terms])
             continue
         for x, weight in zip(parts[1:terms], parts[terms + 1 :], strict=True):
-            first = add_linear(first, x, weight)
+            first = _add_linear(first, x, weight)
         sums.append(first)
     return fold(sums)
 
@@ -251,3 +227,25 @@ def _part_of_sum(operands: Sequence[Tensor]) -> Tensor:
 def row_sums(dy: Tensor) -> Tensor:
     """Return the sum over tokens of each part: `[P, T, w]` → `[P, w]`."""
     return torch.stack([alone(part).sum(0) for part in dy])
+
+
+# ---- products that are written or added where they are wanted
+
+
+def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Write `x weightᵀ + bias` to `out`: x `[T, I]`, weight `[O, I]` → out `[T, O]`, whose rows may lie apart."""
+    if not writes_in_place(x, weight):
+        out.copy_(linear(x, weight, bias))
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _add_linear(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return `total + x weightᵀ`, and may overwrite total: x `[T, I]`, weight `[O, I]`, total `[T, O]`."""
+    if writes_in_place(x, weight):
+        return torch.addmm(total, x, weight.t(), out=total)
+    if by_onednn(x, weight) and not torch.compiler.is_compiling():
+        return onednn_linear(x, weight, total)
+    return total.add_(linear(x, weight))

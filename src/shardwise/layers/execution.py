@@ -1,0 +1,92 @@
+"""How the layers of a model compute, chosen for the whole model before it is made.
+
+A layer reads it in its constructor, beside its own arguments, and is then what it is. So a model of the user's own,
+which makes layers itself, gets what a family gets:
+
+    with made_with(Execution(overlap="pieces")):
+        model = MyModel(group=mesh.tp)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from shardwise.distributed.mesh import Group
+from shardwise.layers.fp8 import Scaling
+from shardwise.layers.loss import ChunkLosses
+from shardwise.layers.matmul import Overlap
+
+
+class Compiler(Protocol):
+    """Compiles parts of a model while it is made.
+
+    Attributes:
+        compiles_blocks: true if attention is a part of a compiled graph.
+    """
+
+    compiles_blocks: bool
+
+    def add_block(self, block: nn.Module, path: str, layer: int | None = None) -> None:
+        """Let a block that was just made compute by a compiled function.
+
+        Args:
+            path: name of the block in the model, for messages, if its tensors have none.
+            layer: number of a family's block; None in a model of the user's own.
+        """
+
+    def losses(self) -> ChunkLosses:
+        """Return the function of an output head in the place of `chunk_losses`."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the layers of a model compute.
+
+    Attributes:
+        overlap: way in which column- and row-parallel layers communicate during their matmuls (`layers/matmul.py`);
+            None: in turn with them.
+        regathers: true if column-parallel layers under sequence parallelism gather their inputs again for the backward
+            pass, and do not keep them.
+        fp8: true if column- and row-parallel layers multiply in fp8 in training (`layers/fp8.py`).
+        passes_keys: true if ranks that share samples pass their keys and values round, false if they gather them.
+        context_group: the ranks that share each sample.
+        loss: function of the user's in the place of an output head's cross-entropy: whole logits `[S, B, V]` and
+            targets `[S, B]` → the sum of their losses.
+        compiler: compiles blocks and the loss of the head; None: they stay eager.
+    """
+
+    overlap: Overlap | None = None
+    regathers: bool = False
+    fp8: bool = False
+    passes_keys: bool = False
+    context_group: Group = field(default_factory=Group)
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    compiler: Compiler | None = None
+
+    def scaling(self, group: Group, *, cuts_outputs: bool) -> Scaling | None:
+        """Return the scales of a linear layer whose outputs, or else inputs, a group shares; None without fp8."""
+        return Scaling(group, cuts_outputs, self.context_group) if self.fp8 else None
+
+
+_current: ContextVar[Execution] = ContextVar("_current", default=Execution())  # noqa: B039
+
+
+def execution() -> Execution:
+    """Return how layers that are made now compute."""
+    return _current.get()
+
+
+@contextmanager
+def made_with(chosen: Execution) -> Iterator[None]:
+    """Let all layers that are made inside compute as chosen."""
+    token = _current.set(chosen)
+    try:
+        yield
+    finally:
+        _current.reset(token)
