@@ -1,8 +1,8 @@
 """Translates Hugging Face's `config.json` into a `model` section (`from_hugging_face`), and back (`to_hugging_face`).
 
 The tables of names that this needs, and those of weights, are in `config/hugging_face_names.py`; here is what is done
-with a file. A field is translated, or has the one value that we support (`OtherFields.only`), or changes nothing that is
-trained (`status`), or the user says so (`model.ignore`); every other field is an error. An absent field has Hugging
+with a file. A field is translated, or has the one value that we support (`OtherFields.only`), or changes nothing that
+is trained (`status`), or the user says so (`model.ignore`); every other field is an error. An absent field has Hugging
 Face's default.
 """
 

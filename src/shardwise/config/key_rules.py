@@ -154,6 +154,6 @@ def _token_problems(config: Config) -> list[str]:
             f"data.eod_token ({data.eod_token}) must be left out unless one of data.eod_mask_loss, "
             "data.reset_position_ids and data.reset_attention_mask is true"
         )
-    if data.eod_token >= model.vocab_size:
+    elif data.eod_token >= model.vocab_size:
         problems.append(f"data.eod_token ({data.eod_token}) must be below model.vocab_size ({model.vocab_size})")
     return problems
