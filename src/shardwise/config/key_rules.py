@@ -35,6 +35,8 @@ _RULES: RuleTable = {
         "{train.skip_batches} must be 0 with {checkpoint.resume=auto}: it would count again at each restart; name the "
         "checkpoint before the batches to leave out by checkpoint.resume=STEP",
         "{data.streaming} must be false with {hooks.data}, whose samples have numbers",
+        "{evaluation.sets} need {!train.eval_every}, the steps between evaluations",
+        "{hooks.optimizer_options} must be left out without {!hooks.optimizer}",
     ),
     "parallel.overlaps": (
         "{compile.enabled} must be false with {parallel.tensor_overlap}, whose layers are not compiled: leave out one "
@@ -102,12 +104,10 @@ _RULES: RuleTable = {
     ),
     "lacks_evaluation_part !data.mixture": (f"data.split ('{{=data.split}}') {_NO_EVALUATION_PART}",),
     "lacks_evaluation_part data.mixture": (f"the split of at least one source of data.mixture {_NO_EVALUATION_PART}",),
-    "evaluation.sets": ("evaluation.sets need {!train.eval_every}, the steps between evaluations",),
     "evaluation.tasks !model.causal": (
         "evaluation.tasks must be left out with model.family {=model.family}: they need a model that predicts the next "
         "token",
     ),
-    "hooks.optimizer_options": ("hooks.optimizer_options must be left out without {!hooks.optimizer}",),
 }
 
 

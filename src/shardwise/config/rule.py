@@ -18,6 +18,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwise.base.errors import listing
+
 RuleTable = Mapping[str, Sequence[str]]
 _PLACE = r"\{([!=]?)([a-z_.]+)(?:=(\w+))?\}"
 
@@ -51,7 +53,9 @@ def broken(table: RuleTable, values: Any, section: str = "") -> list[str]:
 
 
 def shown(value: object) -> str:
-    """A value as YAML has it."""
+    """A value as YAML has it; of a mapping the names."""
+    if isinstance(value, Mapping):
+        return listing(value)
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(list(value) if isinstance(value, tuple) else value)

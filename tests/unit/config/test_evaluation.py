@@ -54,7 +54,7 @@ def test_what_a_set_cannot_be(overrides: list[str], problem: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "overrides", "problem"),
     [
-        ("llama2-tiny", ["evaluation.sets.a=x"], "evaluation.sets need train.eval_every"),
+        ("llama2-tiny", ["evaluation.sets.a=x"], "evaluation.sets (a) need train.eval_every"),
         ("bert-tiny", ["evaluation.tasks=[x]"], "evaluation.tasks must be left out with model.family bert"),
     ],
 )
