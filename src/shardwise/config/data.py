@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from shardwise.base.errors import listing, nearest_name
 from shardwise.config.base_section import Section, reject
+from shardwise.config.rule import RuleTable, broken
 from shardwise.config.stage import StageConfig
 
 MASKED_FRACTION = 0.15  # BERT's (arXiv:1810.04805 §3.1)
@@ -194,6 +195,32 @@ class MixedSource(SourceConfig):
     )
 
 
+_OF_CHAT = "{=data.key} ({=data.name}), whose conversations"
+_OF_PACKING = "{data.packing=best_fit}, whose documents are read one by one, or left out"
+_RULES: RuleTable = {
+    "!is_hub_dataset": (
+        "{data.config} must be left out with {=data.key} ({=data.name}): only a data set of the hub has configurations",
+    ),
+    "blend": (
+        "{data.path} must be left out with data.blend ({=data.name}): name the data by one of them, and set the other "
+        "to null",
+    ),
+    "holds_tokens": ("{data.streaming} must be false with {=data.key} ({=data.name}): tokens are read as they are",),
+    "is_built_in !holds_tokens": ("{data.streaming} must be false with {data.dataset}, which is small",),
+    "is_chat": (
+        f"{{data.streaming}} must be false with {_OF_CHAT} are packed",
+        f"{{data.reset_position_ids=false}} must be true with {_OF_CHAT} are read one by one, or left out",
+        f"{{data.reset_attention_mask=false}} must be true with {_OF_CHAT} are read one by one, or left out",
+    ),
+    "!is_chat": (
+        f"{{data.reset_position_ids=false}} must be true with {_OF_PACKING}",
+        f"{{data.reset_attention_mask=false}} must be true with {_OF_PACKING}",
+        "{data.eod_mask_loss} must be left out with {data.packing=best_fit}, by which no token is predicted from "
+        "another document",
+    ),
+}
+
+
 class DataConfig(SourceConfig):
     """The data that the model reads."""
 
@@ -272,29 +299,32 @@ class DataConfig(SourceConfig):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        problems = self._split_problems() + self._streaming_problems() + self._chat_problems()
-        problems += self._packing_problems()
+        problems = self._split_problems() + broken(_RULES, self, "data")
+        if self.is_chat:
+            problems += self.refused_marks(f"{self.key} ({self.name}), whose conversations a chat template renders")
         if self.append_eod is False and self.needs_document_ends:
             problems.append(
                 f"data.append_eod (false) must be true with {self.needs_document_ends}, which needs the token that "
                 "ends a document"
             )
-        if self.config is not None and not self.is_hub_dataset:
-            problems.append(
-                f"data.config ({self.config}) must be left out with {self.key} ({self.name}): only a data set of the "
-                "hub has configurations"
-            )
         if self.format in _NEEDS and self.path is None and (self.blend is None or self.format == "datasets"):
             problems.append(f"data.format ({self.format}) needs {_NEEDS[self.format]}")
-        if self.blend is not None and self.path is not None:
-            problems.append(
-                f"data.path ({self.path}) must be left out with data.blend ({self.name}): name the data by one of "
-                "them, and set the other to null"
-            )
         if self.blend is not None and self.format not in ("auto", "megatron"):
             problems.append(
                 f"data.format ({self.format}) must be megatron with data.blend ({self.name}), or left out: other data "
                 "come by data.path"
+            )
+        if not self.streaming and self.shuffle_buffer != SHUFFLE_BUFFER:
+            problems.append(f"data.shuffle_buffer ({self.shuffle_buffer}) must be left out without data.streaming=true")
+        if self.is_chat and self.path is None and self.dataset != CHAT and not self.is_hub_dataset:
+            problems.append(
+                f"data.format ({CHAT}) needs data.path: JSON lines or parquet of conversations, or a folder of them; "
+                "or data.dataset: a data set of the hub"
+            )
+        if self.is_chat and (self.eod_mask_loss or self.eod_token is not None):
+            problems.append(
+                f"data.eod_mask_loss and data.eod_token must be left out with {self.key} ({self.name}), whose "
+                "conversations are rendered whole"
             )
         reject(problems + self._mixture_problems())
         return self
@@ -415,55 +445,6 @@ class DataConfig(SourceConfig):
             ]
         return []
 
-    def _streaming_problems(self) -> list[str]:
-        if not self.streaming:
-            if self.shuffle_buffer == SHUFFLE_BUFFER:
-                return []
-            return [f"data.shuffle_buffer ({self.shuffle_buffer}) must be left out without data.streaming=true"]
-        problems = []
-        if self.blend is not None or self.format in ("megatron", "hdf5"):
-            problems.append(
-                f"data.streaming (true) must be false with {self.key} ({self.name}): tokens are read as they are"
-            )
-        elif self.is_named and self.path is None and not self.is_hub_dataset:
-            problems.append(f"data.streaming (true) must be false with data.dataset ({self.dataset}), which is small")
-        return problems
-
-    def _chat_problems(self) -> list[str]:
-        if not self.is_chat:
-            return []
-        shown = f"{self.key} ({self.name}), whose conversations"
-        problems = self.refused_marks(f"{shown} a chat template renders")
-        if self.path is None and self.dataset != CHAT and not self.is_hub_dataset:
-            problems.append(
-                f"data.format ({CHAT}) needs data.path: JSON lines or parquet of conversations, or a folder of them; "
-                "or data.dataset: a data set of the hub"
-            )
-        if self.streaming:
-            problems.append(f"data.streaming (true) must be false with {shown} are packed")
-        for key in _PACKED_DEFAULTS:
-            if not getattr(self, key):
-                problems.append(f"data.{key} (false) must be true with {shown} are read one by one, or left out")
-        if self.eod_mask_loss or self.eod_token is not None:
-            problems.append(f"data.eod_mask_loss and data.eod_token must be left out with {shown} are rendered whole")
-        return problems
-
-    def _packing_problems(self) -> list[str]:
-        if not self.packs_documents or self.is_chat:
-            return []
-        problems = [
-            f"data.{key} (false) must be true with data.packing ({BEST_FIT}), whose documents are read one by one, or "
-            "left out"
-            for key in _PACKED_DEFAULTS
-            if not getattr(self, key)
-        ]
-        if self.eod_mask_loss:
-            problems.append(
-                f"data.eod_mask_loss (true) must be left out with data.packing ({BEST_FIT}), by which no token is "
-                "predicted from another document"
-            )
-        return problems
-
     @property
     def packs_documents(self) -> bool:
         """True if samples have whole documents."""
@@ -491,6 +472,11 @@ class DataConfig(SourceConfig):
         if self.blend is not None:
             return "data.blend"
         return "data.dataset" if self.path is None else "data.path"
+
+    @property
+    def holds_tokens(self) -> bool:
+        """True if the keys say that the data are tokens or samples, and not text."""
+        return self.blend is not None or self.format in ("megatron", "hdf5")
 
     @property
     def is_dataset(self) -> bool:

@@ -1,8 +1,8 @@
 """Translates Hugging Face's `config.json` into a `model` section (`from_hugging_face`), and back (`to_hugging_face`).
 
 The tables of names that this needs, and those of weights, are in `config/hugging_face_names.py`; here is what is done
-with a file. A field is translated, or has the one value that we support (`ONLY`), or changes nothing that is trained
-(`status`), or the user says so (`model.ignore`); every other field is an error. An absent field has Hugging
+with a file. A field is translated, or has the one value that we support (`OtherFields.only`), or changes nothing that
+is trained (`status`), or the user says so (`model.ignore`); every other field is an error. An absent field has Hugging
 Face's default.
 """
 
@@ -20,7 +20,7 @@ from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_value, scalar
 from shardwise.config.decoders import every_nth_without_rope
 from shardwise.config.families import FamilyConfig
-from shardwise.config.hugging_face_names import ABSENT_IF_EMPTY, LACKING, ONLY, is_inert
+from shardwise.config.hugging_face_names import other_fields
 from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH, effective_scaling, unknown_fields, with_one_type
 
@@ -108,10 +108,8 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
     model_type = values.get("model_type")
     families = families_by_model_type()
     if not isinstance(model_type, str) or model_type not in families:
-        if str(model_type) in LACKING:
-            raise ConfigError(
-                f"{origin}: model_type ({_shown(model_type)}) is not supported: {LACKING[str(model_type)]}"
-            )
+        if lacking := other_fields().lacking.get(str(model_type)):
+            raise ConfigError(f"{origin}: model_type ({_shown(model_type)}) is not supported: {lacking}")
         shown = "is missing: it" if model_type is None else f"({_shown(model_type)})"
         raise ConfigError(f"{origin}: model_type {shown} must be {listing(families, 'or')}")
     family = families[model_type]
@@ -249,11 +247,12 @@ def status(name: str, value: Any, family: type[FamilyConfig]) -> Literal["inert"
         that computes something else, so the user decides (`model.ignore`).
     """
     file = family.config_file
-    only = {**ONLY, **file.only}
-    if name in file.inert or (is_inert(name) and name not in file.only):
+    known = other_fields()
+    only = {**known.only, **file.only}
+    if name in file.inert or (known.is_inert(name) and name not in file.only):
         return "inert"
     if name in only:
-        is_neutral = value is None or value == only[name] or (name in ABSENT_IF_EMPTY and not value)
+        is_neutral = value is None or value == only[name] or (name in known.absent_if_empty and not value)
         return "neutral" if is_neutral else "unsupported"
     if name in _fields_read(family):
         # It was translated if it could be: what is left of it in another form cannot be taken for neutral.
@@ -422,7 +421,7 @@ def _problems_of_unread(unread: Mapping[str, Any], family: type[FamilyConfig], i
     The fields that no family knows are one error, with the key that leaves them out.
     """
     file = family.config_file
-    only = {**ONLY, **file.only}
+    only = {**other_fields().only, **file.only}
     problems = [
         f"{name} is missing, which means {_shown(value)}: only {_shown(only[name])} is supported"
         for name, value in file.absent.items()

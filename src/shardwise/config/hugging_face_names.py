@@ -1,7 +1,7 @@
 """Tables of names in Hugging Face's files: the fields of a `config.json`, and the weights.
 
 - `ConfigFile`, one for each family: names, defaults and spellings of the fields that are keys of its `model` section.
-- `ONLY`, `is_inert` and `ABSENT_IF_EMPTY`: the fields of any family that are no keys, by what they mean.
+- `OtherFields`: the fields of any family that are no keys, by what they mean.
 - `WeightNames`, one for each family: other names under which files hold its weights.
 
 `config/hugging_face.py` reads and writes `config.json` by these tables; `checkpoint/` reads and writes the weights.
@@ -16,7 +16,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+from shardwise.base.parsing import read_mapping
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,9 @@ class ConfigFile:
         defaults: key → Hugging Face's default, where the family's class has none or another one.
         names: key → Hugging Face's field, where they differ.
         spellings: another spelling that Hugging Face reads → field.
-        only: field → its one supported value, beside `ONLY`; these count before `inert` and `is_inert`.
+        only: field → its one supported value, beside `OtherFields.only`; these count before `inert` and `is_inert`.
         absent: field → the value that its absence means to transformers; written files say null there.
-        inert: fields that change nothing that is trained in this family, whatever `ONLY` says.
+        inert: fields that change nothing that is trained in this family, whatever `OtherFields.only` says.
         has_window_switch: true if `sliding_window` counts only beside `use_sliding_window` (true).
         layer_interval: field with the interval of blocks without a window, if the file has no `layer_types`.
         max_window_layers: default of this field: blocks before the first with a window, if the file has no
@@ -60,129 +64,35 @@ class ConfigFile:
     null_if_derived: tuple[str, ...] = ()
 
 
-LACKING = {
-    "gemma2": "shardwise lacks its soft caps on scores and logits (attn_logit_softcapping, final_logit_softcapping)",
-    "gemma3": "shardwise lacks its images; give the text model alone (text_config, with model_type gemma3_text)",
-}
-"""Value of `model_type` → what shardwise lacks for it, for models that are near to a family."""
+class OtherFields:
+    """The fields of any family that are no keys, as `hugging_face_fields.yaml` records them.
 
-# Fields that change what a model of any family computes, each with the one value at which it changes nothing. No
-# `model.ignore` excuses another value.
-ONLY: dict[str, Any] = {
-    # attention
-    "alibi": False,
-    "attention_chunk_size": None,
-    "attention_multiplier": None,
-    "attn_logit_softcapping": None,
-    "clip_qkv": None,
-    "kv_lora_rank": None,
-    "layer_types": None,
-    "multi_query": False,
-    "no_rope_layer_interval": None,
-    "no_rope_layers": None,
-    "q_lora_rank": None,
-    "qk_layernorm": False,
-    "query_pre_attn_scalar": None,
-    "sliding_window": None,
-    "sliding_window_pattern": None,
-    "use_logn_attn": False,
-    "use_qk_norm": False,
-    "use_sliding_window": False,
-    # blocks and scales of their values
-    "dim_model_base": None,
-    "embedding_multiplier": 1.0,
-    "final_logit_softcapping": None,
-    "lm_head_multiplier": 1.0,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "new_decoder_architecture": False,
-    "parallel_attn": False,
-    "pruned_heads": {},
-    "residual_multiplier": 1.0,
-    "scale_depth": None,
-    "scale_emb": 1,
-    # experts
-    "mlp_only_layers": None,
-    "moe_intermediate_size": None,
-    "n_routed_experts": None,
-    "n_shared_experts": None,
-    "num_experts": None,
-    "num_experts_per_tok": None,
-    "num_local_experts": None,
-    "shared_expert_intermediate_size": None,
-    # encoders and other inputs
-    "add_cross_attention": False,
-    "cross_attention_hidden_size": None,
-    "is_encoder_decoder": False,
-    "tie_encoder_decoder": False,
-    "vision_config": None,
-    # weights that are stored in another form
-    "compression_config": None,
-    "quantization": None,
-    "quantization_config": None,
-    "per_layer_config": None,
-}
-# Fields that change nothing that is trained, with one exception: in transformers a Llama's embedding of pad_token_id
-# gets no gradient from the look-up. Packed text has no padding, so here that row is trained like any other. The dtype
-# is the recipe's.
-_INERT = frozenset({
-    # where the file comes from, and how it is stored and run
-    "name_or_path", "transformers_version", "model_type", "architectures", "torch_dtype", "dtype", "torchscript",
-    "use_bfloat16", "bf16", "fp16", "fp32", "tf_legacy_loss", "low_cpu_mem_usage", "is_decoder", "use_cache",
-    "output_past", "chunk_size_feed_forward", "attn_implementation", "author", "base_model", "base_model_name_or_path",
-    "custom_pipelines", "is_llama_config", "language", "library_name", "license", "model_name", "model_version",
-    "neuron", "pipeline_tag", "tags", "transformers.js_config", "unsloth_fixed", "unsloth_version", "version",
-    "xla_device",
-    # kernels, which compute the same in another way
-    "attention_softmax_in_fp32", "flash_attention", "fused_bias_fc", "fused_dropout_add_ln", "softmax_in_fp32",
-    "use_cache_kernel", "use_cache_quantization", "use_dynamic_cache", "use_flash_attention", "use_flash_attention_2",
-    "use_flash_attn", "use_flash_rmsnorm", "use_flash_rotary", "use_fused_rms_norm", "use_fused_rope",
-    "use_liger_kernel", "use_sdpa", "use_xformers",
-    # longest sequences, of which transformers reads max_position_embeddings alone
-    "context_length", "max_seq_len", "max_seq_length", "max_sequence_length", "max_window_layers", "model_max_length",
-    "n_ctx", "n_positions", "seq_len", "seq_length", "tokenizer_model_max_length", "training_sequence_length",
-    # training, by what saves memory or time; neuronx-distributed's are parallel.sequence and train.recompute here
-    "gradient_checkpointing", "gradient_checkpointing_kwargs", "use_gradient_checkpointing",
-    "sequence_parallel_enabled", "selective_checkpoint_enabled", "move_model_to_device", "loss_type",
-    # what a forward pass returns
-    "return_dict", "use_return_dict", "output_hidden_states", "output_attentions", "output_router_logits",
-    # heads that pretraining lacks
-    "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "classifier_dropout",
-    "classifier_activation", "classifier_bias", "n_special", "predict_special_tokens", "summary_type",
-    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-    # tokens
-    "tokenizer_class", "tokenizer_name", "chat_format", "chat_template", "padding_side", "add_bos_token",
-    "add_eos_token",
-    # text generation
-    "task_specific_params", "prefix", "generation_config", "max_length", "min_length", "max_new_tokens",
-    "min_new_tokens", "max_time", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
-    "encoder_repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "force_words_ids", "num_return_sequences", "output_scores", "output_logits",
-    "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
-    "begin_suppress_tokens", "renormalize_logits", "sequence_bias", "guidance_scale", "low_memory", "penalty_alpha",
-    "stop_strings", "token_healing", "watermarking_config", "cache_implementation", "cache_config",
-    "assistant_confidence_threshold", "assistant_lookbehind", "assistant_early_exit", "target_lookbehind",
-    "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "prompt_lookup_num_tokens",
-    "max_matching_ngram_size",
-})  # fmt: skip
-
-
-def is_inert(name: str) -> bool:
-    """Return whether a field changes nothing that is trained, in a file of any family.
-
-    The name of a program's own note begins with `_`, and ids of special tokens, which only a tokenizer and text
-    generation read, end in `_token_id`.
+    Attributes:
+        lacking: value of `model_type` that is near to a family → what shardwise lacks for it.
+        only: field that changes what a model computes → the one value at which it changes nothing.
+        absent_if_empty: fields that count as absent where they are 0, false or empty.
     """
-    return name in _INERT or name.startswith("_") or name.endswith(("_token_id", "_token_ids"))
+
+    def __init__(self) -> None:
+        record = read_mapping(Path(__file__).with_name("hugging_face_fields.yaml"))
+        self.lacking: dict[str, str] = record["lacking"]
+        self.only: dict[str, Any] = record["only"]
+        self.absent_if_empty = frozenset[str](record["absent_if_empty"])
+        self._inert = frozenset[str](name for names in record["inert"] for name in names)
+
+    def is_inert(self, name: str) -> bool:
+        """Return whether a field changes nothing that is trained, in a file of any family.
+
+        The name of a program's own note begins with `_`, and ids of special tokens, which only a tokenizer and text
+        generation read, end in `_token_id`.
+        """
+        return name in self._inert or name.startswith("_") or name.endswith(("_token_id", "_token_ids"))
 
 
-# Fields that count as absent where they are 0, false or empty.
-ABSENT_IF_EMPTY = frozenset({
-    "compression_config", "mlp_only_layers", "moe_intermediate_size", "n_routed_experts", "n_shared_experts",
-    "no_rope_layers", "num_experts", "num_experts_per_tok", "num_local_experts", "per_layer_config", "quantization",
-    "quantization_config", "shared_expert_intermediate_size",
-})  # fmt: skip
+@cache
+def other_fields() -> OtherFields:
+    """Return the record, which is read with the first `config.json`."""
+    return OtherFields()
 
 
 @dataclass(frozen=True)

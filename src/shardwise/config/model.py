@@ -31,6 +31,7 @@ class UserModelConfig(Section):
     objectives: ClassVar[tuple[Objective, ...]] = ("lm",)
     predicts_masked_tokens: ClassVar[bool] = False
     predicts_sentences: ClassVar[bool] = False
+    attention_dropout_p: ClassVar[float] = 0.0
     rotary_dim: ClassVar[int] = 0
     extends_positions: ClassVar[bool] = False
     ignore: ClassVar[tuple[str, ...]] = ()

@@ -135,6 +135,11 @@ class OptimizerConfig(Section):
         return f"ZeRO-{self.zero}" + (f" ({', '.join(options)})" if options else "")
 
     @property
+    def cuts_gradients(self) -> bool:
+        """True if each rank holds the gradients of its own part alone."""
+        return self.zero >= 2
+
+    @property
     def idle_keys(self) -> list[str]:
         """Keys with a value that has no effect at this stage of ZeRO."""
         least_stages = {"reduce": 2, "gather": 3, "prefetch": 3}

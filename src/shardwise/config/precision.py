@@ -99,6 +99,11 @@ class PrecisionConfig(Section):
             )
         return self
 
+    @property
+    def rounds_stochastically(self) -> bool:
+        """True if masters are rounded at random on accelerators."""
+        return self.resolved(accelerator=True).rounding == "stochastic"
+
     def resolved(self, accelerator: bool) -> Precision:
         """The dtype of each role; the default mode depends on whether there is an accelerator."""
         mode = self.mode or ("mixed" if accelerator else "float32")

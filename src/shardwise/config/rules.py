@@ -13,25 +13,16 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwise.base.errors import ConfigError, listing, nearest_numbers, see
-from shardwise.config.communication_rules import overlap_problems, regather_problems
+from shardwise.base.errors import ConfigError, divisors, listing, nearest_numbers
+from shardwise.config.bitwise_rules import KEYS_OF_BITS, bitwise_problems, keys_of_bits
 from shardwise.config.data import MixedSource
-from shardwise.config.hook_rules import hook_problems
+from shardwise.config.key_rules import key_problems
 from shardwise.config.layout import Layout
 from shardwise.config.load import config_from
 from shardwise.config.run_config import Config
 from shardwise.config.schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
 from shardwise.config.sections import ParallelConfig, share_of
-from shardwise.config.size_rules import (
-    KEYS_OF_BITS,
-    bitwise_problems,
-    context_problems,
-    fp8_problems,
-    keys_of_bits,
-    masking_problems,
-    sharding_problems,
-    tensor_problems,
-)
+from shardwise.config.size_rules import context_problems, fp8_problems, tensor_problems
 from shardwise.config.size_stages import stage_problems, stages_of
 
 
@@ -59,23 +50,10 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
         problems = error.problems
     problems += pipeline_problems(config, micro_batches)
     problems += tensor_problems(config, sequence) + context_problems(config, sequence)
-    problems += fp8_problems(config)
-    problems += overlap_problems(config)
-    problems += regather_problems(config)
-    problems += _compile_problems(config)
-    problems += _schedule_problems(config)
-    problems += masking_problems(config)
-    problems += _resume_key_problems(config)
-    problems += _evaluation_problems(config)
+    problems += fp8_problems(config) + _length_problems(config) + key_problems(config)
     problems += _trace_problems(config, is_new)
-    problems += _document_problems(config)
-    problems += _mark_problems(config)
-    problems += _tokenizer_problems(config)
-    problems += hook_problems(config)
     if layout is not None:
-        problems += _profile_problems(config, layout)
-        problems += bitwise_problems(config, layout)
-        problems += sharding_problems(config, layout)
+        problems += _rank_problems(config, layout) + bitwise_problems(config, layout)
     problems += _problems_of_stages(config, world, problems, is_new=is_new)
     if layout is None or problems:
         raise ConfigError(problems)
@@ -123,162 +101,54 @@ def _trace_problems(config: Config, is_new: bool) -> list[str]:
     return []
 
 
-def _profile_problems(config: Config, layout: Layout) -> list[str]:
-    """Refuse to trace ranks that the job does not have."""
+def _rank_problems(config: Config, layout: Layout) -> list[str]:
+    """Refuse to trace ranks that the job does not have, and copies that do not divide its data-parallel ranks."""
+    problems = []
     missing = [rank for rank in config.log.profile_ranks or () if rank >= layout.world]
-    if not missing:
-        return []
-    return [f"log.profile_ranks ({listing(missing)}) must be below the number of ranks ({layout.world})"]
-
-
-def _mark_problems(config: Config) -> list[str]:
-    """Refuse marks for pairs of sentences, which have their own, whatever the data are."""
-    if "nsp" not in config.model.objectives:
-        return []
-    return config.data.refused_marks(f"model.family ({config.model.family}), whose pairs have [CLS] and [SEP]")
-
-
-def _tokenizer_problems(config: Config) -> list[str]:
-    """Refuse what a tokenizer that is trained on the data cannot do, where none is named or comes with weights."""
-    data = config.data
-    if data.tokenizer is not None or config.checkpoint.load is not None:
-        return []
-    problems = []
-    if data.is_streamed:
-        problems.append("data.streaming (true) needs data.tokenizer: one is trained on prepared text alone")
-    if data.prepend_bos:
-        problems.append(
-            "data.prepend_bos (true) needs data.tokenizer: one that is trained on the data has no token that begins a "
-            "text"
-        )
+    if missing:
+        problems.append(f"log.profile_ranks ({listing(missing)}) must be below the number of ranks ({layout.world})")
+    replicate = config.parallel.replicate
+    if layout.replicas % replicate:
+        near = listing(nearest_numbers(replicate, divisors(layout.replicas)), "or")
+        degree = f"the data-parallel degree ({layout.data})"
+        if layout.context > 1:
+            degree = f"the data-parallel degree × parallel.context ({layout.data} × {layout.context})"
+        problems.append(f"parallel.replicate ({replicate}) must divide {degree}: set it to {near}")
     return problems
 
 
-def _document_problems(config: Config) -> list[str]:
-    """Refuse the keys for document ends with families that do not predict the next token."""
-    data = config.data
-    model = config.model
-    keys = data.document_options
-    if "mlm" in model.objectives:
-        # Conversations have these keys without a word of the user's.
-        faults = [f"{key} (true) must be false" for key in keys]
-        if data.packs_documents:
-            faults = [f"data.packing ({data.packing}) must be cut"]
-        if data.is_chat:
-            faults = [f"{data.key} ({data.name}) must be text"]
-        return [f"{fault} with model.family {model.family}, which masks tokens" for fault in faults]
-    if data.packs_documents and config.hooks.data is not None:
-        return [
-            f"data.packing ({data.packing}) must be cut with hooks.data ({config.hooks.data}), whose samples are rows"
-        ]
-    if data.eod_token is None:
-        return []
-    if not keys:
-        return [
-            f"data.eod_token ({data.eod_token}) must be left out unless one of data.eod_mask_loss, "
-            "data.reset_position_ids and data.reset_attention_mask is true"
-        ]
-    if data.eod_token >= model.vocab_size:
-        return [f"data.eod_token ({data.eod_token}) must be below model.vocab_size ({model.vocab_size})"]
-    return []
-
-
-def _compile_problems(config: Config) -> list[str]:
-    if not config.compile.enabled:
-        if config.compile.require_cached:
-            return ["compile.require_cached (true) must go with compile.enabled (true)"]
-        return []
-    parallel = config.parallel
-    problems = []
-    if parallel.pipeline > 1 and SCHEDULES[parallel.schedule].splits_backward:
-        problems.append(
-            f"compile.enabled (true) must be false with parallel.schedule {parallel.schedule}, which cuts the "
-            "backward pass of a block in two, and that of a compiled block is whole: choose another, such as "
-            f"{DEFAULT_SCHEDULE}"
-        )
-    if parallel.tensor > 1 and parallel.tensor_overlap is not None:
-        problems.append(
-            f"compile.enabled (true) must be false with parallel.tensor_overlap ({parallel.tensor_overlap}), whose "
-            "layers are not compiled: leave out one of the two"
-        )
-    return problems
-
-
-def _schedule_problems(config: Config) -> list[str]:
+def _length_problems(config: Config) -> list[str]:
+    """Refuse sequences, and parts of the schedule of learning rates, that are too long."""
     train = config.train
     model = config.model
+    optimizer = config.optimizer
     problems = config.data.late_stage_problems(train.steps)
     limit = model.max_position_embeddings
     if limit is not None and train.sequence_length > limit and not model.extends_positions:
         unless = " without model.rope_scaling" if model.rotary_dim else ""
         problems.append(
-            f"train.sequence_length ({train.sequence_length}) must be at most "
-            f"model.max_position_embeddings ({limit}){unless}"
+            f"train.sequence_length ({train.sequence_length}) must be at most model.max_position_embeddings ({limit})"
+            f"{unless}"
         )
-    optimizer = config.optimizer
-    lower = "lower it, or keep train.steps and end early with train.stop_after"
-    # The warmup, or without one the first step, comes before them.
-    most_constant = max(0, train.steps - max(1, optimizer.warmup_steps))
-    if optimizer.warmup_steps > train.steps:
-        problems.append(
-            f"optimizer.warmup_steps ({optimizer.warmup_steps}) must be at most train.steps ({train.steps}): {lower}"
-        )
-    if optimizer.constant_steps > most_constant:
-        problems.append(
-            f"optimizer.constant_steps ({optimizer.constant_steps}) must be at most {most_constant}: the warmup of "
-            f"{optimizer.warmup_steps} steps and a step at optimizer.lr come before them in train.steps "
-            f"({train.steps}): {lower}"
-        )
-    most_decay = max(0, most_constant - optimizer.constant_steps)
-    if optimizer.decay_steps is not None and optimizer.decay_steps > most_decay:
-        problems.append(
-            f"optimizer.decay_steps ({optimizer.decay_steps}) must be at most {most_decay}: the warmup of "
-            f"{optimizer.warmup_steps} steps, a step at optimizer.lr and optimizer.constant_steps "
-            f"({optimizer.constant_steps}) take the others of train.steps ({train.steps})"
-        )
-    if train.eval_every and not config.evaluates_held_out and not config.evaluation.sets:
-        split = f"data.split ({config.data.split!r})"
-        if config.data.mixture:
-            split = "the split of at least one source of data.mixture"
-        problems.append(
-            f"{split} must leave an evaluation part while train.eval_every is {train.eval_every}: give it a weight, or "
-            "set train.eval_every=0"
-            f"{see('data#no-evaluation-part')}"
-        )
+    # The warmup, or without one the first step, comes before the decay, and that before the constant steps.
+    before_decay = max(1, optimizer.warmup_steps)
+    most = {
+        "warmup_steps": train.steps,
+        "constant_steps": max(0, train.steps - before_decay),
+        "decay_steps": max(0, train.steps - before_decay - optimizer.constant_steps),
+    }
+    others = {
+        "warmup_steps": "",
+        "constant_steps": ", after the warmup and a step at optimizer.lr",
+        "decay_steps": f", after the warmup, a step at optimizer.lr and {optimizer.constant_steps} constant steps",
+    }
+    problems += [
+        f"optimizer.{key} ({steps}) must be at most {most[key]}, as train.steps is {train.steps}{others[key]}: lower "
+        "it, or keep train.steps and end early with train.stop_after"
+        for key in most
+        if (steps := getattr(optimizer, key) or 0) > most[key]
+    ]
     return problems
-
-
-def _evaluation_problems(config: Config) -> list[str]:
-    """The rules of the section `evaluation`."""
-    problems = []
-    model = config.model
-    if config.evaluation.sets and not config.train.eval_every:
-        names = listing(config.evaluation.sets)
-        problems.append(f"evaluation.sets ({names}) need train.eval_every, the steps between evaluations")
-    if config.evaluation.tasks and not model.causal:
-        problems.append(
-            f"evaluation.tasks must be left out with model.family {model.family}: they need a model that predicts the "
-            "next token"
-        )
-    return problems
-
-
-def _resume_key_problems(config: Config) -> list[str]:
-    """The rules of `train.skip_batches` and `checkpoint.resume`."""
-    train = config.train
-    resume = config.checkpoint.resume
-    if resume == "auto" and train.skip_batches:
-        # A requeued job starts with the same configuration, from a later checkpoint.
-        return [
-            f"train.skip_batches ({train.skip_batches}) must be 0 with checkpoint.resume auto: it would count again at "
-            "each restart; name the checkpoint before the batches to leave out by checkpoint.resume=STEP"
-        ]
-    if resume != "auto" and resume >= train.steps:
-        return [
-            f"checkpoint.resume ({resume}) must be less than train.steps ({train.steps}): "
-            "name an earlier checkpoint, or raise train.steps"
-        ]
-    return []
 
 
 # ---- the rules of `parallel.pipeline`

@@ -201,6 +201,11 @@ class Config(Section):
         return self.train.eval_every > 0 and self.data.holds_out
 
     @property
+    def lacks_evaluation_part(self) -> bool:
+        """True if evaluations are wanted, and no data are there for them."""
+        return self.train.eval_every > 0 and not self.evaluates_held_out and not self.evaluation.sets
+
+    @property
     def companions(self) -> str | None:
         """The place that `checkpoint.companions` names, else that of `model.config`, unless weights are loaded."""
         checkpoint = self.checkpoint

@@ -204,6 +204,16 @@ class ParallelConfig(Section):
         return self.context if self.context_grain is None else self.context_grain
 
     @property
+    def cuts_sequence(self) -> bool:
+        """True if sums over the tokens of a sample have several parts."""
+        return self.sequence_parts > 1
+
+    @property
+    def overlaps(self) -> bool:
+        """True if tensor-parallel layers communicate behind their matmuls."""
+        return self.tensor > 1 and self.tensor_overlap is not None
+
+    @property
     def keys_text(self) -> str:
         """The keys of the degrees with their values, as messages name them."""
         return keys_text(self.degrees)

@@ -18,7 +18,6 @@ from shardwise.config.error_texts import refusal
 from shardwise.config.load import config_from
 from shardwise.config.model import ModelConfig
 from shardwise.config.run_config import Config, SizeStage
-from shardwise.config.sections import BITWISE
 from shardwise.config.stage import StageConfig
 
 _TRAIN_KEYS = ("sequence_length", "global_batch", "micro_batch")
@@ -108,7 +107,7 @@ def stage_problems(stages: list[Config]) -> list[str]:
         )
     if len({tuple(sorted(stage.grains.items())) for stage in stages}) > 1:
         problems.append(
-            f"the groups in which {BITWISE} adds gradients must be the same in all data.stages: set "
+            "the groups of train.data_grain must be the same in all data.stages: set "
             f"train.data_grain={min(stage.train.gradient_groups for stage in stages)}"
         )
     if len({stage.train.sequence_length for stage in stages}) > 1:

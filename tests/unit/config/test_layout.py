@@ -60,7 +60,7 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
         (
             1,
             ["train.skip_batches=3"],
-            "train.skip_batches (3) must be 0 with checkpoint.resume auto: it would count again at each restart",
+            "train.skip_batches (3) must be 0 with checkpoint.resume (auto): it would count again at each restart",
         ),
         (
             2,
@@ -78,12 +78,12 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
             "parallel.replicate (3) must divide the data-parallel degree × parallel.context (2 × 2): set it to 2 or 4",
         ),
         (1, ["checkpoint.resume=20"], "checkpoint.resume (20) must be less than train.steps (20): name an earlier"),
-        (1, ["optimizer.warmup_steps=21"], "optimizer.warmup_steps (21) must be at most train.steps (20)"),
-        (1, ["optimizer.constant_steps=19"], "optimizer.constant_steps (19) must be at most 18: the warmup of 2 steps"),
+        (1, ["optimizer.warmup_steps=21"], "optimizer.warmup_steps (21) must be at most 20, as train.steps is 20"),
+        (1, ["optimizer.constant_steps=19"], "optimizer.constant_steps (19) must be at most 18, as train.steps is 20"),
         (
             1,
             ["optimizer.warmup_steps=0", "optimizer.constant_steps=20"],
-            "optimizer.constant_steps (20) must be at most 19: the warmup of 0 steps and a step at optimizer.lr come",
+            "optimizer.constant_steps (20) must be at most 19, as train.steps is 20, after the warmup and a step",
         ),
         (
             2,

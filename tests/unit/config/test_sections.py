@@ -57,9 +57,7 @@ def test_rope_scaling_as_hugging_face_writes_it(scaling: str) -> None:
     ("scaling", "problem"),
     [
         ("{factor: 2}", "rope_scaling.rope_type is missing: one of default, linear,"),
-        ("{rope_type: [linear]}", "rope_scaling.rope_type (['linear']) must be one of default, linear,"),
         ("{rope_type: ntk}", "rope_scaling.rope_type ('ntk') must be one of default, linear,"),
-        ("{rope_type: null, type: null}", "rope_scaling.rope_type is missing: one of default, linear,"),
         (
             "{rope_type: dynamic, factor: 2, beta_fast: 32}",
             "rope_scaling.beta_fast: unknown key; rope_type",
@@ -158,7 +156,7 @@ def test_the_host_updates_no_whole_tensors_and_rounds_to_the_nearest(name: str) 
     [
         (["optimizer.name=lamb"], r"precision.moments \(bfloat16\) must be left out with optimizer.name lamb"),
         (["optimizer.name=muon"], r"precision.moments \(bfloat16\) must be left out with optimizer.name muon"),
-        (["optimizer.offload=true"], r"optimizer.offload \(true\) must be false with precision.moments bfloat16"),
+        (["optimizer.offload=true"], r"optimizer.offload \(true\) must be false with precision.moments \(bfloat16\)"),
     ],
 )
 def test_bfloat16_moments_need_adamw_on_the_device(keys: list[str], said: str) -> None:

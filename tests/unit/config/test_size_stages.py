@@ -114,8 +114,7 @@ def test_the_place_in_the_data_is_the_same_in_samples_of_each_length() -> None:
         (
             ["{at: 4, micro_batch: 8}"],
             ("train.bitwise=true",),
-            "the groups in which train.bitwise adds gradients must be the same in all data.stages: set "
-            "train.data_grain=1",
+            "the groups of train.data_grain must be the same in all data.stages: set train.data_grain=1",
         ),
         (["{at: 4, global_batch: 3}"], (), "from step 5 on (data.stages): train.global_batch (3) must be a multiple"),
     ],
