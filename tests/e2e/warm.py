@@ -43,11 +43,8 @@ _IMPORTED = (
     "shardwise.checkpoint.importing", "shardwise.train", "shardwise.launch.local", "shardwise.data.prepare",
     "shardwise.train.run", "shardwise.verify.verification", "shardwise.cli.run_preparation",
     "shardwise.launch.rank_process", "shardwise.pipeline.schedule",
-    "shardwise.cli.chat", "shardwise.cli.converse",
-    *(
-        f"shardwise.cli.{name}"
-        for name in ("train", "stop", "evaluate", "generate", "verify", "checkpoint", "data", "recipes")
-    ),
+    "shardwise.cli.chat", "shardwise.cli.converse", "shardwise.cli.evaluate", "shardwise.cli.generate",
+    *(f"shardwise.cli.{name}" for name in ("train", "stop", "verify", "checkpoint", "data", "recipes")),
 )  # fmt: skip
 
 _TORCHS_HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"

@@ -19,10 +19,9 @@ from shardwise.cli import output
 from shardwise.launch.restarts import AttemptEnding, history
 from shardwise.launch.slurm import commands, jobs
 from shardwise.launch.slurm.script import job_log
+from shardwise.runs.events import how_it_ended, seconds_of
 from shardwise.runs.folder import RUNS, RunDirectory
-from shardwise.runs.lost_time import seconds_of
 from shardwise.runs.run import open_run
-from shardwise.runs.summary import how_it_ended
 
 _HEAD = ("job", "state", "step", "s/step", "loss", "elapsed", "nodes", "run")
 

@@ -18,9 +18,10 @@ from typing import Any
 
 from shardwise.base import units
 from shardwise.cli import output
-from shardwise.runs import local_devices, lost_time, summary
+from shardwise.runs import local_devices, summary
+from shardwise.runs.events import number
 from shardwise.runs.folder import RUNS
-from shardwise.runs.run import RunView, Unreadable, runs_at
+from shardwise.runs.run import RunView, Unreadable, owners, runs_at
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
 _RUNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
@@ -36,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     listed_runs = runs_at(arguments.folder)
-    ranks = local_devices.owners(run for run in listed_runs if isinstance(run, RunView))
+    ranks = owners(run for run in listed_runs if isinstance(run, RunView))
     machine_devices = local_devices.devices(ranks)
     problems = [problem for run in listed_runs for problem in _problems(run)] + machine_devices.problems
     if arguments.json:
@@ -89,8 +90,8 @@ def _processes(processes: Sequence[local_devices.DeviceProcess]) -> str:
 
 def _run(run: RunView | Unreadable) -> tuple[str, ...]:
     fields = summary.row(run)
-    loss = lost_time.number(fields["loss"])
-    speed = lost_time.number(fields["tokens_per_second"])
+    loss = number(fields["loss"])
+    speed = number(fields["tokens_per_second"])
     eta = fields["eta_seconds"]
     heard = run.heard
     return (
@@ -108,7 +109,7 @@ def _run(run: RunView | Unreadable) -> tuple[str, ...]:
 
 
 def _share(value: Any) -> str:
-    return "" if value is None else f"{lost_time.number(value):.0%}"
+    return "" if value is None else f"{number(value):.0%}"
 
 
 def _short(seconds: float) -> str:

@@ -22,8 +22,8 @@ from shardwise.data.open_data import prepare
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank
+from shardwise.runs.events import last_event
 from shardwise.runs.folder import RUNS, RunDirectory, RunLock, new_run_path
-from shardwise.runs.summary import last_event
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from shardwise.config import Config, Layout, check_layout, load_config, recipe_n
 from shardwise.launch.slurm import commands, submission
 from shardwise.launch.slurm.script import JobPlan, compile_script, job_log, job_script, ranks_per_node
 from shardwise.planner.device_specs import Cluster, cluster
+from shardwise.runs.events import last_step, newest_checkpoint
 from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
-from shardwise.runs.summary import last_step, newest_checkpoint
 
 _KEYS = ("partition", "account", "time", "constraint", "gres")
 _TRAINS_TOKENIZER = (
@@ -242,10 +242,11 @@ def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
     warnings = list(checked.warnings)
     if machines is not None:
         from shardwise.cli.plan_rows import RANGE, range_text
-        from shardwise.train.summary import memory_text, predicted_rows, prediction
+        from shardwise.planner.plan import predicted
+        from shardwise.planner.plan_text import memory_text, predicted_rows
 
         config = with_batch(job.config, layout.world, None)
-        plan = prediction(config, layout, replace(machines, per_node=job.ranks_per_node))
+        plan = predicted(config, layout, replace(machines, per_node=job.ranks_per_node))
         rows += [("device", str(machines)), *predicted_rows(plan)]
         if plan is not None and (ranges := range_text(plan)):
             rows.append(("  range", f"{ranges} on the calendar, {RANGE}: so far are published steps off"))

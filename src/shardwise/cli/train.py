@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from shardwise.base.errors import ConfigError, Problems
 from shardwise.base.files import user_path
 from shardwise.base.hardware import accelerators, torch_type
+from shardwise.base.registered import provided
 from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
 from shardwise.cli import output
@@ -44,7 +45,7 @@ from shardwise.runs.folder import RunDirectory
 if TYPE_CHECKING:
     # Costly to import, for the option --device alone.
     from shardwise.cli.run_preparation import PreparedFolder
-    from shardwise.planner.device_specs import Cluster
+    from shardwise.planner.cluster import Cluster
 
 _VALUE_COLUMN = 16
 """Column at which the values of a dry run's rows begin, after the `#`."""
@@ -189,9 +190,8 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
         return None
     if not arguments.dry_run or arguments.nproc is not None:
         raise ConfigError(f"--device {arguments.device} must go with --dry-run and without --nproc: it starts nothing")
-    from shardwise.planner.device_specs import cluster
-
-    return cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
+    cluster: Cluster = provided("cluster")(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
+    return cluster
 
 
 def _check_user_code(config: Config) -> None:
@@ -342,6 +342,7 @@ def _show(
     run_path: Path | None = arguments.run_dir
     is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
     name = run_path.name if run_path is not None and is_recorded else recipe_name(arguments.recipe)
+    predicted = None if cluster is None else provided("predicted_step")(chosen, layout, cluster)
     text = dry_run(
         name,
         chosen,
@@ -349,7 +350,7 @@ def _show(
         device,
         has_accelerator,
         rows,
-        cluster,
+        predicted,
         continued=continued,
         full=arguments.full,
         recipe_config=config,
@@ -550,7 +551,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 def _launch(arguments: argparse.Namespace, world: int) -> int:
     """Train on several local ranks."""
     from shardwise.launch.local import EndedError, launch
-    from shardwise.runs.summary import what_is_saved
+    from shardwise.runs.events import what_is_saved
 
     try:
         launch(_command_of_rank(arguments, world), world, arguments.run_dir)

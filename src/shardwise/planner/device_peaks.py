@@ -1,11 +1,18 @@
-"""Peak speeds of devices by the names that their drivers report: the denominator of MFU."""
+"""Peak speeds of devices by the names that their drivers report: the denominator of MFU; and the shipped device files.
+
+`shardwise_plan` reads the whole files, of which the peaks here are two figures.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
-from shardwise.config import DtypeName
+from shardwise.config import DtypeName, parse_yaml
+
+DEVICE_FILES = Path(__file__).parent / "devices"
+"""Folder of a YAML file for each device, whose figures are `{value: NUMBER, source: TEXT}`."""
 
 # Peak dense TFLOP/s in bfloat16 and float32 of a device, by the words of its name; or the device file that has them.
 # Sparse figures of the data sheets are halved. float32 is the non-tensor-core rate: torch multiplies float32 matrices
@@ -72,10 +79,9 @@ def peak_flops(device_name: str, dtype: DtypeName) -> float | None:
     words = re.findall(r"[A-Z0-9]+", device_name.upper())
     entry = _PEAKS.get(" ".join(word for word in words if not _SAME_SPEED.fullmatch(word)))
     if isinstance(entry, str):
-        # Here, as a dry run on a CPU needs no file of a device.
-        from shardwise.planner.device_specs import load_device
-
-        peak = load_device(entry).peak(dtype)
+        text = (DEVICE_FILES / f"{entry}.yaml").read_text(encoding="utf-8")
+        figures = parse_yaml(text, entry)
+        peak = float(figures[f"{dtype}_tflops"]["value"]) * 1e12
         # The files of trn2 and trn3 have a logical core of two physical ones, as the runtime makes them by default.
         cores = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2")
         return peak / 2 if entry in ("trn2", "trn3") and cores == "1" else peak

@@ -20,8 +20,8 @@ from shardwise.base.files import read_plain
 from shardwise.base.hardware import torch_type
 from shardwise.config import DtypeName, Matmul, parse_yaml
 from shardwise.planner.device_files import dump, figure
+from shardwise.planner.device_peaks import DEVICE_FILES
 
-_FOLDER = Path(__file__).parent / "devices"
 _ALIASES = {"a100": "a100-80gb"}
 # Each figure: the least and the most that a device can have.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -277,14 +277,6 @@ class Device:
         return self.require_fp8() * share / self.matmul_share
 
 
-def no_fp8(device_name: str) -> ConfigError:
-    """Return the error of `precision.matmul` on a device on which this program does not multiply in fp8."""
-    return ConfigError(
-        f"precision.matmul (fp8) must be left out on {device_name}, for which shardwise has no products in fp8: they "
-        "need an NVIDIA GPU of compute capability 8.9 or higher, such as an H100, or a CPU"
-    )
-
-
 @dataclass(frozen=True)
 class Cluster:
     """So many machines with so many devices each."""
@@ -316,7 +308,7 @@ class Cluster:
 
 def device_names() -> list[str]:
     """The devices that are described here."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+    return sorted(path.stem for path in DEVICE_FILES.glob("*.yaml"))
 
 
 def cluster(text: str, nodes: int = 1) -> Cluster:
@@ -358,7 +350,7 @@ def shipped_text(name: str) -> str:
     Raises:
         ConfigError: there is no such device.
     """
-    return (_FOLDER / f"{_shipped_key(name)}.yaml").read_text(encoding="utf-8")
+    return (DEVICE_FILES / f"{_shipped_key(name)}.yaml").read_text(encoding="utf-8")
 
 
 def _shipped_key(name: str) -> str:

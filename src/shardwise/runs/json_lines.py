@@ -16,8 +16,8 @@ import orjson
 
 from shardwise.base.files import open_plain
 from shardwise.base.parsing import record_of
+from shardwise.runs.events import seconds_of
 from shardwise.runs.folder import event_mark
-from shardwise.runs.lost_time import seconds_of
 
 _START = b"{" + event_mark("start")
 _STEP = b"{" + event_mark("step")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from shardwise.base import units
+from shardwise.runs.events import NEXT_STAGE, number, seconds_of
 
 CAUSES = ("start", "compile", "data", "checkpoint", "load", "restart", "lost steps")
 """Causes of lost time, in the order in which they are shown.
@@ -22,11 +22,7 @@ CAUSES = ("start", "compile", "data", "checkpoint", "load", "restart", "lost ste
                 a person stopped it
     lost steps  steps that were done again, without their waits, which count as such
 """
-_LAST_SECOND = 1e11
-"""In the year 5138: a later time is none, and cannot be shown in every time zone."""
 _WAITS = ("data", "checkpoint")
-NEXT_STAGE = "next stage"
-"""Reason of a "stop" event of a run that goes on in the same processes, with the sizes of its next stage."""
 _DELIBERATE_ENDS = ("finished", "stop_after", "stopped by Ctrl-C (SIGINT)", "stopped by `shardwise stop`", NEXT_STAGE)
 """Reasons of a "stop" event with which the run did what it was told.
 
@@ -182,23 +178,6 @@ class LostTime:
         if lost > 0:
             self.steps += lost
             self._lost["lost steps"] += lost * former.seconds_of_a_step()
-
-
-def number(value: Any, default: float = math.nan) -> float:
-    """Return a number of a record, in which "nan", "inf" and "-inf" are texts; `default` for a value that is none."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return default
-
-
-def seconds_of(event: Mapping[str, Any]) -> float:
-    """Return the time at which an event was recorded, in seconds since the epoch; NaN if it is unknown."""
-    try:
-        seconds = datetime.fromisoformat(event["time"]).timestamp()
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return math.nan
-    return seconds if 0 <= seconds <= _LAST_SECOND else math.nan
 
 
 def _later(former: float, new: float) -> float:

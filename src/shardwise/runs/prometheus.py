@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import reason_of
-from shardwise.runs.lost_time import number
+from shardwise.runs.events import number
 from shardwise.runs.run import STATES, RunView
 from shardwise.runs.step_metrics import STEP_METRICS
 from shardwise.runs.summary import snapshot

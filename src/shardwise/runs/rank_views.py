@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.runs.lost_time import number
+from shardwise.runs.events import number
 
 SILENT_SECONDS = 60.0
 SILENT_STEPS = 20

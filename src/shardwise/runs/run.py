@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shardwise.base import files, parsing, redaction
 from shardwise.base.errors import ConfigError
+from shardwise.runs.events import NEXT_STAGE, number, seconds_of
 from shardwise.runs.failure import failure_of
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
 from shardwise.runs.json_lines import GrowingFile, last_lines, last_lines_of_rank
 from shardwise.runs.layout_spans import LayoutSpan, layout_spans, short_layout
-from shardwise.runs.lost_time import NEXT_STAGE, LostTime, number, seconds_of
+from shardwise.runs.local_devices import DeviceProcess, Owners
+from shardwise.runs.lost_time import LostTime
 from shardwise.runs.rank_views import SILENT_SECONDS, SILENT_STEPS, NodeView, RankView, node_views, with_relative_work
 from shardwise.runs.step_metrics import StepSeries, finite_values
 
@@ -478,3 +481,27 @@ def modification_time(path: Path) -> float | None:
         return path.stat().st_mtime
     except OSError:
         return None
+
+
+def owners(runs: Iterable[RunView]) -> Owners:
+    """Return the ranks on this machine of the runs that go on."""
+    host = platform.node()
+    ranks: Owners = {}
+    for run in runs:
+        # The system gives the number of a dead process to another one, so only runs that go on count.
+        if run.state in ("starting", "running", "silent"):
+            for view in run.ranks():
+                if view.host == host and view.pid is not None and _exists(view.pid):
+                    ranks[view.pid] = DeviceProcess(view.pid, run.name, view.rank)
+    return ranks
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        # The process exists, and is another user's.
+        return True
+    return True

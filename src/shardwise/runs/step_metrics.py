@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardwise.runs.lost_time import number, seconds_of
+from shardwise.runs.events import number, seconds_of
 
 
 @dataclass(frozen=True)

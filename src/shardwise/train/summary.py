@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
@@ -30,14 +30,8 @@ from shardwise.planner.memory import (
     neediest_rank,
     offloaded_bytes,
 )
-from shardwise.planner.memory_choice import RESERVED
 from shardwise.planner.rank_workload import RankWorkload
 from shardwise.train.memory_remedies import remedies_of_machine
-
-if TYPE_CHECKING:
-    # Costly to import, for a cluster alone.
-    from shardwise.planner.device_specs import Cluster
-    from shardwise.planner.plan import Plan
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -49,6 +43,21 @@ _PYTHON_AND_TORCH = f"about {units.size(_PROCESS_BYTES)} for Python and torch"
 _Rows = list[tuple[str, str]]
 
 
+@dataclass(frozen=True)
+class PredictedStep:
+    """The prediction for machines that need not be here.
+
+    Attributes:
+        cluster: the machines in words.
+        rows: rows on the time of a step, its parts, and the memory that is left or lacks.
+        seconds: time of a step; None if it is not known.
+    """
+
+    cluster: str
+    rows: Sequence[tuple[str, str]]
+    seconds: float | None
+
+
 def dry_run(
     recipe: str,
     config: Config,
@@ -56,7 +65,7 @@ def dry_run(
     device: str,
     accelerator: bool,
     inputs: Sequence[tuple[str, str]] = (),
-    cluster: Cluster | None = None,
+    predicted: PredictedStep | None = None,
     *,
     continued: Sequence[tuple[str, str]] = (),
     full: bool = False,
@@ -68,25 +77,23 @@ def dry_run(
         device: kind of this machine's devices.
         accelerator: the ranks of the run have accelerators.
         inputs: rows about data and tokenizer.
-        cluster: machines that need not be here, for which the time of a step is predicted; None for this machine.
+        predicted: prediction for other machines; None for this machine.
         continued: rows about the run that the folder holds.
         full: show every key, not only those that differ from their defaults.
         recipe_config: configuration whose keys are shown, without choices by memory; None: `config`.
     """
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
-    shown_device = f"{device} (this machine){hint}" if cluster is None else f"{cluster} (--device)"
+    shown_device = f"{device} (this machine){hint}" if predicted is None else f"{predicted.cluster} (--device)"
     rows = [*continued, *_work(config, layout, shown_device, accelerator)]
-    plan = None
-    if cluster is not None:
-        plan = prediction(config, layout, cluster)
-        rows += predicted_rows(plan)
+    if predicted is not None:
+        rows += predicted.rows
     rows += _pipeline(config, layout, accelerator)
     rows += _window(config)
     rows += _compute(config, layout, accelerator)
     rows += _dropout(config, layout, accelerator)
     rows += _needs(config, layout, accelerator)
-    rows.append(("checkpoints", _when_saved(config, None if plan is None else plan.time.total)))
-    if cluster is None and not accelerator:
+    rows.append(("checkpoints", _when_saved(config, None if predicted is None else predicted.seconds)))
+    if predicted is None and not accelerator:
         rows += _host_memory(config, layout)
     rows += inputs
     lines = [f"{recipe}: a dry run, nothing was started", "", *(f"{name:<14} {value}" for name, value in rows)]
@@ -163,41 +170,6 @@ def _stages(config: Config) -> _Rows:
         for stage in stages
     ]
     return [("stages", f"{', '.join(shown)}; the other rows are of the neediest")]
-
-
-def prediction(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
-    """The prediction for a layout on a cluster, whether or not it fits; None for a model of the user's own."""
-    from shardwise.planner.plan import predicted  # costly to import, for a cluster alone
-
-    return predicted(config, layout, cluster)
-
-
-def predicted_rows(plan: Plan | None) -> _Rows:
-    """The time of a step on a cluster, its parts, and the memory that is left or lacks."""
-    if plan is None:
-        return [("time", _UNKNOWN)]
-    time = plan.time
-    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
-    return [
-        ("step", f"{units.step_duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
-        ("  parts", time.shares()),
-        ("  all steps", units.duration(plan.seconds)),
-        (
-            "  calendar",
-            f"{units.duration(plan.calendar.seconds)} with evaluations, checkpoints and failures (goodput "
-            f"{plan.calendar.goodput:.1%}), {plan.device_hours:,.0f} device-hours",
-        ),
-        ("  memory", memory_text(plan)),
-    ]
-
-
-def memory_text(plan: Plan) -> str:
-    """Whether a layout fits on each device of its cluster."""
-    state = f"{units.size(plan.headroom)} free{' (tight)' if plan.is_tight else ''}"
-    if plan.headroom < 0:
-        state = f"does not fit: {units.size(plan.memory.total)} are needed"
-    reserve = f"{RESERVED:.0%} of the device's {units.size(plan.cluster.device.memory)}"
-    return f"{state} beside a reserve of {reserve} (context, buffers, fragmentation)"
 
 
 def _advice(precision: Precision, accelerator: bool) -> str:

@@ -22,6 +22,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import generate, main
+from shardwise.cli.help import module_of
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.hugging_face import save
 
@@ -216,7 +217,7 @@ def test_fault_23_a_checkpoint_that_is_pruned_meanwhile_is_named(
 ) -> None:
     """Whatever is missing first: the tokenizer, or the weights."""
     shutil.copytree(imported, "steps")
-    module = importlib.import_module(f"shardwise.cli.{command}")
+    module = importlib.import_module(module_of(command))
     plain = module.open_folder
 
     def opened(*arguments: Any, **options: Any) -> Any:

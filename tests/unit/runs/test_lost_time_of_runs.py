@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from shardwise.launch.first_failure import signal_name
-from shardwise.runs.lost_time import CAUSES, LostTime, number
+from shardwise.runs.events import number
+from shardwise.runs.lost_time import CAUSES, LostTime
 from tests.monitor_runs import stamp
 
 

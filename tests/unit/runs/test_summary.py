@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 
 from shardwise.runs import summary
+from shardwise.runs.events import last_event
 from shardwise.runs.folder import RunDirectory
-from shardwise.runs.summary import last_event
 
 
 @pytest.mark.parametrize(

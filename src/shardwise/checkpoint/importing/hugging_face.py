@@ -14,6 +14,7 @@ from typing import Any
 from shardwise import __version__
 from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.canonical_shapes import canonical_shapes
 from shardwise.checkpoint.format.manifest import MODEL, Manifest, TensorEntry
 from shardwise.checkpoint.format.model_files import files_beside_weights, read_as_it_is, read_model, token_ids
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
@@ -33,11 +34,8 @@ from shardwise.checkpoint.format.writing import (
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.chunks import FileEntry
 from shardwise.checkpoint.storage.root import Buffer, Root
-from shardwise.config import FamilyConfig, config_from
+from shardwise.config import FamilyConfig
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.distributed.mesh import Group
-from shardwise.distributed.placement import placements
-from shardwise.models.build import build_model
 
 STEP = 0
 
@@ -77,18 +75,6 @@ class ForeignModel:
         for weight in self.weights:
             sizes[FLOATING[weight.dtype]] += math.prod(weight.shape)
         return max(sizes, key=lambda name: sizes[name])
-
-
-def canonical_shapes(model: FamilyConfig) -> dict[str, tuple[int, ...]]:
-    """Every canonical tensor of a model, in its order; nothing is allocated."""
-    # The model needs a whole configuration; keys of the training have any valid value.
-    sections = {
-        "model": model.model_dump(),
-        "train": {"steps": 1, "global_batch": 1, "sequence_length": 1},
-        "optimizer": {"lr": 1.0},
-    }
-    built = build_model(config_from(sections), Group(), sequence_parallel=False, device="meta")
-    return {piece.name: piece.shape for _, _, record in placements(built) for piece in record.pieces}
 
 
 def write_checkpoint(

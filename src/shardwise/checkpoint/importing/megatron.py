@@ -31,8 +31,9 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.parsing import whole_number
+from shardwise.checkpoint.canonical_shapes import canonical_shapes
 from shardwise.checkpoint.importing import pickled
-from shardwise.checkpoint.importing.hugging_face import ForeignModel, canonical_shapes
+from shardwise.checkpoint.importing.hugging_face import ForeignModel
 from shardwise.checkpoint.importing.megatron_arguments import SIZES, choose_vocabulary, is_count, read_args
 from shardwise.checkpoint.importing.tensor_parallel_shards import Shards, Stacked, require_ranks, stack
 from shardwise.config import GPTConfig, LlamaConfig

@@ -31,9 +31,10 @@ from pathlib import Path
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
+from shardwise.checkpoint.canonical_shapes import canonical_shapes
 from shardwise.checkpoint.format.model_files import read_model, token_ids
 from shardwise.checkpoint.importing import pickled
-from shardwise.checkpoint.importing.hugging_face import ForeignModel, canonical_shapes
+from shardwise.checkpoint.importing.hugging_face import ForeignModel
 from shardwise.checkpoint.importing.tensor_parallel_shards import Shards, Stacked, drift, require_ranks, stack
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import LlamaConfig, weight_names

@@ -14,8 +14,7 @@ from shardwise.base import units
 from shardwise.launch.restarts import AttemptEnding, history
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.submission import Submitted, submitted
-from shardwise.runs.lost_time import seconds_of
-from shardwise.runs.summary import last_event
+from shardwise.runs.events import last_event, seconds_of
 
 
 @dataclass(frozen=True)

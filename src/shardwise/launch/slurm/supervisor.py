@@ -32,7 +32,7 @@ from shardwise.launch.node import BEAT_SECONDS, Attempt
 from shardwise.launch.restarts import AttemptEnding, Decision, How, decide, history, record
 from shardwise.launch.slurm import commands
 from shardwise.launch.slurm.attempt import AttemptOutcome, AttemptWatch
-from shardwise.runs.summary import first_step, last_step, newest_checkpoint
+from shardwise.runs.events import first_step, last_step, newest_checkpoint
 
 _PAUSE_SECONDS = 1.0
 """Pause before the next attempt: the cause of the failure may last for a moment."""

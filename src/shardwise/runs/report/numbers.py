@@ -18,8 +18,9 @@ from markupsafe import Markup
 from shardwise.base import redaction, units
 from shardwise.base.mesh_axes import has_degrees, layout_text
 from shardwise.config.schedules import DEFAULT_SCHEDULE
+from shardwise.runs.events import number, seconds_of
 from shardwise.runs.layout_spans import LayoutSpan, short_layout, spans_text
-from shardwise.runs.lost_time import CAUSES, number, seconds_of
+from shardwise.runs.lost_time import CAUSES
 from shardwise.runs.report.chart import attribute
 from shardwise.runs.report.verdict import verdict
 from shardwise.runs.run import RunView

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.base import errors, files, redaction
+from shardwise.runs.events import number
 from shardwise.runs.failure import FailureRecord
-from shardwise.runs.lost_time import LostTime, number
+from shardwise.runs.lost_time import LostTime
 from shardwise.runs.rank_views import NodeView, PipelineView, RankView, pipeline_views, silent_ranks
 from shardwise.runs.run import RunView, State, open_run
 from shardwise.runs.step_metrics import SCREEN_CURVES, Curve, columns_of, equal_widths

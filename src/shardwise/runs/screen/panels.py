@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 from shardwise.base import units
+from shardwise.runs.events import NEXT_STAGE, seconds_of
 from shardwise.runs.layout_spans import short_layout
-from shardwise.runs.lost_time import CAUSES, NEXT_STAGE, seconds_of
+from shardwise.runs.lost_time import CAUSES
 from shardwise.runs.screen import drawing
 from shardwise.runs.screen.drawing import ACCENT, BAD, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN, plot
 from shardwise.runs.screen.frame import Frame, Span
