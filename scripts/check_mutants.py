@@ -35,7 +35,7 @@ from typing import Literal
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = Path("src/shardwise")
+SOURCE = Path("src")
 TABLE = ROOT / "benchmarks/results/mutants.md"
 _HEAD = """# Faults that the tests notice
 
@@ -59,8 +59,8 @@ class Mutant:
     """A fault.
 
     Attributes:
-        at: place of the fault, `module:Class.method`: a module below shardwise, and a function or class in it, or
-            nothing for the whole module.
+        at: place of the fault, `module:Class.method`: a module below shardwise or of a package beside it, and a
+            function or class in it, or nothing for the whole module.
         find: expression or statements that occur exactly once there, in any format; else a text, such as a keyword
             argument or the head of a loop, in which white space does not matter.
         replace: source that takes their place; `pass` instead of statements that are left out.
@@ -81,8 +81,10 @@ class Mutant:
 
     @property
     def file(self) -> Path:
-        """Path of the module below the package."""
-        return Path(self.at.partition(":")[0].replace(".", "/") + ".py")
+        """Path of the module below `src`."""
+        module = self.at.partition(":")[0]
+        package = Path() if module.startswith("shardwise_") else Path("shardwise")
+        return package / f"{module.replace('.', '/')}.py"
 
     def apply(self, source: str) -> str:
         """Return this source of the module with the fault in it; ValueError if the mutant is stale."""
@@ -178,7 +180,7 @@ def stale_mutants(mutants: Iterable[Mutant]) -> dict[str, str]:
     reasons = {}
     for mutant in mutants:
         try:
-            compile(mutant.apply((ROOT / PACKAGE / mutant.file).read_text("utf-8")), str(mutant.file), "exec")
+            compile(mutant.apply((ROOT / SOURCE / mutant.file).read_text("utf-8")), str(mutant.file), "exec")
         except (OSError, ValueError, SyntaxError) as error:
             reasons[mutant.id] = str(error)
     return reasons
@@ -215,7 +217,7 @@ def run_tests(copy: Path, tests: Iterable[str], slow: bool, timeout: float | Non
 def check(copy: Path, mutant: Mutant, timeout: float) -> Result:
     """Run a mutant's tests in a copy that has the fault, which is taken out again."""
     start = time.monotonic()
-    path = copy / PACKAGE / mutant.file
+    path = copy / SOURCE / mutant.file
     sound = path.read_text("utf-8")
     compiled = Path(importlib.util.cache_from_source(str(path)))
     path.write_text(mutant.apply(sound), "utf-8")

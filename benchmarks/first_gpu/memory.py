@@ -8,7 +8,7 @@ from first_gpu.session import Figures, Session
 from first_gpu.training import Setting, build
 from shardwise.config import check_layout
 from shardwise.distributed import devices
-from shardwise.planner.memory import expected_memory
+from shardwise.estimates.memory import expected_memory
 
 TITLE = "Memory, expected and measured"
 NOTE = (

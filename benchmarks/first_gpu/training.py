@@ -15,14 +15,14 @@ from first_gpu.timing import Clocks
 from shardwise.config import Config, check_layout
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
+from shardwise.estimates.device_peaks import peak_flops
+from shardwise.estimates.memory import expected_memory
 from shardwise.models.parameter_counts import flops_per_token
-from shardwise.planner.device_peaks import peak_flops
-from shardwise.planner.device_specs import cluster
-from shardwise.planner.memory import expected_memory
-from shardwise.planner.step_time import step_time
 from shardwise.train.build import build_trainer
 from shardwise.train.feed import Feed
 from shardwise.train.trainer import Trainer
+from shardwise_plan.device_specs import cluster
+from shardwise_plan.step_time import step_time
 
 TITLE = "Training"
 NOTE = (

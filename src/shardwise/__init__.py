@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardwise.optim.lamb import LAMB
     from shardwise.optim.muon import Muon
     from shardwise.optim.zero import ZeroRedundancyOptimizer
-    from shardwise.planner.api import plan
+    from shardwise_plan.api import plan
 
 __version__ = "0.2.0"
 
@@ -115,7 +115,7 @@ _HOME = {
     "load_recipe": "shardwise.api.recipes",
     "make_parameter": "shardwise.distributed.placement",
     "parallel_cross_entropy": "shardwise.layers.loss",
-    "plan": "shardwise.planner.api",
+    "plan": "shardwise_plan.api",
     "save_checkpoint": "shardwise.api.checkpoints",
 }
 

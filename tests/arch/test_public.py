@@ -121,7 +121,7 @@ def test_functions_say_what_they_take_give_and_raise(name: str) -> None:
 def _called(name: str) -> object:
     """The function behind a package that can be called."""
     from shardwise.api import runs
-    from shardwise.planner import api as plans
+    from shardwise_plan import api as plans
 
     return {"plan": plans.plan, "train": runs.train}[name]
 

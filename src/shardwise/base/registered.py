@@ -8,20 +8,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+_COMMANDS = {
+    "shardwise_plan": ("plan",),
+    "shardwise_watch": ("ls", "top", "monitor", "report", "compare"),
+    "shardwise_jobs": ("submit", "jobs", "supervise"),
+    "shardwise_use": ("evaluate", "chat", "converse", "generate"),
+}
 COMMAND_MODULES = {
-    **{name: f"shardwise.cli.{name}" for name in ("plan",)},
-    **{name: f"shardwise.cli.{name}" for name in ("ls", "top", "monitor", "report", "compare")},
-    **{name: f"shardwise.cli.{name}" for name in ("submit", "jobs", "supervise")},
-    **{name: f"shardwise.cli.{name}" for name in ("evaluate", "chat", "converse", "generate")},
-    "checkpoint import": "shardwise.cli.checkpoint.import_",
+    **{name: f"{package}.cli.{name}" for package, names in _COMMANDS.items() for name in names},
+    "checkpoint import": "shardwise_use.cli.import_",
 }
 """Modules of the commands, and of the actions of commands, that are not in `shardwise.cli`."""
 _FUNCTIONS = {
-    "cluster": "shardwise.planner.device_specs:cluster",
-    "predicted_step": "shardwise.planner.plan_text:predicted_step",
-    "draw_sample": "shardwise.train.generation:draw_sample",
-    "evaluate_tasks": "shardwise.train.task_evaluation:evaluate_tasks",
-    "cancel_waiting_jobs": "shardwise.launch.slurm.waiting:cancel_waiting_jobs",
+    "cluster": "shardwise_plan.device_specs:cluster",
+    "predicted_step": "shardwise_plan.plan_text:predicted_step",
+    "draw_sample": "shardwise_use.generation:draw_sample",
+    "evaluate_tasks": "shardwise_use.task_evaluation:evaluate_tasks",
+    "cancel_waiting_jobs": "shardwise_jobs.waiting:cancel_waiting_jobs",
 }
 
 

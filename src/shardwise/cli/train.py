@@ -45,7 +45,7 @@ from shardwise.runs.folder import RunDirectory
 if TYPE_CHECKING:
     # Costly to import, for the option --device alone.
     from shardwise.cli.run_preparation import PreparedFolder
-    from shardwise.planner.cluster import Cluster
+    from shardwise.estimates.cluster import Cluster
 
 _VALUE_COLUMN = 16
 """Column at which the values of a dry run's rows begin, after the `#`."""
@@ -279,7 +279,7 @@ def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> 
     stages = stages_of(config)
     if len(stages) == 1:
         return _fitted(config, layout, cluster)
-    from shardwise.planner.memory import neediest_stage
+    from shardwise.estimates.memory import neediest_stage
 
     fitted = [_fitted(stage, layout, cluster) for stage in stages]
     accelerator = accelerators()[1] > 0 if cluster is None else cluster.device.is_accelerator
@@ -293,7 +293,7 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
     Raises:
         ConfigError: `train.recompute=auto` where that memory is not known.
     """
-    from shardwise.planner.memory_choice import RESERVED, choice_text, fitted, leaves_open
+    from shardwise.estimates.memory_choice import RESERVED, choice_text, fitted, leaves_open
 
     kind, count = accelerators()
     accelerator = count > 0 if cluster is None else cluster.device.is_accelerator

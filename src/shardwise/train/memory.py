@@ -12,8 +12,8 @@ from shardwise.base.units import counted, size
 from shardwise.config import Config, Layout
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.planner.memory import expected_memory, memory_of_machine, offloaded_bytes
-from shardwise.planner.memory_choice import RESERVED, choice_text, fitted, leaves_open
+from shardwise.estimates.memory import expected_memory, memory_of_machine, offloaded_bytes
+from shardwise.estimates.memory_choice import RESERVED, choice_text, fitted, leaves_open
 from shardwise.train.memory_remedies import remedies_of_machine, remedies_of_rank
 from shardwise.train.step_record import Progress
 

@@ -24,10 +24,10 @@ from shardwise.config import Config, Layout, UserModelConfig, check_layout, stag
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, BlendedBatches
 from shardwise.distributed import backend_errors, collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
+from shardwise.estimates.memory import neediest_stage
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.failed_run import continuing_command
 from shardwise.optim.learning_rate import moved_end_text
-from shardwise.planner.memory import neediest_stage
 from shardwise.runs.events import NEXT_STAGE
 from shardwise.train.build import (
     build_checkpoints,

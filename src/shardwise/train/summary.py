@@ -15,13 +15,9 @@ from shardwise.base import hardware, units
 from shardwise.base.errors import listing
 from shardwise.config import Config, Layout, Precision, dump_yaml, stages_of, tokens_of_run
 from shardwise.config.layout import Stage
-from shardwise.models import parameter_counts
-from shardwise.optim.learning_rate import rate_at, schedule_points
-from shardwise.pipeline.partition import compute_shares, stage_plan
-from shardwise.pipeline.timeline import bubble, simulate
-from shardwise.planner.communication import step_transfers, wire_bytes
-from shardwise.planner.device_peaks import peak_flops
-from shardwise.planner.memory import (
+from shardwise.estimates.communication import step_transfers, wire_bytes
+from shardwise.estimates.device_peaks import peak_flops
+from shardwise.estimates.memory import (
     checkpoint_bytes,
     expected_memory,
     invariant_dropout,
@@ -30,7 +26,11 @@ from shardwise.planner.memory import (
     neediest_rank,
     offloaded_bytes,
 )
-from shardwise.planner.rank_workload import RankWorkload
+from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.models import parameter_counts
+from shardwise.optim.learning_rate import rate_at, schedule_points
+from shardwise.pipeline.partition import compute_shares, stage_plan
+from shardwise.pipeline.timeline import bubble, simulate
 from shardwise.train.memory_remedies import remedies_of_machine
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5

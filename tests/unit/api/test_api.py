@@ -17,8 +17,8 @@ import shardwise
 from shardwise.api import runs
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.launch import local
-from shardwise.planner import api as plans
-from shardwise.planner.layout_choices import FIXABLE
+from shardwise_plan import api as plans
+from shardwise_plan.layout_choices import FIXABLE
 from tests.dist import own_models
 from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command

@@ -21,9 +21,10 @@ from tokenizers import models, pre_tokenizers
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.root import Root
-from shardwise.cli import generate, main
+from shardwise.cli import main
 from shardwise.cli.help import module_of
 from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise_use.cli import generate
 from tests.hugging_face import save
 
 TEXT = "The ring of keys was lost in spring, and a song went with it.\n" * 4

@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.runs.folder import RunLock
 from shardwise.runs.local_devices import DeviceProcess, LocalDevice, devices
-from shardwise.runs.run import RunView, owners
+from shardwise_watch.run import RunView, owners
 from tests import monitor_runs
 from tests.monitor_runs import GIB, Mesh, Start, write_run
 
