@@ -136,9 +136,9 @@ def _name(recipe: str, keys: dict[str, Any]) -> str:
 
 def _timed(recipe: str, keys: dict[str, Any], text: str, seconds: list[float]) -> dict[str, Any]:
     from shardwise.config import check_layout, load_config
-    from shardwise.planner.device_specs import Cluster, parse_device
-    from shardwise.planner.step_time import step_time
-    from shardwise.verify.calibration_fit import undisturbed
+    from shardwise_plan.calibration_fit import undisturbed
+    from shardwise_plan.device_specs import Cluster, parse_device
+    from shardwise_plan.step_time import step_time
 
     config = load_config(recipe, _overrides(keys))
     time = step_time(config, check_layout(config, 2), Cluster(parse_device("here", text, "here.yaml"), 1, 2))
@@ -192,7 +192,7 @@ def held(recipe: str, overrides: list[str]) -> dict[str, float]:
 
     from shardwise.config import check_layout
     from shardwise.distributed.mesh import join
-    from shardwise.planner.memory import expected_memory
+    from shardwise.estimates.memory import expected_memory
     from shardwise.train.step_clock import state_by_kind
     from tests.live_tensors import LiveTensors
 

@@ -65,8 +65,8 @@ def train(
     from shardwise.config import check_layout
     from shardwise.data.formats.text import random_text
     from shardwise.distributed.mesh import Mesh, join
+    from shardwise.estimates.memory import expected_memory
     from shardwise.models import attention
-    from shardwise.planner.memory import expected_memory
     from shardwise.train.build import build_trainer
 
     torch.set_num_threads(1)

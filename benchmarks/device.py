@@ -38,8 +38,8 @@ def train(tensor: int, rounds: int, shapes: Sequence[str] = (), device: str | No
     from shardwise.data.formats.text import random_text
     from shardwise.distributed import devices
     from shardwise.distributed.mesh import Mesh, join
+    from shardwise.estimates.device_peaks import peak_flops
     from shardwise.models.parameter_counts import flops_per_token
-    from shardwise.planner.device_peaks import peak_flops
     from shardwise.train.build import build_trainer
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints each of its starts and stops
@@ -85,7 +85,7 @@ def fitting(mesh: Any, shapes: Sequence[str] = ()) -> Any:
     from shardwise.config import check_layout, load_config
     from shardwise.distributed import collectives as comm
     from shardwise.distributed import devices
-    from shardwise.planner.memory import expected_memory
+    from shardwise.estimates.memory import expected_memory
 
     room = ROOM * min(comm.all_gather_objects(devices.total_memory(mesh.device) or math.inf, mesh.world))
     keys = [f"parallel.tensor={mesh.tp.size}", f"parallel.sequence={'true' if mesh.tp.size > 1 else 'false'}"]

@@ -57,8 +57,8 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from shardwise.config import check_layout, load_config
     from shardwise.distributed.mesh import Mesh, join
+    from shardwise.estimates.memory import expected_memory
     from shardwise.models.parameter_counts import local_parameter_count
-    from shardwise.planner.memory import expected_memory
     from tests.live_tensors import LiveTensors
 
     join()
@@ -162,8 +162,8 @@ def run(rounds: int) -> Report:
             "mixed; the rank with most. P: parameters on the rank, n: ranks over which ZeRO cuts. State: AdamW's two "
             "moments, and in mixed the float32 masters.",
             "Tensors: the most bytes of live tensors in a step that is not the first. Expected: "
-            "`shardwise.planner.memory.expected_memory`. Process: the peak of resident memory above Python, torch, the "
-            "joined processes and a step of a tiny model. A process holds more where its C library keeps a fragmented "
-            "heap of what was freed.",
+            "`shardwise.estimates.memory.expected_memory`. Process: the peak of resident memory above Python, torch, "
+            "the joined processes and a step of a tiny model. A process holds more where its C library keeps a "
+            "fragmented heap of what was freed.",
         ],
     )

@@ -21,8 +21,8 @@ from pathlib import Path
 import published
 from published import Row
 
-from shardwise.planner.device_seconds import fitted
-from shardwise.planner.memory import memory_by_rank
+from shardwise.estimates.memory import memory_by_rank
+from shardwise_plan.device_seconds import fitted
 
 RESULT = Path(__file__).parent / "results" / "planner.md"
 _LEAST_IN_SET = 8

@@ -25,9 +25,9 @@ LAYOUTS = (  # of 96 or 128 blocks on 1,024 devices with TP 8: (pipeline, schedu
 ONE = """
 import json, sys, time
 from shardwise.config import load_config
-from shardwise.pipeline.makespan import makespan
-from shardwise.planner.device_specs import cluster
-from shardwise.planner.search import search
+from shardwise_plan.makespan import makespan
+from shardwise_plan.device_specs import cluster
+from shardwise_plan.search import search
 
 keys, nodes = json.loads(sys.argv[1]), int(sys.argv[2])
 config, on = load_config("gpt3-175b", [f"{key}={value}" for key, value in keys.items()]), cluster("h100:8", nodes)
@@ -45,8 +45,8 @@ print(json.dumps(seconds))
 ALL = """
 import json, resource, sys, time
 from shardwise.config import load_config
-from shardwise.planner.device_specs import cluster
-from shardwise.planner.search import search
+from shardwise_plan.device_specs import cluster
+from shardwise_plan.search import search
 
 found = search(load_config("gpt3-175b"), cluster("h100:8", int(sys.argv[1])))
 assert found.plans

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, config_from
-from shardwise.planner.device_seconds import Constants, fitted
-from shardwise.planner.device_specs import Cluster, Device, Link, load_device
-from shardwise.planner.program_traits import ProgramTraits
-from shardwise.planner.step_time import StepTime, step_time
+from shardwise_plan.device_seconds import Constants, fitted
+from shardwise_plan.device_specs import Cluster, Device, Link, load_device
+from shardwise_plan.program_traits import ProgramTraits
+from shardwise_plan.step_time import StepTime, step_time
 
 PATH = Path(__file__).parent / "data" / "published_runs.csv"
 FITTED_SOURCE = "VIA-Research/vTrain data/ground_truth_single.csv"

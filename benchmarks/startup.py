@@ -22,7 +22,7 @@ import ranks
 from measure import median
 from report import Report, Table, target
 
-from shardwise.planner.memory import checkpoint_bytes
+from shardwise.estimates.memory import checkpoint_bytes
 
 LIMIT = 5.0
 WORLDS = (16, 256, 1024, 4096)
@@ -244,7 +244,7 @@ class _SimulatedJob:
 
     def costs(self) -> None:
         from shardwise.config import check_layout
-        from shardwise.planner.memory import expected_memory
+        from shardwise.estimates.memory import expected_memory
 
         check_layout(self.config, self.world)
         expected_memory(self.config, self.layout, True)

@@ -25,9 +25,9 @@ REPORT = "shardwise report, the large run"
 READING = """
 import json, resource, sys, time
 from pathlib import Path
-from shardwise.runs.json_lines import last_lines
-from shardwise.runs.run import RunView
-from shardwise.runs.summary import snapshot
+from shardwise_watch.json_lines import last_lines
+from shardwise_watch.run import RunView
+from shardwise_watch.summary import snapshot
 from shardwise.runs.folder import json_text
 
 path, ranks = Path(sys.argv[1]), int(sys.argv[2])
@@ -56,8 +56,8 @@ import asyncio, json, resource, sys, time
 from pathlib import Path
 
 began = time.perf_counter()
-from shardwise.runs.screen.app import Panel, Top
-from shardwise.runs.screen.frame import Reader
+from shardwise_watch.screen.app import Panel, Top
+from shardwise_watch.screen.frame import Reader
 
 reader = Reader(Path(sys.argv[1]))
 found = {}

@@ -55,7 +55,7 @@ def lowered(text: str, found: Counter[str]) -> str:
 
     def row(match: re.Match[str]) -> str:
         room, number = match.groups()
-        return f"{room:<12}{min(int(number.replace(',', '')), found[room]):>7,}"
+        return f"{room:<16}{min(int(number.replace(',', '')), found[room]):>7,}"
 
     return _ROW.sub(row, text)
 

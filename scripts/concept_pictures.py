@@ -3,7 +3,7 @@
     python -m scripts.concept_pictures
 
 Placement records come from layers that are built as each of four ranks builds them, memory and traffic from
-`shardwise.planner`, a pipeline's order from its simulation, and the pieces of a checkpoint from the manifest of a
+`shardwise.estimates`, a pipeline's order from its simulation, and the pieces of a checkpoint from the manifest of a
 training of four ranks. A test draws all of them but the last again and compares.
 """
 
@@ -25,9 +25,9 @@ from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.config import Config, ParallelConfig, Schedule, check_layout, load_config
 from shardwise.distributed.placement import placements
+from shardwise.estimates.communication import step_transfers, wire_bytes
+from shardwise.estimates.memory import expected_memory
 from shardwise.pipeline.timeline import simulate
-from shardwise.planner.communication import step_transfers, wire_bytes
-from shardwise.planner.memory import expected_memory
 
 PURPLE = "#aa4499"
 COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, "#56b4e9", INK)

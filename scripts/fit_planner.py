@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import published
 
-from shardwise.planner.device_seconds import CONSTANTS, Constants
-from shardwise.planner.step_time import stage_works
+from shardwise_plan.device_seconds import CONSTANTS, Constants
+from shardwise_plan.step_time import stage_works
 
 FITTED = ("matmul", "depth", "memory", "host", "step", "wait", "update")
 START = Constants(

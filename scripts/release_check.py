@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "src" / "shardwise"
+SOURCE = ROOT / "src"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 """Every Python that is supported."""
 NAMES = "import shardwise; [getattr(shardwise, name) for name in shardwise.__all__]"
@@ -38,7 +38,8 @@ class ReleaseError(Exception):
 
 def version() -> str:
     """The version in the package's source."""
-    found = re.search(r'^__version__ = "(.+)"$', (PACKAGE / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
+    text = (SOURCE / "shardwise/__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     if found is None:
         raise ReleaseError("src/shardwise/__init__.py must have a line __version__ = …")
     return found[1]
@@ -69,8 +70,10 @@ def wheel_problems(names: Sequence[str], package: Sequence[str]) -> list[str]:
 
 def package_files() -> list[str]:
     """Every file of the package, as a wheel names it."""
-    files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return sorted(path.relative_to(PACKAGE.parent).as_posix() for path in files)
+    packages = [path.parent for path in SOURCE.glob("*/__init__.py")]
+    found = [path for package in packages for path in package.rglob("*")]
+    files = [path for path in found if path.is_file() and "__pycache__" not in path.parts]
+    return sorted(path.relative_to(SOURCE).as_posix() for path in files)
 
 
 def run(*command: str | Path, at: Path = ROOT) -> None:

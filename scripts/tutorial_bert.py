@@ -98,8 +98,8 @@ def losses_of(run: Path) -> list[float]:
 
 def measure(runs: list[Path], layouts: list[str], world: int, overrides: list[str], rounds: int) -> dict[str, Any]:
     from shardwise.config import check_layout
+    from shardwise.estimates.memory import expected_memory
     from shardwise.models.parameter_counts import parameter_count
-    from shardwise.planner.memory import expected_memory
     from tests.rank_pool import RankPool
 
     losses = {name: losses_of(run) for name, run in zip(CURVES, runs, strict=True)}

@@ -24,12 +24,12 @@ CUT_DOWN = (
 
 
 def live_bytes(overrides: list[str]) -> dict[str, dict[str, int]]:
-    """On one rank: bytes after two steps, by kind, as they lie in memory and as `shardwise.planner` expects them."""
+    """On one rank: bytes after two steps, by kind, as they lie in memory and as `shardwise.estimates` expects them."""
     import torch
 
     from shardwise.config import check_layout
     from shardwise.distributed.mesh import Mesh
-    from shardwise.planner.memory import expected_memory
+    from shardwise.estimates.memory import expected_memory
 
     config, mesh = common.overridden("gpt2-xl", CUT_DOWN, overrides), Mesh(device="cpu")
     trainer = common.random_trainer(config, mesh)
@@ -102,7 +102,7 @@ def text(results: dict[str, Any]) -> str:
         f"{model['hidden_size']}, but with all {model['num_attention_heads']} heads and {model['vocab_size']:,} "
         f"tokens. It has {results['parameters']:,} parameters in mixed precision (bfloat16 weights, float32 gradients, "
         "masters and moments). The memory is that of live tensors after two steps, on the rank with most. It agrees "
-        f"with what `shardwise.planner` expects {agreement}.\n"
+        f"with what `shardwise.estimates` expects {agreement}.\n"
         f"{describe(results['environment'])}"
     )
 
@@ -125,7 +125,7 @@ def draw(results: dict[str, Any], target: Target) -> None:
                     ink = "white" if kind == "weights" else "black"
                     axes.text(x, base + height / 2, f"{height:,.0f}", color=ink, ha="center", va="center", size=9.5)
                 base, expected = base + height, expected + row["expected"][kind] / common.MIB
-                label = "expected by shardwise.planner" if not places and kind == KINDS[-1] else None
+                label = "expected by shardwise.estimates" if not places and kind == KINDS[-1] else None
                 axes.plot([x - 0.4, x + 0.4], [expected] * 2, color=common.INK, linewidth=1.6, label=label)
             axes.text(x, base + 0.015 * ceiling(results), f"{base:,.0f}", ha="center", va="bottom", weight="bold")
             places.append(x)
@@ -139,7 +139,7 @@ def draw(results: dict[str, Any], target: Target) -> None:
         axes.set_ylim(0, 1.08 * ceiling(results))
         axes.set_ylabel("MiB on each rank")
         handles, labels = axes.get_legend_handles_labels()
-        order = [labels.index(name) for name in (*reversed(KINDS), "expected by shardwise.planner")]
+        order = [labels.index(name) for name in (*reversed(KINDS), "expected by shardwise.estimates")]
         figure.legend([handles[i] for i in order], [labels[i] for i in order], loc="outside upper center", ncols=4)
         target.draw(figure)
 

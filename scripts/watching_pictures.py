@@ -21,8 +21,8 @@ from pathlib import Path
 
 import aiohttp
 
-from shardwise.runs.screen.app import Top
-from shardwise.runs.screen.frame import Reader
+from shardwise_watch.screen.app import Top
+from shardwise_watch.screen.frame import Reader
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
 RANKS, STEPS = 8, 60

@@ -11,10 +11,10 @@ from pathlib import Path
 from shardwise.base import units
 from shardwise.config import load_config
 from shardwise.config.sections import CheckpointConfig
-from shardwise.planner.device_specs import Reliability, cluster
-from shardwise.planner.goodput import Calendar, calendar
-from shardwise.planner.plan import Plan
-from shardwise.planner.search import search
+from shardwise_plan.device_specs import Reliability, cluster
+from shardwise_plan.goodput import Calendar, calendar
+from shardwise_plan.plan import Plan
+from shardwise_plan.search import search
 
 ROOT = Path(__file__).parents[1]
 PAGE, START_UP = ROOT / "docs" / "scale.md", ROOT / "benchmarks" / "results" / "startup.md"

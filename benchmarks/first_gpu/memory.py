@@ -8,12 +8,10 @@ from first_gpu.session import Figures, Session
 from first_gpu.training import Setting, build
 from shardwise.config import check_layout
 from shardwise.distributed import devices
-from shardwise.planner.memory import expected_memory
+from shardwise.estimates.memory import expected_memory
 
 TITLE = "Memory, expected and measured"
-NOTE = (
-    "Peak of allocated bytes in two training steps, beside `shardwise.planner`'s estimate, which is for eager programs."
-)
+NOTE = "Peak of allocated bytes in two training steps, beside `shardwise.estimates`'s estimate, which is for eager programs."
 COLUMNS = "program recompute blocks micro_batch peak_allocated expected_memory ratio peak_reserved"
 _CASES = [
     *((Setting(False, recompute, 1), 2) for recompute in ("none", "selective", "full")),

@@ -15,21 +15,21 @@ from first_gpu.timing import Clocks
 from shardwise.config import Config, check_layout
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
+from shardwise.estimates.device_peaks import peak_flops
+from shardwise.estimates.memory import expected_memory
 from shardwise.models.parameter_counts import flops_per_token
-from shardwise.planner.device_peaks import peak_flops
-from shardwise.planner.device_specs import cluster
-from shardwise.planner.memory import expected_memory
-from shardwise.planner.step_time import step_time
 from shardwise.train.build import build_trainer
 from shardwise.train.feed import Feed
 from shardwise.train.trainer import Trainer
+from shardwise_plan.device_specs import cluster
+from shardwise_plan.step_time import step_time
 
 TITLE = "Training"
 NOTE = (
     "Steps of shardwise's trainer: embedding, blocks of Llama 2 7B at its width, head, AdamW; 4,096 tokens a sequence, "
     "mixed precision, with fp8 products where the program says so, initial weights drawn by the device. MFU: model "
     "FLOPs without recompute, the causal half of attention counted, over the published dense bfloat16 peak. Expected: "
-    "by `shardwise.planner` from data sheets."
+    "by `shardwise.estimates` from data sheets."
 )
 COLUMNS = (
     "program recompute blocks micro_batch micro_batches step_ms "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.api.checkpoints import export_checkpoint, load_checkpoint, save_checkpoint
-    from shardwise.api.recipes_and_plans import load_recipe, plan
+    from shardwise.api.recipes import load_recipe
     from shardwise.api.runs import Run, train
     from shardwise.base.errors import ConfigError, RunError, ShardwiseError, StoppedError
     from shardwise.checkpoint.canonical_tensors import canonical_tensors
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardwise.optim.lamb import LAMB
     from shardwise.optim.muon import Muon
     from shardwise.optim.zero import ZeroRedundancyOptimizer
+    from shardwise_plan.api import plan
 
 __version__ = "0.2.0"
 
@@ -111,10 +112,10 @@ _HOME = {
     "export_checkpoint": "shardwise.api.checkpoints",
     "linear_cross_entropy": "shardwise.layers.loss",
     "load_checkpoint": "shardwise.api.checkpoints",
-    "load_recipe": "shardwise.api.recipes_and_plans",
+    "load_recipe": "shardwise.api.recipes",
     "make_parameter": "shardwise.distributed.placement",
     "parallel_cross_entropy": "shardwise.layers.loss",
-    "plan": "shardwise.api.recipes_and_plans",
+    "plan": "shardwise_plan.api",
     "save_checkpoint": "shardwise.api.checkpoints",
 }
 

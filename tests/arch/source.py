@@ -14,11 +14,13 @@ from shardwise.config import Config, UserModelConfig
 from shardwise.config.model import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "shardwise"
+SOURCE = ROOT / "src"
+PACKAGE = SOURCE / "shardwise"
 
 
 def package_files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    """The files of the package and of those beside it."""
+    return sorted(SOURCE.rglob("*.py"))
 
 
 def python_files() -> list[Path]:

@@ -25,7 +25,7 @@ import pytest
 import yaml
 
 import shardwise
-from tests.arch.source import PACKAGE, ROOT, config_fields, headings
+from tests.arch.source import ROOT, SOURCE, config_fields, headings
 
 TUTORIALS = ROOT.parent / "shared" / "seeds"
 AUDITS = {
@@ -148,7 +148,7 @@ def is_command(answer: str) -> bool:
 
 @cache
 def package_text() -> str:
-    return "".join(path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py")))
+    return "".join(path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py")))
 
 
 def is_place(answer: str) -> bool:

@@ -14,6 +14,7 @@ from unittest import mock
 
 from shardwise.cli import main
 from shardwise.cli.entry import COMMANDS
+from shardwise.cli.help import module_of
 
 SNAPSHOTS = Path(__file__).with_name("help")
 
@@ -33,7 +34,7 @@ def current() -> dict[str, str]:
     """The help of the command line, of each command and of each action, in a terminal of 80 columns."""
     names: list[list[str]] = [[]]
     for command in COMMANDS:
-        actions = getattr(importlib.import_module(f"shardwise.cli.{command}"), "ACTIONS", ())
+        actions = getattr(importlib.import_module(module_of(command)), "ACTIONS", ())
         names += [[command], *([command, action] for action in actions)]
     return {"-".join(["shardwise", *name]): help_of(*name) for name in names}
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from shardwise.base import units
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
+from shardwise.estimates.communication import step_transfers, wire_bytes
+from shardwise.estimates.memory import MemoryEstimate, memory_by_rank
 from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import simulate
-from shardwise.planner.communication import step_transfers, wire_bytes
-from shardwise.planner.memory import MemoryEstimate, memory_by_rank
 from tests.arch.source import ROOT
 
 PAGE = ROOT / "docs" / "pipeline.md"

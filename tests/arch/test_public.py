@@ -120,9 +120,10 @@ def test_functions_say_what_they_take_give_and_raise(name: str) -> None:
 
 def _called(name: str) -> object:
     """The function behind a package that can be called."""
-    from shardwise.api import recipes_and_plans, runs
+    from shardwise.api import runs
+    from shardwise_plan import api as plans
 
-    return {"plan": recipes_and_plans.plan, "train": runs.train}[name]
+    return {"plan": plans.plan, "train": runs.train}[name]
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import pytest
 from scripts.quickstart_layout import overrides
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, UserModelConfig, check_layout, load_config, require_data
+from shardwise.estimates.memory import expected_memory
 from shardwise.layers.chunks import vocabulary_rows
 from shardwise.models.parameter_counts import parameter_count
-from shardwise.planner.memory import expected_memory
 from tests.arch.published import PUBLISHED
 from tests.arch.source import PACKAGE
 from tests.e2e.command import within

@@ -7,7 +7,7 @@ from typing import get_args
 
 from shardwise.config.optimizers import OPTIMIZERS
 from tests.arch.source import (
-    PACKAGE,
+    SOURCE,
     attribute_names,
     config_fields,
     dotted,
@@ -29,7 +29,7 @@ def is_private_torch(name: str) -> bool:
 def test_private_torch_names_have_one_home() -> None:
     found = []
     for path in package_files():
-        if path.relative_to(PACKAGE).as_posix() == "distributed/torch_private.py":
+        if path.relative_to(SOURCE).as_posix() == "shardwise/distributed/torch_private.py":
             continue
         names = list(imported_names(path))
         for node in nodes(path):
@@ -45,7 +45,7 @@ def test_collectives_have_one_home() -> None:
     called = re.compile(rf"(dist|distributed)\.({'|'.join(verbs)})(_\w+)?$")
     found = []
     for path in package_files():
-        if path.relative_to(PACKAGE).as_posix() == "distributed/collectives.py":
+        if path.relative_to(SOURCE).as_posix() == "shardwise/distributed/collectives.py":
             continue
         for node in nodes(path):
             if isinstance(node, ast.Call) and (name := dotted(node.func)) and called.search(name):
@@ -57,10 +57,10 @@ def test_no_vendor_outside_device() -> None:
     """`torch.accelerator` decides: one file writes `cuda`, and base/hardware.py reads the device files of vendors."""
     found = []
     for path in package_files():
-        if path.relative_to(PACKAGE).as_posix() in (
-            "distributed/devices.py",
-            "base/hardware.py",
-            "distributed/torch_private.py",
+        if path.relative_to(SOURCE).as_posix() in (
+            "shardwise/distributed/devices.py",
+            "shardwise/base/hardware.py",
+            "shardwise/distributed/torch_private.py",
         ):
             continue
         for node in nodes(path):
@@ -76,7 +76,7 @@ def test_homes_of_users_have_one_home() -> None:
     found = [
         place(path, node.lineno)
         for path in package_files()
-        if path.relative_to(PACKAGE).as_posix() != "base/files.py"
+        if path.relative_to(SOURCE).as_posix() != "shardwise/base/files.py"
         for node in nodes(path)
         if isinstance(node, ast.Attribute) and node.attr == "expanduser"
     ]
@@ -133,7 +133,7 @@ def test_every_config_key_has_a_reader() -> None:
     # Arguments of the optimizer's class.
     read = {key.rpartition(".")[2] for spec in OPTIMIZERS.values() for key in spec.keys}
     for path in package_files():
-        in_config = path.relative_to(PACKAGE).parts[0] == "config"
+        in_config = path.is_relative_to(SOURCE / "shardwise/config")
         read |= read_by_own_methods(path) if in_config else attribute_names(path)
     keys = [key for key, field in config_fields().items() if len(get_args(field.annotation)) != 1]
     unread = [key for key in keys if key.rpartition(".")[2] not in read]

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.arch.source import PACKAGE, nodes, package_files
+from tests.arch.source import SOURCE, nodes, package_files
 
 LONGEST_FUNCTION = 60
 
@@ -13,7 +13,7 @@ def modules() -> dict[str, Path]:
     """The file of every module by the module's name."""
     found = {}
     for path in package_files():
-        parts = ["shardwise", *path.relative_to(PACKAGE).with_suffix("").parts]
+        parts = path.relative_to(SOURCE).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 

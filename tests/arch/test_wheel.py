@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.arch.source import PACKAGE, ROOT
+from tests.arch.source import ROOT, SOURCE
 
+COMMANDS = (["plan", "llama2-tiny", "--device", "h100:1"], ["ls"], ["jobs", "--help"], ["chat", "--help"])
+"""One of each package beside the core."""
 OURS = ("shardwise", "__editable__", "_virtualenv", "distutils-precedence")
 
 
@@ -54,16 +56,18 @@ def test_wheel_works_in_a_users_environment(wheel: Path, user_environment: Path,
     result = subprocess.run(install, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     added = {path.name for path in site_packages(user_environment).iterdir()} - before
-    assert {name.partition("-")[0] for name in added} == {"shardwise"}
+    packages = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").is_file()}
+    assert {name.partition("-")[0] for name in added} == packages
 
-    for arguments in (["train", "llama2-tiny", "--dry-run"], ["explain", "killed-rank"]):
+    for arguments in (["train", "llama2-tiny", "--dry-run"], *COMMANDS, ["explain", "killed-rank"]):
         command = [user_environment / "bin" / "shardwise", *arguments]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
     assert "dmesg" in result.stdout
     assert not list(tmp_path.iterdir())
 
-    shipped = site_packages(user_environment) / "shardwise"
-    data = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
-    missing = [path for path in data if not (shipped / path.relative_to(PACKAGE)).is_file()]
+    shipped = site_packages(user_environment)
+    files = [path for name in packages for path in (SOURCE / name).rglob("*")]
+    data = [path for path in files if path.is_file() and path.suffix != ".pyc"]
+    missing = [path for path in data if not (shipped / path.relative_to(SOURCE)).is_file()]
     assert not missing, f"the wheel lacks {missing}: see [tool.setuptools.package-data]"

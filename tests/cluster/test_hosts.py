@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.node import Attempt
-from shardwise.launch.slurm.attempt import AttemptOutcome, AttemptWatch
+from shardwise_jobs.attempt import AttemptOutcome, AttemptWatch
 from tests.e2e.command import environment, metrics, miniature
 
 pytestmark = pytest.mark.slow

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from shardwise.config import Schedule, check_layout
+from shardwise.estimates.communication import evaluation_transfers, step_transfers, wire_bytes
+from shardwise.estimates.memory import memory_by_rank
 from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.pipeline.partition import stage_plan
-from shardwise.planner.communication import evaluation_transfers, step_transfers, wire_bytes
-from shardwise.planner.memory import memory_by_rank
 from shardwise.verify.canonical_values import gradient_errors
 from tests.dist.cells import (
     CURVE,

@@ -15,9 +15,9 @@ from shardwise.config.hugging_face import read_hugging_face
 from shardwise.data.samples.causal import DocumentEnds, causal_batch
 from shardwise.data.samples.packing import PackedBatches, PackedSamples
 from shardwise.distributed.placement import placements
+from shardwise.estimates.memory import expected_memory
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.build import build_model
-from shardwise.planner.memory import expected_memory
 from tests import hugging_face
 from tests.dist.test_memory import DROPOUT, RECOMPUTE, SIZES, measure_step
 from tests.dist.training import FAMILIES, make_config

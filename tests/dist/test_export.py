@@ -12,7 +12,7 @@ from shardwise.config import Config, config_from
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import placements
 from shardwise.models.build import build_model
-from shardwise.train.generation import Generator, continue_text
+from shardwise_use.generation import Generator, continue_text
 from tests.dist.dense import mesh as shared_mesh
 
 SIZES: dict[str, Any] = {

@@ -15,7 +15,7 @@ from shardwise.models.build import build_model
 from shardwise.models.causal import CausalLM
 from shardwise.models.llama import Llama
 from shardwise.pipeline.stages import build_stages
-from shardwise.train.generation import Sampler, generate, open_reader
+from shardwise_use.generation import Sampler, generate, open_reader
 from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config
 from tests.hugging_face import VOCABULARY, described, save

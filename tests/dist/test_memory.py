@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from shardwise.config import Config, Layout, check_layout
+from shardwise.estimates.activations import BlockStack, block_stack
+from shardwise.estimates.communication import step_transfers, wire_bytes
+from shardwise.estimates.memory import expected_memory, memory_by_rank
+from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.blocks import Context, run_blocks
 from shardwise.models.build import build_model
 from shardwise.models.masks import AttentionMask
-from shardwise.planner.activations import BlockStack, block_stack
-from shardwise.planner.communication import step_transfers, wire_bytes
-from shardwise.planner.memory import expected_memory, memory_by_rank
-from shardwise.planner.rank_workload import RankWorkload
 from shardwise.train.build import build_trainer
 from tests.dist.cells import sent
 from tests.dist.checkpoints import load, make_trainer, save, step_folder

@@ -16,7 +16,7 @@ import xxhash
 from shardwise.base.files import lock, open_lock
 from shardwise.config import Config, check_layout
 from shardwise.distributed import collectives
-from shardwise.planner.memory import memory_copies_bytes
+from shardwise.estimates.memory import memory_copies_bytes
 from shardwise.train import build
 from shardwise.train.memory_copies import MemoryCopies, is_of_history, newest_complete
 from shardwise.train.memory_copy_files import CopyPart

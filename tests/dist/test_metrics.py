@@ -11,7 +11,7 @@ import torch
 from shardwise.config import check_layout
 from shardwise.data.formats.text import random_text
 from shardwise.distributed import collectives
-from shardwise.planner.communication import step_transfers, wire_bytes
+from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.train.build import build_trainer
 from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord
 from shardwise.train.straggler import STRAGGLER_STEPS

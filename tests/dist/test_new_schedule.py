@@ -12,11 +12,11 @@ from shardwise.config import Config, check_layout, load_config
 from shardwise.config.schedules import SCHEDULES, ScheduleSpec
 from shardwise.pipeline import action_order as orders
 from shardwise.pipeline.action_order import Action, action_order
-from shardwise.pipeline.makespan import makespan
 from shardwise.pipeline.timeline import StageTimes, timeline
-from shardwise.planner.device_specs import cluster
-from shardwise.planner.search import search
 from shardwise.train.summary import dry_run
+from shardwise_plan.device_specs import cluster
+from shardwise_plan.makespan import makespan
+from shardwise_plan.search import search
 from tests.dist.training import make_config, train
 
 NAME = "two_phases"

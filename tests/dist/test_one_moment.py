@@ -9,7 +9,7 @@ import torch
 
 from shardwise.cli.entry import main
 from shardwise.config import Layout, load_config
-from shardwise.planner.memory import checkpoint_bytes, expected_memory
+from shardwise.estimates.memory import checkpoint_bytes, expected_memory
 from shardwise.verify.cell_training import train_reference
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import Config, check_layout
-from shardwise.planner.memory import memory_by_rank
+from shardwise.estimates.memory import memory_by_rank
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.test_memory import DROPOUT, SIZES, LiveTensors

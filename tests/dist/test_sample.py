@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise.train.generation import SampleText, draw_sample
+from shardwise_use.generation import SampleText, draw_sample
 from tests.dist.checkpoints import make_trainer
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import make_config, make_data

@@ -22,9 +22,9 @@ from shardwise.config import check_layout
 from shardwise.data.evaluation_tasks import longest_input
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.pipeline.stages import build_stages
-from shardwise.train import task_evaluation
 from shardwise.train.build import build_optimizer
-from shardwise.train.task_requests import ScoreRequest, TaskModel
+from shardwise_use import task_evaluation
+from shardwise_use.task_requests import ScoreRequest, TaskModel
 from tests.dist.dense import mesh, run
 from tests.dist.own_models import Dropping
 from tests.dist.training import build_trainer, make_config, make_data

@@ -13,7 +13,7 @@ from tests.e2e.command import miniature, shardwise, within
 from tests.hugging_face import VOCABULARY, open_folder, save
 from tests.loopback_s3 import BUCKET, serve, user_of
 from tests.stored import write_checkpoint
-from tests.unit.checkpoint.importing import megatron_shards, nemo_shards, neuronx_shards
+from tests.unit.use.importing import megatron_shards, nemo_shards, neuronx_shards
 
 
 @pytest.fixture(scope="module")

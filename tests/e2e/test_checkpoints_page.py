@@ -14,7 +14,7 @@ from tests.arch.source import ROOT, config_fields
 from tests.e2e import processes
 from tests.e2e.command import environment, metrics, outcome, start
 from tests.hugging_face import save
-from tests.unit.checkpoint.importing import megatron_shards, nemo_shards, neuronx_shards
+from tests.unit.use.importing import megatron_shards, nemo_shards, neuronx_shards
 
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.cli import evaluate, generate
 from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise_use.cli import evaluate, generate
 from tests.arch.source import ROOT
 from tests.e2e.command import UNDER_TORCHRUN, Outcome, metrics, shardwise, within
 from tests.e2e.conftest import Trained

@@ -13,7 +13,7 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoints
 from shardwise.checkpoint.storage.root import Root
-from shardwise.runs.run import RunView
+from shardwise_watch.run import RunView
 from tests.e2e.command import Outcome, metrics, miniature, shardwise
 
 QUIET = ("train.eval_every=0", "log.tensorboard=false", "log.sample_tokens=0", "train.steps=8", "--run-dir", "run")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.planner.device_specs import parse_device
+from shardwise_plan.device_specs import parse_device
 from tests.e2e import test_pages
 from tests.e2e.test_pages import ELSEWHERE, PAGES
 

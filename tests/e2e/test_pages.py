@@ -63,11 +63,11 @@ ELSEWHERE = {
     ("docs/data-formats.md", "Megatron's .bin and .idx"): "tests/e2e/test_megatron.py::test_the_page_runs",
     ("docs/data-formats.md", "BERT's HDF5 shards"): "tests/e2e/test_hdf5.py::test_the_page_runs",
     ("docs/planner.md", "This machine, and a run that was"): (
-        "tests/unit/cli/test_plan_here.py::test_the_corrected_device_explains_the_run"
+        "tests/unit/plan/test_plan_here.py::test_the_corrected_device_explains_the_run"
     ),
-    ("docs/watching.md", "List devices and runs"): "tests/unit/cli/test_ls.py::test_the_table",
-    ("docs/watching.md", "Numbers for programs"): "tests/unit/cli/test_monitor.py::test_once",
-    ("docs/watching.md", "Prometheus and Grafana"): "tests/unit/cli/test_monitor.py::test_prometheus_until_a_signal",
+    ("docs/watching.md", "List devices and runs"): "tests/unit/watch/test_ls.py::test_the_table",
+    ("docs/watching.md", "Numbers for programs"): "tests/unit/watch/test_monitor.py::test_once",
+    ("docs/watching.md", "Prometheus and Grafana"): "tests/unit/watch/test_monitor.py::test_prometheus_until_a_signal",
 }
 """Page and heading ("": the whole page) of blocks that the named test runs, with what they need."""
 SHARDS = (

@@ -10,10 +10,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.config import check_layout, load_config
+from shardwise.estimates.memory import expected_memory
 from shardwise.models.parameter_counts import parameter_count
-from shardwise.planner.memory import expected_memory
-from shardwise.runs.run import RunView
-from shardwise.runs.summary import snapshot
+from shardwise_watch.run import RunView
+from shardwise_watch.summary import snapshot
 from tests.e2e.command import UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
 from tests.e2e.conftest import Trained
 

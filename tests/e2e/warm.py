@@ -40,14 +40,11 @@ _IMPORTED = (
     "numpy", "safetensors.torch", "tokenizers", "torch.utils.checkpoint", "torch.utils.tensorboard",
     "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.launcher.api",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local", "s3fs",
-    "shardwise.checkpoint.importing", "shardwise.train", "shardwise.launch.local", "shardwise.data.prepare",
+    "shardwise_use.importing", "shardwise.train", "shardwise.launch.local", "shardwise.data.prepare",
     "shardwise.train.run", "shardwise.verify.verification", "shardwise.cli.run_preparation",
     "shardwise.launch.rank_process", "shardwise.pipeline.schedule",
-    "shardwise.cli.chat", "shardwise.cli.converse",
-    *(
-        f"shardwise.cli.{name}"
-        for name in ("train", "stop", "evaluate", "generate", "verify", "checkpoint", "data", "recipes")
-    ),
+    "shardwise_use.cli.chat", "shardwise_use.cli.converse", "shardwise_use.cli.evaluate", "shardwise_use.cli.generate",
+    *(f"shardwise.cli.{name}" for name in ("train", "stop", "verify", "checkpoint", "data", "recipes")),
 )  # fmt: skip
 
 _TORCHS_HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
@@ -224,7 +221,7 @@ def _become(program: Sequence[str], files: Sequence[int], variables: Mapping[str
         sys.modules.pop("sitecustomize", None)
         if any(Path(entry, "sitecustomize.py").exists() for entry in given):
             importlib.import_module("sitecustomize")
-        for name in ("shardwise.launch.local", "shardwise.cli.chat"):
+        for name in ("shardwise.launch.local", "shardwise_use.cli.chat"):
             starter = importlib.import_module(name)
             starter.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": _start})  # type: ignore[attr-defined]
         importlib.import_module(_TORCHS_HANDLER).Popen = _start

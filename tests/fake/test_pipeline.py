@@ -22,9 +22,9 @@ from shardwise.config import Config, Layout, Schedule, check_layout, load_config
 from shardwise.config.schedules import SCHEDULES
 from shardwise.data.formats.common import PreparedText
 from shardwise.distributed.mesh import Mesh
+from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.models.blocks import gives_losses
 from shardwise.pipeline.partition import stage_plan
-from shardwise.planner.communication import step_transfers, wire_bytes
 from shardwise.train.build import build_trainer
 from tests.dist.cells import sent
 from tests.dist.test_cells import compare

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from packaging.version import Version
 
 from shardwise.config import check_layout
+from shardwise.estimates.memory import expected_memory
 from shardwise.models.masks import AttentionMask, DocumentSizes, DocumentsMask
-from shardwise.planner.memory import expected_memory
 from tests.dist import cells
 from tests.dist.cells import Cell, small
 from tests.dist.test_memory import configuration

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shardwise.config import check_layout
+from shardwise.estimates.memory import memory_by_rank
 from shardwise.layers.chunks import ROUNDING_CHUNK_ELEMENTS_ACCELERATOR
-from shardwise.planner.memory import memory_by_rank
 from tests.dist.test_memory import RECOMPUTE, configuration
 from tests.dist.training import FAMILIES
 from tests.rank_pool import RankPool

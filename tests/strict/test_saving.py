@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.config import Config
-from shardwise.train.generation import Sampler, generate
+from shardwise_use.generation import Sampler, generate
 from tests.dist.checkpoints import PLACE, canonical_state, load, make_saver, make_trainer, run, save, step_folder
 from tests.dist.test_compiled_training import SIZES
 from tests.dist.training import make_config

@@ -16,9 +16,9 @@ from torch import nn
 from shardwise.api.arguments import config_problems, shown_value
 from shardwise.base.errors import ConfigError, ShardwiseError, listing
 from shardwise.base.units import counted
+from shardwise.checkpoint.canonical_shapes import canonical_shapes
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.stored_tensors import mismatches
-from shardwise.checkpoint.importing.hugging_face import canonical_shapes
 from shardwise.checkpoint.load_weights import tensor_shapes
 from shardwise.checkpoint.restore import other_ends
 from shardwise.checkpoint.storage.root import Root

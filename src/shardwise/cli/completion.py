@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.cli.help import COMMAND_GROUPS, module_of_action
+from shardwise.cli.help import COMMAND_GROUPS, module_of
 from shardwise.config.error_texts import known_paths
 from shardwise.config.recipe_files import recipe_names
 
@@ -64,7 +64,7 @@ def _add_command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, shtab: ModuleType
 ) -> None:
     """Add a command with its arguments, or with its actions."""
-    module = importlib.import_module(f"shardwise.cli.{name}")
+    module = importlib.import_module(module_of(name))
     parser = commands.add_parser(name, help=summary)
     if not hasattr(module, "ACTIONS"):
         module.configure(parser)
@@ -72,7 +72,7 @@ def _add_command(
         return
     actions = parser.add_subparsers()
     for action, action_summary in module.ACTIONS.items():
-        action_module = importlib.import_module(module_of_action(module.__name__, action))
+        action_module = importlib.import_module(module_of(name, action))
         action_parser = actions.add_parser(action, help=action_summary)
         action_module.configure(action_parser)
         _set_candidates(action_parser._actions, shtab)

@@ -11,9 +11,9 @@ from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import EarlierRun, earlier_run
 from shardwise.config import Config, Layout, resume_changes
 from shardwise.optim.learning_rate import moved_end_text
+from shardwise.runs.events import last_event, last_line
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.layout_spans import layout_spans, short_layout
-from shardwise.runs.summary import last_event, last_line
 from shardwise.train.checkpoint_choice import look_for_checkpoints
 
 _Rows = list[tuple[str, str]]

@@ -16,7 +16,7 @@ from shardwise import __version__
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError
 from shardwise.base.files import path_refusal
 from shardwise.cli import output
-from shardwise.cli.help import COMMAND_GROUPS, HelpFormatter, help_of_actions, help_of_commands, module_of_action
+from shardwise.cli.help import COMMAND_GROUPS, HelpFormatter, help_of_actions, help_of_commands, module_of
 from shardwise.launch.environment import joined, keep_own, may_be_a_task
 
 COMMANDS = [name for group in COMMAND_GROUPS.values() for name in group]
@@ -110,13 +110,13 @@ def _dispatch(arguments: list[str]) -> int:
         return _without_command(arguments)
     # Otherwise pydantic looks for plugins in every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    module = _imported(f"shardwise.cli.{name}")
+    module = _imported(module_of(name))
     further = arguments[1:]
     if hasattr(module, "ACTIONS"):
         if not further or further[0] not in module.ACTIONS:
             return _without_action(name, module, further)
         action = further.pop(0)
-        module = _imported(module_of_action(module.__name__, action))
+        module = _imported(module_of(name, action))
         name = f"{name} {action}"
     parser = _parser(name, module)
     parser.arguments = further

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import keyword
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.base.registered import COMMAND_MODULES
 from shardwise.base.terminal import width_of_prose, wrapped
 
 COMMAND_GROUPS = {
@@ -61,9 +61,9 @@ class HelpFormatter(argparse.HelpFormatter):
         return wrapped(text, width)
 
 
-def module_of_action(package: str, action: str) -> str:
-    """The name of the module of a command's action; that of the action `import` is `import_`."""
-    return f"{package}.{action}{'_' * keyword.iskeyword(action)}"
+def module_of(*words: str) -> str:
+    """The name of the module of a command, such as `train`, or of its action, such as `checkpoint`, `import`."""
+    return COMMAND_MODULES.get(" ".join(words), ".".join(("shardwise.cli", *words)))
 
 
 def help_of_commands() -> str:

@@ -21,8 +21,8 @@ from shardwise.data.evaluation_tasks import require_tasks
 from shardwise.data.training_data import fetch_dataset, prepare, prepare_sets
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank
+from shardwise.runs.events import last_event
 from shardwise.runs.folder import RUNS, RunDirectory, RunLock, new_run_path
-from shardwise.runs.summary import last_event
 
 
 @dataclass(frozen=True)

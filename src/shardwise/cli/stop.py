@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import argparse
 import platform
-import shutil
 import time
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.base.files import reason_of
+from shardwise.base.registered import provided
 from shardwise.cli import output
 from shardwise.launch import stop_requests
-from shardwise.launch.slurm import commands
-from shardwise.launch.slurm.submission import submitted
+from shardwise.runs.events import how_it_ended
 from shardwise.runs.folder import RUNS, RunLock
-from shardwise.runs.summary import how_it_ended
 
 _POLL_SECONDS = 0.2
 
@@ -37,11 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there is no run {path}: name its folder")
     is_here = RunLock.is_held(path)
     holder = RunLock.holder(path)
-    cancelled = [] if is_here else _jobs_before_a_start(path)
-    for job in cancelled:
-        commands.cancel(job.id)
-        activity = "waited in SLURM's queue" if job.state == "PENDING" else "compiled for the run"
-        output.line(f"job {job.id}, which {activity}, is cancelled{how_it_ended(path)}")
+    # Costly to import, and only for a run that was submitted.
+    cancelled = [] if is_here else provided("cancel_waiting_jobs")(path)
+    for text in cancelled:
+        output.line(text)
     if cancelled:
         return 0
     # Some cluster file systems keep locks within a host: they do not show those of a run on another host.
@@ -62,15 +59,3 @@ def run(arguments: argparse.Namespace) -> int:
             time.sleep(_POLL_SECONDS)
         output.line(f"{shown} ended{how_it_ended(path)}")
     return 0
-
-
-def _jobs_before_a_start(run_path: Path) -> list[commands.SlurmJob]:
-    """The jobs of this run that wait in SLURM's queue, and those that compile for it; none where none waits."""
-    kinds = {job.id: job.kind for job in submitted(run_path)}
-    if not kinds or shutil.which("squeue") is None:
-        return []
-    jobs = [job for job in commands.jobs() if job.id in kinds]
-    is_waiting = any(job.state == "PENDING" for job in jobs)
-    # The training first: it waits for the graphs, and would be found without them.
-    jobs.sort(key=lambda job: kinds[job.id] == "compile")
-    return [job for job in jobs if is_waiting and (job.state == "PENDING" or kinds[job.id] == "compile")]

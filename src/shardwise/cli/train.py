@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from shardwise.base.errors import ConfigError, Problems
 from shardwise.base.files import user_path
 from shardwise.base.hardware import accelerators, torch_type
+from shardwise.base.registered import provided
 from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
 from shardwise.cli import output
@@ -44,7 +45,7 @@ from shardwise.runs.folder import RunDirectory
 if TYPE_CHECKING:
     # Costly to import, for the option --device alone.
     from shardwise.cli.run_preparation import PreparedFolder
-    from shardwise.planner.device_specs import Cluster
+    from shardwise.estimates.cluster import Cluster
 
 _Rows = list[tuple[str, str]]
 _VALUE_COLUMN = 16
@@ -185,9 +186,8 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
         return None
     if not arguments.dry_run or arguments.nproc is not None:
         raise ConfigError(f"--device {arguments.device} must go with --dry-run and without --nproc: it starts nothing")
-    from shardwise.planner.device_specs import cluster
-
-    return cluster(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
+    cluster: Cluster = provided("cluster")(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
+    return cluster
 
 
 def _check_user_code(config: Config) -> None:
@@ -256,7 +256,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         accelerators()[0],
         _has_accelerator(cluster),
         rows,
-        cluster,
+        None if cluster is None else provided("predicted_step")(chosen, layout, cluster),
         continued=continued,
         full=arguments.full,
         recipe_config=config,
@@ -294,7 +294,7 @@ def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> 
     stages = stages_of(config)
     if len(stages) == 1:
         return _fitted(config, layout, cluster)
-    from shardwise.planner.memory import neediest_stage
+    from shardwise.estimates.memory import neediest_stage
 
     fitted = [_fitted(stage, layout, cluster) for stage in stages]
     neediest = neediest_stage([stage for stage, _ in fitted], layout, _has_accelerator(cluster))
@@ -307,7 +307,7 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
     Raises:
         ConfigError: `train.recompute=auto` where that memory is not known.
     """
-    from shardwise.planner.memory_choice import RESERVED, choice_text, fitted, leaves_open
+    from shardwise.estimates.memory_choice import RESERVED, choice_text, fitted, leaves_open
 
     accelerator = _has_accelerator(cluster)
     if not leaves_open(config, layout, accelerator):
@@ -517,7 +517,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 def _launch(arguments: argparse.Namespace, world: int) -> int:
     """Train on several local ranks."""
     from shardwise.launch.local import EndedError, launch
-    from shardwise.runs.summary import what_is_saved
+    from shardwise.runs.events import what_is_saved
 
     try:
         launch(_command_of_rank(arguments, world), world, arguments.run_dir)

@@ -162,7 +162,7 @@ class Config(Section):
 
     @property
     def recompute(self) -> Recompute:
-        """What the backward pass computes again: none while `auto` is not replaced (`planner/memory_choice.py`)."""
+        """What the backward pass computes again: none while `auto` is not replaced (`estimates/memory_choice.py`)."""
         return "none" if self.train.recompute == "auto" else self.train.recompute
 
     @property

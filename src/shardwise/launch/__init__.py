@@ -1,4 +1,6 @@
-"""Launchers: local ranks and their processes, the first failure of a job, stop requests, restarts, and jobs of SLURM.
+"""Launchers: local ranks and their processes, the first failure of a job, and stop requests.
+
+`shardwise_jobs` starts ranks by SLURM.
 
     shardwise train …   validates, then `local.launch`, or `node.launch_on_node` in a job of SLURM
       └─ agent          torchrun's elastic agent, in a session of its own; no terminal output
@@ -10,7 +12,6 @@
     first_failure   the one file that keeps the cause of a job's end
     stop_requests   signals and stop.json, which ask for a stop with a checkpoint
     heartbeat       the doings of each rank, by which the missing one of a job that hangs is named
-    restarts        the history of a submitted job, and the decision about its next attempt
     external_launchers  ranks that `srun` or `mpirun` started one by one
     environment     the variables between a launcher and its ranks
 

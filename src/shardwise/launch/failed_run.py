@@ -13,10 +13,9 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import redacted_arguments
 from shardwise.launch.environment import NODE, REPLAY, is_launched, joined
 from shardwise.launch.first_failure import TRACEBACK, Failure
+from shardwise.runs.events import first_step, last_event, newest_checkpoint, seconds_of
 from shardwise.runs.failure import FailureRecord, checkpoint_intervals, fails_alike, failure_of, recorded_sections
 from shardwise.runs.folder import RunDirectory, now
-from shardwise.runs.lost_time import seconds_of
-from shardwise.runs.summary import first_step, last_event, newest_checkpoint
 
 
 def failure_text(failure: Failure, run: Path | None, began: float, resume: str | None, steps: int = 0) -> str:

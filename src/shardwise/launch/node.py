@@ -1,6 +1,6 @@
 """The launcher of one node of a job: it starts the node's ranks and tells the job's supervisor how they do.
 
-The supervisor (`launch/slurm/supervisor.py`) runs on the job's first node and starts one launcher on each node. A
+The supervisor (`shardwise_jobs/supervisor.py`) runs on the job's first node and starts one launcher on each node. A
 launcher tells it, over one TCP connection, that it is there, how its ranks are doing every second, and how they ended;
 the supervisor tells the launchers to end. Messages are lines of JSON. A shared file system would show the same too
 late: a network file system may hide for half a minute what another machine has written.

@@ -22,7 +22,8 @@ from shardwise.base import redaction, user_code
 from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError, see
 from shardwise.launch import external_launchers, failed_run, first_failure, local, output, stop_requests
 from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
-from shardwise.runs import folder, summary
+from shardwise.runs import folder
+from shardwise.runs.events import what_is_saved
 
 
 @dataclass
@@ -157,7 +158,7 @@ def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path |
     if isinstance(error, KeyboardInterrupt):
         stopped = f"stopped by {str(error) or first_failure.signal_name(signal.SIGINT)}"
         if run_path is not None:
-            text = f"the run was {stopped}; {summary.what_is_saved(run_path)}"
+            text = f"the run was {stopped}; {what_is_saved(run_path)}"
             # Nothing is lost at the start: the same command continues, as after a stop with a checkpoint.
             code = RunError.exit_code if stop_requests.is_installed() else StoppedError.exit_code
             return first_failure.Failure(rank, text, code)

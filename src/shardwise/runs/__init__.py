@@ -1,1 +1,4 @@
-"""A run's folder, and its readers: `top`, `monitor`, `ls` and `report`. Nothing here imports torch."""
+"""A run's folder: its files, its events, and the devices of this machine. Nothing here imports torch.
+
+`shardwise_watch` has the readers that follow a run.
+"""

@@ -12,8 +12,8 @@ from typing import Any
 from shardwise.base import files, parsing, terminal, units
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.redaction import redacted
+from shardwise.runs.events import seconds_of
 from shardwise.runs.folder import RunDirectory, json_text, read_config
-from shardwise.runs.lost_time import seconds_of
 
 HEADING = "FAILED "
 """Beginning of each block."""

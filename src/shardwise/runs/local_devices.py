@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.base.hardware import available_memory, cpu_count
-from shardwise.runs.run import RunView
 
 _NEURON_LS = "/opt/aws/neuron/bin/neuron-ls"
 """Path of the program; only a login shell has its folder in PATH."""
@@ -62,19 +61,6 @@ class DeviceList:
 
 Owners = dict[int, DeviceProcess]
 """The ranks of this machine by their process id."""
-
-
-def owners(runs: Iterable[RunView]) -> Owners:
-    """Return the ranks on this machine of the runs that go on."""
-    host = platform.node()
-    ranks: Owners = {}
-    for run in runs:
-        # The system gives the number of a dead process to another one, so only runs that go on count.
-        if run.state in ("starting", "running", "silent"):
-            for view in run.ranks():
-                if view.host == host and view.pid is not None and _exists(view.pid):
-                    ranks[view.pid] = DeviceProcess(view.pid, run.name, view.rank)
-    return ranks
 
 
 def devices(ranks: Owners, *, dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> DeviceList:
@@ -241,17 +227,6 @@ def _cpu_name() -> str:
 
 def _known(pids: Iterable[int], ranks: Owners) -> tuple[DeviceProcess, ...]:
     return tuple(ranks.get(int(pid), DeviceProcess(int(pid))) for pid in pids)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        # The process exists, and is another user's.
-        return True
-    return True
 
 
 def _text(path: Path) -> str:

@@ -24,6 +24,7 @@ from shardwise.data.training_data import EvaluationSets, PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
+from shardwise.estimates.memory import expected_memory
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
 from shardwise.layers.weight_gradients import add_without_cast, let_products_add
@@ -33,7 +34,6 @@ from shardwise.optim.state import kept_bytes, state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.stages import build_stages
-from shardwise.planner.memory import expected_memory
 from shardwise.train.checkpoint_choice import went_back
 from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.compile.units import Compilation, products_add, products_add_in_graphs

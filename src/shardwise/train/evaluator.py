@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import nn
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.registered import provided
 from shardwise.config import Config, Layout
 from shardwise.data.samples.batch import Batches
 from shardwise.data.training_data import Tokenizer
@@ -78,9 +79,6 @@ class Evaluator:
 
     def tasks(self) -> None:
         """Score `evaluation.tasks`."""
-        # It imports lm_eval, an extra.
-        from shardwise.train.task_evaluation import evaluate_tasks
-
         assert self.tokenizer_path is not None, "tasks without a tokenizer are refused before a run starts"
         self._begin("evaluation on tasks")
         tokenizer = Tokenizer.load(self.tokenizer_path)
@@ -88,7 +86,7 @@ class Evaluator:
         results = None
         with self.optimizer.gathered(all_units=False):
             try:
-                results = evaluate_tasks(
+                results = provided("evaluate_tasks")(
                     self.config, self.model.eval(), self.mesh, tokenizer, stop, in_step=self.optimizer.gathers_in_passes
                 )
             except ConfigError as error:

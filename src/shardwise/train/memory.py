@@ -12,9 +12,8 @@ from shardwise.base.units import counted, size
 from shardwise.config import Config, Layout
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.planner.device_specs import no_fp8
-from shardwise.planner.memory import expected_memory, memory_of_machine, offloaded_bytes
-from shardwise.planner.memory_choice import RESERVED, choice_text, fitted, leaves_open
+from shardwise.estimates.memory import expected_memory, memory_of_machine, offloaded_bytes
+from shardwise.estimates.memory_choice import RESERVED, choice_text, fitted, leaves_open
 from shardwise.train.memory_remedies import remedies_of_machine, remedies_of_rank
 from shardwise.train.step_record import Progress
 
@@ -139,7 +138,10 @@ def require_products(config: Config, device: torch.device) -> None:
         ConfigError: it does not.
     """
     if config.precision.matmul is not None and not devices.multiplies_fp8(device):
-        raise no_fp8(devices.name(device))
+        raise ConfigError(
+            f"precision.matmul (fp8) must be left out on {devices.name(device)}, for which shardwise has no products "
+            "in fp8: they need an NVIDIA GPU of compute capability 8.9 or higher, such as an H100, or a CPU"
+        )
 
 
 def _require_memory_of_offloading(config: Config, layout: Layout) -> None:

@@ -8,7 +8,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.units import size
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.schedules import DEFAULT_SCHEDULE
-from shardwise.planner.memory import expected_memory, memory_of_machine
+from shardwise.estimates.memory import expected_memory, memory_of_machine
 
 
 def remedies_of_machine(config: Config, layout: Layout, ranks: range) -> str:

@@ -24,9 +24,9 @@ from shardwise.base.redaction import redacted
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, Precision
+from shardwise.estimates.device_peaks import peak_flops
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
 from shardwise.optim.state_digest import StateHash
-from shardwise.planner.device_peaks import peak_flops
 from shardwise.runs.folder import RunDirectory, now, open_log
 from shardwise.train.compile.units import CapturedGraph
 from shardwise.train.evaluation import Evaluation

@@ -14,6 +14,7 @@ import torch
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, LostPeerError, RunError, StoppedError, listing, see
+from shardwise.base.registered import provided
 from shardwise.base.user_code import error_text
 from shardwise.checkpoint.format.model_files import differences
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
@@ -23,11 +24,11 @@ from shardwise.config import Config, Layout, UserModelConfig, check_layout, stag
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, BlendedBatches
 from shardwise.distributed import backend_errors, collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
+from shardwise.estimates.memory import neediest_stage
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.failed_run import continuing_command
 from shardwise.optim.learning_rate import moved_end_text
-from shardwise.planner.memory import neediest_stage
-from shardwise.runs.lost_time import NEXT_STAGE
+from shardwise.runs.events import NEXT_STAGE
 from shardwise.train.build import (
     build_checkpoints,
     build_memory_copies,
@@ -38,7 +39,6 @@ from shardwise.train.build import (
 from shardwise.train.checkpoint_choice import goes_back
 from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.garbage import SteppedCollection
-from shardwise.train.generation import draw_sample
 from shardwise.train.memory import fitted_to_devices, out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
 from shardwise.train.observers import Observer
@@ -447,7 +447,7 @@ def _finish(opened: OpenedRun, trainer: Trainer, reporter: Reporter) -> None:
     reason_to_stop = make_stop_check(opened.folder.directory)
     optimizer = trainer.optimizer
     with optimizer.gathered(all_units=False):
-        sample = draw_sample(
+        sample = provided("draw_sample")(
             config, trainer.model, opened.mesh, data, reason_to_stop, in_step=optimizer.gathers_in_passes
         )
     collectives.barrier(opened.mesh.world)

@@ -23,9 +23,9 @@ from shardwise.data import hub
 from shardwise.data.training_data import EvaluationSets, PreparedData, prepare, prepare_sets
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
+from shardwise.estimates.memory import checkpoint_bytes
 from shardwise.launch import output
 from shardwise.launch.environment import REPLAY
-from shardwise.planner.memory import checkpoint_bytes
 from shardwise.runs.folder import FollowedFolder, RunDirectory, new_run_path
 from shardwise.train.checkpoint_choice import FoundCheckpoints
 from shardwise.train.experiment_trackers import require_trackers

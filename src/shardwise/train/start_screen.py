@@ -12,8 +12,8 @@ from rich.text import Text
 
 from shardwise.base import units
 from shardwise.config import Config, Layout
+from shardwise.estimates.memory import memory_by_rank
 from shardwise.pipeline import schedule_picture as picture
-from shardwise.planner.memory import memory_by_rank
 from shardwise.train.summary import blocks_of, stages_of_ranks
 
 _PLAIN_WIDTH = 120

@@ -1,4 +1,4 @@
-"""The summary of a run as rows of text, with its cost by the formulas of `planner`: in a dry run and at a run's start.
+"""The summary of a run as rows of text, with its cost by `estimates`: in a dry run and at the start of a run.
 
 The rows tell batch, layout, parameters, compute, memory, disk and communication. Imports no torch, which a dry run does
 without.
@@ -11,19 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
 from shardwise.config import Config, Layout, Precision, dump_yaml, stages_of, tokens_of_run
 from shardwise.config.layout import Stage
-from shardwise.models import parameter_counts
-from shardwise.optim.learning_rate import learning_rate
-from shardwise.pipeline.partition import compute_shares, stage_plan
-from shardwise.pipeline.timeline import bubble, simulate
-from shardwise.planner.communication import step_transfers, wire_bytes
-from shardwise.planner.device_peaks import peak_flops
-from shardwise.planner.memory import (
+from shardwise.estimates.communication import step_transfers, wire_bytes
+from shardwise.estimates.device_peaks import peak_flops
+from shardwise.estimates.memory import (
     MemoryEstimate,
     checkpoint_bytes,
     expected_memory,
@@ -33,14 +28,12 @@ from shardwise.planner.memory import (
     neediest_rank,
     offloaded_bytes,
 )
-from shardwise.planner.memory_choice import RESERVED
-from shardwise.planner.rank_workload import RankWorkload
+from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.models import parameter_counts
+from shardwise.optim.learning_rate import learning_rate
+from shardwise.pipeline.partition import compute_shares, stage_plan
+from shardwise.pipeline.timeline import bubble, simulate
 from shardwise.train.memory_remedies import remedies_of_machine
-
-if TYPE_CHECKING:
-    # Costly to import, for a cluster alone.
-    from shardwise.planner.device_specs import Cluster
-    from shardwise.planner.plan import Plan
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -52,6 +45,21 @@ _PYTHON_AND_TORCH = f"about {units.size(_PROCESS_BYTES)} for Python and torch"
 _Rows = list[tuple[str, str]]
 
 
+@dataclass(frozen=True)
+class PredictedStep:
+    """The prediction for machines that need not be here.
+
+    Attributes:
+        cluster: the machines in words.
+        rows: rows on the time of a step, its parts, and the memory that is left or lacks.
+        seconds: time of a step; None if it is not known.
+    """
+
+    cluster: str
+    rows: Sequence[tuple[str, str]]
+    seconds: float | None
+
+
 def dry_run(
     recipe: str,
     config: Config,
@@ -59,7 +67,7 @@ def dry_run(
     device: str,
     accelerator: bool,
     inputs: Sequence[tuple[str, str]] = (),
-    cluster: Cluster | None = None,
+    predicted: PredictedStep | None = None,
     *,
     continued: Sequence[tuple[str, str]] = (),
     full: bool = False,
@@ -71,26 +79,25 @@ def dry_run(
         device: kind of this machine's devices.
         accelerator: the ranks of the run have accelerators.
         inputs: rows about data and tokenizer.
-        cluster: machines that need not be here, for which the time of a step is predicted; None for this machine.
+        predicted: prediction for other machines; None for this machine.
         continued: rows about the run that the folder holds.
         full: show every key, not only those that differ from their defaults.
         recipe_config: configuration whose keys are shown, without choices by memory; None: `config`.
     """
     summary = _Summary(config, layout, accelerator)
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
-    shown_device = f"{device} (this machine){hint}" if cluster is None else f"{cluster} (--device)"
-    plan = None if cluster is None else prediction(config, layout, cluster)
+    shown_device = f"{device} (this machine){hint}" if predicted is None else f"{predicted.cluster} (--device)"
     rows = [
         *continued,
         *summary.work(shown_device),
-        *([] if cluster is None else predicted_rows(plan)),
+        *([] if predicted is None else predicted.rows),
         *summary.pipeline(),
         *summary.window(),
         *summary.compute(),
         *summary.dropout(),
         *summary.needs(),
-        ("checkpoints", summary.when_saved(None if plan is None else plan.time.total)),
-        *(summary.host_memory() if cluster is None and not accelerator else []),
+        ("checkpoints", summary.when_saved(None if predicted is None else predicted.seconds)),
+        *(summary.host_memory() if predicted is None and not accelerator else []),
         *inputs,
     ]
     lines = [f"{recipe}: a dry run, nothing was started", "", *(f"{name:<14} {value}" for name, value in rows)]
@@ -411,41 +418,6 @@ def _rate_curve(config: Config) -> list[str]:
         lines.append(f"{f'{largest:.2e}' if row == _CURVE_HEIGHT - 1 else '':>9} │{blocks}")
     end = f"step {last:,}: {rates[-1]:.2e}"
     return [*lines, f"{'0':>9} └ 1{end:>{max(width - 2, len(end) + 1)}}"]
-
-
-def prediction(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
-    """The prediction for a layout on a cluster, whether or not it fits; None for a model of the user's own."""
-    from shardwise.planner.plan import predicted  # costly to import, for a cluster alone
-
-    return predicted(config, layout, cluster)
-
-
-def predicted_rows(plan: Plan | None) -> _Rows:
-    """The time of a step on a cluster, its parts, and the memory that is left or lacks."""
-    if plan is None:
-        return [("time", _UNKNOWN)]
-    time = plan.time
-    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
-    return [
-        ("step", f"{units.step_duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
-        ("  parts", time.shares()),
-        ("  all steps", units.duration(plan.seconds)),
-        (
-            "  calendar",
-            f"{units.duration(plan.calendar.seconds)} with evaluations, checkpoints and failures (goodput "
-            f"{plan.calendar.goodput:.1%}), {plan.device_hours:,.0f} device-hours",
-        ),
-        ("  memory", memory_text(plan)),
-    ]
-
-
-def memory_text(plan: Plan) -> str:
-    """Whether a layout fits on each device of its cluster."""
-    state = f"{units.size(plan.headroom)} free{' (tight)' if plan.is_tight else ''}"
-    if plan.headroom < 0:
-        state = f"does not fit: {units.size(plan.memory.total)} are needed"
-    reserve = f"{RESERVED:.0%} of the device's {units.size(plan.cluster.device.memory)}"
-    return f"{state} beside a reserve of {reserve} (context, buffers, fragmentation)"
 
 
 def _numbers(precision: Precision) -> str:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.api import recipes_and_plans, runs
+from shardwise.api import runs
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.launch import local
-from shardwise.planner.layout_choices import FIXABLE
+from shardwise_plan import api as plans
+from shardwise_plan.layout_choices import FIXABLE
 from tests.dist import own_models
 from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command
@@ -304,7 +305,7 @@ def test_a_configuration_that_cannot_be_read_is_a_sentence(content: bytes | None
 
 def test_packages_that_are_functions_have_their_signatures() -> None:
     assert inspect.signature(shardwise.train) == inspect.signature(runs.train)
-    assert inspect.signature(shardwise.plan) == inspect.signature(recipes_and_plans.plan)
+    assert inspect.signature(shardwise.plan) == inspect.signature(plans.plan)
     assert shardwise.train.__name__ == "shardwise.train"  # the package: its modules are found as before
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from shardwise.base.mesh_axes import layout_text
 from shardwise.config import Layout
-from shardwise.planner.layout_choices import Choice
 from shardwise.verify.layouts import Cell
+from shardwise_plan.layout_choices import Choice
 
 
 @pytest.mark.parametrize(

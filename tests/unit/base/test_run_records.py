@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.base.files import read_plain
 from shardwise.base.parsing import MOST_LEVELS, instance, json_value, record_of, typed
-from shardwise.launch.restarts import AttemptEnding
+from shardwise_jobs.restarts import AttemptEnding
 from tests.monitor_runs import ending
 
 WRONG: list[Any] = ["12", [], [1], {}, True, -1, 10**31, 10**400, 1e300 * 1e300, math.nan, "2020-01-01"]

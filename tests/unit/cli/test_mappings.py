@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
+from shardwise.cli.help import module_of
 from shardwise.config import Config, check_layout, load_config
 from shardwise.config.rope_scaling import _OPTIONAL, _REQUIRED
 from shardwise.pipeline.partition import compute_shares
@@ -92,7 +93,7 @@ def test_fault_06_commands_take_every_mapping_and_list(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.which", lambda *_: None)
     for command in ("train", "submit"):
-        monkeypatch.setattr(f"shardwise.cli.{command}.glance_at_inputs", lambda *_: ([], []))
+        monkeypatch.setattr(f"{module_of(command)}.glance_at_inputs", lambda *_: ([], []))
     # The planner searches the keys that are not given.
     keys = [*keys, "train.micro_batch=1", "parallel.tensor=1", "parallel.pipeline=2"]
     config = load_config("llama2-tiny", keys)

@@ -18,8 +18,10 @@ from safetensors.torch import save_file
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.root import Root
-from shardwise.cli import generate, main
+from shardwise.cli import main
+from shardwise.cli.help import module_of
 from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise_use.cli import generate
 from tests.hugging_face import save
 
 TEXT = "The ring of keys was lost in spring, and a song went with it.\n" * 4
@@ -180,7 +182,7 @@ def test_fault_23_a_checkpoint_that_is_pruned_meanwhile_is_named(
 ) -> None:
     """Whatever is missing first: the tokenizer, or the weights."""
     shutil.copytree(imported, "steps")
-    module = importlib.import_module(f"shardwise.cli.{command}")
+    module = importlib.import_module(module_of(command))
     plain = module.open_folder
 
     def opened(*arguments: Any, **options: Any) -> Any:

@@ -10,9 +10,9 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.launch import stop_requests
-from shardwise.launch.slurm import commands
-from shardwise.launch.slurm.submission import record
 from shardwise.runs.folder import RunDirectory, RunLock
+from shardwise_jobs import commands
+from shardwise_jobs.submission import record
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,10 @@ from shardwise.cli import main
 from shardwise.config import check_layout, config_from, dump_yaml, load_config, parse_yaml, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.estimates.communication import step_transfers, wire_bytes
+from shardwise.estimates.memory import checkpoint_bytes, expected_memory
 from shardwise.launch.stop_requests import request, requested
 from shardwise.models.parameter_counts import parameter_count
-from shardwise.planner.communication import step_transfers, wire_bytes
-from shardwise.planner.memory import checkpoint_bytes, expected_memory
 from shardwise.runs.folder import RunDirectory, RunLock
 from tests.arch.source import config_fields
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from shardwise.base.errors import ConfigError
 from shardwise.cli import main
 from shardwise.config import Config, check_layout, config_from, dump_yaml, load_config, parse_yaml, recipe_names
+from shardwise.estimates.memory import memory_by_rank
 from shardwise.models.parameter_counts import parameter_count
-from shardwise.planner import device_specs
-from shardwise.planner.memory import memory_by_rank
-from shardwise.planner.step_time import step_time
+from shardwise_plan import device_specs
+from shardwise_plan.step_time import step_time
 from tests.arch.source import config_fields
 
 FIELDS = config_fields()

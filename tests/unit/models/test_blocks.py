@@ -8,7 +8,7 @@ import torch
 from shardwise.distributed.mesh import Group
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.build import build_model
-from tests.unit.planner.families import make_config, section
+from tests.unit.estimates.families import make_config, section
 
 
 @pytest.mark.parametrize("mode", ["fast", "invariant"])

@@ -17,7 +17,7 @@ from shardwise.models.parameter_counts import (
     matmul_parameter_count,
     parameter_count,
 )
-from tests.unit.planner.families import MODELS, family, make_config, meta_model, section
+from tests.unit.estimates.families import MODELS, family, make_config, meta_model, section
 
 LLAMA2_7B: dict[str, Any] = {
     "family": "llama",

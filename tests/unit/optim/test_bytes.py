@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import LAMB, Muon, ZeroRedundancyOptimizer
 from shardwise.config import PrecisionConfig
 from shardwise.config.optimizer import OptimizerConfig
-from shardwise.planner.update_bytes import update_bytes
+from shardwise_plan.update_bytes import update_bytes
 
 ELEMENTS = 1 << 14
 WRITES_ONLY = {"aten::copy_", "aten::zero_", "aten::fill_"}

@@ -14,10 +14,10 @@ from shardwise.checkpoint.format.manifest import FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.data import cache
 from shardwise.launch.node import SupervisorConnection
-from shardwise.launch.slurm import commands
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.compile import run_graphs
 from shardwise.train.resume import find_checkpoints
+from shardwise_jobs import commands
 from tests.dist.training import make_config
 from tests.stored import small_tensors, write_checkpoint
 

@@ -11,6 +11,15 @@ from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
+from shardwise.estimates.communication import evaluation_transfers, step_transfers, wire_bytes
+from shardwise.estimates.memory import (
+    MemoryEstimate,
+    checkpoint_bytes,
+    expected_memory,
+    invariant_dropout,
+    memory_by_rank,
+)
+from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count, local_parameters, parameter_count
@@ -18,16 +27,7 @@ from shardwise.pipeline.action_order import Action, action_order, with_whole_bac
 from shardwise.pipeline.in_flight import PassBytes, step_peak
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import simulate
-from shardwise.planner.communication import evaluation_transfers, step_transfers, wire_bytes
-from shardwise.planner.memory import (
-    MemoryEstimate,
-    checkpoint_bytes,
-    expected_memory,
-    invariant_dropout,
-    memory_by_rank,
-)
-from shardwise.planner.rank_workload import RankWorkload
-from tests.unit.planner.families import MODELS, family, make_config, section
+from tests.unit.estimates.families import MODELS, family, make_config, section
 
 S, B, H, LAYERS, M = 16, 1, 32, 4, 8
 X = 4 * S * B * H

@@ -8,7 +8,7 @@ import pytest
 from shardwise.base.errors import see
 from shardwise.runs.failure import FailureRecord, failure_of
 from shardwise.runs.folder import RunDirectory
-from shardwise.runs.run import open_run
+from shardwise_watch.run import open_run
 from tests.monitor_runs import FIRST, Start, stamp, write_run
 
 KILLED = FailureRecord(

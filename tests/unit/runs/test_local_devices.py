@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from shardwise.runs.folder import RunLock
-from shardwise.runs.local_devices import DeviceProcess, LocalDevice, devices, owners
-from shardwise.runs.run import RunView
+from shardwise.runs.local_devices import DeviceProcess, LocalDevice, devices
+from shardwise_watch.run import RunView, owners
 from tests import monitor_runs
 from tests.monitor_runs import GIB, Mesh, Start, write_run
 

@@ -18,8 +18,8 @@ from shardwise.config.rules import resume_problems
 from shardwise.data.formats.common import make_batches
 from shardwise.data.open_data import prepare
 from shardwise.launch import stop_requests
-from shardwise.runs.run import RunView
 from shardwise.train.hooks import MetricsWithCallbacks, check_hooks, user_optimizer
+from shardwise_watch.run import RunView
 from tests import own_hooks
 from tests.dist.training import MODEL, make_config
 from tests.e2e.command import MINIATURE, within

@@ -11,7 +11,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, config_from
 from shardwise.distributed import devices
 from shardwise.distributed.devices import is_out_of_memory
-from shardwise.planner.memory import expected_memory
+from shardwise.estimates.memory import expected_memory
 from shardwise.train.memory import out_of_memory_text, require_device
 from shardwise.train.step_record import Progress
 

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from shardwise.config import Layout, load_config
+from shardwise.estimates.memory import expected_memory
 from shardwise.models.parameter_counts import parameter_count
-from shardwise.planner.memory import expected_memory
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import reporter as report
 from shardwise.train.reporter import Reporter

@@ -15,10 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardwise.base import units
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, check_layout, config_from, stages_of
+from shardwise.estimates.device_peaks import peak_flops
+from shardwise.estimates.memory import expected_memory, invariant_dropout, neediest_rank
 from shardwise.models.parameter_counts import flops_per_token, parameter_count
 from shardwise.pipeline.clock import StageSeconds, StepTiming
-from shardwise.planner.device_peaks import peak_flops
-from shardwise.planner.memory import expected_memory, invariant_dropout, neediest_rank
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import reporter as report
 from shardwise.train.evaluation import Evaluation

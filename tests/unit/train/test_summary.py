@@ -15,6 +15,15 @@ from shardwise.config import (
     parse_yaml,
     recipe_names,
 )
+from shardwise.estimates.communication import step_transfers, wire_bytes
+from shardwise.estimates.memory import (
+    checkpoint_bytes,
+    expected_memory,
+    invariant_dropout,
+    memory_by_rank,
+    memory_of_machine,
+    neediest_rank,
+)
 from shardwise.models.parameter_counts import (
     flops_per_token,
     local_parameter_count,
@@ -23,15 +32,6 @@ from shardwise.models.parameter_counts import (
 )
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.timeline import simulate
-from shardwise.planner.communication import step_transfers, wire_bytes
-from shardwise.planner.memory import (
-    checkpoint_bytes,
-    expected_memory,
-    invariant_dropout,
-    memory_by_rank,
-    memory_of_machine,
-    neediest_rank,
-)
 from shardwise.train.start_screen import schedule_picture
 from shardwise.train.summary import dry_run
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
-from shardwise.train.generation import Detokenizer
+from shardwise_use.generation import Detokenizer
 
 TEXT = "naïve 键 and 🎹🎹, then Ωmega\n  done."
 

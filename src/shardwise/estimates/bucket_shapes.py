@@ -1,0 +1,125 @@
+"""The buckets of a rank, without torch: the parameters of each, its elements and its slices.
+
+Legend: see `estimates/rank_workload.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from shardwise.config import DTYPE_BYTES, FamilyConfig
+from shardwise.config.layout import Stage
+from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.models.parameter_counts import LocalParameter, LocalWidths, local_parameters
+from shardwise.optim.bucket_layout import bucket_bytes, offsets_and_length, packed
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class BucketShape:
+    """One bucket: (offset, parameter) of each parameter, its elements with padding, and the number of equal slices."""
+
+    parameters: tuple[tuple[int, LocalParameter], ...]
+    elements: int
+    slices: int
+
+    @property
+    def is_orthogonalized(self) -> bool:
+        """True for a bucket of matrices of blocks alone: with Muon, these are in buckets of their own."""
+        return all(parameter.is_block_matrix for _, parameter in self.parameters)
+
+    @cached_property
+    def has_matrices(self) -> bool:
+        """True for a bucket that ZeRO-3 cuts: vectors stay whole."""
+        return any(parameter.matrix for _, parameter in self.parameters)
+
+    @property
+    def stage(self) -> int:
+        """The number of the pipeline stage that has the parameters."""
+        return self.parameters[0][1].place.stage
+
+    def partial(self, ranks: int, data_rank: int | None = None) -> int:
+        """Return the elements whose gradient is partial over `ranks` ranks, in a data-parallel rank's slice, or all."""
+        return sum(
+            self._owned(offset + parameter.partial_from, offset + parameter.elements, data_rank)
+            for offset, parameter in self.parameters
+            if parameter.partial_over == ranks
+        )
+
+    def at_both_ends(self, unpadded: int, data_rank: int) -> int:
+        """Return the elements, in that slice, of a parameter at both ends of a pipeline, without its padding.
+
+        unpadded: elements of the parameter before its padding.
+        """
+        return sum(
+            self._owned(offset, offset + min(unpadded, parameter.elements), data_rank)
+            for offset, parameter in self.parameters
+            if parameter.at_both_ends
+        )
+
+    def _owned(self, start: int, stop: int, data_rank: int | None) -> int:
+        """Return the number of elements from `start` to `stop` of the bucket that are in a rank's slice, or in any."""
+        if data_rank is None:
+            return stop - start
+        share = self.elements // self.slices
+        low = share * data_rank if self.slices > 1 else 0
+        return max(min(stop, low + share) - max(start, low), 0)
+
+
+@lru_cache(maxsize=64)
+def bucket_shapes(workload: RankWorkload) -> tuple[BucketShape, ...]:
+    """Return the rank's buckets as `optimizer.bucket_mib` sets their size, in the order in which they are begun.
+
+    Matrices, which weight decay applies to, and vectors are in separate buckets; with Muon also matrices of blocks and
+    others. A parameter at both ends of a pipeline has a bucket to itself.
+    """
+    optimizer = workload.config.optimizer
+    layout = workload.layout
+    gradient = DTYPE_BYTES[workload.precision.gradient]
+    stored = (workload.model, layout.tensor, layout.sequence_parallel, workload.local, workload.stages)
+    kinds = ("is_block_matrix", "matrix") if optimizer.spec.orthogonalizes else ("matrix",)
+    slices = workload.shard_ranks
+    return _shapes(stored, gradient, optimizer.bucket_mib, layout.replicas, slices, workload.accelerator, kinds)
+
+
+_ModelPart = tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]]
+"""The model, the tensor-parallel degree, sequence parallelism, the widths and the stages of a rank."""
+
+
+@lru_cache(maxsize=64)
+def _stored(model_part: _ModelPart) -> tuple[LocalParameter, ...]:
+    model, tensor, sequence, local, stages = model_part
+    return tuple(local_parameters(model, tensor, sequence, local=local, stages=stages))
+
+
+@lru_cache(maxsize=4096)
+def _shapes(
+    model_part: _ModelPart,
+    gradient: int,
+    bucket_mib: float | None,
+    data: int,
+    slices: int,
+    accelerator: bool,
+    kinds: tuple[str, ...],
+) -> tuple[BucketShape, ...]:
+    shapes = []
+    by_group: dict[tuple[bool, ...], list[LocalParameter]] = {}
+    for parameter in _stored(model_part):
+        by_group.setdefault(tuple(getattr(parameter, kind) for kind in kinds), []).append(parameter)
+    # The order of `build.parameter_groups`: matrices first.
+    for _, group in sorted(by_group.items(), reverse=True):
+        sizes = [
+            ((parameter.place.stage, parameter.at_both_ends), gradient * parameter.elements, parameter.place.unit)
+            for parameter in group
+        ]
+        if bucket_mib is not None:
+            most = bucket_mib * _MIB
+        else:
+            most = bucket_bytes(sum(size for _, size, _ in sizes), data, accelerator=accelerator)
+        for indices in packed(sizes, most):
+            members = [group[index] for index in indices]
+            offsets, length = offsets_and_length([member.elements for member in members], slices)
+            shapes.append(BucketShape(tuple(zip(offsets, members, strict=True)), length, slices))
+    return tuple(shapes)

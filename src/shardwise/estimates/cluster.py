@@ -1,0 +1,34 @@
+"""What a run asks of machines that need not be here; `shardwise_plan` describes them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class ClusterDevice(Protocol):
+    """A device that a rank would compute with."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def memory(self) -> float:
+        """Its bytes."""
+        ...
+
+    @property
+    def is_accelerator(self) -> bool: ...
+
+    def require_fp8(self) -> float:
+        """Return its FLOP/s in fp8. Raises ConfigError if it has none."""
+        ...
+
+
+class Cluster(Protocol):
+    """So many devices of a kind."""
+
+    @property
+    def device(self) -> ClusterDevice: ...
+
+    @property
+    def world(self) -> int: ...

@@ -1,0 +1,436 @@
+"""Bytes that one rank sends in an optimizer step, collective by collective.
+
+Legend: see `estimates/rank_workload.py`. A collective over n ranks on a whole tensor of b bytes makes each rank send
+
+    2·b·(n-1)/n   all-reduce
+    b·(n-1)/n     all-gather, reduce-scatter, broadcast
+
+which is the volume of the ring algorithm (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). The backend may
+use another algorithm. A message from one rank to another costs the sender its b bytes.
+
+Tensor and sequence parallelism communicate as in arXiv:1909.08053 and arXiv:2205.05198, ZeRO as in arXiv:1910.02054.
+
+Axes are named as the groups in `distributed/mesh.py`: "tp", "cp", "dp", "pp", "world", "dp_cp" for data and context
+parallelism together, if both are above 1, "tp/c" for the c neighbouring ranks that hold the same key/value heads,
+"dp/n" for the n ranks that ZeRO cuts over and "dp/copies" for those that own the same part, if `parallel.replicate` is
+above 1, and "pp/ends" for the two ranks that hold a tied embedding, if "pp" has more than these two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardwise.config import DTYPE_BYTES, Config, Layout
+from shardwise.config.layout import rank_of
+from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
+from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
+from shardwise.models.parameter_counts import local_parameters
+from shardwise.optim.bucket_layout import LIMBS
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+
+_FLOAT32 = 4
+_FLOAT64 = 8
+_INT64 = 8
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective, or a message to another rank.
+
+    Attributes:
+        axis: the group it runs over.
+        kind: name of the collective, or `send`.
+        ranks: size of the group.
+        bytes: size of the whole tensor.
+        count: number of times per step; a tensor that is sent in chunks counts once.
+        tensor: the tensor, in words.
+    """
+
+    axis: str
+    kind: Kind
+    ranks: int
+    bytes: int
+    count: int
+    tensor: str
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each rank sends per step."""
+        if self.kind == "send":
+            return float(self.bytes * self.count)
+        rounds = 2 if self.kind == "all_reduce" else 1
+        return rounds * self.bytes * self.count * (self.ranks - 1) / self.ranks
+
+
+def step_transfers(
+    config: Config,
+    layout: Layout,
+    accelerator: bool = False,
+    *,
+    pipeline_rank: int = 0,
+    data_rank: int = 0,
+    tensor_rank: int = 0,
+) -> list[Transfer] | None:
+    """Return every collective and message of one rank in one optimizer step. None for a model of your own.
+
+    The step is the forward and backward passes of all micro-batches, the reduction of gradients and the update. The
+    comparison of replicas (`log.drift_every`) is not counted.
+
+    Args:
+        config: the run's configuration.
+        layout: the run's layout.
+        accelerator: True if the run is on one; it decides the dtypes where `precision.mode` is null.
+        pipeline_rank: place of the rank in its pipeline.
+        data_rank: place in data parallelism. With ZeRO, it decides which partial gradients the rank owns.
+        tensor_rank: place in tensor parallelism. It decides how many rows of a tied embedding are padding.
+    """
+    workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
+    if workload is None:
+        return None
+    micro_batch = _forward(workload) + _backward(workload) + _scales(workload)
+    return _transfers(workload, micro_batch, [_weight_scales(workload), *_update(workload, data_rank, tensor_rank)])
+
+
+def evaluation_transfers(
+    config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
+) -> list[Transfer] | None:
+    """Return the collectives and messages of one rank for one global batch of evaluation. None for a model of your own.
+
+    The sum of losses over data parallelism and pipeline, at the end of an evaluation, is not counted.
+    """
+    workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
+    if workload is None:
+        return None
+    weights = _gather(workload, evaluation_bytes(workload), "weights of units")
+    return _transfers(workload, _forward(workload), [weights])
+
+
+def wire_bytes(transfers: list[Transfer] | None) -> dict[tuple[str, str], float] | None:
+    """Return the bytes that one rank sends, by (axis, kind). None for a model of your own."""
+    if transfers is None:
+        return None
+    total: dict[tuple[str, str], float] = defaultdict(float)
+    for transfer in transfers:
+        total[transfer.axis, transfer.kind] += transfer.wire_bytes
+    return dict(total)
+
+
+def _transfers(workload: RankWorkload, micro_batch: list[Transfer], once: list[Transfer]) -> list[Transfer]:
+    """Return the transfers of each micro-batch and those of once a step, without those that send nothing."""
+    repeated = [replace(transfer, count=transfer.count * workload.micro_batches) for transfer in micro_batch]
+    return [transfer for transfer in repeated + once if transfer.ranks > 1 and transfer.bytes and transfer.count]
+
+
+# ---- one micro-batch
+
+
+def _forward(workload: RankWorkload) -> list[Transfer]:
+    """The forward pass of this rank's stages."""
+    transfers = []
+    if workload.has_first:
+        # Each rank looks up its part of the vocabulary; the results are summed.
+        kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
+        transfers.append(_over_tensor(workload, kind, workload.gathered_bytes, "embedding output"))
+    transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
+    transfers.append(_keys_and_values(workload, "all_gather", "keys and values"))
+    if workload.has_last:
+        transfers += _head(workload)
+    return [*transfers, _message(workload, 1, "outputs of stages"), _samples(workload)]
+
+
+def _backward(workload: RankWorkload) -> list[Transfer]:
+    """The backward pass: the forward pass in reverse, and what full recompute repeats of the forward pass.
+
+    The head's input gets a gradient from each rank's part of the vocabulary; they are summed. BERT also sums the
+    gradient of its decoder's input, [P·B, H].
+    """
+    gathered = workload.gathered_bytes
+    outputs = _outputs(workload)
+    head = int(workload.has_last)
+    embedding = int(workload.has_first)
+    transfers = []
+    if workload.recompute == "full":
+        # Recompute stops at the last tensor that a block saves. The sum after a block's last matrix product is
+        # repeated only if dropout (its mask) or a norm (its input) saves something after it, or if both are in one.
+        in_one = workload.config.parallel.tensor_overlap is not None
+        ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
+        transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
+        transfers.append(_query_key_squares(workload, "recomputed "))
+    if workload.gathers_keys_again:
+        times = 2 if workload.config.passes_keys and workload.recompute == "full" else 1
+        transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again", times))
+    transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
+    if workload.config.regathers and workload.layout.sequence_parallel:
+        inputs = "inputs of attention and MLP, gathered again"
+        transfers.append(_over_tensor(workload, "all_gather", gathered, inputs, 2 * workload.layers))
+    transfers.append(_query_key_squares(workload, "gradients of "))
+    if workload.model.head_transform:
+        size = workload.a * workload.predicted * workload.model.hidden_size
+        transfers.append(_over_tensor(workload, "all_reduce", size, "gradient of the decoder's input", head))
+    input_gradients = "gradients of the inputs of attention and MLP"
+    output_gradients = "gradients of the outputs of attention and MLP"
+    if workload.layout.sequence_parallel:
+        transfers += [
+            _over_tensor(workload, "reduce_scatter", gathered, "gradient of the head's input", head),
+            _over_tensor(workload, "all_gather", gathered, output_gradients, outputs * workload.layers),
+            _over_tensor(workload, "reduce_scatter", gathered, input_gradients, 2 * workload.layers),
+            _over_tensor(workload, "all_gather", gathered, "gradient of the embedding output", embedding),
+        ]
+    else:
+        transfers += [
+            _over_tensor(workload, "all_reduce", gathered, "gradient of the head's input", head),
+            _over_tensor(workload, "all_reduce", gathered, input_gradients, 2 * workload.layers),
+        ]
+    if workload.token_parts:
+        elements = workload.head_gradient_elements
+        elements += sum(parameter.elements for bucket in bucket_shapes(workload) for _, parameter in bucket.parameters)
+        size = DTYPE_BYTES[workload.precision.parameter] * elements
+        transfers.append(Transfer("cp", "all_reduce", workload.layout.context, size, 1, "gradients of all parameters"))
+    return [*transfers, _message(workload, -1, "gradients of the inputs of stages")]
+
+
+def _over_tensor(workload: RankWorkload, kind: Kind, size: int, tensor: str, count: int = 1) -> Transfer:
+    return Transfer("tp", kind, workload.layout.tensor, size, count, tensor)
+
+
+def _samples(workload: RankWorkload) -> Transfer:
+    """One rank reads whole samples for its tensor-parallel group and broadcasts 64-bit integers.
+
+    Token ids and targets, [2·c·T]; one row more for each kind of document table, [c·T], and the number of documents
+    and the longest one where they attend by themselves. BERT has ids, token types and mask, [3·T], positions and
+    targets of predicted tokens, [2·P·B], and labels, [B]. And the number of targets of each loss.
+    """
+    model = workload.model
+    data = workload.config.data
+    if model.predicts_masked_tokens:
+        numbers = 3 * workload.tokens + 2 * workload.predicted + workload.config.train.micro_batch
+    else:
+        tables = 2 + data.reset_position_ids + data.reset_attention_mask
+        numbers = tables * workload.layout.context * workload.tokens + 2 * data.reset_attention_mask
+    return _over_tensor(workload, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
+
+
+def _message(workload: RankWorkload, step: int, tensor: str) -> Transfer:
+    """x or its gradient, [T/s, H], from each stage of this rank to the next stage (step 1) or to the one before (-1).
+
+    Two neighbouring stages of one rank need no message.
+    """
+    receivers = [stage.index + step for stage in workload.stages]
+    existing = [index for index in receivers if 0 <= index < workload.layout.stages]
+    count = sum(rank_of(workload.config.parallel, index) != workload.pipeline_rank for index in existing)
+    return Transfer("pp", "send", workload.layout.pipeline, workload.x_bytes, count, tensor)
+
+
+def _outputs(workload: RankWorkload) -> int:
+    """The outputs of each block that are summed over tensor parallelism: those of attention and MLP.
+
+    A parallel residual adds the two before it sums them, unless each has dropout of its own.
+    """
+    return 1 if workload.model.parallel_residual and not workload.drops_hidden else 2
+
+
+def _regions(workload: RankWorkload, outputs: int, suffix: str) -> list[Transfer]:
+    """The two inputs of attention and MLP in all blocks, and so many of their outputs in each block.
+
+    Under sequence parallelism an input is gathered and an output is reduce-scattered; without it, an input is already
+    on every rank and an output is all-reduced.
+    """
+    gathered = workload.gathered_bytes
+    layers = workload.layers
+    if not workload.layout.sequence_parallel:
+        return [
+            _over_tensor(workload, "all_reduce", gathered, f"outputs of attention and MLP{suffix}", outputs * layers)
+        ]
+    return [
+        _over_tensor(workload, "all_gather", gathered, f"inputs of attention and MLP{suffix}", 2 * layers),
+        _over_tensor(workload, "reduce_scatter", gathered, f"outputs of attention and MLP{suffix}", outputs * layers),
+    ]
+
+
+def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
+    """A norm over all heads sums the squares of queries and keys over ranks: [2, T] in float32 for each block."""
+    count = workload.layers if workload.model.query_key_norm == "all_heads" else 0
+    tensor = f"{prefix}sums of squares of queries and keys"
+    return _over_tensor(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
+
+
+def _keys_and_values(workload: RankWorkload, kind: Kind, tensor: str, times: int = 1) -> Transfer:
+    """Keys, and values, of all tokens of a sample in each block: a·c·T·kv/t bytes each, in a collective of each.
+
+    Rank by rank, those of the rank, a·T·kv/t bytes each, go to each other rank in one message.
+    """
+    context = workload.layout.context
+    size = workload.a * workload.tokens * workload.local.key_value
+    if workload.config.passes_keys:
+        return Transfer("cp", "send", context, 2 * size, times * (context - 1) * workload.layers, tensor)
+    return Transfer("cp", kind, context, context * size, times * 2 * workload.layers, tensor)
+
+
+def _scales(workload: RankWorkload) -> list[Transfer]:
+    """The scales of fp8 products in a micro-batch, which ranks agree on by the largest number, in float32.
+
+    Over tensor parallelism they are those of two of the four linear layers of a block each: of the inputs that are cut,
+    those of attention's output and of the MLP's second layer, and of the gradients of outputs that are cut, those of
+    QKV and of the MLP's first layer. Over context parallelism they are those of all four. Full recompute repeats the
+    forward pass, and a split backward pass computes its gradients in both halves.
+    """
+    if workload.config.precision.matmul is None:
+        return []
+    forwards = 2 * workload.layers * (2 if workload.recompute == "full" else 1)
+    backwards = 2 * workload.layers * (2 if workload.config.splits_backward else 1)
+    inputs = "largest inputs of linear layers"
+    gradients = "largest gradients of outputs"
+    context = workload.layout.context
+    return [
+        _over_tensor(workload, "all_reduce", _FLOAT32, inputs, forwards),
+        _over_tensor(workload, "all_reduce", _FLOAT32, gradients, backwards),
+        Transfer("cp", "all_reduce", context, _FLOAT32, 2 * forwards, inputs),
+        Transfer("cp", "all_reduce", context, _FLOAT32, 2 * backwards, gradients),
+    ]
+
+
+def _weight_scales(workload: RankWorkload) -> Transfer:
+    """The scales of a block's four weights, once a step."""
+    count = 0 if workload.config.precision.matmul is None else workload.layers
+    return _over_tensor(workload, "all_reduce", 4 * _FLOAT32, "largest weights of linear layers", count)
+
+
+def _head(workload: RankWorkload) -> list[Transfer]:
+    """Head and loss, forward.
+
+    Each rank has the logits of its part of the vocabulary. For every predicted token the ranks agree on the largest
+    logit, then on the sum of exponentials and on the target's logit, all in float32. Under sequence parallelism the
+    head's input is gathered. BERT gathers what the first layers of its two heads return, [P·B, H] and [B, H].
+    """
+    tokens = _FLOAT32 * workload.predicted
+    transfers = [
+        _over_tensor(workload, "all_reduce", tokens, "largest logit of each token"),
+        _over_tensor(workload, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
+    ]
+    if workload.layout.sequence_parallel:
+        transfers.append(_over_tensor(workload, "all_gather", workload.gathered_bytes, "input of the head"))
+    if workload.model.head_transform:
+        size = workload.a * (workload.predicted + workload.config.train.micro_batch) * workload.model.hidden_size
+        transfers.append(_over_tensor(workload, "all_gather", size, "inputs of the decoder and of the classifier"))
+    return transfers
+
+
+# ---- one update
+
+
+def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Transfer]:
+    """Return the transfers of an update: gradients over data parallelism, partial gradients, scalars, new parameters.
+
+    Gradients are reduced over data parallelism first. Then the partial ones are summed, in the gradients' dtype: each
+    rank sends only the partial elements of the slice that it owns. A tied embedding at both ends of a pipeline is
+    partial over these two ranks. Trust ratios need two norms of each canonical tensor (LAMB,
+    arXiv:1904.00962). With stochastic rounding, norms are sums in float64.
+    """
+    precision = workload.precision
+    optimizer = workload.config.optimizer
+    layout = workload.layout
+    axis = layout.replicas_axis
+    replicas = layout.replicas
+    objectives = len(workload.model.objectives)
+    data_rank %= workload.shard_ranks
+    buckets = bucket_shapes(workload)
+    elements = sum(bucket.elements for bucket in buckets)
+    gradients = DTYPE_BYTES[precision.reduce] * (elements + workload.head_gradient_elements)
+    is_ordered = workload.is_bit_equal
+    norm = _FLOAT64 if precision.rounding == "stochastic" else _FLOAT32
+    losses = _FLOAT32 * objectives
+    if is_ordered:
+        norm = _FLOAT64 * LIMBS
+        losses *= workload.config.train.micro_batches
+        loss = [
+            Transfer("cp", "all_reduce", layout.context, losses // layout.data, 1, "loss of shared samples"),
+            Transfer("dp", "all_gather", layout.data, losses, 1, "loss"),
+        ]
+    else:
+        loss = [Transfer(axis, "all_reduce", replicas, losses, 1, "loss")]
+    transfers = [
+        Transfer(axis, "all_reduce", replicas, _FLOAT64 * objectives, 1, "number of counted targets"),
+        *loss,
+        Transfer("pp", "all_reduce", layout.pipeline, losses, 1, "loss of the last stage"),
+        Transfer("world", "all_reduce", layout.world, 2 * norm, 1, "squared norms of gradients and parameters"),
+    ]
+    if optimizer.spec.has_trust_ratios:
+        size = 2 * norm * sum(parameter.tensors for parameter in local_parameters(workload.model, 1))
+        transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
+    if optimizer.spec.orthogonalizes:
+        transfers += _matrices(workload)
+    transfers += _over_data(workload, gradients, buckets)
+    for ranks in sorted({layout.tensor, workload.local.key_value_copies} - {1}):
+        axis = "tp" if ranks == layout.tensor else f"tp/{ranks}"
+        if workload.is_bit_equal:
+            # Each micro-batch's sum is complete before the next one is added to it.
+            partial = sum(bucket.partial(ranks) for bucket in buckets)
+            size = DTYPE_BYTES[precision.parameter] * partial
+            count = workload.micro_batches
+            transfers.append(Transfer(axis, "all_reduce", ranks, size, count, "gradients of shared parameters"))
+        else:
+            partial = sum(bucket.partial(ranks, data_rank) for bucket in buckets)
+            size = DTYPE_BYTES[precision.gradient] * partial
+            transfers.append(Transfer(axis, "all_reduce", ranks, size, 1, "partial gradients"))
+    rows = workload.local.vocabulary
+    unpadded_rows = max(0, min(rows, workload.model.vocab_size - tensor_rank * rows))
+    unpadded = unpadded_rows * workload.model.hidden_size
+    size = DTYPE_BYTES[precision.gradient] * sum(bucket.at_both_ends(unpadded, data_rank) for bucket in buckets)
+    axis = "pp" if layout.pipeline == 2 else "pp/ends"
+    return [*transfers, Transfer(axis, "all_reduce", 2, size, 1, "gradient of the tied embedding")]
+
+
+def _over_data(workload: RankWorkload, gradients: int, buckets: Sequence[BucketShape]) -> list[Transfer]:
+    """Return the reductions of so many bytes of gradients, and the gathers of new values of buckets that stay whole.
+
+    Ranks that ZeRO cuts over are `n`; those that own the same part, as copies of each other, sum theirs afterwards.
+    """
+    n = workload.shard_ranks
+    axis = workload.layout.replicas_axis
+    copies = workload.layout.replicas // n
+    count = workload.reductions
+    if n == 1:
+        return [Transfer(axis, "all_reduce", copies, gradients, count, "gradients")]
+    elements = sum(bucket.elements for bucket in buckets if not (workload.frees_values and bucket.has_matrices))
+    values = DTYPE_BYTES[workload.precision.parameter] * elements
+    return [
+        Transfer(_shard_axis(workload), "reduce_scatter", n, gradients, count, "gradients"),
+        Transfer(f"{axis}/copies", "all_reduce", copies, gradients // n, count, "owned gradients of copies"),
+        _gather(workload, values, "parameters"),
+        _gather(workload, gathered_bytes(workload), "weights of units"),
+    ]
+
+
+def _gather(workload: RankWorkload, size: int, tensor: str) -> Transfer:
+    return Transfer(_shard_axis(workload), "all_gather", workload.shard_ranks, size, 1, tensor)
+
+
+def _shard_axis(workload: RankWorkload) -> str:
+    axis = workload.layout.replicas_axis
+    return axis if workload.shard_ranks == workload.layout.replicas else f"{axis}/{workload.shard_ranks}"
+
+
+def _matrices(workload: RankWorkload) -> list[Transfer]:
+    """Return the transfers of Muon's matrices: each rank of a stage sends its part to their owners, and gets it back.
+
+    Owners have equal work and not equal bytes, so that these are means over the ranks.
+    """
+    layout = workload.layout
+    optimizer = workload.config.optimizer
+    ranks = layout.tensor * layout.replicas
+    width = DTYPE_BYTES[optimizer.muon.dtype(workload.accelerator)]
+    stored = sum(bucket.elements for bucket in bucket_shapes(workload) if bucket.is_orthogonalized)
+    part = width * stored // layout.replicas
+    updates = width * stored // workload.shard_ranks
+    axis = "tp" if layout.replicas == 1 else layout.replicas_axis if layout.tensor == 1 else "world"
+    if axis == "world" and layout.pipeline > 1:
+        axis = f"world/{ranks}"
+    return [
+        Transfer(axis, "all_to_all", ranks, part, 1, "matrices to their owners"),
+        Transfer(axis, "all_to_all", ranks, updates, 1, "updates of the matrices"),
+    ]

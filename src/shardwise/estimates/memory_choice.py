@@ -1,0 +1,113 @@
+"""Chooses what the backward pass computes or gathers again, and how keys come, so that a step fits a device's memory.
+
+`train.recompute=auto`, `parallel.sequence_regather=null` and `parallel.context_keys=null` leave this to the memory that
+a rank has. The choices are tried in the order of what they cost, each by the planner's estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import get_args
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import Config, Layout, Recompute
+from shardwise.estimates.memory import MemoryEstimate, expected_memory
+
+RESERVED = 0.06
+"""The part of a device's memory that its context, the collectives' buffers and the allocator's gaps take."""
+
+
+def leaves_open(config: Config, layout: Layout, accelerator: bool) -> bool:
+    """Return whether a key leaves something to the memory of a rank.
+
+    Ranks on CPUs share the memory of their machine, so that null means false, and gather, there.
+    """
+    return config.train.recompute == "auto" or (accelerator and len(_parallel_settings(config, layout)) > 1)
+
+
+def candidates(config: Config, layout: Layout) -> Iterator[Config]:
+    """Yield the configuration with each choice that its keys leave open, the fastest first.
+
+    Messages are tried before more is computed again: they move bytes, which matmuls and attention hide in part.
+    """
+    recompute = config.train.recompute
+    recomputes: tuple[Recompute, ...] = get_args(Recompute) if recompute == "auto" else (recompute,)
+    for chosen in recomputes:
+        train = config.train.model_copy(update={"recompute": chosen})
+        for settings in _parallel_settings(config, layout):
+            parallel = config.parallel.model_copy(update=settings)
+            yield config.model_copy(update={"train": train, "parallel": parallel})
+
+
+def _parallel_settings(config: Config, layout: Layout) -> list[dict[str, object]]:
+    """Return the settings of `parallel` among which the memory chooses, without any first."""
+    choices: list[dict[str, object]] = [{}]
+    parallel = config.parallel
+    if config.compile.enabled:
+        return choices
+    shapes = config.shapes
+    has_kernel = shapes is not None and not shapes.attention_dropout_p
+    if parallel.context_keys is None and layout.context > 1 and has_kernel and not config.is_bit_equal:
+        choices.append({"context_keys": "ring"})
+    is_open = parallel.sequence_regather is None and layout.sequence_parallel
+    if is_open and not (config.splits_backward or config.precision.matmul):
+        choices += [settings | {"sequence_regather": True} for settings in choices]
+    return choices
+
+
+def first_that_fits(
+    config: Config, layout: Layout, estimated: Callable[[Config], MemoryEstimate], limit: float
+) -> tuple[Config, MemoryEstimate]:
+    """Return the first candidate that needs at most `limit` bytes, or else the one that needs least, and its memory."""
+    too_large: list[tuple[Config, MemoryEstimate]] = []
+    for candidate in candidates(config, layout):
+        memory = estimated(candidate)
+        if memory.total <= limit:
+            return candidate, memory
+        too_large.append((candidate, memory))
+    return min(too_large, key=lambda pair: pair[1].total)
+
+
+def fitted(config: Config, layout: Layout, memory: float | None, *, accelerator: bool, device: str) -> Config:
+    """Return the configuration with what its keys leave to the memory of a rank.
+
+    Args:
+        memory: bytes that a rank has; None where nobody knows.
+        device: name of the device, for the message.
+
+    Raises:
+        ConfigError: `train.recompute=auto` for memory or a model that is not known.
+    """
+    if not leaves_open(config, layout, accelerator):
+        return config
+    is_auto = config.train.recompute == "auto"
+    if is_auto and config.shapes is None:
+        raise ConfigError(
+            "train.recompute (auto) must be none, selective or full for a model of your own, whose activations are not "
+            "known"
+        )
+    if is_auto and memory is None:
+        raise ConfigError(
+            f"train.recompute (auto) must be none, selective or full on {device}, whose memory is not known"
+        )
+    if memory is None or config.shapes is None:
+        return config
+
+    def estimated(candidate: Config) -> MemoryEstimate:
+        estimate = expected_memory(candidate, layout, accelerator)
+        assert estimate is not None, "the shapes of the model are known"
+        return estimate
+
+    return first_that_fits(config, layout, estimated, memory)[0]
+
+
+def choice_text(chosen: Config, config: Config) -> str | None:
+    """Return what was chosen in place of the keys of `config`, as settings; None where nothing was left open."""
+    settings = []
+    if config.train.recompute != chosen.train.recompute:
+        settings.append(f"train.recompute={chosen.train.recompute}")
+    if chosen.regathers and not config.regathers:
+        settings.append("parallel.sequence_regather=true")
+    if chosen.passes_keys and not config.passes_keys:
+        settings.append("parallel.context_keys=ring")
+    return ", ".join(settings) or None

@@ -1,0 +1,417 @@
+"""What ZeRO-2 and ZeRO-3 have in memory only while it is used: weights of units, and gradients under reduction.
+
+The passes of a stage are replayed as `optim/gathers.py` gathers and releases weights, and as `optim/zero.py`
+starts and ends reductions of gradients, but with bytes in place of tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from shardwise.config import DTYPE_BYTES
+from shardwise.config.layout import Stage
+from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
+from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.models.parameter_counts import EMBEDDING, HEAD, OUTSIDE
+from shardwise.pipeline.action_order import action_order
+
+_MOST_REDUCTIONS = 2
+"""Reductions of buckets that are under way at once, at most."""
+
+ByUnit = dict[int, int]
+"""Bytes while the pass is at a unit, by the unit's number in `UnitPlace`."""
+
+
+@dataclass(frozen=True)
+class GatherState:
+    """Weights on a rank between two passes.
+
+    Attributes:
+        gathered: numbers of the buckets whose values are whole.
+        users: (bucket, unit) of each unit that still needs a bucket.
+    """
+
+    gathered: frozenset[int] = frozenset()
+    users: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass(frozen=True)
+class GatherPass:
+    """One pass of a micro-batch through a stage.
+
+    Attributes:
+        state: weights on the rank afterwards.
+        sent: bytes of values that were gathered.
+        values: bytes of whole values at each unit.
+    """
+
+    state: GatherState
+    sent: int
+    values: ByUnit
+
+
+class StageGathers:
+    """The gathers of the weights of one stage.
+
+    Attributes:
+        sizes: bytes of the whole values of each freed bucket, by its number.
+    """
+
+    def __init__(self, workload: RankWorkload, stage: Stage) -> None:
+        width = DTYPE_BYTES[workload.precision.parameter]
+        self._releases = workload.config.gather == "micro_batch"
+        shapes = bucket_shapes(workload) if workload.frees_values else []
+        freed = [shape for shape in shapes if shape.has_matrices and shape.stage == stage.index]
+        self.sizes = {number: width * shape.elements for number, shape in enumerate(freed)}
+        self._prefetch = workload.config.optimizer.prefetch
+        self._buckets: dict[int, list[int]] = {}
+        for number in self.sizes:
+            for _, parameter in freed[number].parameters:
+                for unit in _users(parameter.place.unit, stage, is_tied=workload.model.tie_word_embeddings):
+                    self._buckets.setdefault(unit, [])
+                    if number not in self._buckets[unit]:
+                        self._buckets[unit].append(number)
+        in_order = [unit for unit in (EMBEDDING.unit, *stage.layers, HEAD.unit) if unit in self._buckets]
+        self._forward = in_order
+        self._backward = [unit for unit in reversed(in_order) if unit >= 0]
+        self._cache: dict[tuple[str, GatherState], GatherPass] = {}
+
+    def forward(self, state: GatherState, *, keeps_last: bool = True) -> GatherPass:
+        """Do a forward pass; in training, the last block's weights stay for the backward pass."""
+        return self._run("forward" if keeps_last else "evaluation", state)
+
+    def backward(self, state: GatherState) -> GatherPass:
+        """Do a backward pass, which gathers the weights of blocks, and those that no smaller unit has."""
+        return self._run("backward", state)
+
+    def _run(self, kind: Literal["forward", "backward", "evaluation"], state: GatherState) -> GatherPass:
+        if (kind, state) not in self._cache:
+            order = self._backward if kind == "backward" else self._forward
+            last = self._backward[:1] if kind == "forward" else []
+            self._cache[kind, state] = self._replay(order, last, state)
+        return self._cache[kind, state]
+
+    def _replay(self, order: Sequence[int], kept: Sequence[int], state: GatherState) -> GatherPass:
+        gathered = set(state.gathered)
+        users = set(state.users)
+        values: ByUnit = {}
+        sent = 0
+
+        def begin(units: Iterable[int]) -> int:
+            new = {number for unit in units for number in self._buckets[unit]} - gathered
+            gathered.update(new)
+            return sum(self.sizes[number] for number in new)
+
+        def release(unit: int) -> None:
+            for number in self._buckets[unit]:
+                users.discard((number, unit))
+                if self._releases and not any(bucket == number for bucket, _ in users):
+                    gathered.discard(number)
+
+        outside = [OUTSIDE.unit] if OUTSIDE.unit in self._buckets else []
+        for unit in [*outside, *order]:
+            following = order[order.index(unit) + 1 :] if unit in order else order
+            needed = [unit, *following[: self._prefetch]]
+            users.update((number, user) for user in needed for number in self._buckets[user])
+            sent += begin(needed)
+            values[unit] = sum(self.sizes[number] for number in gathered)
+            if unit not in (*outside, *kept):
+                release(unit)
+        # The last part of a backward pass, which gathers nothing.
+        values.setdefault(EMBEDDING.unit, sum(self.sizes[number] for number in gathered))
+        for unit in outside:
+            release(unit)
+        return GatherPass(GatherState(frozenset(gathered), frozenset(users)), sent, values)
+
+
+def _users(unit: int, stage: Stage, *, is_tied: bool) -> Iterator[int]:
+    """Yield the units of a stage that use a parameter of a unit: a tied weight is the embedding's and the head's."""
+    if unit != EMBEDDING.unit:
+        yield unit
+        return
+    if stage.is_first:
+        yield unit
+    if stage.is_last and is_tied:
+        yield HEAD.unit
+
+
+def gathered_bytes(workload: RankWorkload) -> int:
+    """Return the bytes of whole values that a rank gathers for the passes of a step of training."""
+    total = 0
+    for stage in workload.stages:
+        gathers = StageGathers(workload, stage)
+        if workload.config.gather == "step":
+            total += sum(gathers.sizes.values())
+            continue
+        state = GatherState()
+        parallel = workload.config.parallel
+        for action in action_order(parallel, workload.micro_batches, workload.pipeline_rank, workload.recompute):
+            if gathers.sizes and action.stage == stage.index:
+                done = gathers.forward(state) if action.kind == "forward" else gathers.backward(state)
+                state = done.state
+                total += done.sent
+    return total
+
+
+def evaluation_bytes(workload: RankWorkload) -> int:
+    """Return the bytes of whole values that a rank gathers for the forward passes of one global batch."""
+    total = 0
+    for stage in workload.stages:
+        gathers = StageGathers(workload, stage)
+        state = GatherState()
+        for _ in range(workload.micro_batches):
+            done = gathers.forward(state, keeps_last=False)
+            state = done.state
+            total += done.sent
+    return total
+
+
+# ---- gradients
+
+
+def reduction_copies(workload: RankWorkload) -> int:
+    """Return the bytes of copies for each element of a bucket under reduction.
+
+    One copy is made if the dtype of the reduction is not that of the gradients. On a CPU with ZeRO, and with
+    bit-equal sums, one more holds the slices that arrive, which are summed.
+    """
+    precision = workload.precision
+    if workload.layout.replicas == 1:
+        return 0
+    sums_slices = workload.is_bit_equal or (not workload.accelerator and workload.shard_ranks > 1)
+    return DTYPE_BYTES[precision.reduce] * (int(precision.reduce != precision.gradient) + int(sums_slices))
+
+
+@dataclass
+class _Reductions:
+    """The buckets of one stage, in the order in which their reductions begin.
+
+    Attributes:
+        shapes: the buckets.
+        gradient: bytes of an element of gradients that have memory only until they are reduced; 0: all have memory.
+        copies: bytes of copies of an element under reduction.
+        filling: numbers of buckets that have some of their gradients.
+        under_way: numbers of buckets that are being reduced.
+        size: bytes of gradients and copies now.
+        started: number of reductions that have begun in this round.
+        missing: parameters without a gradient, by the number of the bucket.
+    """
+
+    shapes: Sequence[BucketShape]
+    gradient: int
+    copies: int
+    filling: set[int] = field(default_factory=set)
+    under_way: deque[int] = field(default_factory=deque)
+    size: int = 0
+    started: int = 0
+    missing: Counter[int] = field(default_factory=Counter)
+
+    def begin_round(self) -> None:
+        self.started = 0
+        self.missing = Counter({number: len(shape.parameters) for number, shape in enumerate(self.shapes)})
+
+    def begin(self, number: int) -> None:
+        """Take the first gradient in a bucket."""
+        if number in self.under_way:
+            while self._end_oldest() != number:
+                pass
+        if number not in self.filling:
+            self.filling.add(number)
+            self.size += self.shapes[number].elements * self.gradient
+
+    def _end_oldest(self) -> int:
+        """End the reduction that began first; return the number of its bucket."""
+        number = self.under_way.popleft()
+        self.size -= self.shapes[number].elements * (self.gradient + self.copies)
+        return number
+
+    def add(self, number: int, copy: int) -> int:
+        """Take a parameter's gradient in a bucket; return the most bytes that are held meanwhile.
+
+        copy: bytes of a copy of the gradient that autograd makes before.
+        """
+        self.begin(number)
+        self.missing[number] -= 1
+        most = self.size + copy
+        while self.started < len(self.shapes) and not self.missing[self.started]:
+            while len(self.under_way) >= _MOST_REDUCTIONS:
+                self._end_oldest()
+            # Its gradients stay, and copies are made.
+            self.filling.discard(self.started)
+            self.under_way.append(self.started)
+            self.size += self.shapes[self.started].elements * self.copies
+            self.started += 1
+            most = max(most, self.size)
+        return most
+
+
+def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, int]:
+    """Return bytes of gradients and of their copies at each unit of a backward pass, and those that are left after it.
+
+    Where gradients are reduced once a step, the backward pass is that of the last micro-batch. Whole gradients that
+    have memory during the whole step are not among these bytes.
+    """
+    shapes = [shape for shape in bucket_shapes(workload) if shape.stage == stage.index]
+    each_pass = workload.frees_gradients and workload.config.reduce == "micro_batch"
+    gradient = DTYPE_BYTES[workload.precision.gradient] if each_pass else 0
+    reductions = _Reductions(shapes, gradient, reduction_copies(workload))
+    # A gradient that is the first of a sum is copied once, into the order of the weight in memory.
+    is_copied = workload.frees_gradients and (each_pass or workload.micro_batches == 1)
+    copy = DTYPE_BYTES[workload.precision.gradient] if is_copied else 0
+    copies: dict[tuple[int, int], list[int]] = {}
+    # Kinds of buckets of which a parameter of a block came already: buckets begin at the end of the model.
+    in_blocks: set[bool] = set()
+    for number, shape in enumerate(shapes):
+        for _, parameter in shape.parameters:
+            unit = parameter.place.unit
+            if parameter.in_block:
+                in_blocks.add(shape.has_matrices)
+            elif unit == OUTSIDE.unit and shape.has_matrices not in in_blocks:
+                unit = HEAD.unit  # after the blocks, as a last norm
+            copies.setdefault((unit, number), []).append(copy * parameter.elements if parameter.in_block else 0)
+    rounds = min(workload.micro_batches, 2) if each_pass else 1
+    gradients: ByUnit = {}
+    for _ in range(rounds):
+        reductions.begin_round()
+        gradients = {}
+        # What no smaller unit has comes last: a table of positions is added to the embedding.
+        for unit in (HEAD.unit, *reversed(stage.layers), EMBEDDING.unit, OUTSIDE.unit):
+            most = reductions.size
+            numbers = [number for number in range(len(shapes)) if (unit, number) in copies]
+            # The last products of attention and MLP that are computed side by side get their gradients first.
+            for number in numbers if workload.model.parallel_residual else ():
+                reductions.begin(number)
+            for number in numbers:
+                for copied in copies[unit, number]:
+                    most = max(most, reductions.add(number, copied))
+            gradients[unit] = most
+    gradients[EMBEDDING.unit] = max(gradients[EMBEDDING.unit], gradients[OUTSIDE.unit])
+    return gradients, reductions.size if rounds > 1 else 0
+
+
+# ---- both at the peak
+
+
+@dataclass(frozen=True)
+class StageInFlight:
+    """Bytes of one stage that are in memory only while they are used.
+
+    Attributes:
+        weights: whole weights at each unit of a forward and of a backward pass.
+        gradients: gradients and copies at each unit of any backward pass; none where they are reduced once a step.
+        reduced: likewise of the last micro-batch's backward pass.
+        left: gradients and copies between two passes.
+        other_weights: weights of the rank's other stages, which stay from their forward pass to their backward pass.
+    """
+
+    weights: tuple[ByUnit, ByUnit]
+    gradients: ByUnit
+    reduced: ByUnit
+    left: int = 0
+    other_weights: int = 0
+
+    @staticmethod
+    def of_reduction(workload: RankWorkload, stage: Stage) -> StageInFlight:
+        """Copies while gradients are reduced, which there are at each stage of ZeRO."""
+        if workload.frees_gradients or not reduction_copies(workload):
+            return StageInFlight(({}, {}), {}, {HEAD.unit: 0})
+        return _reduction(_Case.of(workload), stage)
+
+    @staticmethod
+    def of(workload: RankWorkload, stage: Stage, gathers: StageGathers, other_weights: int) -> StageInFlight:
+        """All of it, in steps that are not the first."""
+        first = gathers.forward(GatherState())
+        # In a pipeline, further forward passes come before the first backward pass, and weights may stay for these.
+        second = gathers.forward(first.state)
+        back = gathers.backward(second.state)
+        forward = {unit: max(first.values[unit], second.values[unit]) for unit in first.values}
+        reduced, left = gradients_in_flight(workload, stage)
+        gradients = reduced if workload.config.reduce == "micro_batch" else {}
+        return StageInFlight((forward, back.values), gradients, reduced, left, other_weights)
+
+    def forward(self, unit: int) -> int:
+        """Bytes at a unit of a forward pass."""
+        return self.weights[0].get(unit, 0) + self.other_weights + self.left
+
+    def backward(self, unit: int) -> int:
+        """Bytes at a unit of a backward pass."""
+        return self.weights[1].get(unit, 0) + self.other_weights + self.gradients.get(unit, 0)
+
+    def last(self, unit: int) -> int:
+        """Bytes at a unit of the last micro-batch's backward pass."""
+        return self.weights[1].get(unit, 0) + self.other_weights + self.reduced.get(unit, 0)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Bytes of a rank that are in memory only while they are used.
+
+    Attributes:
+        stages: by the number of the stage.
+        constant: whole gradients and weights that have memory until the end of the step.
+    """
+
+    stages: dict[int, StageInFlight]
+    constant: int
+
+    @staticmethod
+    def of(workload: RankWorkload) -> InFlight:
+        constant = whole_gradient_bytes(workload) if workload.config.reduce == "step" else 0
+        return InFlight(_stages_in_flight(_Case.of(workload)), constant)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A workload that counts as equal to others with the same sharding, as a search asks for many of them."""
+
+    key: tuple[object, ...]
+    workload: RankWorkload = field(compare=False)
+
+    @staticmethod
+    def of(workload: RankWorkload) -> _Case:
+        config = workload.config
+        optimizer = config.optimizer
+        key = (
+            *(workload.model, workload.precision, workload.local, workload.accelerator, workload.stages),
+            *(
+                workload.layout.tensor,
+                workload.layout.sequence_parallel,
+                workload.layout.replicas,
+                workload.shard_ranks,
+            ),
+            *(optimizer.zero, optimizer.name, optimizer.prefetch, optimizer.bucket_mib, config.reduce, config.gather),
+            *(config.is_bit_equal, workload.micro_batches > 1),
+        )
+        return _Case(key, workload)
+
+
+@lru_cache(maxsize=4096)
+def _reduction(case: _Case, stage: Stage) -> StageInFlight:
+    reduced, _ = gradients_in_flight(case.workload, stage)
+    return StageInFlight(({}, {}), {}, reduced)
+
+
+@lru_cache(maxsize=4096)
+def _stages_in_flight(case: _Case) -> dict[int, StageInFlight]:
+    workload = case.workload
+    gathers = {stage.index: StageGathers(workload, stage) for stage in workload.stages}
+    kept = {}
+    for index, stage_gathers in gathers.items():
+        gathered = stage_gathers.forward(GatherState()).state.gathered
+        kept[index] = sum(stage_gathers.sizes[number] for number in gathered)
+    return {
+        stage.index: StageInFlight.of(workload, stage, gathers[stage.index], sum(kept.values()) - kept[stage.index])
+        for stage in workload.stages
+    }
+
+
+def whole_gradient_bytes(workload: RankWorkload) -> int:
+    """Return the bytes of all gradients, with copies for the groups of bit-equal sums."""
+    elements = sum(bucket.elements for bucket in bucket_shapes(workload)) + workload.head_gradient_elements
+    # A binary counter of the groups of a data-parallel rank (`optim/buckets.py`).
+    copies = workload.config.train.groups_apart(workload.layout.data).bit_length()
+    return copies * elements * DTYPE_BYTES[workload.precision.gradient]

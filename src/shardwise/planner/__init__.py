@@ -1,1 +1,0 @@
-"""Memory, time and communication of a run, computed without torch, and the layouts that fit a cluster."""

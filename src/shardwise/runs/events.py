@@ -1,0 +1,120 @@
+"""The events of a run in its metrics.jsonl: their times and numbers, the last of a kind, and what they tell of the end.
+
+Readers that follow a run while it trains are beside the core.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import math
+from collections.abc import Mapping
+from datetime import datetime
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.files import open_plain
+from shardwise.base.parsing import record_of
+from shardwise.runs.folder import RunDirectory, event_mark
+
+NEXT_STAGE = "next stage"
+"""Reason of a "stop" event of a run that goes on in the same processes, with the sizes of its next stage."""
+_LAST_SECOND = 1e11
+"""In the year 5138: a later time is none, and cannot be shown in every time zone."""
+
+
+def seconds_of(event: Mapping[str, Any]) -> float:
+    """Return the time at which an event was recorded, in seconds since the epoch; NaN if it is unknown."""
+    try:
+        seconds = datetime.fromisoformat(event["time"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return math.nan
+    return seconds if 0 <= seconds <= _LAST_SECOND else math.nan
+
+
+def number(value: Any, default: float = math.nan) -> float:
+    """Return a number of a record, in which "nan", "inf" and "-inf" are texts; `default` for a value that is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return default
+
+
+def how_it_ended(run_path: Path) -> str:
+    """Return the words to add to a message on a run that is over; empty if no event is known of its end."""
+    stop = last_event(run_path, "stop")
+    saved = what_is_saved(run_path, "")
+    ending = f": {stop.get('reason', 'ended')} after step {stop.get('step') or 0:,}" if stop is not None else ""
+    return f"{ending}; {saved or 'no checkpoint is recorded'}" if ending or saved else ""
+
+
+def what_is_saved(run_path: Path, nothing: str = "no checkpoint was saved") -> str:
+    """Name the newest checkpoint of a run: until a resumed run saves its first, the one that it was resumed from.
+
+    Args:
+        nothing: text to return if there is none.
+    """
+    event = last_event(run_path, "checkpoint", "resume")
+    return nothing if event is None else f"its newest checkpoint is of step {event.get('step') or 0:,}"
+
+
+def newest_checkpoint(run_path: Path) -> int:
+    """Return the step of the newest checkpoint that a run has recorded; 0 without one."""
+    return _last_step(run_path, "checkpoint", "resume")
+
+
+def last_step(run_path: Path) -> int:
+    """Return the last step that a run has recorded; 0 without one."""
+    return _last_step(run_path, "step", "checkpoint", "resume")
+
+
+def first_step(run_path: Path) -> int:
+    """Return the number of steps that were done when the run was started last."""
+    event = last_event(run_path, "start", "resume") or {}
+    return int(event.get("step") or 0) if event.get("event") == "resume" else 0
+
+
+def _last_step(run_path: Path, *kinds: str) -> int:
+    event = last_event(run_path, *kinds) or {}
+    return int(event.get("step") or 0)
+
+
+def last_event(run_path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any] | None:
+    """Return the last event of these kinds in metrics.jsonl, not later than `until` in seconds since the epoch."""
+    return last_line(RunDirectory(run_path).metrics, *kinds, until=until)
+
+
+def last_line(path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any] | None:
+    """Return the last event of these kinds. The file is searched from its end, because it may have gigabytes."""
+    try:
+        with open_plain(path) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
+            end = len(lines) if until == math.inf else _end(lines, until)
+            while (position := max(lines.rfind(event_mark(kind), 0, end) for kind in kinds)) >= 0:
+                lines.seek(lines.rfind(b"\n", 0, position) + 1)
+                end = lines.tell()
+                # A crash cut the line short.
+                with contextlib.suppress(ValueError):
+                    event = record_of(lines.readline())
+                    if event.get("event") in kinds and not seconds_of(event) > until:
+                        return event
+    except (OSError, ValueError):
+        # ValueError: an empty file cannot be mapped.
+        pass
+    return None
+
+
+def _end(lines: mmap, until: float) -> int:
+    """Return where the lines that are not later than `until` end; they are in the order of their times."""
+
+    def time_of_the_next(position: int) -> float:
+        lines.seek(position)
+        lines.readline()
+        try:
+            return seconds_of(record_of(lines.readline()))
+        except ValueError:
+            return math.nan  # a line that a crash cut short, or the end
+
+    lines.seek(bisect.bisect(range(len(lines)), until, key=time_of_the_next))
+    lines.readline()
+    return lines.tell()

@@ -1,0 +1,401 @@
+"""Submit a training to SLURM: check it, show what it needs and the job's script, ask, submit, and follow its log.
+
+Partition, account, time limit and other settings of SLURM are options here, or keys of the recipe's `launch:` block.
+The job saves before its time limit and is queued again until the training is done; ranks that die are started again in
+the same job (docs/cluster.md). Ctrl-C only stops printing the log; the job continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.base import units
+from shardwise.base.errors import ConfigError, Problems, RunError, listing
+from shardwise.base.redaction import redacted
+from shardwise.cli import output
+from shardwise.cli.train import glance_at_inputs, with_batch
+from shardwise.config import Config, Layout, check_layout, load_config, recipe_name, recipe_text, require_data
+from shardwise.runs.events import last_step, newest_checkpoint
+from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
+from shardwise_jobs import commands, submission
+from shardwise_jobs.cli.jobs import follow
+from shardwise_jobs.script import JobPlan, compile_script, job_log, job_script, ranks_per_node
+from shardwise_plan.device_specs import Cluster, cluster
+
+_KEYS = ("partition", "account", "time", "constraint", "gres")
+_TRAINS_TOKENIZER = (
+    "all ranks wait while the tokenizer is trained and the text is tokenized: name data.tokenizer, and tokenize the "
+    "text before by `shardwise data prepare`"
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe")
+    parser.add_argument("--nodes", metavar="N", help="number of machines, or a range such as 2-4 (launch.nodes)")
+    parser.add_argument(
+        "--device", metavar="DEVICE[:N]", help="the nodes' devices: the step's time and memory are predicted for them"
+    )
+    for key in _KEYS:
+        parser.add_argument(f"--{key}", metavar=key.upper(), help=f"launch.{key}")
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the run's folder, on a file system of all nodes")
+    parser.add_argument("--dry-run", action="store_true", help="print all, and submit nothing")
+    parser.add_argument(
+        "--write-only", action="store_true", help="write the run's folder with recipe and script, and submit nothing"
+    )
+    parser.add_argument("-y", "--yes", action="store_true", help="submit without asking")
+    parser.add_argument("--detach", action="store_true", help="do not follow the log")
+    parser.add_argument(
+        "--precompile", action="store_true", help="first submit a job of one node that compiles all graphs"
+    )
+    parser.add_argument(
+        "--rehearse-preemption",
+        action="store_true",
+        help="interrupt the job after its first steps as a preemption does, show that it resumes, and end it",
+    )
+    parser.add_argument("--ssh", metavar="HOST[:DIR]", help="submit on HOST, in the same folder or in DIR")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.ssh is not None:
+        return _by_ssh(arguments.ssh)
+    _check_options(arguments)
+    recipe: str = arguments.recipe
+    run_path: Path | None = arguments.run_dir
+    # A job whose files alone are written may run on another machine, as one that is only shown.
+    is_elsewhere = arguments.dry_run or arguments.write_only
+    checked = _checked(arguments, load_config(recipe, _overrides(arguments)), is_elsewhere)
+    # What only shows the job reserves no folder for it.
+    name = run_path or (RUNS / recipe_name(recipe) if arguments.dry_run else new_run_path(recipe))
+    job = replace(checked.job, run_path=name.absolute())
+    # The job reads the copy of the recipe in its folder: it may wait for days, and the user edits the original.
+    job = replace(job, recipe=str(job.run_path / submission.RECIPE))
+    try:
+        output.table([*_rows(job, checked), ("files", _files_text(job, arguments))])
+        scripts = [compile_script(job), job_script(job)] if arguments.precompile else [job_script(job)]
+        for script in scripts:
+            output.line()
+            output.raw(redacted(script))
+        if arguments.write_only:
+            script_path = submission.write_inputs(job, scripts[0], recipe_text(recipe))
+            output.line(f"nothing was submitted; submit it by: sbatch {shlex.quote(str(script_path))}")
+            return 0
+        if not arguments.dry_run and (arguments.yes or _is_wanted()):
+            return _submit(job, arguments)
+    finally:
+        if run_path is None and not arguments.dry_run:
+            # The folder that was reserved is removed only while it is empty: otherwise a job uses it.
+            with contextlib.suppress(OSError):
+                name.rmdir()
+    if not arguments.dry_run:
+        output.line("nothing was submitted")
+    return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise a ConfigError where options exclude each other, or something that submitting needs is missing."""
+    if arguments.write_only:
+        others = {
+            "--dry-run": arguments.dry_run,
+            "--precompile": arguments.precompile,
+            "--rehearse-preemption": arguments.rehearse_preemption,
+        }
+        given = [option for option, is_given in others.items() if is_given]
+        if given:
+            raise ConfigError(f"--write-only must go without {listing(given)}: it writes the files of one job")
+    elif not arguments.dry_run:
+        commands.require()
+        if not arguments.yes and not sys.stdin.isatty():
+            raise ConfigError("-y must be given where no terminal can ask whether to submit")
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """The nodes of a job and their ranks, with the layout on the most nodes.
+
+    Attributes:
+        gres: resources that SLURM reserves on each node.
+        notes: remarks on numbers of nodes that cannot be filled.
+        machines: devices that `--device` names; None without it.
+    """
+
+    nodes: tuple[int, int]
+    ranks: int
+    gres: str | None
+    layout: Layout
+    notes: list[str]
+    machines: Cluster | None
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A job that can be submitted, but for files that this machine may lack.
+
+    Attributes:
+        job: the job, with a folder whose name may change.
+        inputs: rows on data, tokenizer and weights.
+        warnings: rows on what may go wrong, and on files that cannot be read here.
+    """
+
+    job: JobPlan
+    counts: _Counts
+    inputs: list[tuple[str, str]]
+    warnings: list[tuple[str, str]]
+
+
+def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) -> _Checked:
+    """Check a job.
+
+    Raises:
+        ConfigError: with all problems of data, nodes, layout, batch, folder, disk and files.
+    """
+    recipe: str = arguments.recipe
+    run_path: Path | None = arguments.run_dir
+    folder = (run_path or RUNS / recipe_name(recipe)).absolute()
+    problems = Problems()
+    counts = None
+    warnings: list[tuple[str, str]] = []
+    # A dry run says in a row that no data are named, as that of `train` does.
+    if not arguments.dry_run:
+        with problems:
+            require_data(config, recipe)
+    with problems:
+        counts = _counts(arguments, config)
+        submission.check_memory(config, counts.layout, counts.gres)
+    with problems:
+        submission.check_time_limit(config)
+    with problems:
+        if config.shapes is None:
+            from shardwise.models.user_model import check_user_model
+
+            check_user_model(config)
+    with problems:
+        submission.check_run_folder(folder, config)
+        warnings = _disk_warnings(folder, config, is_elsewhere)
+    inputs, input_problems = glance_at_inputs(recipe, config, run_path)
+    if not is_elsewhere:
+        problems.texts += input_problems
+    problems.require_none(input_problems)
+    warnings += [("warning", problem) for problem in input_problems]
+    if config.data.tokenizer is None and not config.data.is_built_in:
+        from shardwise.data.describe import TRAINED_AT_START
+
+        if any(text.endswith(TRAINED_AT_START) for _, text in inputs):
+            warnings.append(("warning", _TRAINS_TOKENIZER))
+    assert counts is not None, "nodes or a layout that are refused are a problem"
+    job = JobPlan(
+        config, recipe, tuple(_overrides(arguments)), folder, Path.cwd(), counts.nodes, counts.ranks, counts.gres
+    )
+    if counts.machines is not None:
+        warnings += _fewer_devices(arguments.device, counts.machines, counts.gres)
+    return _Checked(job, counts, inputs, warnings)
+
+
+def _counts(arguments: argparse.Namespace, config: Config) -> _Counts:
+    nodes = config.launch.node_range
+    if nodes is None:
+        raise ConfigError("--nodes must be given, or launch.nodes in the recipe: a number of machines, or such as 2-4")
+    gres = submission.reserved(config)
+    machines = None if arguments.device is None else cluster(arguments.device, nodes[1])
+    # Where neither the recipe nor SLURM tells the number, `--device h100:8` does.
+    is_unknown = config.launch.ranks_per_node is None and gres is None
+    ranks = machines.per_node if machines is not None and is_unknown else ranks_per_node(config, nodes, gres)
+    layout, notes = submission.check_counts(
+        config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, arguments.run_dir)
+    )
+    if arguments.precompile:
+        # The graphs are compiled for the fewest nodes.
+        fewest = nodes[0] * ranks
+        check_layout(with_batch(config, fewest, arguments.run_dir), fewest)
+    return _Counts(nodes, ranks, gres, layout, notes, machines)
+
+
+def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tuple[str, str]]:
+    """A warning where SLURM reserves fewer GPUs on a node than the user names."""
+    gpus = commands.gpus_of(gres or "")
+    if not gpus or gpus >= machines.per_node or not device.endswith(f":{machines.per_node}"):
+        return []
+    text = (
+        f"launch.gres ({gres}) reserves fewer GPUs on a node than --device ({device}) names: the prediction is for "
+        f"{units.counted(gpus, 'rank')} on each node"
+    )
+    return [("warning", text)]
+
+
+def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
+    """What the user reads before the script."""
+    layout = checked.counts.layout
+    machines = checked.counts.machines
+    accelerator = None if machines is None else machines.device.is_accelerator
+    rows = submission.rows(job, layout, checked.counts.notes, accelerator)
+    warnings = list(checked.warnings)
+    if machines is not None:
+        from shardwise_plan.cli.rows import RANGE, range_text
+        from shardwise_plan.plan import predicted
+        from shardwise_plan.plan_text import memory_text, predicted_rows
+
+        config = with_batch(job.config, layout.world, None)
+        plan = predicted(config, layout, replace(machines, per_node=job.ranks_per_node))
+        rows += [("device", str(machines)), *predicted_rows(plan)]
+        if plan is not None and (ranges := range_text(plan)):
+            rows.append(("  range", f"{ranges} on the calendar, {RANGE}: so far are published steps off"))
+        limit = job.config.launch.time
+        if plan is not None and limit is not None:
+            rows.append(("  starts", _starts(job, layout, limit, plan.seconds)))
+        if plan is not None and plan.headroom < 0:
+            warnings.append(("warning", f"memory {memory_text(plan)}"))
+    return [*rows, *checked.inputs, *warnings]
+
+
+def _starts(job: JobPlan, layout: Layout, limit: str, seconds: float) -> str:
+    """The number of starts that all steps need within the time limit, and their node-hours."""
+    usable = commands.seconds(limit) - job.config.launch.warning_seconds
+    node_hours = seconds / 3600 * layout.world / job.ranks_per_node
+    starts = units.counted(math.ceil(seconds / usable), "start")
+    return f"about {starts} of {limit}, {node_hours:,.0f} node-hours for the steps alone"
+
+
+def _files_text(job: JobPlan, arguments: argparse.Namespace) -> str:
+    """The files that are written into the run's folder, and whether this command writes them."""
+    text = f"{submission.RECIPE}, {submission.SCRIPT} and logs/ in the folder of the run"
+    if not arguments.dry_run:
+        return text
+    named = "" if arguments.run_dir is not None else f", whose name will end in the time: {job.run_path.name}-…"
+    return f"{text}{named}; a dry run writes none, --write-only writes them without submitting"
+
+
+def _disk_warnings(folder: Path, config: Config, is_elsewhere: bool) -> list[tuple[str, str]]:
+    """Check the disk of the run's folder; return what is wrong for a job that may run elsewhere."""
+    try:
+        submission.check_disk(folder, config)
+    except ConfigError as error:
+        if not is_elsewhere:
+            raise
+        return [("warning", f"on this machine: {error}")]
+    return []
+
+
+def _is_wanted() -> bool:
+    try:
+        return input("submit? [y/n] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        output.line()
+        return False
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """The user's, then those that options stand for."""
+    options = {key: getattr(arguments, key) for key in ("nodes", *_KEYS)}
+    return [*arguments.overrides, *(f"launch.{key}={value}" for key, value in options.items() if value is not None)]
+
+
+def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
+    """Write the run's folder and submit what it holds."""
+    script = submission.write_inputs(job, job_script(job), recipe_text(arguments.recipe))
+    options = []
+    compiling = None
+    try:
+        if arguments.precompile:
+            compiling = commands.submit(compile_script(job))
+            submission.record(job.run_path, compiling, "compile")
+            output.line(
+                f"job {compiling} compiles all graphs first; its log: {job.run_path}/logs/compile-{compiling}.log"
+            )
+            # By the second option SLURM cancels a training whose compilation failed, which else would wait for ever.
+            options = [f"--dependency=afterok:{compiling}", "--kill-on-invalid-dep=yes"]
+        number = commands.submit(script.read_text(encoding="utf-8", errors="surrogateescape"), options)
+    except ConfigError:
+        # SLURM refuses the training: without it the graphs are of no use.
+        if compiling is not None:
+            with contextlib.suppress(RunError):
+                commands.cancel(compiling)
+        if arguments.run_dir is None:
+            shutil.rmtree(job.run_path)
+        raise
+    submission.record(job.run_path, number, "train")
+    RunDirectory(job.run_path).mark_latest()
+    log = job_log(job.run_path, number)
+    output.line(f"job {number}; its log: {log}")
+    if arguments.rehearse_preemption:
+        return rehearse(number, job.run_path)
+    if not arguments.detach:
+        follow(log, number, job.run_path)
+    return 0
+
+
+def _by_ssh(where: str) -> int:
+    """Run this command on another machine, in this folder's path there or in that of HOST:DIR."""
+    host, _, folder = where.partition(":")
+    # In HOST:~/DIR the home is where ssh starts.
+    folder = folder.removeprefix("~/")
+    # The words as the user gave them, but for `--ssh HOST` and `--ssh=HOST`: the other machine submits by itself.
+    given = sys.argv[sys.argv.index("submit") + 1 :]
+    kept = [
+        argument
+        for number, argument in enumerate(given)
+        if argument != "--ssh" and (number == 0 or given[number - 1] != "--ssh")
+    ]
+    kept = [argument for argument in kept if not argument.startswith("--ssh=")]
+    command = submission.ssh_command(host, kept, Path(folder) if folder else Path.cwd())
+    try:
+        return subprocess.run(command, check=False, env=os.environ).returncode
+    except FileNotFoundError:
+        raise ConfigError("ssh must be on the PATH for --ssh") from None
+
+
+_POLL_SECONDS = 0.5
+_TRAIN_SECONDS = 3600.0
+_QUEUE_SECONDS = 3600.0
+_ASK_SECONDS = 5.0
+
+
+def rehearse(job: str, run_path: Path) -> int:
+    """Interrupt a job after its first steps, wait until it has resumed, end it, and tell what was seen.
+
+    Raises:
+        RunError: the job did not train, was not queued again, or did not resume.
+    """
+    _await(lambda: last_step(run_path) > 0, job, _TRAIN_SECONDS, "take a first step")
+    output.line(f"job {job} trains; now it gets SIGUSR1, as before a preemption")
+    commands.warn(job)
+    _await(lambda: commands.restarts(job) > 0, job, _TRAIN_SECONDS, "be queued again")
+    saved = newest_checkpoint(run_path)
+    output.line(f"it saved step {saved:,} and was queued again")
+    resumed = RunDirectory(run_path)
+    asked = time.monotonic()
+
+    def has_resumed() -> bool:
+        nonlocal asked
+        if time.monotonic() - asked > _ASK_SECONDS:
+            commands.start_early(job)
+            asked = time.monotonic()
+        return any(True for _ in resumed.events("resume"))
+
+    _await(has_resumed, job, _QUEUE_SECONDS, "resume")
+    event = list(resumed.events("resume"))[-1]
+    commands.cancel(job)
+    if event["step"] != saved:
+        raise RunError(f"job {job} resumed after step {event['step']:,}, and had saved step {saved:,}")
+    output.line(f"it resumed after step {saved:,}: a preemption costs this run no step. The job was ended")
+    return 0
+
+
+def _await(condition: Callable[[], bool], job: str, seconds: float, action: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise RunError(f"job {job} did not {action} within {seconds:,.0f} s; it goes on")
+        if not commands.jobs(user=False, ids=[job]):
+            raise RunError(f"job {job} ended before it could {action}; `shardwise jobs log {job}` says why")
+        time.sleep(_POLL_SECONDS)

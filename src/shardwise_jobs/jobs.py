@@ -1,0 +1,155 @@
+"""The state of submitted jobs, by the answers of SLURM and the records of their runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.base import units
+from shardwise.runs.events import last_event, seconds_of
+from shardwise_jobs import commands
+from shardwise_jobs.restarts import AttemptEnding, history
+from shardwise_jobs.submission import Submitted, submitted
+
+
+@dataclass(frozen=True)
+class JobState:
+    """The state of one job, as the user reads it.
+
+    Attributes:
+        state: queued, requeued, starting, running, or its end.
+        reason: SLURM's reason, for a job that waits.
+        step: last recorded step; None without one.
+        job: SLURM's facts; None if SLURM has forgotten the job.
+    """
+
+    id: str
+    kind: str
+    state: str
+    reason: str
+    run: Path
+    step: int | None
+    loss: float | None
+    seconds: float | None
+    job: commands.SlurmJob | None
+
+
+def states(runs: Path) -> list[JobState]:
+    """Return the user's jobs that wait or run, and those of the runs in a folder that have ended, newest last.
+
+    Raises:
+        RunError: SLURM does not answer.
+    """
+    present = {job.id: job for job in commands.jobs() if job.run is not None}
+    run_paths = [path.parent for path in runs.glob("*/jobs.jsonl") if not path.parent.is_symlink()]
+    job_states = []
+    for job in present.values():
+        if job.run is None:
+            continue
+        run_paths.append(Path(job.run))
+        if not Path(job.run).is_dir():
+            job_states.append(_without_folder(job, Path(job.run)))
+    # One folder may come twice, under the name below `runs` and under the absolute one that SLURM has.
+    unique_paths = {path.resolve(): path for path in run_paths}.values()
+    for path in unique_paths:
+        job_states += [state_of(job, path, present.get(job.id)) for job in submitted(path)]
+    return sorted(job_states, key=lambda state: int(state.id) if state.id.isdecimal() else 0)
+
+
+def _without_folder(job: commands.SlurmJob, run: Path) -> JobState:
+    """Describe a job whose folder was removed: SLURM cannot write its log, so nothing else shows the problem."""
+    reason = "its folder is gone"
+    return JobState(job.id, "train", job.state.lower(), reason, run, step=None, loss=None, seconds=None, job=job)
+
+
+def state_of(job: Submitted, run: Path, present: commands.SlurmJob | None) -> JobState:
+    """Describe a job. `present`: SLURM's facts; None for a job that has ended."""
+    endings = [ending for ending in history(run) if ending.job == job.id]
+    began, ended = span(job, run, present)
+    event = last_event(run, "step", until=ended) or {}
+    # The steps before are those of another job of the run.
+    step: dict[str, Any] = event if job.kind == "train" and seconds_of(event) >= began else {}
+    state: str = endings[-1].how if endings else "ended"
+    reason = ""
+    if present is not None:
+        reason = present.reason
+        if present.state == "PENDING":
+            state = "requeued" if endings or commands.restarts(job.id) else "queued"
+        elif present.state == "RUNNING":
+            reason = ""
+            started = time.time() - commands.seconds(present.elapsed)
+            state = "running" if step and seconds_of(step) >= started else "starting"
+        else:
+            state = present.state.lower()
+    loss = step.get("loss")
+    return JobState(
+        id=job.id,
+        kind=job.kind,
+        state=state,
+        reason=reason,
+        run=run,
+        step=step.get("step"),
+        loss=loss if isinstance(loss, float) else None,
+        seconds=step.get("step_seconds"),
+        job=present,
+    )
+
+
+def goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tuple[str, str]]:
+    """Divide the time of a job: the share in which steps were taken that are part of the result, and the losses.
+
+    A step that is done again counts once. Between the starts the job waits in the queue, which is not counted.
+
+    Args:
+        loading: seconds in which checkpoints were loaded.
+    """
+    total = sum(ending.seconds for ending in endings)
+    if not total:
+        return []
+    launch = sum(ending.until_joined or ending.seconds for ending in endings)
+    start = sum(
+        (ending.until_training or ending.seconds) - (ending.until_joined or ending.seconds) for ending in endings
+    )
+    trained = [ending for ending in endings if ending.until_training is not None]
+    lost_steps = 0
+    lost = 0.0
+    detection = 0.0
+    for ending, following in itertools.pairwise(trained):
+        detection += ending.after_last_step
+        taken = ending.seconds - (ending.until_training or 0.0) - ending.after_last_step
+        steps = ending.step - (ending.first_step or 0)
+        undone = ending.step - (following.first_step or 0)
+        if undone > 0:
+            lost_steps += undone
+            # The undone steps took their share of the time in which this attempt trained.
+            lost += max(0.0, taken) * min(1.0, undone / max(1, steps))
+    first_step = max(0.0, start - loading)
+    useful = max(0.0, total - launch - start - lost - detection)
+    return [
+        ("goodput", f"{100 * useful / total:.1f} % of {total:,.0f} s in {units.counted(len(endings), 'start')}"),
+        ("  lost steps", f"{lost:,.0f} s: {lost_steps:,} steps were done again"),
+        ("  detection", f"{detection:,.0f} s from the last step before a failure to the end of its start"),
+        ("  restart", f"{launch:,.0f} s until the launchers of all nodes were there"),
+        ("  load", f"{loading:,.1f} s in which checkpoints were loaded"),
+        ("  first step", f"{first_step:,.0f} s more until the first step: Python, torch, data and the model"),
+    ]
+
+
+def span(job: Submitted, run: Path, present: commands.SlurmJob | None) -> tuple[float, float]:
+    """Return when a job began and ended, in seconds since the epoch: a run may have had several jobs.
+
+    A job that a kill left no record of its end lasts until the next one began.
+    """
+    endings = history(run)
+    job_endings = [ending for ending in endings if ending.job == job.id]
+    if present is not None:
+        return job_endings[0].began if job_endings else time.time() - commands.seconds(present.elapsed), math.inf
+    if job_endings:
+        return job_endings[0].began, job_endings[-1].began + job_endings[-1].seconds
+    submission = seconds_of(asdict(job))
+    return submission, min((ending.began for ending in endings if ending.began > submission), default=math.inf)

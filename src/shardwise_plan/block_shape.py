@@ -1,0 +1,127 @@
+"""Sizes of a block on one rank, from which its time follows.
+
+Legend: see `estimates/rank_workload.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Matmul, Recompute
+from shardwise.models.parameter_counts import LocalWidths
+from shardwise_plan.device_seconds import RankGroup
+from shardwise_plan.device_specs import Device
+from shardwise_plan.program_traits import ProgramTraits
+
+_ALONE = RankGroup(1, 1)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """All that the time of a block depends on, for one micro-batch on one rank.
+
+    Attributes:
+        model: configuration of the model.
+        local: widths of one rank's part.
+        batch: B.
+        length: S.
+        tensor: t.
+        sequence_parallel: True if activations are cut along the sequence too.
+        inside: ranks of the tensor-parallel group in one node.
+        dtype: dtype of parameters and activations.
+        gradient: dtype of gradients.
+        recompute: kind of recompute.
+        regathers: True if inputs that sequence parallelism gathered are gathered again in the backward pass.
+        matmul: format of the products of weights, if it is not `dtype`.
+        context_group: the c ranks that share each sample.
+        gathers_keys_again: True if keys and values of other ranks are gathered again in the backward pass.
+        passes_keys: True if keys and values of other ranks come one rank after the other while attention computes.
+    """
+
+    model: FamilyConfig
+    local: LocalWidths
+    batch: int
+    length: int
+    tensor: int
+    sequence_parallel: bool
+    inside: int
+    dtype: DtypeName
+    gradient: DtypeName
+    recompute: Recompute
+    regathers: bool = False
+    matmul: Matmul | None = None
+    context_group: RankGroup = _ALONE
+    gathers_keys_again: bool = True
+    passes_keys: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.queries
+
+    @property
+    def queries(self) -> int:
+        """S/c: tokens of a sample that the rank has."""
+        return self.length // self.context_group.ranks
+
+    @property
+    def weights(self) -> tuple[tuple[int, int], ...]:
+        """(output, input) of QKV, of the output projection, and of the MLP's first and last layers."""
+        hidden = self.model.hidden_size
+        feed_width = self.local.intermediate
+        return (
+            (self.local.query + 2 * self.local.key_value, hidden),
+            (hidden, self.local.query),
+            (feed_width * (2 if self.model.gated else 1), hidden),
+            (hidden, feed_width),
+        )
+
+    @property
+    def bias_elements(self) -> int:
+        """Elements of the outputs to which biases are added."""
+        query_key_value, attention_output, up, down = (self.tokens * n for n, _ in self.weights)
+        attention = query_key_value + attention_output * self.model.attention_output_bias
+        return attention * self.model.attention_bias + (up + down) * self.model.mlp_bias
+
+    @property
+    def has_dropout(self) -> bool:
+        """True if what attention and MLP add to x is dropped in part."""
+        return self.model.hidden_dropout_p > 0
+
+    @property
+    def a(self) -> int:
+        """Bytes of an element of an activation."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def x_elements(self) -> int:
+        """T/s·H: elements of x between the cut layers."""
+        return self.tokens * self.model.hidden_size // (self.tensor if self.sequence_parallel else 1)
+
+    @property
+    def tensor_group(self) -> RankGroup:
+        return RankGroup(self.tensor, self.inside)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """a·T·H: bytes of x after it is gathered over sequence parallelism."""
+        return self.a * self.tokens * self.model.hidden_size
+
+    def accumulation_bytes(
+        self, elements: int, device: Device, program: ProgramTraits, in_products: bool = False
+    ) -> float:
+        """Return the bytes that are read and written to add a weight's new gradient to that of earlier micro-batches.
+
+        The new gradient and the sum are read, and the sum is written. With another dtype, a program that casts also
+        writes and reads a copy of the new gradient, as a CPU's addition does. `in_products`: the new gradient stays in
+        the product's kernel. A program that flattens gradients copies, casts and divides the new one.
+        """
+        g = DTYPE_BYTES[self.gradient]
+        if program.flattens_gradients:
+            copy = self.a + g if self.gradient != self.dtype else 0
+            return elements * (2.0 * self.a + copy + 2.0 * g)
+        if in_products:
+            return 2.0 * g * elements
+        if self.gradient == self.dtype:
+            return 3.0 * g * elements
+        cast = 2 * g if program.casts_gradients or not device.is_accelerator else 0
+        return elements * (self.a + 2.0 * g + cast)

@@ -1,0 +1,69 @@
+"""A calibration of this machine: its ranks measure for a minute, and the device file is written."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.files import write_new
+from shardwise.base.hardware import accelerators
+from shardwise.launch.environment import joined
+from shardwise.verify.rank_calls import call_on_ranks, process_group
+from shardwise_plan.calibration_fit import Measurements, device_file, rows
+from shardwise_plan.device_files import require_suffix
+
+_CPU_RANKS = 2
+_SECONDS = 60
+"""Duration of a whole calibration."""
+_LAST_SECONDS = 5
+"""Part of it after the measurements: the ranks end, and the constants are fitted."""
+
+
+def calibrate(target: Path) -> list[tuple[str, str]]:
+    """Measure this machine for a minute, and write its device file to `target`; return the figures in short lines.
+
+    If other work leaves it less time, it repeats less and says so. Only measurements without a repetition may make it
+    longer.
+
+    Raises:
+        ConfigError: the file cannot be written, or ranks cannot be started here.
+    """
+    _require_writable(target)
+    if joined() is not None:
+        raise ConfigError("--calibrate starts ranks of its own: call it outside of torchrun and srun")
+    start = time.time()
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-calibration-"))
+    try:
+        until = start + _SECONDS - _LAST_SECONDS
+        ranks = accelerators()[1] or _CPU_RANKS
+        measurements: Measurements = call_on_ranks(_measure, until, ranks=ranks, folder=folder).single()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    today = datetime.datetime.now(datetime.UTC).date()
+    write_new(target, device_file(measurements, today), "-o")
+    return [*rows(measurements), ("time", f"{time.time() - start:.0f} s")]
+
+
+def _measure(until: float) -> Iterator[Measurements]:
+    """Measure on this rank until about this time. It imports torch, which the process that calibrates does without."""
+    from shardwise.distributed import devices
+    from shardwise_plan.calibration_measure import measured
+
+    device = devices.local_device()
+    with process_group(device) as world:
+        yield measured(world, device, until)
+
+
+def _require_writable(target: Path) -> None:
+    """Refuse a file that exists or cannot be made, before the minute of work for it."""
+    require_suffix(target, "-o")
+    # Only making the file tells for sure. It is removed at once, so that a calibration that fails leaves nothing.
+    write_new(target, "", "-o")
+    with contextlib.suppress(OSError):
+        target.unlink()

@@ -1,0 +1,304 @@
+"""The measurements of a calibration, and the device file that follows from them.
+
+Some figures are read off; constants explain the steps.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from shardwise.config import Config, Layout, check_layout, load_config
+from shardwise.config.schedules import DEFAULT_SCHEDULE
+from shardwise_plan import device_seconds
+from shardwise_plan.device_files import dump, figure
+from shardwise_plan.device_seconds import Constants, constants_of
+from shardwise_plan.device_specs import CONSTANTS, Cluster, Device, load_device, parse_device
+from shardwise_plan.step_time import step_time
+
+_FITTED = (
+    "matmul", "depth", "memory", "fused_attention", "host", "step", "wait", "node", "update", "overlap", "action",
+)  # fmt: skip
+_FACTORS = (0.5, 0.2, 0.1, 0.03)
+"""Relative changes of a constant that the search tries, from coarse to fine."""
+_PULL = 1e-3
+"""Weight of a constant's distance from its start, in squared error: a constant that no step depends on stays there."""
+_START = {
+    "matmul": 1.0,
+    "depth": 30.0,
+    "memory": 1.0,
+    "step": 2e-3,
+    "wait": 1e-4,
+    "node": 1.0,
+    "update": 1.0,
+    "action": 1e-4,
+}
+"""Starts of constants for which the constants of a similar device are no guide."""
+_STEPS_WEIGHT = 3
+"""Weight of each miniature beside that of all matrix products together: the planner is asked for steps."""
+_LEAST_LATENCY = 1e-7
+_MEASURED = "measured"
+
+
+def device_file(measurements: Measurements, today: datetime.date) -> str:
+    """Return the YAML text of this machine's device, with the source of each figure."""
+    software = f"torch {measurements.torch}, {measurements.threads} thread(s), {measurements.ranks} rank(s)"
+    source = f"{_MEASURED} {today.isoformat()}: {software}"
+    figures = _figures(measurements)
+    values = _values(figures, source, measurements)
+    device = parse_device("measured", dump(values), "the measured device")
+    constants = fitted_constants(measurements, device)
+    mean_error = error(measurements, device, constants)
+    fit = f"fitted to {len(measurements.steps)} miniature trainings, mean error {mean_error:.0%}"
+    steps = "; ".join((source, fit, *measurements.fewer))
+    values["constants"] = {name: figure(getattr(constants, name), steps) for name in _FITTED}
+    return dump(values)
+
+
+def _figures(measurements: Measurements) -> dict[str, float]:
+    best_rates: dict[str, float] = {}
+    for dtype, times in measurements.products.items():
+        # A product [m, k] × [k, n] takes m·n·k multiplications and as many additions.
+        rates = [2 * math.prod(shape) / seconds for shape, seconds in zip(measurements.shapes, times, strict=True)]
+        best_rates[dtype] = max(rates)
+    return {
+        "memory_gb": measurements.memory / 1e9,
+        "memory_gb_per_second": measurements.copied[0] / measurements.copied[1] / 1e9,
+        "bfloat16_tflops": best_rates["bfloat16"] / 1e12,
+        "float32_tflops": best_rates["float32"] / 1e12,
+        "matmul_share": 1.0,
+    }
+
+
+def _link(measurements: Measurements) -> tuple[float, float] | None:
+    """Return bandwidth in GB/s and latency in µs of a ring's step, from all-reduces; None on one rank.
+
+    A ring over n ranks sends 2·(n-1)/n of the bytes in 2·(n-1) steps. The smallest all-reduce takes hardly more than
+    the latencies, and the difference between the largest and the smallest is the time of the bytes.
+    """
+    if not measurements.sums:
+        return None
+    n = measurements.ranks
+    _, least = measurements.sums[0]
+    size, most = measurements.sums[-1]
+    latency = max(_LEAST_LATENCY, least / (2 * (n - 1)))
+    bandwidth = 2 * size * (n - 1) / n / max(most - least, 1e-9)
+    return bandwidth / 1e9, latency * 1e6
+
+
+def _values(figures: Mapping[str, float], source: str, measurements: Measurements) -> dict[str, Any]:
+    link = _link(measurements)
+    if link is not None:
+        bandwidth, latency = link
+        link_source = f"{source}; all-reduces of {len(measurements.sums)} sizes"
+    else:
+        bandwidth = 1.0
+        latency = 100.0
+        link_source = "assumption: not measured, as there was one rank"
+    network_source = "assumption: as within the machine; not measured, as there was one"
+    return {
+        "name": measurements.device if measurements.type != "cpu" else "A rank of this machine's CPU",
+        "type": "cpu" if measurements.type == "cpu" else "accelerator",
+        **{name: figure(value, source) for name, value in figures.items() if name != "matmul_share"},
+        "matmul_share": figure(1.0, "the rates above are already those of matrix products"),
+        "processors": {"value": measurements.processors, "source": f"torch {measurements.torch}"},
+        "devices_per_node": {"value": measurements.ranks, "source": "the ranks that measured"},
+        "node_link": {
+            "gb_per_second": figure(bandwidth, link_source),
+            "latency_us": figure(latency, link_source),
+            "topology": "switch",
+        },
+        "network": {
+            "gb_per_second": figure(bandwidth, network_source),
+            "latency_us": figure(latency, network_source),
+            "topology": "rail",
+        },
+    }
+
+
+def fitted_constants(measurements: Measurements, device: Device) -> Constants:
+    """Return the constants that predict steps and matrix products best, from a start that single operations give."""
+    similar_device = load_device("cpu" if measurements.type == "cpu" else "h100")
+    start = replace(constants_of(similar_device), **_START, host=measurements.launch)
+    return searched(start, lambda c: _mean_square(measurements, device, c) + _PULL * _distance(c, start))
+
+
+def searched(start: Constants, badness: Callable[[Constants], float]) -> Constants:
+    """Return the constants that a coordinate search finds: each in turn is multiplied and divided by a factor."""
+    best = start
+    least = badness(start)
+    for step in _FACTORS:
+        improves = True
+        while improves:
+            improves = False
+            for name in _FITTED:
+                for factor in (1 + step, 1 / (1 + step)):
+                    # A value outside of its range would be refused when the device file is read.
+                    low, high = CONSTANTS[name]
+                    value = min(max(float(f"{getattr(best, name) * factor:.4g}"), low), high)
+                    tried = replace(best, **{name: value})
+                    tried_badness = badness(tried)
+                    # Smaller gains are not worth further rounds.
+                    if tried_badness < least * (1 - 1e-3):
+                        best = tried
+                        least = tried_badness
+                        improves = True
+    return best
+
+
+def error(measurements: Measurements, device: Device, constants: Constants) -> float:
+    """Return the mean of |log(predicted / measured)| of miniatures, which count more, and of matrix products."""
+    logs = _logs(measurements, device, constants)
+    return sum(weight * abs(log) for weight, log in logs) / sum(weight for weight, _ in logs)
+
+
+def _mean_square(measurements: Measurements, device: Device, constants: Constants) -> float:
+    """Return `error` of squares instead of sizes: by sizes, a search of one constant at a time would stop early."""
+    logs = _logs(measurements, device, constants)
+    return sum(weight * log * log for weight, log in logs) / sum(weight for weight, _ in logs)
+
+
+def _logs(measurements: Measurements, device: Device, constants: Constants) -> list[tuple[float, float]]:
+    """Return (weight, log(predicted / measured)) of each step and each float32 matrix product."""
+    cluster = Cluster(device, 1, measurements.ranks)
+    logs = []
+    for probe, measured in zip(probes(measurements.ranks), measurements.steps, strict=True):
+        time = step_time(probe.config(), probe.layout(measurements.ranks), cluster, constants=constants)
+        assert time is not None
+        logs.append((float(_STEPS_WEIGHT), math.log(time.total / measured)))
+    for (m, n, k), measured in zip(measurements.shapes, measurements.products["float32"], strict=True):
+        seconds = device_seconds.matmul(device, constants, device.float32, m, n, k)
+        logs.append((1 / len(measurements.shapes), math.log((seconds + measurements.launch) / measured)))
+    return logs
+
+
+def _distance(constants: Constants, start: Constants) -> float:
+    distance = 0.0
+    for name in _FITTED:
+        value = getattr(constants, name)
+        start_value = getattr(start, name)
+        # A constant of 0 has no logarithm, and stays at 0 under factors.
+        if value > 0 and start_value > 0:
+            distance += abs(math.log(value / start_value))
+    return distance / len(_FITTED)
+
+
+def rows(measurements: Measurements) -> Sequence[tuple[str, str]]:
+    """Return the measured figures in short lines."""
+    figures = _figures(measurements)
+    link = _link(measurements)
+    lines = [
+        ("matrix products, float32", f"{figures['float32_tflops']:.3g} TFLOP/s"),
+        ("matrix products, bfloat16", f"{figures['bfloat16_tflops']:.3g} TFLOP/s"),
+        ("memory, copied", f"{figures['memory_gb_per_second']:.3g} GB/s"),
+        ("start of a kernel", f"{measurements.launch * 1e6:.3g} µs"),
+    ]
+    if link is not None:
+        lines.append((f"link between {measurements.ranks} ranks", f"{link[0]:.3g} GB/s, {link[1]:.3g} µs"))
+    return [*lines, *(("time was short", measurement) for measurement in measurements.fewer)]
+
+
+PRODUCTS = ((64, 64, 64), (128, 256, 64), (128, 64, 256), (512, 256, 256), (512, 512, 512), (1024, 1024, 1024))
+"""Matrix products [m, k] × [k, n] as (m, n, k): from those of a miniature to those that reach the largest rate."""
+LARGE_PRODUCTS = ((4096, 4096, 1024), (4096, 4096, 4096), (8192, 8192, 8192))
+"""Further products on an accelerator, whose largest rate smaller ones do not reach."""
+_GPT = ("model.hidden_size=96", "model.intermediate_size=384", "train.sequence_length=32")
+_LLAMA = ("model.hidden_size=96", "model.intermediate_size=256", "train.sequence_length=32")
+_FIXED = ("optimizer.zero=1", "train.global_batch=16", "train.eval_every=0", "train.steps=100000")
+_ONE_RANK = ("parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=false")
+_WIDE = ("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4", "train.micro_batch=4")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A miniature training that is timed: a shipped recipe with other sizes and another layout.
+
+    Attributes:
+        recipe: name of the shipped recipe.
+        keys: keys that differ from the recipe, as on the command line.
+    """
+
+    recipe: str
+    keys: tuple[str, ...]
+
+    def config(self) -> Config:
+        return _config(self)
+
+    def layout(self, world: int) -> Layout:
+        return check_layout(self.config(), world)
+
+
+@cache
+def _config(probe: Probe) -> Config:
+    return load_config(probe.recipe, [*_FIXED, *probe.keys])
+
+
+def probes(world: int) -> list[Probe]:
+    """Return miniatures for `world` ranks: two families, two depths and widths, and a cut along each axis."""
+    miniatures = [
+        Probe("llama2-tiny", (*_ONE_RANK, *_LLAMA, "model.num_hidden_layers=2", "train.micro_batch=4")),
+        Probe("llama2-tiny", (*_ONE_RANK, *_LLAMA, "model.num_hidden_layers=6", "train.micro_batch=2")),
+        Probe("llama2-tiny", (*_ONE_RANK, *_WIDE, "train.sequence_length=64", "train.recompute=full")),
+        Probe("gpt3-tiny", (*_ONE_RANK, *_GPT, "model.num_hidden_layers=6", "train.micro_batch=4", "optimizer.zero=0")),
+    ]
+    if world % 2 == 0:
+        tensor = ("parallel.tensor=2", "parallel.pipeline=1")
+        pipeline = (
+            "parallel.tensor=1",
+            "parallel.pipeline=2",
+            "parallel.sequence=false",
+            f"parallel.schedule={DEFAULT_SCHEDULE}",
+        )
+        miniatures += [
+            Probe("llama2-tiny", (*_LLAMA, *tensor, "model.num_hidden_layers=6", "train.micro_batch=4")),
+            Probe("gpt3-tiny", (*_GPT, *tensor, "parallel.sequence=true", "model.num_hidden_layers=4")),
+            Probe("llama2-tiny", (*_LLAMA, *pipeline, "model.num_hidden_layers=6", "train.micro_batch=2")),
+            Probe("gpt3-tiny", (*_GPT, *pipeline, "model.num_hidden_layers=4", "train.micro_batch=4")),
+        ]
+    return miniatures
+
+
+def undisturbed(seconds: Sequence[float]) -> float:
+    """Return the first decile of some durations: other work on a machine can only make them longer."""
+    return sorted(seconds)[(len(seconds) - 1) // 10]
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Figures that the ranks measured together, in seconds and bytes.
+
+    Attributes:
+        device: name of the device.
+        type: torch's name of its kind.
+        torch: version of torch.
+        threads: threads of torch on each rank.
+        ranks: number of ranks.
+        memory: bytes of one device.
+        processors: units of a device that each take a tile of a matrix product.
+        shapes: (m, n, k) of the matrix products.
+        products: seconds of each of `shapes`, by dtype.
+        copied: bytes that a copy reads and writes, and its seconds.
+        launch: seconds from the start of a kernel to that of the next.
+        sums: (bytes, seconds) of all-reduces over all ranks; none on one rank.
+        steps: seconds of a step of each of `probes`.
+        fewer: measurements that were repeated less often than planned, as time was short.
+    """
+
+    device: str
+    type: str
+    torch: str
+    threads: int
+    ranks: int
+    memory: float
+    processors: int
+    shapes: Sequence[Sequence[int]]
+    products: Mapping[str, Sequence[float]]
+    copied: Sequence[float]
+    launch: float
+    sums: Sequence[Sequence[float]]
+    steps: Sequence[float]
+    fewer: Sequence[str]

@@ -1,0 +1,299 @@
+"""Rank the layouts of a recipe on a cluster, by the predicted time of a step.
+
+Nothing is measured and no device is needed: `--device h100:8 --nodes 16` names a cluster of 16 machines with 8 devices
+each, and a YAML file can describe any other device. All layouts are tried, whatever layout the recipe states;
+parallel.tensor=8 on the command line searches only layouts with TP 8. docs/planner.md compares predictions with
+published runs.
+
+--calibrate measures this machine and writes a device file for --device. With a run's folder instead of a recipe, the
+run is compared with its prediction, and --write FILE writes a device file with constants that fit the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.base import files, units
+from shardwise.base.errors import ConfigError
+from shardwise.cli import output
+from shardwise.config import dump_yaml, largest_stage, load_config, recipe_name
+from shardwise.config.recipe_files import carried_comments, is_without_data, own_data
+from shardwise_plan.cli.against_run import compare_with_run
+from shardwise_plan.cli.devices import compare_devices, named_devices, prices
+from shardwise_plan.cli.layout_list import answer_facts, show
+from shardwise_plan.cli.nodes import Answer, Machines, answer, is_comparison, node_counts, seconds_of
+from shardwise_plan.cli.rows import range_text
+from shardwise_plan.device_specs import MOST_FAILURES, Price, shipped_text
+from shardwise_plan.plan import Plan, distinct
+from shardwise_plan.proposals import OBJECTIVES
+from shardwise_plan.run_stages import run_with_layout
+
+_MOST_ROWS = 10
+"""Rows of the list without `--all`."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="a shipped recipe's name, or a YAML file; or the folder of a run"
+    )
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as train.steps=100"
+    )
+    parser.add_argument(
+        "--device",
+        metavar="DEVICE[:N]",
+        help="a device's name or YAML file, and the number of devices of a node; several, separated by commas, "
+        "are compared",
+    )
+    parser.add_argument("--nodes", metavar="N[,N…]", help="machines; several numbers are compared (default: 1)")
+    parser.add_argument("--objective", choices=OBJECTIVES, help="what the best layouts need least of (default: time)")
+    parser.add_argument(
+        "--price",
+        metavar="PRICE",
+        help="price of a device for an hour with its currency, such as '2.50 USD', of a node ('40 USD/node') or of a "
+        "chip ('2 USD/chip'); or one for each device; adds the price of the training",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="TIME|MONEY",
+        help="find the smallest number of nodes that train it in this time, such as '30 days', or the number that "
+        "trains it fastest for this price, such as '100000 USD'; without --nodes",
+    )
+    parser.add_argument(
+        "--failures", metavar="F", type=float, help="failures of one device in a year (default: the device file's)"
+    )
+    parser.add_argument(
+        "--restart", metavar="TIME", help="time of a restart after a failure, such as '15 minutes' (default: likewise)"
+    )
+    parser.add_argument(
+        "--why", metavar=("A", "B"), nargs=2, type=int, help="explain why layout A is faster than layout B"
+    )
+    parser.add_argument("--all", action="store_true", help="also list layouts that differ only in details")
+    parser.add_argument(
+        "--write",
+        metavar="FILE",
+        type=Path,
+        help="write the recipe with a layout of the list to FILE; for a run, a device file",
+    )
+    parser.add_argument("--layout", metavar="N", type=int, help="with --write: a row (default: the first without '!')")
+    parser.add_argument(
+        "--show-device", metavar="DEVICE", help="print the file of a device, as a beginning for your own"
+    )
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine and write a device file")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="of --calibrate (default: measured.yaml, which must not exist)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write one page with the proposals, a step's timeline and memory"
+    )
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw time against memory, and a step's timeline")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.calibrate:
+        return _calibrate(arguments)
+    if arguments.output is not None:
+        raise ConfigError(f"-o ({arguments.output}) must go with --calibrate; a recipe is written by --write")
+    if arguments.show_device is not None:
+        return _show_device(arguments)
+    if arguments.recipe is None:
+        raise ConfigError("RECIPE must be named, or the folder of a run, or --calibrate or --show-device given")
+    if arguments.device is None:
+        raise ConfigError("--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it")
+    if Path(arguments.recipe).is_dir():
+        nodes = node_counts(arguments.nodes)
+        if len(nodes) > 1:
+            raise ConfigError(f"--nodes ({arguments.nodes}) must be one number: that of the run's machines")
+        return compare_with_run(arguments, Machines(arguments.device).on(nodes[0]))
+    recipe: str = arguments.recipe
+    config = largest_stage(load_config(recipe, arguments.overrides))
+    fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
+    if is_comparison(arguments):
+        # A rule of the batch would otherwise let each cluster train other tokens.
+        config = config.with_tokens_for_any_batch()
+    devices = named_devices(arguments.device)
+    price_of = prices(arguments.price, devices)
+
+    def answered(device: str) -> Answer:
+        return answer(arguments, _machines(arguments, device, price_of[device]), config, fixed)
+
+    if arguments.layout is not None and arguments.write is None:
+        raise ConfigError(f"--layout ({arguments.layout}) must go with --write FILE: it chooses what is written")
+    if arguments.plot is not None and not arguments.plot.suffix:
+        raise ConfigError(f"--plot ({arguments.plot}) must end in its format, such as .png or .svg")
+    if len(devices) > 1:
+        return compare_devices(arguments, devices, answered)
+    chosen = answered(devices[0])
+    # The numbers that --layout, --why and a plot have are those of the rows.
+    listed = chosen.result.plans if arguments.all else _without_details(chosen.result.plans)
+    if arguments.write is not None:
+        # Before the list, whose reader may close the output, as `head` does.
+        _write(arguments.write, recipe, devices[0], listed, arguments.layout)
+    if arguments.html is not None:
+        from shardwise_plan.cli.page import page  # costly to import, for a page alone
+
+        files.write_new(arguments.html, page(recipe_name(recipe), chosen, listed), "--html")
+        output.progress(f"wrote {arguments.html}")
+    if arguments.why is not None:
+        _show_differences(listed, *arguments.why)
+    elif arguments.json:
+        output.json(answer_facts(chosen, listed))
+    else:
+        show(recipe_name(recipe), chosen, listed)
+    if arguments.plot is not None:
+        draw(listed, arguments.plot)
+        output.progress(f"wrote {arguments.plot}")
+    return 0
+
+
+def _machines(arguments: argparse.Namespace, device: str, price: Price | None) -> Machines:
+    failures = arguments.failures
+    if failures is not None and not 0 <= failures <= MOST_FAILURES:
+        raise ConfigError(
+            f"--failures ({failures}) must be failures of a device in a year, from 0 to {MOST_FAILURES:,g}"
+        )
+    restart = None if arguments.restart is None else seconds_of(arguments.restart, "--restart")
+    return Machines(device, price, failures, restart)
+
+
+def _without_details(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans that differ by more than details, at most ten, and of each number of nodes some."""
+    different = [plans[index] for index in distinct(plans)]
+    numbers = Counter[int]()
+    most = max(2, _MOST_ROWS // len({plan.cluster.nodes for plan in different}))
+    listed = []
+    for plan in different:
+        numbers[plan.cluster.nodes] += 1
+        if numbers[plan.cluster.nodes] <= most:
+            listed.append(plan)
+    return listed
+
+
+def _show_device(arguments: argparse.Namespace) -> int:
+    if arguments.recipe is not None or arguments.device is not None:
+        raise ConfigError(f"--show-device ({arguments.show_device}) must go alone: it plans nothing")
+    output.raw(shipped_text(arguments.show_device).rstrip("\n"))
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    other_options = (
+        "recipe", "overrides", "device", "nodes", "objective", "price", "budget", "failures", "restart", "why", "write",
+        "layout", "html", "plot", "show_device",
+    )  # fmt: skip
+    if any(getattr(arguments, option) for option in other_options) or arguments.json:
+        raise ConfigError("--calibrate must go alone or with -o FILE: it measures this machine, whatever the recipe")
+    # A plan needs neither the launcher of ranks nor what fits constants to measurements.
+    from shardwise_plan.calibrate import calibrate
+
+    target: Path = arguments.output or Path("measured.yaml")
+    output.progress("measuring this machine takes about a minute; other work on it makes the figures worse")
+    output.table(calibrate(target))
+    output.progress(f"wrote {target}; plan with: shardwise plan RECIPE --device {target}")
+    return 0
+
+
+def _show_differences(plans: list[Plan], first: int, second: int) -> None:
+    """Print the parts of two layouts side by side, the largest difference first."""
+    for number in (first, second):
+        if not 1 <= number <= len(plans):
+            raise ConfigError(f"--why {first} {second} must name two layouts of the list, 1 to {len(plans)}")
+    left = plans[first - 1]
+    right = plans[second - 1]
+    output.prose(f"{first}: {left.text()}")
+    output.prose(f"{second}: {right.text()}")
+    output.line()
+    right_seconds = dict(right.time.rows())
+    parts = [(part, seconds, right_seconds[part]) for part, seconds in left.time.rows()]
+    parts.append(("step", left.time.total, right.time.total))
+    # The step itself stays last, below its parts.
+    parts[:-1] = sorted(parts[:-1], key=lambda part: -abs(part[2] - part[1]))
+    rows = [(name.replace("_", " "), f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}") for name, a, b in parts if a or b]
+    output.table(rows, ("seconds", str(first), str(second), "difference"), right=(1, 2, 3))
+    output.line()
+    right_bytes = dict(right.memory.rows())
+    memory_rows = []
+    for kind, size in left.memory.rows():
+        other_size = right_bytes.get(kind, 0)
+        if size or other_size:
+            memory_rows.append((kind, units.size(size), units.size(other_size)))
+    output.table(memory_rows, ("memory", str(first), str(second)), right=(1, 2))
+
+
+def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: int | None) -> None:
+    """Write the recipe with a layout of the list, and print how to train it.
+
+    Args:
+        device: value of `--device`.
+        number: number of the layout; None: the first that leaves a tenth of the memory free, or else 1.
+    """
+    choice = ""
+    if number is None:
+        number = next((row for row, plan in enumerate(plans, 1) if not plan.is_tight), 1)
+        choice = ", the first that leaves a tenth of the memory free" if number > 1 else ""
+    if not 1 <= number <= len(plans):
+        raise ConfigError(f"--layout ({number}) must be a layout of the list, 1 to {len(plans)}")
+    plan = plans[number - 1]
+    config = run_with_layout(plan.config, plan.layout)
+    which = "as `shardwise plan` predicts it fastest" if number == 1 else f"layout {number} of `shardwise plan`{choice}"
+    text = f"# {recipe_name(recipe)} on {plan.cluster}: {plan.text()}, {which}\n{carried_comments(recipe, config)}"
+    # Keys that the recipe left out stay out: a later release may have a better default for them.
+    values = config.with_tokens(config.model_dump(mode="json", exclude_unset=True))
+    if not plan.calendar.is_given:
+        # The list assumes the interval that costs least; of a training of seconds it would be 0.
+        values.setdefault("checkpoint", {})["every_minutes"] = max(0.1, round(plan.calendar.interval / 60, 1))
+    files.write_new(path, text + dump_yaml(values), "--write")
+    nodes = plan.cluster.nodes
+    command = f"shardwise train {path}"
+    if nodes > 1:
+        command = f"shardwise submit {path} --nodes {nodes} --device {device}"
+        command += f" launch.ranks_per_node={plan.cluster.per_node}"
+    replaced = ""
+    if is_without_data(plan.config):
+        command += f" {own_data(recipe)}"
+        replaced = " (replace YOUR_… by the paths of your data)"
+    ranges = range_text(plan)
+    predicted = f" with layout {number}{choice}{f', predicted to take {ranges}' if ranges else ''}"
+    output.progress(f"wrote {path}{predicted}; train it with{replaced}: {command}")
+
+
+_COLOURS = {"forward": "#4477aa", "backward": "#66ccaa", "input": "#ccbb44", "weight": "#ee8866"}
+_MOST_BARS = 20_000
+"""Largest number of actions that a picture shows: each is an object of matplotlib."""
+
+
+def draw(plans: Sequence[Plan], path: Path) -> None:
+    """Draw time against memory of all plans, and the timeline of the best one, in the format of the file's suffix."""
+    # Costly to import, for a plot alone.
+    from shardwise.base.libraries import optional_library
+
+    figures = optional_library("matplotlib.figure", "--plot needs", "plot")
+    figure = figures.Figure(figsize=(11, 8), layout="constrained")
+    scatter, bars = figure.subplots(2, 1)
+    for number, plan in enumerate(plans, 1):
+        position = (plan.memory.total / 1e9, plan.time.total)
+        scatter.scatter(*position, color="#4477aa")
+        scatter.annotate(str(number), position, xytext=(4, 4), textcoords="offset points")
+    scatter.set(xlabel="memory of the neediest rank (GB)", ylabel="step (s)", title="the best layouts, by their number")
+    best = plans[0]
+    ranks = best.timeline().ranks
+    for rank, actions in enumerate(ranks):
+        # Of a long pipeline the first actions are drawn, which have all that repeats.
+        for timed in actions[: max(1, _MOST_BARS // len(ranks))]:
+            color = _COLOURS[timed.action.kind]
+            bars.barh(rank, timed.end - timed.start, left=timed.start, color=color, linewidth=0)
+    title = f"{best.text()}: {best.time.total:.3g} s, then reduction and update"
+    bars.set(xlabel="seconds", ylabel="pipeline rank", title=title)
+    bars.invert_yaxis()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from None

@@ -1,0 +1,285 @@
+"""The layouts that a search tries: which degrees, schedules, micro-batches, recomputes and shardings there are."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import get_args
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.mesh_axes import layout_text
+from shardwise.config import Config, Frequency, Layout, Recompute, Schedule, check_layout
+from shardwise.config.optimizer import OptimizerConfig
+from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from shardwise_plan.device_specs import Device
+from shardwise_plan.run_stages import check_other_stages
+
+# The default comes first: among layouts that take equally long, the first is preferred.
+_SCHEDULES: tuple[Schedule, ...] = (
+    DEFAULT_SCHEDULE,
+    *(name for name in get_args(Schedule) if name != DEFAULT_SCHEDULE),
+)
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+# An assumption: larger micro-batches take memory and gain little. The recipe's own is tried too.
+_MOST_IN_MICRO_BATCH = 16
+FIXABLE = (
+    "parallel.tensor", "parallel.sequence", "parallel.context", "parallel.pipeline", "parallel.schedule",
+    "parallel.virtual_stages", "parallel.stages", "parallel.replicate", "train.micro_batch", "train.recompute",
+    "optimizer.zero", "optimizer.reduce",
+)  # fmt: skip
+"""Keys that a layout sets, and that may keep the recipe's value instead."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The keys that a layout sets."""
+
+    tensor: int
+    sequence: bool
+    context: int
+    pipeline: int
+    schedule: Schedule
+    virtual: int | None
+    micro_batch: int
+    recompute: Recompute
+    zero: int
+    replicate: int = 1
+    reduce: Frequency | None = None
+    regathers: bool = False
+    passes_keys: bool = False
+
+    def applied(self, config: Config) -> Config:
+        """Return the configuration with this layout."""
+        parallel: dict[str, object] = {
+            "tensor": self.tensor,
+            "sequence": self.sequence,
+            "context": self.context,
+            "pipeline": self.pipeline,
+            "schedule": self.schedule,
+            "virtual_stages": self.virtual,
+        }
+        if self.regathers:
+            parallel["sequence_regather"] = True
+        if self.passes_keys:
+            parallel["context_keys"] = "ring"
+        # A recipe's sizes of stages are for its own number of stages.
+        if len(config.parallel.stages or ()) != self.pipeline * (self.virtual or 1):
+            parallel["stages"] = None
+        train = {"micro_batch": self.micro_batch, "recompute": self.recompute}
+        return self.sharded(
+            config.model_copy(
+                update={
+                    "parallel": config.parallel.model_copy(update=parallel),
+                    "train": config.train.model_copy(update=train),
+                }
+            )
+        )
+
+    def sharded(self, config: Config) -> Config:
+        """Return a configuration with this sharding over data parallelism alone."""
+        optimizer: dict[str, object] = {"zero": self.zero}
+        if self.reduce != config.optimizer.reduce:
+            optimizer["reduce"] = self.reduce
+        update: dict[str, object] = {"optimizer": config.optimizer.model_copy(update=optimizer)}
+        if self.replicate != config.parallel.replicate:
+            update["parallel"] = config.parallel.model_copy(update={"replicate": self.replicate})
+        return config.model_copy(update=update)
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if gradients of weights are computed apart from those of activations."""
+        return self.pipeline > 1 and SCHEDULES[self.schedule].splits_backward
+
+    def text(self, world: int) -> str:
+        """Return the choice on `world` ranks, such as `TP 8 + SP × PP 4 × DP 2, 1f1b, micro-batch 2, …`."""
+        degrees = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
+        degrees["data"] = world // math.prod(degrees.values())
+        words = [layout_text(degrees, sequence=self.sequence)]
+        if self.regathers:
+            words.append("gathered again")
+        if self.passes_keys:
+            words.append("keys in a ring")
+        if self.pipeline > 1:
+            words.append(f"{self.schedule} with {self.virtual} stages a rank" if self.virtual else self.schedule)
+        words += [f"micro-batch {self.micro_batch}", f"recompute {self.recompute}", self._sharding_text()]
+        return ", ".join(words)
+
+    def _sharding_text(self) -> str:
+        settings = OptimizerConfig.model_construct(zero=self.zero, reduce=self.reduce)
+        return settings.sharding_text(self.replicate)
+
+
+def compiled(config: Config, device: Device) -> Config:
+    """Return the configuration with compiled blocks on CUDA, unless its recipe chooses, or its layout must not."""
+    is_able = not (config.splits_backward or config.parallel.tensor_overlap or config.regathers or config.passes_keys)
+    if "enabled" in config.compile.model_fields_set or not (device.is_cuda and is_able):
+        return config
+    return config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": True})})
+
+
+def choices(
+    config: Config, world: int, per_node: int, fixed: Collection[str] = (), refused: Counter[str] | None = None
+) -> Iterator[tuple[list[list[Choice]], Layout]]:
+    """Yield every layout on `world` devices, with lists of shardings, of each of which the first that fits is taken.
+
+    Tensor parallelism stays within a node, unless the recipe's own degree is larger.
+
+    Args:
+        config: the recipe's configuration.
+        world: number of devices.
+        per_node: devices of a node.
+        fixed: keys that keep the recipe's values.
+        refused: numbers of layouts that a rule forbids, by the key of the rule; they are added to it.
+    """
+    refused = Counter() if refused is None else refused
+    base = config
+    if "parallel.stages" not in fixed:
+        base = config.model_copy(update={"parallel": config.parallel.model_copy(update={"stages": None})})
+    is_fixed = "train.recompute" in fixed and config.train.recompute != "auto"
+    recomputes = (config.recompute,) if is_fixed else _RECOMPUTES
+    for degrees in _degrees(config, world, per_node, fixed):
+        for micro_batch in _micro_batches(config, fixed):
+            # Recompute and ZeRO change no rule, so that one check serves all of their values.
+            replicate = config.parallel.replicate if "parallel.replicate" in fixed else 1
+            optimizer = config.optimizer
+            first = Choice(*degrees, micro_batch, "none", optimizer.zero, replicate, optimizer.reduce)
+            data = world // (first.tensor * first.context * first.pipeline)
+            if not data or config.train.global_batch % (micro_batch * data):
+                refused["train.global_batch"] += len(recomputes)
+                continue
+            try:
+                layout = check_layout(first.applied(base), world)
+                check_other_stages(first.applied(base), layout)
+            except ConfigError as error:
+                key = re.search(r"[a-z]+\.[a-z_]+", error.problems[0])
+                refused[key[0] if key else "the model"] += len(recomputes)
+                continue
+            shardings = list(_shardings(first.applied(base), layout, per_node, fixed))
+            for recompute in recomputes:
+                yield [[Choice(*degrees, micro_batch, recompute, *cut) for cut in cuts] for cuts in shardings], layout
+
+
+_Sharding = tuple[int, int, Frequency | None]
+"""The stage of ZeRO, the number of copies, and when gradients are reduced."""
+
+
+def _shardings(config: Config, layout: Layout, per_node: int, fixed: Collection[str]) -> Iterator[list[_Sharding]]:
+    """Yield lists of shardings that send more and hold less from one to the next: the first that fits is the fastest.
+
+    Shards are those of all ranks with the same part of the model, or of those of a node with copies on other nodes.
+    """
+    optimizer = config.optimizer
+    if layout.replicas == 1:
+        # On one rank all are the same.
+        yield [(optimizer.zero, config.parallel.replicate, optimizer.reduce)]
+        return
+    replicates = [1]
+    replicas = layout.replicas
+    in_node = per_node // layout.tensor
+    if "parallel.replicate" in fixed:
+        replicates = [config.parallel.replicate]
+    elif in_node > 1 and per_node % layout.tensor == 0 and replicas % in_node == 0 and replicas > in_node:
+        replicates.append(replicas // in_node)
+    for replicate in replicates:
+        stages = [(zero, replicate, reduce) for zero, reduce in _stages(config, layout, fixed)]
+        if stages:
+            yield stages
+    if "optimizer.zero" not in fixed or optimizer.zero == 0:
+        yield [(0, config.parallel.replicate, optimizer.reduce)]
+
+
+def _stages(config: Config, layout: Layout, fixed: Collection[str]) -> Iterator[tuple[int, Frequency | None]]:
+    """Yield stages of ZeRO above 0, each with the time of its reductions, which hold less and less memory.
+
+    Stage 2 holds all gradients where it reduces them once a step, and stage 3 all weights where it gathers them once a
+    step: neither then holds less than stage 1.
+    """
+    optimizer = config.optimizer
+    stages = (optimizer.zero,) if "optimizer.zero" in fixed else (1, 2, 3)
+    for zero in stages:
+        if zero == 0 or (zero > 1 and len(stages) > 1 and config.gather == "step"):
+            continue
+        if zero == 1 or "optimizer.reduce" in fixed:
+            yield zero, optimizer.reduce
+            continue
+        if zero == 3 and layout.accumulation(config.train) > 1:
+            yield zero, "step"
+        if len(stages) == 1 or not config.is_bit_equal:
+            yield zero, None
+
+
+def _micro_batches(config: Config, fixed: Collection[str]) -> list[int]:
+    recipes = config.train.micro_batch
+    if "train.micro_batch" in fixed:
+        return [recipes]
+    powers = [2**n for n in range(_MOST_IN_MICRO_BATCH.bit_length())]
+    return sorted({recipes, *powers})
+
+
+_Degrees = tuple[int, bool, int, int, Schedule, int | None]
+"""Tensor degree, sequence parallelism, context degree, pipeline degree, schedule and virtual stages."""
+# An assumption: with shorter chunks of a sample, matrices are small, and the other axes are the better ones.
+_LEAST_CHUNK = 1024
+
+
+def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) -> Iterator[_Degrees]:
+    """Yield the degrees that divide the world and the model; `check_layout` has further rules."""
+    parallel = config.parallel
+    model = config.known_shapes
+    if "parallel.tensor" in fixed:
+        tensors = [parallel.tensor]
+    else:
+        tensors = [n for n in range(1, per_node + 1) if world % n == 0 and model.num_attention_heads % n == 0]
+    for tensor in tensors:
+        if "parallel.sequence" in fixed:
+            sequences = [parallel.sequence and tensor > 1]
+        else:
+            sequences = [True, False] if tensor > 1 else [False]
+        for context in _contexts(config, world // tensor, fixed):
+            ranks = world // (tensor * context)
+            if "parallel.pipeline" in fixed:
+                pipelines = [parallel.pipeline]
+            else:
+                pipelines = [n for n in range(1, model.num_hidden_layers + 1) if ranks % n == 0]
+            for pipeline in pipelines:
+                for schedule, virtual in _schedules(config, pipeline, fixed):
+                    for sequence in sequences:
+                        yield tensor, sequence, context, pipeline, schedule, virtual
+
+
+def _contexts(config: Config, ranks: int, fixed: Collection[str]) -> list[int]:
+    """Return the degrees of context parallelism that divide the ranks: the recipe's, and all that leave long chunks.
+
+    Each rank has two chunks of each sample, of at least `_LEAST_CHUNK` tokens.
+    """
+    recipes = config.parallel.context
+    if "parallel.context" in fixed:
+        return [recipes]
+    length = config.train.sequence_length
+    most = max(1, length // (2 * _LEAST_CHUNK))
+    degrees = {n for n in range(1, most + 1) if n == 1 or length % (2 * n) == 0}
+    return [n for n in sorted({recipes, *degrees}) if ranks % n == 0]
+
+
+def _schedules(config: Config, pipeline: int, fixed: Collection[str]) -> Iterator[tuple[Schedule, int | None]]:
+    """Yield schedules with their virtual stages; those with any number of stages have equal ones."""
+    model = config.known_shapes
+    if pipeline == 1:
+        yield DEFAULT_SCHEDULE, None
+        return
+    for schedule in (config.parallel.schedule,) if "parallel.schedule" in fixed else _SCHEDULES:
+        spec = SCHEDULES[schedule]
+        if spec.is_single_stage:
+            yield schedule, None
+        elif spec.is_v_shaped:
+            yield schedule, spec.stages_per_rank
+        elif "parallel.virtual_stages" in fixed:
+            yield schedule, config.parallel.virtual_stages
+        else:
+            layers = model.num_hidden_layers
+            for virtual in range(spec.stages_per_rank, layers // pipeline + 1):
+                if layers % (pipeline * virtual) == 0:
+                    yield schedule, virtual

@@ -1,0 +1,44 @@
+"""The prediction for a layout as rows of text: in a dry run for other machines, and before a job is submitted."""
+
+from __future__ import annotations
+
+from shardwise.base import units
+from shardwise.config import Config, Layout
+from shardwise.estimates.memory_choice import RESERVED
+from shardwise.train.summary import PredictedStep
+from shardwise_plan.device_specs import Cluster
+from shardwise_plan.plan import Plan, predicted
+
+
+def predicted_step(config: Config, layout: Layout, cluster: Cluster) -> PredictedStep:
+    """Return the prediction of a dry run for a layout on a cluster, whether or not it fits."""
+    plan = predicted(config, layout, cluster)
+    return PredictedStep(str(cluster), predicted_rows(plan), None if plan is None else plan.time.total)
+
+
+def predicted_rows(plan: Plan | None) -> list[tuple[str, str]]:
+    """The time of a step on a cluster, its parts, and the memory that is left or lacks."""
+    if plan is None:
+        return [("time", "not known for a model of your own")]
+    time = plan.time
+    mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
+    return [
+        ("step", f"{units.step_duration(time.total)} predicted, {plan.tokens_per_second:,.0f} tokens/s{mfu}"),
+        ("  parts", time.shares()),
+        ("  all steps", units.duration(plan.seconds)),
+        (
+            "  calendar",
+            f"{units.duration(plan.calendar.seconds)} with evaluations, checkpoints and failures (goodput "
+            f"{plan.calendar.goodput:.1%}), {plan.device_hours:,.0f} device-hours",
+        ),
+        ("  memory", memory_text(plan)),
+    ]
+
+
+def memory_text(plan: Plan) -> str:
+    """Whether a layout fits on each device of its cluster."""
+    state = f"{units.size(plan.headroom)} free{' (tight)' if plan.is_tight else ''}"
+    if plan.headroom < 0:
+        state = f"does not fit: {units.size(plan.memory.total)} are needed"
+    reserve = f"{RESERVED:.0%} of the device's {units.size(plan.cluster.device.memory)}"
+    return f"{state} beside a reserve of {reserve} (context, buffers, fragmentation)"

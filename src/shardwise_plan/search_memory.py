@@ -1,0 +1,141 @@
+"""The memory of a layout as a search asks for it: at least so much, or that of a step that is shortened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from shardwise.config import DTYPE_BYTES, Config, Layout, Schedule
+from shardwise.config.layout import Stage
+from shardwise.config.schedules import SCHEDULES
+from shardwise.estimates.activations import kept_and_work
+from shardwise.estimates.memory import MemoryEstimate, memory_of, messages_of_a_micro_batch
+from shardwise.estimates.memory_choice import candidates
+from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.models.parameter_counts import local_parameter_count
+from shardwise.pipeline.in_flight import blocks_in_flight
+from shardwise.pipeline.partition import stage_plan
+from shardwise_plan.device_specs import Cluster
+from shardwise_plan.layout_choices import Choice, compiled
+
+
+class LeastMemory:
+    """Bytes that a rank of a layout needs at least. It computes once what layouts have in common."""
+
+    def __init__(self, config: Config, cluster: Cluster) -> None:
+        self._config = config
+        self._device = cluster.device
+        self._precision = config.precision.resolved(cluster.device.is_accelerator)
+        self._offloads = config.optimizer.offload and cluster.device.is_accelerator
+        self._elements: dict[int, tuple[int, int]] = {}
+        self._first_stages: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._kept: dict[tuple[object, ...], int] = {}
+
+    def __call__(self, choice: Choice, layout: Layout) -> float:
+        """Return the bytes that the first pipeline rank needs at least: its blocks' state, and what they keep.
+
+        Embedding and head, gradients of activations and messages are left out, which only add to it.
+        """
+        stages = self._blocks_of_first_rank(choice, layout)
+        micro_batches = _shorter_step(
+            layout, self._config.train.global_batch // (choice.micro_batch * layout.data), choice.schedule
+        )
+        blocks = blocks_in_flight(choice.schedule, layout.pipeline, stages, micro_batches)
+        return self.state(choice, layout, sum(stages)) + blocks * self._kept_by_a_block(choice, layout)
+
+    def state(self, choice: Choice, layout: Layout, blocks: int | None = None) -> float:
+        """Return the bytes of the state of so many blocks, by default of those of an average pipeline rank.
+
+        Some rank has at least the average, and embedding and head, which are left out, only add to it.
+        """
+        model = self._config.known_shapes
+        precision = self._precision
+        if layout.tensor not in self._elements:
+            # A stage between others has blocks alone.
+            inner_stage = Stage(index=1, rank=0, layers=range(1), stages=3)
+            all_elements, in_matrices = (
+                local_parameter_count(model, layout.tensor, stages=(inner_stage,), block_matrices=only) or 0
+                for only in (False, True)
+            )
+            self._elements[layout.tensor] = (all_elements, in_matrices)
+        layers = max(1, model.num_hidden_layers // layout.pipeline) if blocks is None else blocks
+        elements, matrices = (layers * count for count in self._elements[layout.tensor])
+        kept = self._config.optimizer.spec.kept_bytes(
+            elements, matrices, master=precision.master_bytes, state=DTYPE_BYTES[precision.moments]
+        )
+        shards = layout.replicas // choice.replicate if choice.zero else 1
+        parameters = elements * DTYPE_BYTES[precision.parameter] / (shards if choice.zero == 3 else 1)
+        # Gradients that are reduced once a step are whole until then.
+        reduces_once = choice.reduce == "step" or (choice.reduce is None and self._config.is_bit_equal)
+        is_cut = choice.zero >= 2 and not reduces_once and not choice.splits_backward
+        gradients = elements * DTYPE_BYTES[precision.gradient] / (shards if is_cut else 1)
+        on_device = 0 if self._offloads else kept
+        return parameters + gradients + on_device / shards
+
+    def _blocks_of_first_rank(self, choice: Choice, layout: Layout) -> tuple[int, ...]:
+        """Return the number of blocks of each stage of the first pipeline rank."""
+        key = (choice.pipeline, choice.schedule, choice.virtual)
+        if key not in self._first_stages:
+            plan = stage_plan(choice.applied(self._config), layout)
+            self._first_stages[key] = tuple(len(stage.layers) for stage in plan if stage.rank == 0)
+        return self._first_stages[key]
+
+    def _kept_by_a_block(self, choice: Choice, layout: Layout) -> int:
+        """Return what a block keeps for a micro-batch's backward pass, with the choices that keep least."""
+        key = (
+            *(choice.tensor, choice.sequence, choice.context, choice.micro_batch),
+            *(choice.recompute, choice.splits_backward),
+        )
+        if key not in self._kept:
+            config = compiled(choice.applied(self._config), self._device)
+            sizes = []
+            for candidate in candidates(config, layout):
+                accelerator = self._device.is_accelerator
+                (workload,) = RankWorkload.of_ranks(candidate, layout, accelerator, only={0})
+                sizes += [kept_and_work(workload, layer)[0] for layer in set(workload.first_alike.values())]
+            self._kept[key] = min(sizes)
+        return self._kept[key]
+
+
+def _shorter_step(layout: Layout, micro_batches: int, schedule: Schedule) -> int:
+    """Return a number of micro-batches that have the activations in flight of a longer step.
+
+    These do not depend on the number of micro-batches beyond a few rounds of the schedule, unless all forward passes
+    come first.
+    """
+    p = layout.pipeline
+    if p == 1:
+        return min(micro_batches, 2)
+    if SCHEDULES[schedule].holds_all_micro_batches or micro_batches < 5 * p:
+        return micro_batches
+    return 3 * p + micro_batches % p  # as many more than whole rounds
+
+
+def short_step_memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> MemoryEstimate:
+    """Return the memory of the pipeline rank that needs most, or of the first one that needs more than `limit` bytes.
+
+    It is computed for a shorter step if the step is long; messages, which are held for all micro-batches, are added.
+
+    Ranks with equally many blocks that both receive and send differ by what is in flight, which is most on the first
+    of them, and where backward passes are split on the last of them. So beside the first and the last rank, the first
+    of each number of blocks and the last but one are looked at, those with most blocks first.
+    """
+    accelerator = cluster.device.is_accelerator
+    micro_batches = layout.accumulation(config.train)
+    p = layout.pipeline
+    shorter = _shorter_step(layout, micro_batches, config.parallel.schedule)
+    short_config = config.with_batch(config.train.global_batch // micro_batches * shorter)
+    blocks = Counter[int]()
+    for stage in stage_plan(short_config, layout):
+        blocks[stage.rank] += len(stage.layers)
+    first_with = {blocks[rank]: rank for rank in range(p - 2, 0, -1)}
+    ranks = {0, max(0, p - 2), p - 1, *first_with.values()}
+    workloads = RankWorkload.of_ranks(short_config, layout, accelerator, only=ranks)
+    estimates: list[MemoryEstimate] = []
+    for workload in sorted(workloads, key=lambda workload: -workload.layers):
+        memory = memory_of(workload, limit)
+        messages = (micro_batches - shorter) * messages_of_a_micro_batch(workload)
+        estimates.append(replace(memory, pipeline=memory.pipeline + messages))
+        if estimates[-1].total > limit:
+            break
+    return max(estimates, key=lambda memory: memory.total)

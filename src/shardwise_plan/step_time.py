@@ -1,0 +1,562 @@
+"""The time of an optimizer step on a cluster, and what it is spent on. Deterministic; nothing is measured.
+
+Legend: see `estimates/rank_workload.py`. Ranks are [pipeline, data, tensor], tensor fastest, and nodes take consecutive
+ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+
+from shardwise.config import DTYPE_BYTES, Config, Layout, Precision
+from shardwise.config.layout import Stage
+from shardwise.models.parameter_counts import LocalWidths, block_matrix_shapes, local_parameter_count
+from shardwise.optim.bucket_layout import bucket_bytes
+from shardwise.pipeline.partition import stage_plan
+from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
+from shardwise_plan import block_seconds, device_seconds
+from shardwise_plan.block_shape import BlockShape
+from shardwise_plan.device_seconds import Constants, RankGroup, constants_of, group
+from shardwise_plan.device_specs import Cluster
+from shardwise_plan.makespan import makespan
+from shardwise_plan.program_traits import ProgramTraits
+from shardwise_plan.update_bytes import update_bytes
+
+# Kernels that a block starts in its forward pass, as torch's dispatcher counts them: of a plain block, and additional
+# ones for rotary positions and for a gate. An accelerator starts no kernel for a view of a tensor; the host of a CPU's
+# rank spends time on each operator.
+_ACCELERATOR_KERNELS = (18, 8, 5)
+_CPU_OPERATORS = (37, 8, 7)
+
+
+_LEAST_SHARE = 0.001
+"""Share of a step from which on a part is shown."""
+_HOST_BANDWIDTH = 100e9
+"""Bytes a second of a machine's memory, which its ranks share as they update offloaded state: assumed, not measured."""
+HOST_LINK_BANDWIDTH = 25e9
+"""Bytes a second between a device and its host, of PCIe 4.0 with 16 lanes: assumed, not measured."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step of the pipeline rank that works longest, by what they are spent on; they sum to `total`.
+
+    Attributes:
+        matmul: matrix products of blocks, forward and backward, without recompute.
+        attention: attention core.
+        memory_bound: norms, activations, dropout and sums, which memory limits.
+        accumulation: additions of the gradients of blocks' weights to those of earlier micro-batches.
+        launch: waits of the device for the host.
+        head: output head and loss, and the embedding.
+        recompute: all that is computed a second time.
+        tensor: collectives of tensor and sequence parallelism, as far as no product hides them.
+        context: collectives of context parallelism.
+        messages: waits of the rank while it sends to other stages.
+        bubble: waits of the rank for other stages.
+        reduction: gradients over data parallelism, as far as no backward pass hides it; behind one, the part of the
+            device that its kernels take.
+        gather: all-gathers of ZeRO's parameters, likewise.
+        optimizer: update with the gradient norm.
+    """
+
+    matmul: float
+    attention: float
+    memory_bound: float
+    accumulation: float
+    launch: float
+    head: float
+    recompute: float
+    tensor: float
+    context: float
+    messages: float
+    bubble: float
+    reduction: float
+    gather: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(seconds for _, seconds in self.rows())
+
+    @property
+    def communication(self) -> float:
+        """Seconds that nothing hides."""
+        return self.tensor + self.context + self.messages + self.reduction + self.gather
+
+    def scaled(self, ratio: float) -> StepTime:
+        """Return a step each part of which takes so many times as long."""
+        return StepTime(**{part: ratio * seconds for part, seconds in self.rows()})
+
+    def rows(self) -> list[tuple[str, float]]:
+        """(part, seconds) in the order in which they are shown."""
+        return [(part.name, getattr(self, part.name)) for part in fields(self)]
+
+    def shares(self) -> str:
+        """The parts of at least 0.1%, as shares of the step, the largest first."""
+        parts = sorted(((seconds / self.total, part) for part, seconds in self.rows()), reverse=True)
+        return ", ".join(f"{part.replace('_', ' ')} {share:.1%}" for share, part in parts if share >= _LEAST_SHARE)
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """The work of a stage on one micro-batch.
+
+    Attributes:
+        stage: the stage.
+        block: seconds of each of its blocks.
+        ends: seconds of the embedding and of the head, if the stage has them.
+        action: seconds that the schedule takes beside each pass.
+    """
+
+    stage: Stage
+    block: block_seconds.PassSeconds
+    ends: tuple[block_seconds.PassSeconds, ...]
+    action: float = 0.0
+
+    @cached_property
+    def times(self) -> StageTimes:
+        layers = len(self.stage.layers)
+        return StageTimes(
+            layers * self.block.forward.total + sum(end.forward.total for end in self.ends) + self.action,
+            layers * self.block.backward.total + sum(end.backward.total for end in self.ends) + self.action,
+            layers * self.block.weight + sum(end.weight for end in self.ends),
+        )
+
+
+def step_time(
+    config: Config,
+    layout: Layout,
+    cluster: Cluster,
+    program: ProgramTraits | None = None,
+    constants: Constants | None = None,
+) -> StepTime | None:
+    """Return the time of one step. None for a model of your own.
+
+    Args:
+        config: the whole configuration.
+        layout: degrees of parallelism.
+        cluster: devices that it runs on.
+        program: traits of the program that trains; None: this package.
+        constants: constants of the device; None: those that were measured on it, else those that were fitted.
+    """
+    if config.shapes is None:
+        return None
+    inputs = _StepInputs.of(config, layout, cluster, program, constants)
+    message = inputs.message_seconds()
+    if inputs.program.waits_for_messages and layout.pipeline > 1:
+        # The rank spends the time of a message in the pass that sends it, so nothing is under way between ranks.
+        wait = message + inputs.constants.wait
+        in_flight = 0.0
+    else:
+        wait = 0.0
+        in_flight = message
+    times = tuple(
+        StageTimes(work.times.forward + wait, work.times.backward + wait, work.times.weight) for work in inputs.works
+    )
+    busy = _busy_seconds(inputs.works, times, layout.pipeline)
+    longest = max(range(layout.pipeline), key=busy.__getitem__)
+    m = layout.accumulation(config.train)
+    makespan_seconds = makespan(config.parallel, m, times, in_flight, config.recompute)
+    # The parts are those of one rank, and all that it does not work is bubble, so that they sum to the makespan.
+    works = [work for work in inputs.works if work.stage.rank == longest]
+    forward, backward, recompute = _block_sums(works)
+    # The backward pass contains the recompute, which has a row of its own.
+    model_work = forward.plus(backward).plus(recompute, -1)
+    ends = sum(end.forward.total + end.backward.total for work in works for end in work.ends)
+    update = inputs.update_seconds()
+    return StepTime(
+        matmul=m * model_work.matmul,
+        attention=m * model_work.attention,
+        memory_bound=m * model_work.memory_bound,
+        accumulation=m * model_work.accumulation,
+        launch=m * (model_work.launch + sum(2 * work.action for work in works)),
+        head=m * ends,
+        recompute=m * recompute.total,
+        tensor=m * model_work.tensor,
+        context=m * model_work.context,
+        messages=m * wait * 2 * len(works),  # each stage sends one message in each direction
+        bubble=max(0.0, makespan_seconds - m * busy[longest]),
+        reduction=update.reduction,
+        gather=update.gather,
+        optimizer=update.optimizer,
+    )
+
+
+def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster) -> list[float]:
+    """Return seconds that no schedule can beat: the work of the busiest rank, and the update.
+
+    Waits for other ranks and for messages are left out, which only add to them. The configurations differ only in how
+    data parallelism is sharded.
+    """
+    inputs = _StepInputs.of(configs[0], layout, cluster)
+    busy = _busy_seconds(inputs.works, [work.times for work in inputs.works], layout.pipeline)
+    work = max(busy) * layout.accumulation(configs[0].train)
+    return [work + replace(inputs, config=config).update_seconds().total for config in configs]
+
+
+def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
+    """Return the timeline of a step, with the times that `step_time` adds up."""
+    inputs = _StepInputs.of(config, layout, cluster)
+    stages = [work.times for work in inputs.works]
+    micro_batches = layout.accumulation(config.train)
+    return timeline(config.parallel, micro_batches, stages, inputs.message_seconds(), config.recompute)
+
+
+def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
+    """Return the traits of this package's training there."""
+    model = config.known_shapes
+    on_accelerator = cluster.device.is_accelerator
+    # A fused kernel drops probabilities by masks of its own, which only an accelerator's has.
+    fused = model.attention_dropout_p == 0 or (on_accelerator and config.train.dropout_mode == "fast")
+    plain, rotary, gated = _ACCELERATOR_KERNELS if on_accelerator else _CPU_OPERATORS
+    kernels = plain
+    if model.rotary_dim:
+        kernels += rotary
+    if model.gated:
+        kernels += gated
+    precision = config.precision.resolved(on_accelerator)
+    return ProgramTraits(
+        fused_attention=fused,
+        kernels=kernels,
+        separate_kernels=cluster.device.is_cuda and not config.compile.enabled,
+        runs_ahead=on_accelerator,
+        tensor_overlap=config.parallel.tensor_overlap if on_accelerator else None,
+        adds_products=cluster.device.is_cuda
+        and precision.parameter == "bfloat16"
+        and precision.gradient == "float32"
+        and config.precision.matmul is None
+        and not config.is_bit_equal
+        # Compiled products of ZeRO-2 and 3 are rounded before they are added.
+        and not (config.compile.enabled and config.optimizer.zero >= 2),
+    )
+
+
+def stage_works(
+    config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits, constants: Constants
+) -> list[StageWork]:
+    """Return the work of each stage, in the order of the model."""
+    model = config.known_shapes
+    local = LocalWidths.of(model, layout.tensor, config.vocab_multiple(layout.tensor))
+    precision = config.precision.resolved(cluster.device.is_accelerator)
+    is_left_to_compiler = config.compile.enabled and program.fused_attention
+    shape = BlockShape(
+        model=model,
+        local=local,
+        batch=config.train.micro_batch,
+        length=config.train.sequence_length,
+        tensor=layout.tensor,
+        sequence_parallel=layout.sequence_parallel,
+        inside=min(layout.tensor, cluster.per_node),
+        dtype=precision.parameter,
+        gradient=precision.gradient,
+        recompute="none" if is_left_to_compiler and config.recompute == "selective" else config.recompute,
+        regathers=config.regathers,
+        matmul=config.precision.matmul,
+        context_group=group(layout.context, layout.tensor, cluster.per_node),
+        gathers_keys_again=program.fused_attention,
+        passes_keys=config.passes_keys,
+    )
+    block = block_seconds.block(shape, cluster.device, constants, program)
+    embedding = block_seconds.embedding(shape, cluster.device, constants, program)
+    head = block_seconds.head(shape, cluster.device, constants, program)
+    action = constants.action if layout.pipeline > 1 else 0.0
+    works = []
+    for stage in stage_plan(config, layout):
+        ends: list[block_seconds.PassSeconds] = []
+        if stage.is_first:
+            ends.append(embedding)
+        if stage.is_last:
+            ends.append(head)
+        works.append(StageWork(stage, block, tuple(ends), action))
+    return works
+
+
+def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *, block_matrices: bool) -> int:
+    """Return the parameters of the pipeline rank that has most: the embedding or the head makes it an outer one.
+
+    With `block_matrices`, only the matrices of blocks are counted.
+    """
+    multiple = config.vocab_multiple(layout.tensor)
+    counts = []
+    for rank in {0, layout.pipeline - 1}:
+        stages = tuple(work.stage for work in works if work.stage.rank == rank)
+        count = local_parameter_count(
+            config.model, layout.tensor, vocab_multiple=multiple, stages=stages, block_matrices=block_matrices
+        )
+        counts.append(count or 0)
+    return max(counts)
+
+
+def _busy_seconds(works: Sequence[StageWork], times: Sequence[StageTimes], ranks: int) -> list[float]:
+    """Return the seconds that each pipeline rank works on one micro-batch."""
+    busy = [0.0] * ranks
+    for work, stage_times in zip(works, times, strict=True):
+        busy[work.stage.rank] += stage_times.forward + stage_times.backward
+    return busy
+
+
+def _block_sums(
+    works: Sequence[StageWork],
+) -> tuple[block_seconds.PartSeconds, block_seconds.PartSeconds, block_seconds.PartSeconds]:
+    """Return the seconds of all blocks of a rank: forward, backward, and the recompute within backward."""
+    forward = block_seconds.PartSeconds()
+    backward = block_seconds.PartSeconds()
+    recompute = block_seconds.PartSeconds()
+    for work in works:
+        layers = len(work.stage.layers)
+        forward = forward.plus(work.block.forward, layers)
+        backward = backward.plus(work.block.backward, layers)
+        recompute = recompute.plus(work.block.recompute, layers)
+    return forward, backward, recompute
+
+
+@dataclass(frozen=True)
+class _UpdateSeconds:
+    """Seconds of the update, and of what data parallelism sends in a step.
+
+    Attributes:
+        reduction: what the reduction of gradients adds to backward passes.
+        gather: what all-gathers of ZeRO's parameters add to passes.
+        optimizer: update of the parameters.
+    """
+
+    reduction: float
+    gather: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum((self.reduction, self.gather, self.optimizer))
+
+
+@dataclass(frozen=True)
+class _Gathers:
+    """Seconds of the gathers of one kind of pass.
+
+    Attributes:
+        seconds: of one pass.
+        exposed: what the gathers of all passes of a step add to their computation.
+    """
+
+    seconds: float = 0.0
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True)
+class _StepInputs:
+    """The inputs of a step's formulas.
+
+    Attributes:
+        elements: parameters of the pipeline rank that has most.
+        matrices: likewise those in matrices of blocks.
+    """
+
+    config: Config
+    layout: Layout
+    cluster: Cluster
+    program: ProgramTraits
+    constants: Constants
+    precision: Precision
+    works: list[StageWork]
+    elements: int
+    matrices: int
+
+    @staticmethod
+    def of(
+        config: Config,
+        layout: Layout,
+        cluster: Cluster,
+        program: ProgramTraits | None = None,
+        constants: Constants | None = None,
+    ) -> _StepInputs:
+        program = program or shardwise_traits(config, cluster)
+        constants = constants or constants_of(cluster.device)
+        precision = config.precision.resolved(cluster.device.is_accelerator)
+        works = stage_works(config, layout, cluster, program, constants)
+        elements, matrices = (_most_elements(config, layout, works, block_matrices=only) for only in (False, True))
+        return _StepInputs(
+            config, layout, cluster, program, constants, precision, works, elements=elements, matrices=matrices
+        )
+
+    def message_seconds(self) -> float:
+        """Return the seconds of a message between stages: x, [T/s, H]."""
+        layout = self.layout
+        if layout.pipeline == 1:
+            return 0.0
+        model = self.config.known_shapes
+        train = self.config.train
+        device = self.cluster.device
+        tokens = train.micro_batch * train.sequence_length // layout.context
+        size = DTYPE_BYTES[self.precision.parameter] * tokens * model.hidden_size
+        # Neighbouring stages are on one node if two pipeline ranks, with all ranks of their stages, fit there.
+        inside = layout.tensor * layout.replicas * 2 <= self.cluster.per_node
+        if self.program.splits_messages and not layout.sequence_parallel and layout.tensor > 1:
+            tensor_group = RankGroup(layout.tensor, min(layout.tensor, self.cluster.per_node))
+            part = device_seconds.message(device, self.constants, size / layout.tensor, inside=inside)
+            return part + device_seconds.collective(device, self.constants, tensor_group, float(size))
+        parts = layout.tensor if layout.sequence_parallel else 1
+        return device_seconds.message(device, self.constants, size / parts, inside=inside)
+
+    def update_seconds(self) -> _UpdateSeconds:
+        """Return the seconds of reduction, gather and update on the rank that has most parameters."""
+        device = self.cluster.device
+        precision = self.precision
+        elements = self.elements
+        owned = elements / self._shard_ranks
+        spec = self.config.optimizer.spec
+        width = DTYPE_BYTES[precision.optimizer]
+        if self.program.updates_in_one_pass:
+            # Master and states are read and written; the gradient is read, and the parameter written. All gradients are
+            # set to zero, and read once for their norm.
+            kept = spec.kept_bytes(elements, self.matrices, master=width, state=DTYPE_BYTES[precision.moments])
+            touched = owned * (DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
+            touched += 2 * kept * owned / elements + elements * 2 * DTYPE_BYTES[precision.gradient]
+        else:
+            touched = update_bytes(
+                self.config.optimizer,
+                precision,
+                elements=elements,
+                matrices=self.matrices,
+                ranks=self._shard_ranks,
+                frees_gradients=self.config.optimizer.zero >= 2 and self._shard_ranks > 1,
+                values=self.program.update_values,
+            )
+        update = self.constants.step
+        if self.layout.world > 1:
+            # Two kernels for each number of each rank.
+            update += 2 * self.program.gathered_metrics * self.layout.world * self.constants.host
+        if self.config.optimizer.offload and device.is_accelerator:
+            by_device = 2 * elements * DTYPE_BYTES[precision.gradient]
+            by_host = (touched - by_device) * min(self.layout.world, self.cluster.per_node) / _HOST_BANDWIDTH
+            update += max(by_host, 2 * owned * width / HOST_LINK_BANDWIDTH)
+            touched = by_device
+        update += touched / (device.memory_bandwidth * self.constants.update)
+        if spec.orthogonalizes:
+            update += self._orthogonalization_seconds()
+        forward, backward = self._gather_seconds()
+        return _UpdateSeconds(self._reduction_seconds(backward), forward.exposed + backward.exposed, update)
+
+    def _orthogonalization_seconds(self) -> float:
+        """Return the seconds of Muon's iterations on the rank with most blocks, or of the messages that they hide.
+
+        Each step of an iteration has two products of a matrix and one of its Gram matrix. The ranks of a stage share
+        the matrices, and each sends its part there and back.
+        """
+        device = self.cluster.device
+        c = self.constants
+        muon = self.config.optimizer.muon
+        width = muon.dtype(device.is_accelerator)
+        peak = device.bfloat16 if width == "bfloat16" else device.float32
+        ranks = self.layout.tensor * self.layout.replicas
+        layers = max(
+            sum(len(work.stage.layers) for work in self.works if work.stage.rank == rank)
+            for rank in range(self.layout.pipeline)
+        )
+        shapes = block_matrix_shapes(self.config.known_shapes, split_heads=muon.split_heads)
+        iterations = 0.0
+        for shape, count in shapes.items():
+            short, long = sorted(shape)
+            products = (short, short, long), (short, short, short), (short, long, short)
+            iterations += layers * count * sum(device_seconds.matmul(device, c, peak, *sizes) for sizes in products)
+        elements = layers * sum(math.prod(shape) * count for shape, count in shapes.items())
+        sent = device_seconds.collective(
+            device, c, group(ranks, 1, self.cluster.per_node), DTYPE_BYTES[width] * elements / ranks
+        )
+        return max(muon.ns_steps * iterations / ranks, 2 * sent)
+
+    @property
+    def _shard_ranks(self) -> int:
+        return self.config.shard_ranks(self.layout.replicas)
+
+    @property
+    def _shard_group(self) -> RankGroup:
+        return group(self._shard_ranks, self.layout.tensor, self.cluster.per_node)
+
+    @property
+    def _copies_group(self) -> RankGroup:
+        """Ranks that own the same part of the gradients."""
+        copies = self.layout.replicas // self._shard_ranks
+        return group(copies, self.layout.tensor * self._shard_ranks, self.cluster.per_node)
+
+    @property
+    def _pass_seconds(self) -> StageTimes:
+        """The passes of the first rank's stages, behind which its collectives run."""
+        times = self.works[0].times
+        virtual = self.layout.virtual
+        return StageTimes(times.forward * virtual, times.backward * virtual, times.weight * virtual)
+
+    def _hidden(self, seconds: float) -> float:
+        """Return the seconds of collectives that a pass of so many seconds hides."""
+        return self.constants.overlap * seconds if self.program.overlaps else 0.0
+
+    def _gather_seconds(self) -> tuple[_Gathers, _Gathers]:
+        """Return the gathers of parameters before forward passes, and before backward passes.
+
+        Up to stage 2, parameters are gathered once, after the update; on accelerators behind the first forward pass, in
+        its order. At stage 3, a unit is gathered while the unit before it computes. All but the first unit can hide.
+        The last block stays for the backward pass.
+        """
+        device = self.cluster.device
+        c = self.constants
+        optimizer = self.config.optimizer
+        width = DTYPE_BYTES[self.precision.parameter]
+        if self._shard_ranks == 1:
+            return _Gathers(), _Gathers()
+        seconds = device_seconds.collective(device, c, self._shard_group, float(width * self.elements))
+        layers = sum(len(work.stage.layers) for work in self.works if work.stage.rank == 0)
+        added = partial(device_seconds.overlapped, device, self._shard_group)
+        passes = self._pass_seconds
+        if optimizer.zero < 3:
+            hidden = self._hidden(passes.forward) if device.is_accelerator else 0.0
+            return _Gathers(exposed=added(seconds, max(seconds / (layers + 1), seconds - hidden))), _Gathers()
+        latency = device_seconds.collective(device, c, self._shard_group, 1.0)
+        seconds += layers * latency
+        count = self.layout.accumulation(self.config.train) if self.config.gather == "micro_batch" else 1
+        hidden = self._hidden(passes.forward) if optimizer.prefetch else 0.0
+        forward = _Gathers(seconds, count * added(seconds, max(seconds / (layers + 1), seconds - hidden)))
+        if self.config.gather == "step" or layers == 1:
+            return forward, _Gathers()
+        blocks = width * self.matrices * (layers - 1) / layers
+        seconds = device_seconds.collective(device, c, self._shard_group, blocks) + (layers - 2) * latency
+        hidden = self._hidden(passes.backward) if optimizer.prefetch else 0.0
+        return forward, _Gathers(seconds, count * added(seconds, max(0.0, seconds - hidden)))
+
+    def _reduction_seconds(self, gathers: _Gathers) -> float:
+        """Return the seconds of the reductions of gradients that no backward pass hides.
+
+        Buckets are reduced as a backward pass completes them, which is the last micro-batch's or each one's: all but
+        the last can hide behind it, beside the gathers of the same pass. Sums over copies do not hide.
+        """
+        device = self.cluster.device
+        layout = self.layout
+        c = self.constants
+        if layout.replicas == 1:
+            return 0.0
+        optimizer = self.config.optimizer
+        count = 1
+        if optimizer.zero >= 2 and self.config.reduce == "micro_batch":
+            count = layout.accumulation(self.config.train)
+        is_cut = self._shard_ranks > 1
+        reduces_all = not is_cut or self.program.reduces_all
+        ranks = self._shard_group if is_cut else self._copies_group
+        size = float(DTYPE_BYTES[self.precision.reduce] * self.elements)
+        seconds = device_seconds.collective(device, c, ranks, size, reduces_all=reduces_all)
+        copies = 0.0
+        if is_cut:
+            part = size / self._shard_ranks
+            copies = device_seconds.collective(device, c, self._copies_group, part, reduces_all=True)
+        if not self.program.overlaps:
+            return count * (seconds + copies)
+        gradient_bytes = DTYPE_BYTES[self.precision.gradient] * self.elements
+        bucket = bucket_bytes(gradient_bytes, layout.replicas, accelerator=device.is_accelerator)
+        buckets = max(1.0, gradient_bytes / bucket)
+        # Each bucket beyond the first adds the latency of a collective: the time of one that sends a byte.
+        latency = device_seconds.collective(device, c, ranks, 1.0, reduces_all=reduces_all)
+        seconds += (buckets - 1) * latency
+        # The first rank's stages, whose gradients are complete last: their reductions end the step.
+        hidden = max(0.0, self._hidden(self._pass_seconds.backward) - gathers.seconds)
+        exposed = max(seconds / buckets, seconds - hidden)
+        return count * (device_seconds.overlapped(device, ranks, seconds, exposed) + copies)

@@ -1,0 +1,1 @@
+"""Commands, each a module with `configure(parser)` and `run(arguments)`."""

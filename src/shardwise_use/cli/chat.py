@@ -1,0 +1,232 @@
+"""Talk with a model in the terminal.
+
+If the model's tokenizer has a chat template, your lines are your part of a conversation. Without a template the model
+continues your text, and an empty line continues its last text. The text appears while it is generated; the keys and
+values of all tokens so far are cached.
+
+Ctrl-C stops an answer, and Ctrl-D or /quit leaves. /reset begins a new conversation, and /temperature T changes the
+temperature.
+
+The keys of `shardwise generate` can be set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.cli import output
+from shardwise.cli.model_argument import HELP
+from shardwise.launch.environment import joined
+from shardwise_use.channel import Channel
+from shardwise_use.cli.sampling import add_sampling, require_valid
+
+_POLL_SECONDS = 0.2
+_PROMPT = "> "
+_LONGEST_PARENT = 70
+"""Bytes of the path of the temporary folder, below which the path of a socket in it is short enough."""
+_COMMANDS = "/reset begins anew, /temperature T changes the temperature, /quit leaves; Ctrl-C stops an answer"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=HELP)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as parallel.tensor=2")
+    parser.add_argument("--system", metavar="TEXT", help="instruction before the conversation")
+    add_sampling(parser, max_tokens=512, top_p=0.95)
+    parser.add_argument(
+        "--nproc", metavar="N", type=int, help="number of local ranks: parallel.tensor × parallel.pipeline"
+    )
+    parser.add_argument("--stats", action="store_true", help="print the number of tokens and the speed of each answer")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    require_valid(arguments)
+    return talk(arguments, system=arguments.system, shows_stats=arguments.stats)
+
+
+def talk(
+    arguments: argparse.Namespace, *, completes: bool = False, system: str | None = None, shows_stats: bool = False
+) -> int:
+    """Start the process of the model, and pass texts between it and the terminal.
+
+    The model is in a process of its own, so that the first line appears at once, and Ctrl-C stops an answer and not the
+    model.
+
+    Args:
+        completes: True to continue texts even if the model has a chat template.
+        system: instruction before the conversation.
+        shows_stats: True to print the number of tokens and the speed of each answer.
+    """
+    if joined() is not None:
+        raise ConfigError("a conversation must be started by itself, and not by torchrun, srun or mpirun: give --nproc")
+    output.progress(f"loading {arguments.checkpoint} …")
+    # The path of a socket has at most 107 bytes on Linux, and 103 elsewhere.
+    parent = None if len(os.fsencode(tempfile.gettempdir())) < _LONGEST_PARENT else "/tmp"
+    with (
+        tempfile.TemporaryDirectory(prefix="shardwise-", dir=parent) as folder,
+        socket.socket(socket.AF_UNIX) as listener,
+    ):
+        path = Path(folder) / "socket"
+        listener.bind(str(path))
+        listener.listen(1)
+        listener.settimeout(_POLL_SECONDS)
+        command = [sys.executable, "-P", "-m", "shardwise", "converse", arguments.checkpoint, *arguments.overrides]
+        command += [f"--socket={path}", f"--max-tokens={arguments.max_tokens}"]
+        command += [f"--system={system}"] if system is not None else []
+        command += [f"--nproc={arguments.nproc}"] if arguments.nproc is not None else []
+        command += ["--completes"] if completes else []
+        # In a session of its own, Ctrl-C in the terminal does not reach it.
+        model = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            channel = _accept(listener, model)
+            if channel is not None:
+                with contextlib.closing(channel):
+                    _Terminal(channel, arguments, shows_stats=shows_stats).run()
+            code = model.wait()
+        finally:
+            model.terminate()
+            model.wait()
+    if code < 0:
+        raise RunError(
+            f"the process of the model was killed ({signal.Signals(-code).name}), usually for want of memory"
+        )
+    return code
+
+
+def _accept(listener: socket.socket, model: subprocess.Popen[bytes]) -> Channel | None:
+    """The connection to the model; None if its process has ended."""
+    while model.poll() is None:
+        with contextlib.suppress(TimeoutError):
+            connection = listener.accept()[0]
+            connection.settimeout(None)
+            return Channel(connection)
+    return None
+
+
+class _Terminal:
+    """The person's side of a conversation."""
+
+    def __init__(self, channel: Channel, arguments: argparse.Namespace, *, shows_stats: bool) -> None:
+        self._channel = channel
+        self._sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "seed")}
+        self._shows_stats = shows_stats
+        self._max_tokens = arguments.max_tokens
+        self._is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def run(self) -> None:
+        ready = self._channel.receive()
+        if ready is None:
+            return
+        if ready["max_tokens"] < self._max_tokens:
+            output.progress(f"an answer has at most {ready['max_tokens']:,} tokens, half of what the model reads")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+        if self._is_interactive:
+            # Only its import is needed: input() then edits lines and knows earlier ones.
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401
+            kind = (
+                "write a message"
+                if ready["has_template"]
+                else "write the beginning of a text, and the model continues it"
+            )
+            output.line(f"{kind}; {_COMMANDS}")
+        # An OSError: the model has gone, and its exit code says why.
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                request = self._command(self._read())
+                if request is not None and not self._answer(request):
+                    return
+        if self._is_interactive:
+            output.line()
+
+    def _read(self) -> str:
+        """A line of the person's.
+
+        Raises:
+            EOFError: there is no more.
+        """
+        if self._is_interactive and select.select([sys.stdin], [], [], 0)[0]:
+            # A line, or the end of the input, that came before the prompt: readline would wait past that end.
+            line = sys.stdin.readline()
+            if not line:
+                raise EOFError
+            output.line(f"{_PROMPT}{line.rstrip()}")
+            return line.removesuffix("\n")
+        while True:
+            try:
+                return input(_PROMPT if self._is_interactive else "")
+            except KeyboardInterrupt:
+                output.line("(Ctrl-D leaves)")
+
+    def _command(self, line: str) -> dict[str, Any] | None:
+        """The request for the model; None if there is none. EOFError: the person leaves."""
+        if not line.startswith("/"):
+            request = {"text": line, **self._sampling}
+            self._sampling["seed"] += 1
+            return request
+        name, _, value = line.partition(" ")
+        if name in ("/quit", "/exit", "/bye"):
+            raise EOFError
+        if name in ("/reset", "/clear"):
+            self._channel.send({"reset": True})
+        elif name == "/temperature":
+            self._change_temperature(value)
+        elif name in ("/help", "/?"):
+            output.progress(_COMMANDS)
+        else:
+            output.progress(f"there is no command {name}: {_COMMANDS}")
+        return None
+
+    def _change_temperature(self, value: str) -> None:
+        try:
+            temperature = float(value)
+        except ValueError:
+            temperature = math.nan
+        if 0 <= temperature < math.inf:
+            self._sampling["temperature"] = temperature
+        else:
+            output.progress(f"/temperature ({value}) must be a number of at least 0, such as /temperature 0.7")
+
+    def _answer(self, request: dict[str, Any]) -> bool:
+        """Send a request and show the answer, which Ctrl-C stops; returns False if the model has gone."""
+        previous = signal.signal(signal.SIGINT, lambda *_: self._channel.send({"stop": True}))
+        try:
+            self._channel.send(request)
+            while True:
+                message = self._channel.receive()
+                if message is None:
+                    return False
+                if self._show(message):
+                    return True
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def _show(self, message: dict[str, Any]) -> bool:
+        """Show a part of an answer; returns True if it was the last."""
+        if "refused" in message:
+            output.progress(message["refused"])
+            return True
+        sys.stdout.write(output.text(message["piece"]))
+        sys.stdout.flush()
+        if "end" not in message:
+            return False
+        output.line()
+        if self._shows_stats:
+            first = message["first_seconds"]
+            seconds_after = message["seconds"] - first
+            speed = f", then {(message['tokens'] - 1) / seconds_after:,.0f} tokens/s" if message["tokens"] > 1 else ""
+            output.progress(f"{message['tokens']:,} tokens; the first after {first:.2f} s{speed}")
+        return True

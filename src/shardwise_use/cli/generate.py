@@ -1,0 +1,181 @@
+"""Continue a text, token by token, until the model ends it, or it reaches --max-tokens or the model's longest sequence.
+
+The keys and values of all tokens so far are cached, so that each new token takes one forward pass of one token. The
+same --seed gives the same text, and in float32 at any layout. The tokenizer may add tokens before the prompt, such as
+<s>. The text is printed to standard output, the number of tokens and the speed to standard error.
+
+These keys can be set: parallel.tensor, parallel.pipeline, parallel.stages, precision.mode, data.tokenizer, model.family
+(which must name the class of your own model: its code runs), model.ignore (fields of config.json that change nothing)
+and checkpoint.revision (of a hub id).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.base import files, hardware, units
+from shardwise.base.errors import ConfigError, keys_renamed
+from shardwise.cli import output
+from shardwise.cli.model_argument import (
+    ARGUMENTS,
+    HELP,
+    ModelFolder,
+    generation_config,
+    launch_command,
+    open_folder,
+    open_tokenizer,
+    parse_overrides,
+)
+from shardwise.config import Config, check_layout
+from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.launch.environment import is_launched
+from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
+from shardwise_use.cli.chat import talk
+from shardwise_use.cli.sampling import add_sampling, require_valid
+
+if TYPE_CHECKING:
+    from shardwise_use.inference_jobs import Answer
+
+KEYS = (
+    "parallel.tensor", "parallel.pipeline", "parallel.stages", "precision.mode", "data.tokenizer", "model.family",
+    "model.ignore", "checkpoint.revision",
+)  # fmt: skip
+_ENDS = {"eos": "ended by the model", "max_tokens": "--max-tokens", "context": "the model's longest sequence is full"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=HELP)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as parallel.tensor=2")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    prompt.add_argument("--prompt-file", metavar="F", type=Path, help="a file with the text, in UTF-8")
+    prompt.add_argument(
+        "--interactive", action="store_true", help="continue each text that you write in the terminal, as `chat` does"
+    )
+    add_sampling(parser, max_tokens=128, top_p=1.0)
+    parser.add_argument(
+        "--nproc", metavar="N", type=int, help="number of local ranks: parallel.tensor × parallel.pipeline"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing before")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    place = enter_job(arguments.nproc)
+    values = parse_overrides(arguments.overrides, KEYS, "generate")
+    announce = output.progress if place is None or place.local_rank == 0 else None
+    require_valid(arguments)
+    if arguments.interactive:
+        if arguments.json:
+            raise ConfigError("--json must not go with --interactive: leave one of them out")
+        return talk(arguments, completes=True)
+    text = _prompt_text(arguments)
+    with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+        config = generation_config(folder, values)
+        require_ranks(config, place.world if place is not None else arguments.nproc or config.parallel.ranks)
+        tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
+        ids, room = _fit(config, folder, tokenizer, text)
+        if place is None:
+            # Before the ranks start, each of which would fail by itself.
+            check_accelerators(config.parallel.ranks, hardware.accelerators()[1])
+            if config.parallel.ranks > 1:
+                return launch_command("generate", arguments, folder, config.parallel.ranks)
+        leads = place is None or place.rank == 0
+        with as_rank(place) as ending:
+            from shardwise_use.inference_jobs import Prompt, run_generation
+
+            most_tokens = min(arguments.max_tokens, room)
+            stops = folder.stops(tokenizer)
+            prompt = Prompt(tuple(ids), most_tokens, stops, arguments.temperature, arguments.top_p, arguments.seed)
+            show = _show if leads and not arguments.json else lambda _: None
+            show(text)
+            with folder, keys_renamed(ARGUMENTS):
+                answer = run_generation(config, folder.weights, tokenizer, prompt, show)
+            if leads:
+                stopped = "eos" if answer.ended else "context" if most_tokens < arguments.max_tokens else "max_tokens"
+                _finish(arguments, folder, text, len(ids), answer, stopped)
+        return ending.code
+
+
+def require_ranks(config: Config, ranks: int) -> None:
+    """Check the layout, whose ranks hold one copy of the model."""
+    world = config.parallel.ranks
+    if ranks != world:
+        keys = config.parallel.keys_text
+        raise ConfigError(f"--nproc ({ranks}) must be {keys}: one copy of the model writes one text")
+    check_layout(config, world)
+
+
+def _prompt_text(arguments: argparse.Namespace) -> str:
+    file: Path | None = arguments.prompt_file
+    name = "--prompt" if file is None else f"--prompt-file ({file})"
+    try:
+        # Python decodes arguments by the terminal's encoding, which need not be UTF-8.
+        text = os.fsencode(arguments.prompt).decode() if file is None else file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {files.reason_of(error)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} must be UTF-8, and byte {error.start} is not") from None
+    if not text:
+        raise ConfigError(f"{name} must not be empty: a model continues a text, and needs one character at least")
+    return text
+
+
+def _fit(config: Config, folder: ModelFolder, tokenizer: Tokenizer, text: str) -> tuple[list[int], int]:
+    """The prompt's ids, and how many tokens may follow. The last one needs no position: the model does not read it."""
+    model = config.model
+    if not model.causal:
+        raise ConfigError(
+            f"the model in {folder.name} must be a causal language model, which predicts the next token, and "
+            f"{model.family} predicts masked ones: `shardwise evaluate` tells how well"
+        )
+    ids = tokenizer.encode_prompt(text)
+    if not ids:
+        raise ConfigError(f"the prompt ({text!r}) must have at least 1 token, and the tokenizer makes none of it")
+    limit = model.max_position_embeddings
+    if limit is None or model.extends_positions:
+        return ids, sys.maxsize
+    if len(ids) > limit:
+        raise ConfigError(
+            f"the prompt ({len(ids):,} tokens) must be at most model.max_position_embeddings ({limit:,}), the longest "
+            "sequence that the model reads: shorten it"
+        )
+    return ids, limit - len(ids) + 1
+
+
+def _show(piece: str) -> None:
+    sys.stdout.write(output.text(piece))
+    sys.stdout.flush()
+
+
+def _finish(
+    arguments: argparse.Namespace, folder: ModelFolder, text: str, prompt_tokens: int, answer: Answer, stopped: str
+) -> None:
+    """Print the end of the answer: one JSON object, or on standard error the number of tokens and the speed."""
+    new = len(answer.tokens)
+    prefill = prompt_tokens / answer.prefill_seconds
+    decode = (new - 1) / answer.decode_seconds if new > 1 else None
+    if arguments.json:
+        facts = {
+            "model": folder.name,
+            "prompt": text,
+            "text": answer.text,
+            "tokens": list(answer.tokens),
+            "prompt_tokens": prompt_tokens,
+            "stopped": stopped,
+            "prefill_tokens_per_second": prefill,
+            "decode_tokens_per_second": decode,
+            "temperature": arguments.temperature,
+            "top_p": arguments.top_p,
+            "seed": arguments.seed,
+        }
+        output.json(facts, indent=None)
+        return
+    output.line()
+    speed = f", then {units.count(decode)} tokens/s" if decode is not None else ""
+    output.progress(
+        f"{new:,} tokens ({_ENDS[stopped]}); prompt of {prompt_tokens:,} at {units.count(prefill)} tokens/s{speed}"
+    )

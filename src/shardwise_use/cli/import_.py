@@ -1,0 +1,185 @@
+"""Make a checkpoint of step 0 of weights from elsewhere: `checkpoint.load` starts from it, at any layout.
+
+SOURCE is a Hugging Face folder or hub id. With --from it is the folder of a sharded checkpoint: megatron (Megatron-LM's
+`torch` format: GPT-2 and Llama models), neuronx-nemo-megatron (GPT and Llama models; FOLDER/NAME.ckpt if the ranks'
+folders hold several) or neuronx-distributed (Llama, GPT-NeoX and BERT models). The shards of all tensor- and
+pipeline-parallel ranks are combined; the optimizer's state is left out. Pickled files are opened in a way that runs no
+code in them. The command needs memory for only some rows of a tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.base import units
+from shardwise.base.errors import ConfigError, keys_renamed, listing
+from shardwise.base.files import user_path
+from shardwise.base.model_folder import is_url
+from shardwise.base.units import counted, size
+from shardwise.checkpoint.storage.root import answering_root
+from shardwise.cli import output
+from shardwise.cli.arguments import count
+from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
+from shardwise.config.recipe_files import parse_value
+from shardwise.data import hub
+
+if TYPE_CHECKING:
+    from shardwise_use.importing.hugging_face import ForeignModel
+
+_HUB = "hugging-face"
+_MEGATRON = "megatron"
+_NEMO = "neuronx-nemo-megatron"
+_NEURONX = "neuronx-distributed"
+_OPTIONS = {
+    "config": ("--config", (_NEURONX,)),
+    "revision": ("--revision", (_HUB,)),
+    "vocab_size": ("--vocab-size", (_MEGATRON, _NEMO)),
+    "tokenizer": ("--tokenizer", (_MEGATRON, _NEMO, _NEURONX)),
+    "allow_drift": ("--allow-drift", (_MEGATRON, _NEMO, _NEURONX)),
+    "ignore": ("--ignore", (_HUB, _NEURONX)),
+}
+
+_KEYS = {"checkpoint.load": "SOURCE", "checkpoint.revision": "--revision", "model.ignore": "--ignore"}
+"""Keys that messages name → what the command has instead."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="a folder, or a hub id such as openai-community/gpt2")
+    parser.add_argument(
+        "dest",
+        metavar="DEST",
+        help="a run's folder, or a folder of checkpoints: step-00000000 is made in it; a path or a URL",
+    )
+    parser.add_argument(
+        "--from",
+        dest="kind",
+        metavar="FORMAT",
+        choices=(_HUB, _MEGATRON, _NEMO, _NEURONX),
+        default=_HUB,
+        help=f"{_HUB} (default), {_MEGATRON}, {_NEMO} or {_NEURONX}",
+    )
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
+    parser.add_argument(
+        "--config", metavar="PATH", type=Path, help=f"{_NEURONX}: the model's Hugging Face config.json, or its folder"
+    )
+    parser.add_argument(
+        "--vocab-size",
+        metavar="N",
+        type=count,
+        help=f"{_MEGATRON}, {_NEMO}: tokens without the embedding's padding (default: from the checkpoint or "
+        "--tokenizer)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="shards: the model's tokenizer, which is copied too; a path or hub id, as for data.tokenizer",
+    )
+    parser.add_argument(
+        "--allow-drift",
+        action="store_true",
+        default=None,
+        help="shards: if replicas differ, as they can with stochastic rounding, take the first one (default: refused)",
+    )
+    parser.add_argument(
+        "--ignore",
+        metavar="NAME,…",
+        help="fields of config.json to leave out, because they do not change what the model computes",
+    )
+    add_max_shard_size(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _require_fitting(arguments)
+    max_shard_bytes = shard_bytes(arguments.max_shard_size)
+    from shardwise_use.importing.hugging_face import write_checkpoint
+
+    root = answering_root(arguments.dest if "://" in arguments.dest else user_path(arguments.dest))
+    if (root / "checkpoints").is_folder():
+        # DEST is the folder of a run.
+        root = root / "checkpoints"
+    opened = _open(arguments)
+    for note in opened.notes:
+        output.progress(f"note: {note}")
+    with output.bar("importing", opened.nbytes) as progress:
+        done = write_checkpoint(opened, root, max_shard_bytes, progress)
+    cut = f" from TP {opened.layout['tensor']} × PP {opened.layout['pipeline']}" if opened.layout else ""
+    output.line(
+        f"{done.folder}: {opened.config.family}, {units.count(opened.parameters)} parameters in {opened.dtype}{cut}; "
+        f"{counted(done.files, 'file')}, {size(done.bytes)}"
+    )
+    if arguments.kind != _HUB:
+        output.line("weights alone are imported: the state of the optimizer and of the schedule is left out")
+    output.line(f"start from it: shardwise train RECIPE checkpoint.load={done.folder}")
+    return 0
+
+
+def _require_fitting(arguments: argparse.Namespace) -> None:
+    kind = arguments.kind
+    problems = [
+        f"{option}{'' if value is True else f' ({value})'} must be left out with --from {kind}: it is for --from "
+        f"{listing(kinds, 'or')}"
+        for name, (option, kinds) in _OPTIONS.items()
+        if (value := getattr(arguments, name)) is not None and kind not in kinds
+    ]
+    if kind == _NEURONX and arguments.config is None:
+        problems.append(f"--from {_NEURONX} needs --config PATH: its checkpoints do not describe their model")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _open(arguments: argparse.Namespace) -> ForeignModel:
+    from shardwise.checkpoint.storage.root import Root
+    from shardwise_use.importing.hugging_face import open_hugging_face
+    from shardwise_use.importing.megatron import open_megatron
+    from shardwise_use.importing.nemo import open_nemo
+    from shardwise_use.importing.neuronx import open_neuronx
+
+    ignore = _names(arguments.ignore)
+    if arguments.kind == _HUB:
+        with keys_renamed(_KEYS):
+            if is_url(arguments.source):
+                return open_hugging_face(answering_root(arguments.source), ignore)
+            folder = hub.resolve(arguments.source, arguments.revision, announce=output.progress)
+            return open_hugging_face(Root.of(folder), ignore)
+    source = user_path(arguments.source)
+    # Shards of other trainers have no tokenizer beside them.
+    vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
+    drift = bool(arguments.allow_drift)
+    if arguments.kind == _NEURONX:
+        with keys_renamed(_KEYS):
+            opened = open_neuronx(source, user_path(arguments.config), allow_drift=drift, ignore=ignore)
+    else:
+        open_shards = open_megatron if arguments.kind == _MEGATRON else open_nemo
+        opened = open_shards(source, arguments.vocab_size or vocabulary, allow_drift=drift)
+    if vocabulary is not None and vocabulary > opened.config.vocab_size:
+        raise ConfigError(
+            f"the vocabulary of --tokenizer ({vocabulary:,}) must be at most the model's ({opened.config.vocab_size:,})"
+        )
+    return replace(opened, small_files=files, tokens=tokens) if files else opened
+
+
+def _names(given: str | None) -> list[str]:
+    """The names that `--ignore` gives: a,b or [a,b], as of model.ignore."""
+    if given is None:
+        return []
+    # As a list of YAML, so that quotes mean the same as in a recipe.
+    names = parse_value(f"[{given.removeprefix('[').removesuffix(']')}]", "--ignore")
+    return [str(name) for name in names]
+
+
+def _tokenizer(path: str | None) -> tuple[int | None, dict[str, bytes], dict[str, int | None]]:
+    """The size of a tokenizer's vocabulary, its files, and the ids that `config.json` names."""
+    if path is None:
+        return None, {}, {}
+    from shardwise.checkpoint.storage.root import Root
+    from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, special_token_ids
+
+    with keys_renamed({"data.tokenizer": "--tokenizer"}), tempfile.TemporaryDirectory() as folder:
+        tokenizer = Tokenizer.load(hub.resolve_tokenizer(path, announce=output.progress))
+        export_user_tokenizer(path, tokenizer, Path(folder))
+        files = {name: Path(folder, name).read_bytes() for name in Root.of(folder).files()}
+        return tokenizer.vocab_size, files, special_token_ids(Path(folder))

@@ -1,0 +1,179 @@
+"""A model of another program becomes a checkpoint of step 0; here one in a Hugging Face folder."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from shardwise import __version__
+from shardwise.base.errors import ConfigError
+from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.canonical_shapes import canonical_shapes
+from shardwise.checkpoint.format.manifest import MODEL, Manifest, TensorEntry
+from shardwise.checkpoint.format.model_files import files_beside_weights, read_as_it_is, read_model, token_ids
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, segments
+from shardwise.checkpoint.format.verify import non_finite, non_finite_text
+from shardwise.checkpoint.format.writing import (
+    CONFIG,
+    MAX_SHARD_BYTES,
+    STREAM_BYTES,
+    PlannedFile,
+    StreamedWeight,
+    WrittenFolder,
+    tensor_entries,
+    to_json,
+    write_folder,
+)
+from shardwise.checkpoint.storage.checkpoint_folders import step_name
+from shardwise.checkpoint.storage.chunks import FileEntry
+from shardwise.checkpoint.storage.root import Buffer, Root
+from shardwise.config import FamilyConfig
+from shardwise.config.hugging_face import to_hugging_face
+
+STEP = 0
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """A model of another program, whose weights have not been read yet.
+
+    Attributes:
+        config: configuration of the model.
+        weights: all canonical weights, in the model's order.
+        layout: degrees of parallelism of the source; empty where it is not sharded.
+        small_files: name → content of other files of the model.
+        tokens: ids of special tokens, for `config.json`.
+        notes: sentences for the user, on settings of the other program that have no counterpart here.
+    """
+
+    config: FamilyConfig
+    weights: Sequence[StreamedWeight]
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
+    tokens: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(weight.shape) for weight in self.weights)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most parameters have, as torch names it."""
+        sizes: Counter[str] = Counter()
+        for weight in self.weights:
+            sizes[FLOATING[weight.dtype]] += math.prod(weight.shape)
+        return max(sizes, key=lambda name: sizes[name])
+
+
+def write_checkpoint(
+    opened: ForeignModel,
+    root: Root,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> WrittenFolder:
+    """Write the checkpoint of step 0 into a folder of checkpoints: weights alone, complete or not at all.
+
+    Raises:
+        ConfigError: there is one, or a weight has values that are not finite. StoreError: a file cannot be read or
+        written.
+    """
+    # Values are checked as they are written: to read the weights twice would take twice the time.
+    not_finite: Counter[str] = Counter()
+
+    def manifest(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> Manifest:
+        if not_finite:
+            raise ConfigError(f"SOURCE must have finite weights, and it has {non_finite_text(not_finite)}")
+        return Manifest(
+            step=STEP,
+            samples=0,
+            position=0,
+            tokens=0,
+            config={"model": opened.config.model_dump(mode="json")},
+            layout=opened.layout,
+            schedule={},
+            data={},
+            rng={},
+            versions={"shardwise": __version__, "torch": importlib.metadata.version("torch")},
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            optimizer=None,
+            files=tuple(entries),
+            tensors=tensor_entries(entries, [file.piece_rows for file in files]),
+        )
+
+    weights = [replace(weight, read=partial(_read_counting, weight, not_finite)) for weight in opened.weights]
+    described = {**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}
+    small_files = {**opened.small_files, CONFIG: to_json(described)}
+    return write_folder(
+        root,
+        step_name(STEP),
+        weights,
+        small_files,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+        manifest=manifest,
+    )
+
+
+def _read_counting(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
+    """Yield the bytes of a weight, and add the number of its values that are not finite to `not_finite`."""
+    for data in weight.read():
+        count = non_finite(memoryview(data).cast("B"), weight.dtype)
+        if count:
+            not_finite[weight.name] += count
+        yield data
+
+
+def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignModel:
+    """The model of a folder with config.json and safetensors weights.
+
+    `ignore`: fields of config.json that change nothing, as the user says.
+
+    Raises:
+        ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file
+        cannot be read.
+    """
+    if not (folder / CONFIG).exists():
+        raise ConfigError(f"{folder} must hold a {CONFIG} that describes the model: it has none")
+    config = read_model(folder / CONFIG, ignore)
+    tensors = StoredTensors.of(folder)
+    stored = tensors.states[MODEL]
+    shapes = canonical_shapes(config)
+    sources, problems = find_sources(str(folder), config.family, shapes, stored)
+    if not problems:
+        # Only tied weights have a second copy, whose values must be those of the first.
+        tied = {name: names[0] for name, names in sources.items() if len(names) > 1}
+        boxes = [(name, box) for name, first in tied.items() for box in _segments(stored[first])]
+        problems = differing_copies(str(folder), tensors, sources, boxes)
+    if problems:
+        raise ConfigError(problems)
+    weights: list[StreamedWeight] = []
+    for name, shape in shapes.items():
+        # A tensor without elements may be missing in the folder.
+        for stored_name in sources[name][:1]:
+            read = partial(_read, tensors, stored_name)
+            weights.append(StreamedWeight(name, stored[stored_name].dtype, shape, read))
+    small_files = read_as_it_is(files_beside_weights(folder), pairs=not config.causal)
+    return ForeignModel(config, weights, small_files=small_files, tokens=token_ids(folder / CONFIG))
+
+
+def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
+    """Yield the bytes of a stored weight."""
+    for box in _segments(tensors.states[MODEL][name]):
+        yield tensors.read(MODEL, name, box).tobytes()
+
+
+def _segments(entry: TensorEntry) -> Iterator[Box]:
+    """A tensor, cut so that one box fits into memory."""
+    return segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize)

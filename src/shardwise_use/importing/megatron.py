@@ -1,0 +1,405 @@
+"""Megatron-LM's checkpoints in its `torch` format: GPT-2 and Llama models, from `megatron.legacy` or Megatron Core.
+
+    SOURCE/latest_checkpointed_iteration.txt           a number, or "release"
+    SOURCE/iter_0000100/mp_rank_TT/model_optim_rng.pt          tensor-parallel rank TT
+    SOURCE/iter_0000100/mp_rank_TT_PPP/model_optim_rng.pt      and pipeline stage PPP
+
+As megatron/training/checkpointing.py writes them, and tools/checkpoint/{loader_base,schema_core}.py read them. A file
+holds "args", "checkpoint_version" and the state of "model", or of "model0", "model1", … with virtual stages: chunk v
+of stage p is block v·P + p of the layers, which are counted from 0 in each. Column-parallel weights are cut by rows,
+row-parallel ones by columns, and SwiGLU's first layer has a rank's gate above its up projection. Legend: n heads, g
+query groups, d head size; the fused Q, K and V have, by checkpoint version,
+
+    0          [3, n, d] on each rank
+    1          [n, d, 3] on each rank
+    2 and 3    [g, (n/g + 2)·d] over all ranks: the queries of a group, its key, its value
+
+NeMo's models have the names of `megatron.legacy` after the prefix `model.`. Where g < n, their queries are a tensor
+of their own, and another one has keys and values as [g, 2, d].
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from shardwise.base.errors import ConfigError, listing
+from shardwise.base.parsing import whole_number
+from shardwise.checkpoint.canonical_shapes import canonical_shapes
+from shardwise.config import GPTConfig, LlamaConfig
+from shardwise_use.importing import pickled
+from shardwise_use.importing.hugging_face import ForeignModel
+from shardwise_use.importing.megatron_arguments import SIZES, choose_vocabulary, is_count, read_args
+from shardwise_use.importing.tensor_parallel_shards import Shards, Stacked, require_ranks, stack
+
+RankStates: TypeAlias = Mapping[tuple[int, int], Mapping[str, Any]]
+"""(tensor-parallel rank, pipeline stage) → content of its file."""
+_TRACKER = "latest_checkpointed_iteration.txt"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
+# Without and with pipeline stages.
+_RANK_NAMES = ("mp_rank_{:02d}", "mp_rank_{:02d}_{:03d}")
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_VERSIONS = (0, 1, 2, 3)
+_MOST_RANKS = 2**20
+"""More ranks than any machine has: a wrong degree must not make a list of all of them."""
+_SHOWN = 8
+
+_LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
+# Names of `megatron.legacy`, with its own older ones and NeMo's; of Megatron Core, without and with TransformerEngine.
+_NAMES_IN_LAYER = (
+    (r"input_(?:layer)?norm\.(weight|bias)", "input_norm"),
+    (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)", "input_norm"),
+    (r"(?:self_)?attention\.query_key_value\.(weight|bias)", "qkv"),
+    (r"self_attention\.linear_qkv\.(weight|bias)", "qkv"),
+    (r"self_attention\.query\.(weight|bias)", "query"),
+    (r"self_attention\.key_value\.(weight|bias)", "key_value"),
+    (r"(?:self_)?attention\.dense\.(weight|bias)", "dense"),
+    (r"self_attention\.linear_proj\.(weight|bias)", "dense"),
+    (r"post_attention_(?:layer)?norm\.(weight|bias)", "post_norm"),
+    (r"pre_mlp_layernorm\.(weight|bias)", "post_norm"),
+    (r"mlp\.linear_fc1\.layer_norm_(weight|bias)", "post_norm"),
+    (r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)", "fc1"),
+    (r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)", "fc2"),
+)
+_NAMES_OUTSIDE = (
+    (r"embedding\.word_embeddings\.(weight)", "word"),
+    (r"embedding\.position_embeddings\.(weight)", "position"),
+    (r"(?:word_embeddings_for_head|word_embeddings|output_layer)\.(weight)", "head"),
+    (r"(?:encoder|transformer|decoder)\.final_(?:layer)?norm\.(weight|bias)", "final_norm"),
+)
+_HUGGING_FACE_LAYER = re.compile(r"(?:transformer\.h|model\.layers)\.(\d+)\.(.+)")
+_MODULES = {
+    "transformer.wte": ("word", "tokens"), "model.embed_tokens": ("word", "tokens"), "lm_head": ("head", "tokens"),
+    "transformer.wpe": ("position", "copies"),
+    "transformer.ln_f": ("final_norm", "copies"), "model.norm": ("final_norm", "copies"),
+    "ln_1": ("input_norm", "copies"), "input_layernorm": ("input_norm", "copies"),
+    "ln_2": ("post_norm", "copies"), "post_attention_layernorm": ("post_norm", "copies"),
+    "attn.c_attn": ("qkv", "qkv"), "attn.c_proj": ("dense", "rows"),
+    "self_attn.q_proj": ("qkv", "q"), "self_attn.k_proj": ("qkv", "k"), "self_attn.v_proj": ("qkv", "v"),
+    "self_attn.o_proj": ("dense", "rows"),
+    "mlp.c_fc": ("fc1", "columns"), "mlp.c_proj": ("fc2", "rows"),
+    "mlp.gate_proj": ("fc1", "gate"), "mlp.up_proj": ("fc1", "up"), "mlp.down_proj": ("fc2", "rows"),
+}  # fmt: skip
+"""Hugging Face's module, without its layer → the role above, and the way in which tensor-parallel ranks hold it."""
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+_ROLE_LAYER = re.compile(r"layers\.(\d+)\.")
+_NO_WEIGHTS = re.compile(r".*(_extra_state|rotary(_pos)?_emb\.inv_freq)")
+
+
+def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: bool = False) -> ForeignModel:
+    """The model in a Megatron-LM checkpoint.
+
+    Args:
+        source: the folder of the checkpoint, or of one iteration.
+        vocab_size: number of tokens without padding, where the checkpoint lacks it.
+        allow_drift: the first of several replicas is taken although others differ.
+
+    Raises:
+        ConfigError: it is none, of another model than GPT-2 or Llama, incomplete, or contradicts itself: everything
+        that is wrong; or its files are not safe to open.
+    """
+    folder = _iteration(source)
+    states = {rank: _open(file) for rank, file in _ranks(folder).items()}
+    return combined(states, folder, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
+
+
+def combined(
+    states: RankStates,
+    folder: Path,
+    vocab_size: int | None,
+    rank_names: tuple[str, str],
+    *,
+    allow_drift: bool,
+) -> ForeignModel:
+    """The model of which each rank holds a part, as Megatron-LM's files have it.
+
+    Args:
+        states: content of the ranks' files.
+        folder: folder of the source, for messages.
+        vocab_size, allow_drift: as in `open_megatron`.
+        rank_names: formats of the ranks' names, without and with pipeline stages.
+    """
+    args, version = _common_arguments(states, folder)
+    tensor, pipeline = _degrees(args, set(states), folder, rank_names)
+    shards = Shards(str(folder), tensor, allow_drift)
+    _add_tensors(states, shards, pipeline)
+    if not shards.has("word.weight"):
+        raise ConfigError(shards.problems or f"{folder} lacks its word embeddings")
+    padded = sum(len(part) for part in shards.tensors["word.weight"])
+    vocabulary = choose_vocabulary(args, padded, vocab_size, str(folder))
+    config, notes = read_args(args, vocabulary, str(folder), legacy=_is_legacy(states))
+    layers = _count_layers(shards.tensors, 0)
+    if layers != config.num_hidden_layers:
+        raise ConfigError(
+            f"{folder} must have as many layers as its num_layers ({config.num_hidden_layers}), and it has {layers}"
+        )
+    if config.tie_word_embeddings:
+        shards.require_tied("word.weight", "head.weight")
+    shapes = canonical_shapes(config)
+    weights = shards.weights(shapes, dict(_tensors(shards, config, version, shapes)))
+    layout = {"tensor": tensor, "pipeline": pipeline}
+    return ForeignModel(config, weights, layout, tokens=_NO_TOKENS, notes=[*notes, *shards.notes])
+
+
+# ---- files
+
+
+def _iteration(source: Path) -> Path:
+    """The folder with the ranks' folders."""
+    if not source.is_dir():
+        raise ConfigError(f"{source} must be the folder of a Megatron-LM checkpoint: there is no folder of that name")
+    tracker = source / _TRACKER
+    if not tracker.is_file():
+        return source
+    text = tracker.read_text(errors="replace").strip()
+    iteration = whole_number(text)
+    if text != "release" and iteration is None:
+        raise ConfigError(f"{tracker} must hold the number of an iteration or 'release', and it holds {text[:40]!r}")
+    folder = source / (text if text == "release" else f"iter_{iteration:07d}")
+    if not folder.is_dir():
+        raise ConfigError(f"{tracker} names iteration {text}, and there is no folder {folder}")
+    return folder
+
+
+def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
+    """(tensor-parallel rank, pipeline stage) → its file."""
+    ranks: dict[tuple[int, int], Path] = {}
+    problems: list[str] = []
+    for path in sorted(folder.iterdir()):
+        match = _RANK.fullmatch(path.name)
+        if match is None:
+            continue
+        if match[3]:
+            raise ConfigError(f"{folder} is of a model with experts ({path.name}), and no family here has them")
+        if files := [path / name for name in _FILES if (path / name).is_file()]:
+            ranks[int(match[1]), int(match[2] or 0)] = files[0]
+        else:
+            problems.append(f"{path} must hold {listing(_FILES, 'or')}, and it holds neither")
+    if problems:
+        raise ConfigError(problems)
+    if not ranks:
+        hint = ""
+        if (folder / ".metadata").exists() or (folder / "metadata.json").exists():
+            hint = ": it is in a distributed format, so write it again by Megatron-LM with --ckpt-format torch"
+        raise ConfigError(f"{folder} must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …{hint}")
+    return ranks
+
+
+def _open(path: Path) -> Mapping[str, Any]:
+    """The content of a rank's file."""
+    state = pickled.load(path)
+    if not isinstance(state, dict):
+        raise ConfigError(f"{path} must hold a dictionary, as Megatron-LM writes it")
+    if not isinstance(state.get("args"), argparse.Namespace):
+        raise ConfigError(f"{path} must hold the arguments of the training under 'args': they are missing")
+    return state
+
+
+def _common_arguments(states: RankStates, folder: Path) -> tuple[dict[str, Any], int]:
+    """The arguments and the checkpoint version, which must be the same in all files."""
+    first = next(iter(states.values()))
+    args = dict(vars(first["args"]))
+    version = first.get("checkpoint_version", 0)
+    if version not in _VERSIONS:
+        raise ConfigError(f"the checkpoint_version of {folder} ({version!r}) must be {listing(_VERSIONS, 'or')}")
+    problems: list[str] = []
+    for name in (*SIZES, "tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        values = list(dict.fromkeys(vars(state["args"]).get(name) for state in states.values()))
+        if len(values) > 1:
+            problems.append(
+                f"{folder}: {name} must be the same in all files, and some have {values[0]!r} and some {values[1]!r}"
+            )
+    for name in ("iteration", "checkpoint_version"):
+        if any(state.get(name) != first.get(name) for state in states.values()):
+            problems.append(f"{folder}: {name} must be the same in all files: some are of another checkpoint")
+    if problems:
+        raise ConfigError(problems)
+    return args, int(version)
+
+
+def _degrees(
+    args: Mapping[str, Any], ranks: set[tuple[int, int]], folder: Path, rank_names: tuple[str, str]
+) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel degree; every rank of them must have a file."""
+    tensor = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or max(t for t, _ in ranks) + 1
+    pipeline = args.get("pipeline_model_parallel_size") or max(p for _, p in ranks) + 1
+    if not is_count(tensor) or not is_count(pipeline) or tensor * pipeline > _MOST_RANKS:
+        raise ConfigError(
+            f"{folder}: TP {tensor!r} × PP {pipeline!r} must be whole numbers, at most {_MOST_RANKS:,} ranks"
+        )
+    require_ranks(str(folder), ranks, tensor, pipeline, rank_names[pipeline > 1].format)
+    return tensor, pipeline
+
+
+# ---- names
+
+
+def _add_tensors(states: RankStates, shards: Shards, pipeline: int) -> None:
+    """Add all tensors by the roles in `_NAMES_IN_LAYER` and `_NAMES_OUTSIDE`; layers are counted over all stages."""
+    keys = _chunk_keys(states, shards.where)
+    # Chunk v of all stages comes before chunk v + 1 of any: the layers are counted in this order.
+    first = 0
+    unknown: dict[str, None] = {}
+    for key in keys:
+        for stage in range(pipeline):
+            tensors_by_rank = [_chunk(states[rank, stage][key], first, unknown) for rank in range(shards.ranks)]
+            place = f"in {key} of stage {stage}" if pipeline * len(keys) > 1 else f"in {key}"
+            shards.add(tensors_by_rank, place)
+            first += _count_layers([name for tensors in tensors_by_rank for name in tensors], first)
+    if unknown:
+        names = listing(unknown, most=_SHOWN)
+        shards.problems.append(f"{shards.where} has {names}, of which no GPT-2 or Llama has any")
+    shards.require_floats()
+
+
+def _is_legacy(states: RankStates) -> bool:
+    """True if `megatron.legacy` wrote the files; their model keys have been checked."""
+    state = states[0, 0]
+    return "language_model" in state["model" if "model" in state else "model0"]
+
+
+def _chunk_keys(states: RankStates, where: str) -> list[str]:
+    """`model`, or `model0`, `model1`, … in order."""
+    names = {key for state in states.values() for key in state if re.fullmatch(r"model\d*", key)}
+    keys = ["model"] if names == {"model"} else [f"model{i}" for i in range(len(names))]
+    if not names or any(set(keys) != names & set(state) for state in states.values()):
+        raise ConfigError(f"{where} must hold 'model', or 'model0', 'model1', …, the same in every file")
+    if any(not isinstance(state[key], dict) for state in states.values() for key in keys):
+        raise ConfigError(f"{where} must hold the state of a model under {listing(keys)}")
+    return keys
+
+
+def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> dict[str, Tensor]:
+    """The tensors of a block of layers, which begins with the model's layer number `first`; adds names to `unknown`."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in _flattened(state):
+        if _NO_WEIGHTS.fullmatch(name):
+            continue
+        role_name = _role_name(name, first)
+        if role_name is None or not isinstance(value, Tensor) or role_name in tensors:
+            unknown[name] = None
+        else:
+            tensors[role_name] = value
+    return tensors
+
+
+def _count_layers(names: Iterable[str], first: int) -> int:
+    """The number of layers in a block that begins with layer `first`."""
+    numbers = [int(match[1]) for name in names if (match := _ROLE_LAYER.match(name))]
+    return max(numbers) + 1 - first if numbers else 0
+
+
+def _flattened(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dictionaries (of `megatron.legacy`) by dotted names, without the names of wrappers."""
+    for key, value in state.items():
+        name = prefix + str(key)
+        if isinstance(value, dict):
+            yield from _flattened(value, f"{name}.")
+        else:
+            yield re.sub(r"^((model|module)\.)*(language_model\.)?", "", name), value
+
+
+def _role_name(name: str, first: int) -> str | None:
+    """The name by layer and role, such as `layers.3.qkv.weight`; None for a tensor that has none."""
+    prefix = ""
+    patterns: Sequence[tuple[str, str]] = _NAMES_OUTSIDE
+    layer = _LAYER.fullmatch(name)
+    if layer is not None:
+        prefix = f"layers.{first + int(layer[1])}."
+        patterns = _NAMES_IN_LAYER
+        name = layer[2]
+    for pattern, role in patterns:
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            return f"{prefix}{role}.{match[1]}"
+    return None
+
+
+# ---- the model
+
+
+def _tensors(
+    shards: Shards, config: GPTConfig | LlamaConfig, version: int, names: Iterable[str]
+) -> Iterator[tuple[str, Stacked]]:
+    """The canonical tensors of these names."""
+    # Q, K and V, or gate and up, are asked for one by one and cut from one tensor.
+    query_key_value = functools.cache(functools.partial(_query_key_value, shards, config, version))
+    gate_up = functools.cache(functools.partial(shards.split, sizes=(config.intermediate_size // shards.ranks,) * 2))
+    for name in names:
+        path, _, kind = name.rpartition(".")
+        layer = _HUGGING_FACE_LAYER.fullmatch(path)
+        if layer is None:
+            role, cut = _MODULES[path]
+            source = f"{role}.{kind}"
+        else:
+            role, cut = _MODULES[layer[2]]
+            source = f"layers.{layer[1]}.{role}.{kind}"
+        if cut == "copies" or (cut == "rows" and kind == "bias"):
+            tensor = shards.copies(source)
+        elif cut == "rows":
+            tensor = shards.rows(source)
+        elif cut == "columns":
+            tensor = shards.columns(source)
+        elif cut == "tokens":
+            # The rows of padding are the last ones.
+            tensor = shards.columns(source).rows(0, config.vocab_size)
+        elif cut in ("gate", "up"):
+            gate, up = gate_up(source)
+            tensor = gate if cut == "gate" else up
+        # Q, K and V: all of them in a GPT-2, or a single one in a Llama.
+        else:
+            tensor = stack(query_key_value(source)["qkv".index(letter)] for letter in cut)
+        # Hugging Face's GPT-2 has the matrices of its layers as [in, out].
+        is_transposed = isinstance(config, GPTConfig) and layer and kind == "weight" and cut != "copies"
+        yield name, (tensor.t if is_transposed else tensor)
+
+
+def _query_key_value(shards: Shards, config: GPTConfig | LlamaConfig, version: int, name: str) -> list[Stacked]:
+    """Q, K and V, each with the rows of all heads in order."""
+    if shards.has(name.replace("qkv", "query")):
+        return _separate_queries(shards, config, name)
+    n = config.num_attention_heads
+    g = config.num_key_value_heads
+    d = config.head_dim
+    ranks = shards.ranks
+    fused = shards.columns(name)
+    if not fused.parts:
+        return [fused] * 3
+    rows = (n + 2 * g) * d
+    if fused.shape[0] != rows or (version < 2 and (g != n or n % ranks)):
+        requirement = f"{rows} rows over {ranks} tensor-parallel ranks, of {n} query and {g} key/value heads"
+        shards.misshapen(name, fused.shape, requirement)
+        return [Stacked()] * 3
+    if version == 0:
+        return shards.split(name, [n * d // ranks] * 3)
+    if version == 1:
+        return [Stacked(tuple(part.unflatten(0, (-1, 3))[:, i] for part in fused.parts)) for i in range(3)]
+    # Each group of rows has its queries, its key and its value.
+    group_rows = rows // g
+    query_stop = group_rows - 2 * d
+    key_stop = group_rows - d
+    parts_of_group = ((0, query_stop), (query_stop, key_stop), (key_stop, group_rows))
+    return [
+        stack(fused.rows(group * group_rows + start, group * group_rows + stop) for group in range(g))
+        for start, stop in parts_of_group
+    ]
+
+
+def _separate_queries(shards: Shards, config: GPTConfig | LlamaConfig, name: str) -> list[Stacked]:
+    """Q, K and V where the queries are a tensor of their own: K and V alternate head by head in another one."""
+    g = config.num_key_value_heads
+    d = config.head_dim
+    key_value_name = name.replace("qkv", "key_value")
+    key_value = shards.columns(key_value_name)
+    if key_value.parts and key_value.shape[0] != 2 * g * d:
+        requirement = f"{2 * g * d} rows over all tensor-parallel ranks, of {g} key/value heads"
+        shards.misshapen(key_value_name, key_value.shape, requirement)
+        key_value = Stacked()
+    heads = [key_value.rows(head * d, (head + 1) * d) for head in range(2 * g)]
+    return [shards.columns(name.replace("qkv", "query")), stack(heads[::2]), stack(heads[1::2])]

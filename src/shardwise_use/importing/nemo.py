@@ -1,0 +1,164 @@
+"""Checkpoints of neuronx-nemo-megatron: GPT and Llama models, as NeMo and PyTorch Lightning save them.
+
+    SOURCE/NAME.ckpt                              one rank
+    SOURCE/mp_rank_TT/NAME.ckpt                   tensor-parallel rank TT
+    SOURCE/tp_rank_TT_pp_rank_PPP/NAME.ckpt       and pipeline stage PPP
+    ….ckpt.tensors/tensor_N.pt                    with save_xser: its tensors, to which the .ckpt refers by number
+
+As collections/nlp/parts/nlp_overrides.py and serialization.py write them. NAME is such as
+megatron_gpt--step=100-consumed_samples=3200.0. A file holds the weights under "state_dict", the model's configuration
+under "hyper_parameters", and what a training needs beside them. The weights are cut and named almost as those of
+Megatron-LM, so each file is turned into one of Megatron-LM, and the configuration into its arguments. The names and
+defaults of the configuration are those of collections/nlp/models/language_modeling/megatron_gpt_model.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.base.errors import ConfigError, listing
+from shardwise_use.importing import megatron_arguments, pickled
+from shardwise_use.importing.hugging_face import ForeignModel
+from shardwise_use.importing.megatron import combined
+
+_SHOWN = 6
+
+_RANK = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})(?:_pp_rank_(\d{3,}))?")
+_RANK_NAMES = ("mp_rank_{:02d}", "tp_rank_{:02d}_pp_rank_{:03d}")
+# A list of names among the weights.
+_BUFFERS = "untrained_buffer_names"
+# A value of the configuration may be the name of another key, as OmegaConf writes it.
+_REFERENCE = re.compile(r"\$\{(?:model)?\.(\w+)\}")
+
+_SAME_NAMES = (
+    *megatron_arguments.SIZES, "ffn_hidden_size", "kv_channels", "init_method_std", "hidden_dropout",
+    "attention_dropout", "ffn_dropout", "layernorm_epsilon", "position_embedding_type",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size",
+)  # fmt: skip
+"""Keys of the configuration that are Megatron-LM's arguments under the same name."""
+_RENAMED = {
+    "rotary_percentage": "rotary_percent", "num_kv_heads": "num_query_groups",
+    "num_moe_experts": "num_experts", "sliding_window_size": "window_size",
+}  # fmt: skip
+_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+_ALLOWED_VALUES = {
+    "activation": ("gelu", "swiglu"), "transformer_block_type": ("pre_ln",), "normalization": tuple(_NORMS),
+    "positition_interpolation_factor": (1,),
+}  # fmt: skip
+"""Keys, misspelled as in NeMo → values that a model may have; the first one is the default."""
+
+
+def open_nemo(source: Path, vocab_size: int | None = None, *, allow_drift: bool = False) -> ForeignModel:
+    """The model in a checkpoint of neuronx-nemo-megatron.
+
+    Args:
+        source: the folder with the ranks' folders; FOLDER/NAME.ckpt, if they hold several checkpoints.
+        vocab_size: number of tokens without padding, which no checkpoint tells.
+        allow_drift: the first of several replicas is taken although others differ.
+
+    Raises:
+        ConfigError: it is none, of another model than GPT or Llama, incomplete, or contradicts itself: everything that
+        is wrong; or its files are not safe to open.
+    """
+    folder, files = _files(source)
+    states = {rank: _as_megatron(file) for rank, file in files.items()}
+    return combined(states, folder, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
+
+
+def _files(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
+    """The folder, and (tensor-parallel rank, pipeline stage) → its file. A rank whose file is missing is left out."""
+    folder = source
+    name: str | None = None
+    if source.suffix == ".ckpt":
+        folder = source.parent
+        name = source.name
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} must be the folder of a checkpoint: there is no folder of that name")
+    ranks: dict[tuple[int, int], Path] = {}
+    for path in sorted(folder.iterdir()):
+        match = _RANK.fullmatch(path.name)
+        if match is not None:
+            ranks[int(match[1] or match[2]), int(match[3] or 0)] = path
+    if not ranks:
+        ranks[0, 0] = folder
+    names = sorted({file.name for path in ranks.values() for file in path.glob("*.ckpt")})
+    if not names:
+        raise ConfigError(
+            f"{folder} must hold folders tp_rank_00_pp_rank_000, … or mp_rank_00, … with a .ckpt in each, or one .ckpt"
+        )
+    if name is None and len(names) > 1:
+        raise ConfigError(
+            f"{folder} must hold one checkpoint, and it holds {listing(names, most=_SHOWN)}: name one, as "
+            f"{folder / names[-1]}"
+        )
+    chosen = name or names[0]
+    if chosen not in names:
+        raise ConfigError(f"{source} must be a checkpoint in {folder}, which holds {listing(names, most=_SHOWN)}")
+    return folder, {rank: path / chosen for rank, path in ranks.items() if (path / chosen).is_file()}
+
+
+def _as_megatron(path: Path) -> dict[str, Any]:
+    """The content of a rank's file, as Megatron-LM would have written it."""
+    saved = pickled.load(path)
+    state = saved.get("state_dict") if isinstance(saved, dict) else None
+    if not isinstance(state, dict):
+        raise ConfigError(f"{path} must hold the weights of a model under 'state_dict', as PyTorch Lightning writes it")
+    parameters = saved.get("hyper_parameters")
+    config = parameters.get("cfg") if isinstance(parameters, dict) else None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold the model's configuration under 'hyper_parameters', 'cfg': it is missing")
+    tensors = {name: pickled.followed(value, path) for name, value in state.items() if name != _BUFFERS}
+    no_tensors = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
+    if no_tensors:
+        raise ConfigError(
+            f"{path} must hold tensors alone under 'state_dict', and {listing(no_tensors, most=_SHOWN)} is none"
+        )
+    # Version 3 cuts the fused Q, K and V by groups, as neuronx-nemo-megatron does.
+    args = argparse.Namespace(**_arguments(config, str(path)))
+    return {"args": args, "checkpoint_version": 3, "iteration": saved.get("global_step"), "model": tensors}
+
+
+def _arguments(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Megatron-LM's arguments of the model that a configuration describes."""
+
+    def value(name: str, default: Any = None) -> Any:
+        setting = config.get(name)
+        if isinstance(setting, str):
+            reference = _REFERENCE.fullmatch(setting)
+            if reference is not None:
+                setting = config.get(reference[1])
+        return default if setting is None else setting
+
+    problems = [
+        f"{where}: its {name} ({value(name)!r}) must be {listing(map(repr, allowed), 'or')}: no family here has another"
+        for name, allowed in _ALLOWED_VALUES.items()
+        if value(name, allowed[0]) not in allowed
+    ]
+    base = value("position_freq_base", 10000)
+    factor = value("position_abf_factor", 1)
+    if not isinstance(base, int | float) or not isinstance(factor, int | float):
+        problems.append(
+            f"{where}: its position_freq_base ({base!r}) and position_abf_factor ({factor!r}) must be numbers"
+        )
+    if problems:
+        raise ConfigError(problems)
+    settings = {name: value(name) for name in _SAME_NAMES}
+    settings |= {argument: value(name) for name, argument in _RENAMED.items()}
+    window = settings["window_size"]
+    return {name: setting for name, setting in settings.items() if setting is not None} | {
+        "normalization": _NORMS[value("normalization", "layernorm")],
+        "swiglu": value("activation") == "swiglu",
+        "bias_gelu_fusion": value("bias_activation_fusion", True),
+        "add_bias_linear": value("has_bias", True),
+        "untie_embeddings_and_output_weights": not value("share_embeddings_and_output_weights", True),
+        "group_query_attention": value("num_kv_heads") is not None,
+        "rotary_base": base * factor,
+        # A window as wide as the model's longest sequence is none.
+        "window_size": None if window == settings["max_position_embeddings"] else window,
+    }

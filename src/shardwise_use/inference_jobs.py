@@ -1,0 +1,187 @@
+"""The work of one rank in `shardwise evaluate` and `shardwise generate`, from joining the job to the answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.base.errors import ConfigError, DataError, RunError
+from shardwise.checkpoint.format.manifest import MANIFEST
+from shardwise.checkpoint.load_weights import load_checkpoint, load_hugging_face
+from shardwise.checkpoint.storage.root import Root
+from shardwise.config import Config, check_layout
+from shardwise.data.evaluation_sets import byte_counts
+from shardwise.data.formats.common import make_evaluation
+from shardwise.data.open_data import prepare
+from shardwise.data.rows import Part
+from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.mesh import Mesh, join, leave
+from shardwise.models.blocks import Stages
+from shardwise.pipeline.stages import build_stages
+from shardwise.train.evaluation import Evaluation, evaluate
+from shardwise_use.generation import Detokenizer, Generator, Sampler, generate
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue, with the settings of the continuation.
+
+    Attributes:
+        ids: tokens of the text.
+        max_tokens: new tokens at most.
+        stop: ids that end the continuation.
+        temperature: temperature of `Sampler`.
+        top_p: sum of the kept probabilities of `Sampler`.
+        seed: seed of `Sampler`.
+    """
+
+    ids: tuple[int, ...]
+    max_tokens: int
+    stop: frozenset[int]
+    temperature: float
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A continuation.
+
+    Attributes:
+        text: the new text, without the token that ends it.
+        tokens: all new ids, with the one that ends the text.
+        ended: true if an id of `Prompt.stop` ended the text.
+        prefill_seconds: time until the first token.
+        decode_seconds: time for the tokens after the first.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    ended: bool
+    prefill_seconds: float
+    decode_seconds: float
+
+
+def run_evaluation(
+    config: Config, weights: Root, part: Part, progress: Callable[[int, int], None] | None = None
+) -> Evaluation:
+    """Evaluate the model of a folder on one part of the data, on every rank.
+
+    Raises:
+        ConfigError: the data have nothing to predict, or the folder has another model. DamageError: a checkpoint's
+        bytes do not match their checksums. RunError: memory ran out.
+    """
+    with joined_mesh(config) as mesh:
+        # A part that is smaller than one training sample can be evaluated.
+        data = prepare(config, any_size=True)
+        batches = make_evaluation(config, data, part)
+        if batches is None:
+            least = "2 samples" if config.model.objectives != ("lm",) else "2 tokens"
+            raise DataError(
+                f"the {part} part of the data ({data.count(part):,} tokens at data.split={config.data.split}) must "
+                f"hold at least {least}: give more text, another data.split, or --part all"
+            )
+        model = load_model(config, weights, mesh)
+        bytes_V = byte_counts(config, data)
+        return evaluate(model, batches, mesh, config.train.micro_batch, progress, config.parallel, bytes_V)
+
+
+def run_generation(
+    config: Config, weights: Root, tokenizer: Tokenizer, prompt: Prompt, write: Callable[[str], None]
+) -> Answer:
+    """Let the model of a folder continue a prompt, on every rank; `write` gets each piece of text at once.
+
+    Raises:
+        ConfigError: the folder has another model, or one that gives no logits. DamageError: a checkpoint's bytes do
+        not match their checksums. RunError: memory ran out.
+    """
+    with joined_mesh(config) as mesh:
+        model = load_model(config, weights, mesh)
+        if not isinstance(model, Generator | Stages):
+            raise ConfigError(f"model.family ({config.model.family}) has no logits(ids): it cannot continue a text")
+        sampler = Sampler(prompt.temperature, prompt.top_p, prompt.seed)
+        detokenizer = Detokenizer(tokenizer, prompt.ids)
+        pieces: list[str] = []
+        tokens: list[int] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            write(piece)
+
+        start = time.perf_counter()
+        first = start
+        drawn = generate(
+            model, mesh, prompt.ids, prompt.max_tokens, sampler, stop=prompt.stop, parallel=config.parallel
+        )
+        for token in drawn:
+            if not tokens:
+                first = time.perf_counter()
+            tokens.append(token)
+            if token not in prompt.stop:
+                show(detokenizer.push(token))
+        end = time.perf_counter()
+        show(detokenizer.finish())
+        ended = bool(tokens) and tokens[-1] in prompt.stop
+        return Answer("".join(pieces), tuple(tokens), ended, first - start, end - first)
+
+
+def run_tasks(config: Config, weights: Root, tokenizer: Tokenizer, stops: frozenset[int]) -> dict[str, Any] | None:
+    """Score the model of a folder on `evaluation.tasks`, on every rank.
+
+    Returns:
+        The results, as `lm_eval` returns them; None on all ranks but 0.
+
+    Raises:
+        ConfigError: a task cannot be scored, or the folder has another model. DamageError: a checkpoint's bytes do not
+        match their checksums. RunError: memory ran out.
+    """
+    # It imports lm_eval, an extra.
+    from shardwise_use.task_evaluation import BOOTSTRAPS, evaluate_tasks
+
+    with joined_mesh(config) as mesh:
+        model = load_model(config, weights, mesh)
+        return evaluate_tasks(config, model, mesh, tokenizer, stops, bootstraps=BOOTSTRAPS)
+
+
+@contextmanager
+def joined_mesh(config: Config) -> Iterator[Mesh]:
+    """Join the job and give its mesh; inside, an out-of-memory error becomes a sentence."""
+    join()
+    mesh = Mesh(**config.parallel.degrees)
+    try:
+        yield mesh
+    except Exception as error:
+        if not devices.is_out_of_memory(error):
+            raise
+        raise RunError(
+            f"rank {mesh.world.rank} ran out of memory on {mesh.device}: raise parallel.tensor "
+            f"({config.parallel.tensor}) or parallel.pipeline ({config.parallel.pipeline}), or lower "
+            f"train.micro_batch ({config.train.micro_batch}) or train.sequence_length in an evaluation, --max-tokens "
+            "or the prompt in a generation"
+        ) from error
+    leave()
+
+
+def load_model(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
+    """The model at this layout, in the dtype of `precision.mode`, with the weights of a folder."""
+    path = str(weights.local().resolve() if weights.is_local else weights)
+    # A run that still trains may save between the looks of two ranks for its newest checkpoint.
+    folders = sorted(set(collectives.all_gather_objects(path, mesh.world)))
+    if len(folders) > 1:
+        raise ConfigError(f"the ranks found several checkpoints ({', '.join(folders)}): name one of them")
+    # As in training, so that an evaluation has the losses that the run reported.
+    precision = config.precision.resolved(mesh.device.type != "cpu")
+    dtype: torch.dtype = getattr(torch, precision.parameter)
+    model = build_stages(config, check_layout(config, mesh.world.size), mesh, dtype=dtype)
+    if collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world):
+        load_checkpoint(model, config.model.family, mesh, weights)
+    else:
+        load_hugging_face(model, config.model, mesh, weights.local())
+    return model.eval()

@@ -1,0 +1,1 @@
+"""Readers of a run's folder: `ls`, `top`, `monitor`, `report` and `compare`."""

@@ -1,0 +1,146 @@
+"""List this machine's devices (and who uses them) and the runs in a folder, newest first.
+
+Devices are the GPUs that NVML reports, the chips of AWS that neuron-ls reports, or else the CPU. If a process is a rank
+of a listed run, the rank is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shardwise.base import units
+from shardwise.cli import output
+from shardwise.runs import local_devices
+from shardwise.runs.events import number
+from shardwise.runs.folder import RUNS
+from shardwise_watch import summary
+from shardwise_watch.run import RunView, Unreadable, owners, runs_at
+
+_DEVICES = ("device", "memory", "busy", "links", "process")
+_RUNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
+_SHORTEST = 16
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", metavar="DIR", nargs="?", default=str(RUNS), help=f"a folder of runs, or a run (default: {RUNS})"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every field")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    listed_runs = runs_at(arguments.folder)
+    ranks = owners(run for run in listed_runs if isinstance(run, RunView))
+    machine_devices = local_devices.devices(ranks)
+    problems = [problem for run in listed_runs for problem in _problems(run)] + machine_devices.problems
+    if arguments.json:
+        machine = {
+            "schema": summary.SCHEMA,
+            "host": platform.node(),
+            "devices": [asdict(device) for device in machine_devices.devices],
+        }
+        output.json({**machine, "runs": [summary.row(run) for run in listed_runs], "problems": problems})
+        return 0
+    _table([_device(device) for device in machine_devices.devices], _DEVICES, (2,), widest=4)
+    output.line()
+    if listed_runs:
+        _table([_run(run) for run in listed_runs], _RUNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
+    else:
+        output.line(f"no run in {arguments.folder.rstrip('/')}/")
+    for problem in problems:
+        output.progress(problem)
+    return 0
+
+
+def _problems(run: RunView | Unreadable) -> list[str]:
+    """Sentences on a run, or on files of it, that cannot be read."""
+    return [run.reason] if isinstance(run, Unreadable) else run.problems
+
+
+def _device(device: local_devices.LocalDevice) -> tuple[str, ...]:
+    used = device.memory_bytes
+    total = device.memory_total_bytes
+    memory = (
+        "" if total is None else units.size(total) if used is None else f"{units.size(used)} of {units.size(total)}"
+    )
+    cores = "" if device.cores is None else f", {units.counted(device.cores, 'core')}"
+    name = f"{device.name}{cores}" if device.kind == "cpu" else f"{device.index}: {device.name}{cores}"
+    return name, memory, _share(device.utilization), "; ".join(device.links), _processes(device.processes)
+
+
+def _processes(processes: Sequence[local_devices.DeviceProcess]) -> str:
+    """The ranks of each run together; of other processes the numbers."""
+    ranks: dict[str, list[int]] = {}
+    for process in processes:
+        if process.run is not None and process.rank is not None:
+            ranks.setdefault(process.run, []).append(process.rank)
+    named = [
+        f"{'ranks' if len(rank_numbers) > 1 else 'rank'} {', '.join(units.spans(rank_numbers))} of {run}"
+        for run, rank_numbers in ranks.items()
+    ]
+    return "; ".join([*named, *(f"process {process.pid}" for process in processes if process.run is None)])
+
+
+def _run(run: RunView | Unreadable) -> tuple[str, ...]:
+    fields = summary.row(run)
+    loss = number(fields["loss"])
+    speed = number(fields["tokens_per_second"])
+    eta = fields["eta_seconds"]
+    heard = run.heard
+    return (
+        run.name,
+        fields["state"],
+        "" if fields["step"] is None else f"{fields['step']}/{'?' if fields['steps'] is None else fields['steps']}",
+        "" if fields["loss"] is None else f"{loss:.4f}",
+        units.count(speed).replace(" ", "") if math.isfinite(speed) else "",
+        _share(fields["mfu"]),
+        "" if eta is None else _short(eta),
+        _share(fields["goodput"]),
+        "" if heard is None else _short(max(0.0, time.time() - heard)),
+        "" if fields["parent"] is None else f"{fields['parent']['run']}@{fields['parent']['step']}",
+    )
+
+
+def _share(value: Any) -> str:
+    return "" if value is None else f"{number(value):.0%}"
+
+
+def _short(seconds: float) -> str:
+    """A duration in its largest unit: `50s`, `3min`, `2.5h`, `14d`."""
+    for unit, length in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length:
+            count = seconds / length
+            return f"{count:.0f}{unit}" if count >= 10 or unit == "min" else f"{count:.1f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Sequence[int], *, widest: int) -> None:
+    """A table as wide as the terminal at most: its column `widest` gives way. Elsewhere nothing is left out."""
+    if not sys.stdout.isatty():
+        output.table(rows, head, right=right)
+        return
+    kept = [i for i in range(len(head)) if any(line[i] for line in rows)]
+    lines = [[output.printable(line[i]) for i in kept] for line in (head, *rows)]
+    # A column without any text is left out, and then the first one gives way.
+    at = kept.index(widest) if widest in kept else 0
+    width = shutil.get_terminal_size().columns
+    other_widths = sum(max(map(len, column)) for i, column in enumerate(zip(*lines, strict=True)) if i != at)
+    full = other_widths + max(len(line[at]) for line in lines)
+    gap = 2 if full + 2 * (len(kept) - 1) <= width else 1
+    room = max(_SHORTEST, width - other_widths - gap * (len(kept) - 1))
+    first, *cut_rows = [[_cut(cell, room) if i == at else cell for i, cell in enumerate(line)] for line in lines]
+    output.table(cut_rows, first, right=[i for i, column in enumerate(kept) if column in right], gap=gap)
+
+
+def _cut(text: str, room: int) -> str:
+    """`text` without its middle: a run's name tells most at its ends."""
+    end = (room - 1) // 2
+    return text if len(text) <= room else f"{text[: room - 1 - end]}…{text[len(text) - end :]}"

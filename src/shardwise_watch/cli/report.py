@@ -1,0 +1,82 @@
+"""Write an HTML report of one run with its branches, or of two runs overlaid.
+
+The page needs no network. It has curves, lost time, memory, layout, events, configuration and environment. `--json`
+prints all its numbers instead, and `--png` also draws the curves as pictures. Branches are searched beside the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.files import reason_of, require_replaceable, write_atomic
+from shardwise.cli import output
+from shardwise.runs.folder import RUNS
+from shardwise_watch.report.numbers import comparison, report_of
+from shardwise_watch.run import branches_of, open_run
+
+_MOST_BRANCHES = 7
+"""Branches that are laid over their trunk; the page has colours for as many."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    latest = RUNS / "latest"
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: the newest run, {latest})"
+    )
+    parser.add_argument(
+        "other", metavar="RUN", nargs="?", type=Path, help="a second run, B, overlaid on the first one, A"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="where to write it (default: report.html in RUN; of two, report-with-B.html in A)",
+    )
+    parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and write no page")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    paths = [arguments.run] if arguments.other is None else [arguments.run, arguments.other]
+    watched = [open_run(path, all_steps=True) for path in paths]
+    branches = branches_of(watched[0]) if arguments.other is None else []
+    compared = comparison(*watched) if len(watched) == 2 else None
+    shown = branches[:_MOST_BRANCHES]
+    reports = [report_of(run) for run in [*watched, *shown]]
+    if len(shown) < len(branches) and not arguments.json:
+        output.line(f"branches: the first {len(shown)} of {len(branches)}; name one as the second RUN to see it")
+    name = "report.html" if compared is None else f"report-with-{watched[1].path.resolve().name}.html"
+    file: Path = arguments.output or watched[0].path / name
+    require_replaceable(file, "--output")
+    if arguments.png is not None:
+        # Costly to import, for pictures alone.
+        from shardwise_watch.report.page import draw
+
+        try:
+            files = draw(reports, arguments.png)
+        except OSError as error:
+            raise ConfigError(f"--png ({error.filename}) cannot be written: {reason_of(error)}") from None
+        if not arguments.json:
+            output.line(f"pictures: {len(files)} in {arguments.png}")
+    if arguments.json:
+        output.json(_facts(reports, compared))
+        return 0
+    # Costly to import, for the page alone.
+    from shardwise_watch.report.page import page
+
+    try:
+        write_atomic(file, page(reports, compared))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {reason_of(error)}; --output chooses another file") from None
+    output.line(f"report: {file}")
+    return 0
+
+
+def _facts(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if compared is not None:
+        return {"a": reports[0], "b": reports[1], "compared": compared}
+    return {**reports[0], "branches": reports[1:]} if len(reports) > 1 else reports[0]

@@ -1,0 +1,140 @@
+"""Watch a run: loss curve, parts of a step, every rank, pipeline, nodes, events and lost time.
+
+It only reads the run's folder, so it works on any machine that can read it, and does not disturb the run. `--once`
+prints a table, for scripts and for terminals without a screen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.base import units
+from shardwise.base.errors import ConfigError
+from shardwise.cli import output
+from shardwise.runs.folder import RUNS
+from shardwise_watch.run import open_run
+from shardwise_watch.screen import drawing
+from shardwise_watch.screen.frame import Frame, Reader, frame_of
+
+_LEAST_SECONDS = 0.2
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: the newest run, {RUNS / 'latest'})"
+    )
+    parser.add_argument("--once", action="store_true", help="print a table and end")
+    parser.add_argument(
+        "--interval", metavar="S", type=float, default=2.0, help="seconds between two readings (default: 2)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not arguments.interval >= _LEAST_SECONDS:
+        raise ConfigError(f"--interval ({arguments.interval:g}) must be at least {_LEAST_SECONDS} seconds")
+    if arguments.once:
+        frame = frame_of(open_run(arguments.run, all_steps=False))
+        output.table(_rows(frame))
+        for line in frame.failure_lines:
+            output.line(line)
+        return 0
+    _require_screen()
+    reader = Reader(arguments.run)
+    # Costly to import, for the screen alone.
+    from shardwise_watch.screen.app import Top
+
+    # Without the mouse, so that the terminal still selects text.
+    Top(reader.read, arguments.interval).run(mouse=False)
+    return 0
+
+
+def _require_screen() -> None:
+    """ConfigError where no screen can be drawn."""
+    terminal = os.environ.get("TERM", "")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("standard input and output must be a terminal: `shardwise top --once` prints a table")
+    if terminal in ("", "dumb", "unknown"):
+        raise ConfigError(f"TERM ({terminal}) must be a terminal with a screen: `shardwise top --once` prints a table")
+
+
+def _rows(frame: Frame) -> list[tuple[str, str]]:
+    """The rows of a run, under stable names."""
+    last = frame.last
+    lost = frame.lost
+    slowest = frame.slowest
+    heard = "" if frame.heard is None else f", heard {units.duration(max(0.0, frame.now - frame.heard))} ago"
+    total = "" if frame.steps is None else f" of {frame.steps:,}"
+    pace = "" if frame.step_seconds is None else f", {drawing.seconds(frame.step_seconds)} a step"
+    left = "" if frame.eta_seconds is None else f", {drawing.seconds(frame.eta_seconds)} left"
+    rows = [
+        ("run", str(frame.path.resolve())),
+        ("state", f"{frame.state}{_reason(frame)}{heard}"),
+        ("step", f"{frame.step:,}{total}{pace}{left}"),
+        ("loss", _loss(frame)),
+        *([("evaluation", _evaluation(frame.evaluation))] if frame.evaluation else []),
+        ("speed", f"{drawing.rate(last.get('tokens_per_second'))} tokens/s, MFU {drawing.percent(last.get('mfu'))}"),
+        *([("sources", _sources(last))] if last.get("sources") else []),
+        ("split", _shares(frame.split)),
+        ("ranks", _ranks(frame)),
+    ]
+    if slowest is not None and slowest.relative is not None:
+        place = " ".join(f"{axis} {at}" for axis, at in slowest.place.items())
+        where = ", ".join(filter(None, [slowest.host, place]))
+        rows.append(("slowest", f"rank {slowest.rank} ({where}): {slowest.relative:.2f} times the work of the best"))
+    if last.get("bubble") is not None:
+        rows.append(("bubble", drawing.percent(last["bubble"])))
+    if frame.graphs:
+        graphs = ", ".join(f"{frame.graphs[name]:.0f} {name}" for name in ("graphs", "hits", "misses"))
+        rows.append(("compile", f"{graphs}, {drawing.seconds(frame.graphs['seconds'])}"))
+    causes = ", ".join(f"{cause} {drawing.seconds(seconds)}" for cause, seconds in lost.by_cause.items() if seconds)
+    rows.append(("goodput", ", ".join(filter(None, [drawing.percent(lost.goodput), lost.later_starts_text]))))
+    rows.append(("lost", causes or "nothing recorded"))
+    warnings = [event for event in frame.events if event.get("event") == "warning"]
+    if warnings:
+        rows.append(("warning", f"{warnings[-1].get('text', '')} ({units.counted(len(warnings), 'warning')})"))
+    return rows
+
+
+def _reason(frame: Frame) -> str:
+    """The reason why the run ended, unless the lines below the table say it."""
+    return f" ({frame.reason})" if frame.state in ("failed", "stopped") and not frame.failure_lines else ""
+
+
+def _evaluation(event: Mapping[str, Any]) -> str:
+    loss = drawing.plain(event.get("loss"), ".4f")
+    return f"loss {loss}, perplexity {drawing.plain(event.get('perplexity'), '.4g')} at step {event.get('step'):,}"
+
+
+def _loss(frame: Frame) -> str:
+    last = frame.last
+    if not last:
+        return "no step is recorded yet"
+    rate = drawing.plain(last.get("lr"), ".2e")
+    norm = drawing.plain(last.get("grad_norm"), ".3g")
+    return f"{drawing.plain(last.get('loss'), '.4f')}, learning rate {rate}, gradient norm {norm}"
+
+
+def _sources(last: Mapping[str, Any]) -> str:
+    shown = []
+    for name, numbers in last["sources"].items():
+        share = drawing.percent(numbers.get("share"), 0)
+        shown.append(f"{name} loss {drawing.plain(numbers.get('loss'), '.4f')} ({share} of the samples)")
+    return ", ".join(shown)
+
+
+def _shares(split: object) -> str:
+    assert isinstance(split, dict)
+    total = sum(split.values())
+    return ", ".join(f"{name} {amount / total:.0%}" for name, amount in split.items()) if total else "not recorded"
+
+
+def _ranks(frame: Frame) -> str:
+    memory = [view.memory_bytes for view in frame.ranks if view.memory_bytes is not None]
+    used = f", memory {drawing.size(min(memory))} to {drawing.size(max(memory))}" if memory else ""
+    silent = f", {units.counted(len(frame.silent), 'rank')} silent" if frame.silent else ""
+    return f"{len(frame.ranks):,} on {units.counted(len(frame.nodes), 'node')}{used}{silent}"

@@ -1,0 +1,165 @@
+"""A run's numbers for Prometheus, read from its folder at each scrape."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+
+from shardwise.base.errors import ConfigError, see
+from shardwise.base.files import reason_of
+from shardwise.runs.events import number
+from shardwise_watch.run import STATES, RunView
+from shardwise_watch.step_metrics import STEP_METRICS
+from shardwise_watch.summary import snapshot
+
+
+@dataclass(frozen=True)
+class SnapshotMetric:
+    """A metric of Prometheus, and the field of a run's snapshot that has its value.
+
+    Attributes:
+        name: name after `shardwise_`.
+        field: key in the snapshot, or in each of its ranks or nodes.
+        help: sentence that Prometheus shows.
+        label: name of the label that tells the keys of a field apart, if the field is an object.
+    """
+
+    name: str
+    field: str
+    help: str
+    label: str = ""
+
+
+_EVALUATION = (
+    SnapshotMetric("eval_loss", "loss", "Loss of the last evaluation."),
+    SnapshotMetric("eval_perplexity", "perplexity", "Perplexity of the last evaluation."),
+    SnapshotMetric("eval_step", "step", "Step of the last evaluation."),
+)
+_RUN = (
+    SnapshotMetric("train_step", "step", "Steps that are done."),
+    SnapshotMetric("train_steps", "steps", "Steps of the whole training."),
+    SnapshotMetric("train_part_seconds", "split_seconds", "Seconds of each part of the last step, on rank 0.", "part"),
+    SnapshotMetric(
+        "train_communication_bytes", "communication_bytes", "Bytes that rank 0 sent along each axis.", "axis"
+    ),
+    SnapshotMetric("train_memory_bytes", "memory_bytes", "Memory of rank 0 by kind.", "kind"),
+    SnapshotMetric("run_eta_seconds", "eta_seconds", "Seconds until the last step."),
+    SnapshotMetric("run_goodput", "goodput", "The share of time in which steps were taken that count."),
+    SnapshotMetric("run_seconds", "seconds", "Seconds from the first start of the run to its last sign."),
+    SnapshotMetric("run_lost_seconds", "lost_seconds", "Seconds that were lost, by cause.", "cause"),
+    SnapshotMetric("run_lost_steps", "lost_steps", "Steps that were done again."),
+    SnapshotMetric("run_starts", "starts", "Starts of the run."),
+    SnapshotMetric("run_warnings", "warnings", "Warnings of the run."),
+    SnapshotMetric("run_heard_timestamp_seconds", "heard", "When the run last wrote to its folder."),
+)
+_RANK = (
+    SnapshotMetric("rank_step", "step", "The last step that the rank recorded."),
+    SnapshotMetric("rank_step_seconds", "step_seconds", "Seconds of the rank's last step."),
+    SnapshotMetric("rank_work_seconds", "work_seconds", "Seconds of the rank's own work: median of its last 20 steps."),
+    SnapshotMetric("rank_relative_work", "relative", "Own work over that of the rank with the least."),
+    SnapshotMetric("rank_memory_bytes", "memory_bytes", "Memory of the rank's device in use."),
+    SnapshotMetric("rank_utilization", "utilization", "Utilization of the rank's device, from 0 to 1."),
+    SnapshotMetric("rank_heard_timestamp_seconds", "heard", "When the rank last wrote to its file."),
+)
+_NODE = (
+    SnapshotMetric("node_cpu", "cpu", "Utilization of the machine's CPU, from 0 to 1."),
+    SnapshotMetric("node_memory_bytes", "memory_bytes", "Memory of the machine in use."),
+    SnapshotMetric("node_memory_total_bytes", "memory_total_bytes", "Memory of the machine."),
+)
+
+
+class RunCollector:
+    """Collector of a run's metrics for a registry of `prometheus_client`."""
+
+    def __init__(self, run: RunView) -> None:
+        self._run = run
+        # The server answers each scrape in a thread of its own, and `refresh` is not safe in two at once.
+        self._refresh_lock = threading.Lock()
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        """Name no metric: the registry would otherwise read the run, when it is registered, to learn the names."""
+        return []
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        with self._refresh_lock:
+            self._run.refresh()
+            run_snapshot = snapshot(self._run)
+        yield from _families(run_snapshot)
+
+
+def serve(run: RunView, port: int, host: str) -> None:
+    """Answer scrapes at http://`host`:`port`/metrics from now on, in threads that end with the process.
+
+    Raises:
+        ConfigError: the port cannot be listened at.
+    """
+    registry = CollectorRegistry()
+    registry.register(RunCollector(run))
+    try:
+        start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError(
+            f"--prometheus ({port}) must be a port of {host} that is free and open to you: {reason_of(error)}; "
+            "choose another, or let --host name an address of this machine"
+            f"{see('runs#port-in-use')}"
+        ) from None
+
+
+def _families(run_snapshot: Mapping[str, Any]) -> Iterator[GaugeMetricFamily]:
+    name = run_snapshot["run"]
+    labels = {"run": name}
+    states = GaugeMetricFamily("shardwise_run_state", "1 for the state of the run.", labels=["run", "state"])
+    for state in STATES:
+        states.add_metric([name, state], float(state == run_snapshot["state"]))
+    yield states
+    for step_metric in STEP_METRICS:
+        metric = SnapshotMetric(f"train_{step_metric.name}", step_metric.name, step_metric.help)
+        yield from _gauge(metric, [(labels, run_snapshot["train"])])
+    for metric in _EVALUATION:
+        yield from _gauge(metric, [(labels, run_snapshot["eval"] or {})])
+    for metric in _RUN:
+        yield from _gauge(metric, [(labels, run_snapshot)])
+    ranks = [(labels | {"rank": str(rank["rank"]), "host": rank["host"]}, rank) for rank in run_snapshot["ranks"]]
+    for metric in _RANK:
+        yield from _gauge(metric, ranks)
+    nodes = [(labels | {"host": node["host"]}, node) for node in run_snapshot["nodes"]]
+    for metric in _NODE:
+        yield from _gauge(metric, nodes)
+
+
+def _gauge(
+    metric: SnapshotMetric, sources: list[tuple[dict[str, str], Mapping[str, Any]]]
+) -> Iterator[GaugeMetricFamily]:
+    """Yield a metric with a sample of each source that has it; nothing if none has.
+
+    Args:
+        sources: labels and fields of the run, or of each of its ranks or nodes.
+    """
+    family: GaugeMetricFamily | None = None
+    for labels, fields in sources:
+        content = fields.get(metric.field)
+        values = content.items() if isinstance(content, Mapping) else [("", content)]
+        for key, value in values:
+            if value is None:
+                continue
+            key_label = {metric.label: str(key)} if metric.label else {}
+            if family is None:
+                family = GaugeMetricFamily(f"shardwise_{metric.name}", metric.help, labels=[*labels, *key_label])
+            family.add_metric([*labels.values(), *key_label.values()], _number(value))
+    if family is not None:
+        yield family
+
+
+def _number(value: Any) -> float:
+    """Convert a value of JSON; a time becomes seconds since the epoch, and the text "nan" NaN."""
+    converted = number(value)
+    if math.isnan(converted) and isinstance(value, str) and "T" in value:
+        return datetime.fromisoformat(value).timestamp()
+    return converted

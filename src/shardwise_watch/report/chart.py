@@ -1,0 +1,474 @@
+"""Charts as inline SVG and HTML, whose colours follow the page.
+
+Chart libraries weigh megabytes in every file (plotly 4, Vega 1); a line with an axis is little code, and the page is
+then as small as what it shows. Each chart has its numbers in `data-chart`, for the script of the page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, NamedTuple
+
+from shardwise_watch.step_metrics import Column, Curve
+
+LEFT = 62
+RIGHT = 10
+TOP = 10
+BOTTOM = 26
+_TICK_STEPS = (1, 2, 2.5, 5, 10)
+_FEW_COLUMNS = 40
+"""A curve with fewer columns shows all its values."""
+_DIGITS = 5
+"""Digits of a number in the page: a difference of a thousandth of a chart's height is seen in none."""
+_DIGITS_OF_ENDS = 4
+"""Digits of the least and the largest value of a column, which are two thirds of the page's numbers."""
+_COLOURS = 8
+"""Colours of curves in the page; the ninth curve has the first one again."""
+_LABEL_HEIGHTS = 3
+"""Heights at which the labels of marks are written in turn."""
+_UNITS = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e5, " k"))
+
+Rows = Sequence[Sequence[float]]
+
+
+class Size(NamedTuple):
+    """The size of a chart, in pixels of its picture, which is drawn as wide as its place in the page."""
+
+    width: int
+    height: int
+
+
+SMALL = Size(420, 236)
+LARGE = Size(640, 300)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A thin vertical line between two steps, whose text a browser shows at the pointer.
+
+    Attributes:
+        steps_before: steps before the line.
+        text: what happened there.
+        label: text beside the line, where there is room for it.
+    """
+
+    steps_before: int
+    text: str
+    label: str = ""
+
+    @property
+    def place(self) -> float:
+        """Place of the line on the axis of the steps."""
+        return self.steps_before + 0.5
+
+
+@dataclass(frozen=True)
+class _PlotArea:
+    """The area of a chart: the numbers at its edges, and the pixels of numbers on it."""
+
+    low_x: float
+    high_x: float
+    low_y: float
+    high_y: float
+    size: Size = SMALL
+
+    @property
+    def width(self) -> int:
+        return self.size.width - LEFT - RIGHT
+
+    @property
+    def height(self) -> int:
+        return self.size.height - TOP - BOTTOM
+
+    @property
+    def bottom(self) -> int:
+        """Pixel of the lower edge."""
+        return self.size.height - BOTTOM
+
+    def x(self, value: float) -> float:
+        share = (value - self.low_x) / (self.high_x - self.low_x) if self.high_x > self.low_x else 0.5
+        return LEFT + share * self.width
+
+    def y(self, value: float) -> float:
+        share = (value - self.low_y) / (self.high_y - self.low_y) if self.high_y > self.low_y else 0.5
+        # A value far outside stays outside, without a coordinate that some browsers cannot draw.
+        return self.bottom - max(-1.0, min(2.0, share)) * self.height
+
+    def path(self, points: Sequence[tuple[float, float]]) -> str:
+        return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
+
+
+def line_chart(
+    title: str,
+    curves: Mapping[str, Curve],
+    *,
+    percent: bool = False,
+    is_cut: bool = True,
+    notes: Sequence[str] = (),
+    marks: Sequence[Mark] = (),
+    size: Size = SMALL,
+) -> str:
+    """Draw curves over the steps of a run: a line of means in a band from the least to the largest value of a column.
+
+    Returns an empty text if no curve has a value.
+
+    Args:
+        is_cut: True if few columns that would hide the rest, such as the steep beginning, may leave the chart; then the
+            chart says so.
+        notes: sentences under the title.
+        marks: lines behind the curves.
+    """
+    known = {name: curve for name, curve in curves.items() if curve.columns or curve.dots or curve.breaks}
+    columns = [column for curve in known.values() for column in _with_dots(curve)]
+    if not columns:
+        return ""
+    steps = [column.step for column in columns]
+    for curve in known.values():
+        steps += curve.breaks or ()
+    least = min(column.least for column in columns)
+    largest = max(column.largest for column in columns)
+    low, high = _shown_range(columns) if is_cut else (least, largest)
+    ticks = _ticks([low, high])
+    area = _PlotArea(min(steps), max(steps), min(ticks[0], low), max(ticks[-1], high), size)
+    drawn = [_y_axis(area, ticks, percent=percent), _x_axis(area, "step")]
+    drawn += [_mark(area, mark) for mark in marks]
+    if size == LARGE:
+        drawn += [_mark_label(area, mark, number) for number, mark in enumerate(mark for mark in marks if mark.label)]
+    # The inner picture cuts off the lines that leave the chart. Dots at its edge would be cut too: they come after it.
+    drawn.append(
+        f'<svg x="{LEFT}" y="{TOP}" width="{area.width}" height="{area.height}" '
+        f'viewBox="{LEFT} {TOP} {area.width} {area.height}">'
+    )
+    coloured = [(number % _COLOURS, name, curve) for number, (name, curve) in enumerate(known.items())]
+    drawn += [_curve(area, curve, colour) for colour, _, curve in coloured]
+    drawn.append("</svg>")
+    for colour, _, curve in coloured:
+        drawn += [_dot(area, x, y, colour) for x, y in curve.dots if area.low_y <= y <= area.high_y]
+    outside = [value for value in (least, largest) if not area.low_y <= value <= area.high_y]
+    if outside:
+        cut = " and ".join(_tick_text(_rounded(value, _DIGITS_OF_ENDS), percent) for value in outside)
+        notes = [*notes, f"axis cut: values reach to {cut}"]
+    data: dict[str, Any] = {
+        "curves": {name: _column_data(_drawn_columns(curve)) for name, curve in known.items()},
+        "percent": percent,
+    }
+    breaks = {name: curve.breaks for name, curve in known.items() if curve.breaks}
+    if breaks:
+        data["breaks"] = breaks
+    legend = [(f"c{colour}", name) for colour, name, _ in coloured] if len(known) > 1 else []
+    return _figure(title, legend, drawn, area, data, notes=notes)
+
+
+def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[float]], marks: Sequence[Mark] = ()) -> str:
+    """Draw the seconds of parts over the steps, one on the other; an empty text without rows.
+
+    Args:
+        rows: [step, seconds of each part …] for each column.
+        marks: lines in front of the parts.
+    """
+    if not rows:
+        return ""
+    ticks = _ticks([0.0, max(sum(row[1:]) for row in rows)])
+    area = _PlotArea(rows[0][0], max(rows[-1][0], rows[0][0] + 1), 0.0, ticks[-1])
+    used = [number for number in range(len(names)) if any(row[number + 1] for row in rows)]
+    drawn = []
+    # Each part reaches down to 0, and the parts below it are drawn over it.
+    for number in reversed(used):
+        tops = [(row[0], sum(row[1 : number + 2])) for row in rows]
+        # Along the bottom back to the beginning; one column alone is drawn over the whole width.
+        corners = [(area.high_x, tops[-1][1]), (area.high_x, 0.0), (area.low_x, 0.0), (area.low_x, tops[0][1])]
+        drawn.append(f'<polygon class="f{number}" points="{area.path([*tops, *corners])}"/>')
+    drawn += [_y_axis(area, ticks, " s"), _x_axis(area, "step")]
+    drawn += [_mark(area, mark) for mark in marks]
+    data = {"names": list(names), "rows": _exact(rows)}
+    legend = [(f"b{number}", names[number]) for number in used]
+    return _figure(title, legend, drawn, area, data)
+
+
+def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, note: str) -> str:
+    """Draw a bar for each column: up to its largest value, and darker up to its least.
+
+    Args:
+        columns: columns over consecutive numbers, such as ranks; `step` is the last of these.
+        axis: name of these numbers.
+        suffix: unit after each value.
+    """
+    if not columns:
+        return ""
+    ticks = _ticks([0.0, max(column.largest for column in columns)])
+    # A bar stands for whole numbers, and reaches half a number beyond them on both sides.
+    begins = [columns[0].step - 0.5, *(column.step + 0.5 for column in columns[:-1])]
+    area = _PlotArea(begins[0], columns[-1].step + 0.5, 0.0, ticks[-1])
+    # Bars narrower than this would vanish in their gaps.
+    gap = 1.5 if len(columns) <= area.width // 6 else 0.0
+    drawn = [_y_axis(area, ticks, suffix)]
+    heights = {"most": [column.largest for column in columns], "least": [column.least for column in columns]}
+    for style, values in heights.items():
+        bars = []
+        for begin, column, value in zip(begins, columns, values, strict=True):
+            left = f"{area.x(begin) + gap / 2:.1f}"
+            right = f"{area.x(column.step + 0.5) - gap / 2:.1f}"
+            bars.append(f"M{left},{area.bottom}V{area.y(value):.1f}H{right}V{area.bottom}")
+        drawn.append(f'<path class="{style}" d="{"".join(bars)}"/>')
+    drawn.append(_x_axis(area, axis))
+    data = {"curves": {"": _column_data(columns)}, "suffix": suffix, "axis": axis}
+    return _figure(title, [], drawn, area, data, notes=[note] if note else [])
+
+
+def timeline(facts: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """Draw the events of a run as rows over its time: the spans of training, and marks of the kinds in `names`.
+
+    Args:
+        facts: `timeline` of a report.
+    """
+    total = facts["seconds"]
+    if total <= 0:
+        return ""
+    spans = "".join(
+        f'<i class="span" style="left:{100 * begin / total:.2f}%;width:{100 * (end - begin) / total:.2f}%"></i>'
+        for begin, end in facts["training"]
+    )
+    rows = [("training", spans)]
+    for kind, name in names.items():
+        # Thousands of checkpoints would fall on the same pixels: each place is drawn once.
+        places = dict.fromkeys(f"{100 * seconds / total:.1f}" for seconds in facts["marks"].get(kind, []))
+        if places:
+            rows.append((name, "".join(f'<i class="{kind}" style="left:{place}%"></i>' for place in places)))
+    ticks = time_ticks(total)
+    lines = "".join(f'<u style="left:{100 * seconds / total:.2f}%"></u>' for seconds, _ in ticks)
+    labels = "".join(f'<span style="left:{100 * seconds / total:.2f}%">{text}</span>' for seconds, text in ticks)
+    tracks = "".join(f"<b>{escape(name)}</b><div>{lines}{marks}</div>" for name, marks in rows)
+    return f'<div class="timeline">{tracks}<b></b><div class="axis">{labels}</div></div>'
+
+
+def time_ticks(seconds: float) -> list[tuple[float, str]]:
+    """Return at most nine round times from 0 on within a duration, each as seconds and as text."""
+    units = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+    steps = {"s": (1, 2, 5, 10, 15, 30), "min": (1, 2, 5, 10, 15, 30), "h": (1, 2, 3, 6, 12), "d": (1, 2, 5)}
+    choices = [(count * units[unit], unit) for unit, counts in steps.items() for count in counts]
+    days = 10.0
+    while choices[-1][0] * 8 < seconds:
+        choices.append((days * 86400.0, "d"))
+        days *= 2
+    # Eight steps at most give nine ticks.
+    step, unit = next(choice for choice in choices if choice[0] * 8 >= seconds)
+    return [(tick * step, f"{tick * step / units[unit]:g} {unit}") for tick in range(int(seconds / step) + 1)]
+
+
+def bar(parts: Mapping[str, float], label: Mapping[str, str], colours: Sequence[int] = range(8)) -> str:
+    """Draw a bar of parts of a whole, with a legend.
+
+    Args:
+        label: amount of each part, as the reader sees it.
+        colours: number of each part's colour in the page.
+    """
+    total = sum(parts.values())
+    if total <= 0:
+        return ""
+    pieces = []
+    keys = []
+    for number, (name, amount) in zip(colours, parts.items(), strict=False):
+        share = 100 * amount / total
+        text = f"{escape(name)} {escape(label[name])}, {share:.1f} %"
+        if amount > 0:
+            pieces.append(f'<span class="b{number}" style="width:{share:.3f}%" title="{text}"></span>')
+        amounts = f"<b>{escape(label[name])}</b><i>{share:.1f} %</i>"
+        keys.append(f'<li><span class="dot b{number}"></span>{escape(name)}{amounts}</li>')
+    return f'<div class="bar">{"".join(pieces)}</div><ul class="keys">{"".join(keys)}</ul>'
+
+
+def attribute(value: Any) -> str:
+    """Return JSON as the text of an attribute in single quotes, which takes less room than in double ones."""
+    return escape(json.dumps(value, allow_nan=False, separators=(",", ":")), quote=False).replace("'", "&#39;")
+
+
+def short(values: Sequence[float]) -> list[str]:
+    """Write the numbers of an axis in the unit of the largest: 0, 0.5 M, 1 M; 5,000 and 10,000; 3e-05."""
+    largest = max(map(abs, values), default=0.0)
+    limit, suffix = next((unit for unit in _UNITS if largest >= unit[0]), (1.0, ""))
+    return [f"{value / limit:,.6g}{suffix}" if value else "0" for value in values]
+
+
+def _figure(
+    title: str,
+    legend: Sequence[tuple[str, str]],
+    drawn: Sequence[str],
+    area: _PlotArea,
+    data: Mapping[str, Any],
+    notes: Sequence[str] = (),
+) -> str:
+    """Surround a chart with its title, its legend (style and name) and the data that the script shows at the cursor."""
+    keys = "".join(f'<span class="key {style}">{escape(name)}</span>' for style, name in legend)
+    small_print = "".join(f"<small>{escape(note)}</small>" for note in notes)
+    width, height = area.size
+    style = "chart" if area.size == SMALL else "chart large"
+    ends = [area.low_x, area.high_x]
+    return (
+        f"<figure class=\"{style}\" data-chart='{attribute({'ends': ends, **data})}'>"
+        f"<figcaption>{escape(title)}{keys}{small_print}</figcaption>"
+        f'<svg viewBox="0 0 {width} {height}" role="img" tabindex="0" '
+        f'aria-label="{escape(title)}: arrow keys show values">{"".join(drawn)}'
+        f'<line class="cursor" y1="{TOP}" y2="{area.bottom}" visibility="hidden"/></svg><output></output></figure>'
+    )
+
+
+def _drawn_columns(curve: Curve) -> list[Column]:
+    return [column for column in curve.columns if column is not None]
+
+
+def _with_dots(curve: Curve) -> list[Column]:
+    """Return the columns of a curve and its dots, each of these as a column of one value."""
+    return [*_drawn_columns(curve), *(Column(step, value, value, value) for step, value in curve.dots)]
+
+
+def _curve(area: _PlotArea, curve: Curve, number: int) -> str:
+    """Draw the band, the line and the breaks of a curve. `number`: number of its colour."""
+    parts = []
+    if curve.breaks is not None:
+        first, last = curve.breaks
+        left = area.x(first)
+        width = max(2.0, area.x(last) - left)
+        parts.append(f'<rect class="break" x="{left:.1f}" y="{TOP}" width="{width:.1f}" height="{area.height}"/>')
+    columns = _drawn_columns(curve)
+    if any(column.least < column.largest for column in columns):
+        edge = [(column.step, column.largest) for column in columns]
+        edge += [(column.step, column.least) for column in reversed(columns)]
+        parts.append(f'<polygon class="band c{number}" points="{area.path(edge)}"/>')
+    if len(columns) == 1:
+        parts.append(_dot(area, columns[0].step, columns[0].mean, number))
+    elif columns:
+        line = area.path([(column.step, column.mean) for column in columns])
+        parts.append(f'<polyline class="curve c{number}" points="{line}"/>')
+    return "".join(parts)
+
+
+def _mark(area: _PlotArea, mark: Mark) -> str:
+    """Draw a mark, with a wider line that cannot be seen, for the pointer; nothing outside of the chart."""
+    if not area.low_x <= mark.place <= area.high_x:
+        return ""
+    x = f"{area.x(mark.place):.1f}"
+    line = f'x1="{x}" x2="{x}" y1="{TOP}" y2="{area.bottom}"'
+    return f'<g class="mark"><title>{escape(mark.text)}</title><line {line}/><line class="near" {line}/></g>'
+
+
+def _mark_label(area: _PlotArea, mark: Mark, number: int) -> str:
+    """Write the label of a mark on the side of its line that has more room; neighbouring labels are not at one height.
+
+    Args:
+        number: number of the label, from 0 on.
+    """
+    if not area.low_x <= mark.place <= area.high_x:
+        return ""
+    is_left = 2 * mark.place < area.low_x + area.high_x
+    x = area.x(mark.place) + (4 if is_left else -4)
+    anchor = "start" if is_left else "end"
+    y = TOP + 11 + 13 * (number % _LABEL_HEIGHTS)
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(mark.label)}</text>'
+
+
+def _dot(area: _PlotArea, x: float, y: float, number: int) -> str:
+    return f'<circle class="dots c{number}" cx="{area.x(x):.1f}" cy="{area.y(y):.1f}" r="3"/>'
+
+
+def _y_axis(area: _PlotArea, ticks: Sequence[float], suffix: str = "", *, percent: bool = False) -> str:
+    parts = []
+    texts = [_tick_text(tick, percent) for tick in ticks] if percent else short(ticks)
+    for tick, text in zip(ticks, texts, strict=True):
+        y = area.y(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + area.width}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}{suffix}</text>')
+    return "".join(parts)
+
+
+def _x_axis(area: _PlotArea, name: str) -> str:
+    below = area.size.height - 8
+    parts = [f'<text class="axis" x="{LEFT - 6}" y="{below}" text-anchor="end">{name}</text>']
+    ticks = [tick for tick in _ticks([area.low_x, area.high_x], are_whole=True) if area.low_x <= tick <= area.high_x]
+    for tick, text in zip(ticks, short(ticks), strict=True):
+        x = area.x(tick)
+        anchor = "middle"
+        # A text in the middle of its tick would leave the picture.
+        if x > area.size.width - 3 * RIGHT:
+            anchor = "end"
+        elif x < LEFT + 4:
+            anchor = "start"
+        parts.append(f'<text x="{x:.1f}" y="{below}" text-anchor="{anchor}">{text}</text>')
+    return "".join(parts)
+
+
+def _shown_range(columns: Sequence[Column]) -> tuple[float, float]:
+    """Return the values to show: all, unless a tenth of the columns would hide the rest, as a steep beginning does."""
+    lows = sorted(column.least for column in columns)
+    highs = sorted(column.largest for column in columns)
+    least = lows[0]
+    largest = highs[-1]
+    if len(columns) < _FEW_COLUMNS:
+        return least, largest
+    tenth = len(columns) // 10
+    low = lows[tenth]
+    high = highs[-1 - tenth]
+    margin = high - low
+    if margin <= 0:
+        return least, largest
+    # An end is cut only if it would take more room than all that stays, which then has a little room to that side.
+    shown_low = least if low - least <= margin else low - 0.1 * margin
+    shown_high = largest if largest - high <= margin else high + 0.1 * margin
+    return shown_low, shown_high
+
+
+def _column_data(columns: Sequence[Column]) -> list[list[float]]:
+    """Return columns for the script: [step, value] if each is a single value, else [step, least, mean, largest]."""
+    if all(column.least == column.largest for column in columns):
+        return _exact([(column.step, column.mean) for column in columns])
+    return [
+        [
+            column.step,
+            _rounded(column.least, _DIGITS_OF_ENDS),
+            _rounded(column.mean, _DIGITS),
+            _rounded(column.largest, _DIGITS_OF_ENDS),
+        ]
+        for column in columns
+    ]
+
+
+def _exact(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Round all numbers but the first of each row."""
+    return [[row[0], *(_rounded(value, _DIGITS) for value in row[1:])] for row in rows]
+
+
+def _rounded(value: float, digits: int) -> float:
+    rounded = float(f"{value:.{digits}g}")
+    # `1` takes less room in the page than `1.0`; above 1e15 Python writes a float as the shorter `1e+16`.
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+def _tick_text(value: float, percent: bool) -> str:
+    return f"{100 * value:.4g} %" if percent else short([value])[0]
+
+
+def _ticks(values: Sequence[float], *, are_whole: bool = False) -> list[float]:
+    """Return about four round numbers that span the values; `are_whole`: whole numbers between them."""
+    low = min(values)
+    high = max(values)
+    if high <= low and are_whole:
+        high = low + 1
+    elif high <= low:
+        # A constant is shown in the middle of a range as wide as itself; 0 in one from -0.5 to 0.5.
+        high = low + abs(low) / 2 or 0.5
+        low = low - abs(low) / 2 or -0.5
+    raw_step = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(raw_step))
+    # A thousandth less: a step such as 2.5 must not become 5 by rounding.
+    step = next(factor * power for factor in _TICK_STEPS if factor * power >= raw_step * 0.999)
+    if are_whole:
+        step = max(1.0, round(step))
+        first = math.ceil(low / step)
+        last = math.floor(high / step)
+    else:
+        first = math.floor(low / step)
+        last = math.ceil(high / step)
+    return [round(number * step, 12) for number in range(first, last + 1)] or [low]

@@ -1,0 +1,528 @@
+"""The numbers of a report, as values of JSON: the page and the pictures draw these and derive nothing.
+
+At the end, the ranks of a run for the page: as a picture of their layout, and as a table of those that need a look.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from shardwise.base import redaction, units
+from shardwise.base.mesh_axes import has_degrees, layout_text
+from shardwise.config.schedules import DEFAULT_SCHEDULE
+from shardwise.runs.events import number, seconds_of
+from shardwise.runs.layout_spans import LayoutSpan, short_layout, spans_text
+from shardwise_watch.lost_time import CAUSES
+from shardwise_watch.report.chart import attribute
+from shardwise_watch.report.verdict import verdict
+from shardwise_watch.run import RunView
+from shardwise_watch.step_metrics import (
+    PARTS,
+    REPORT_CURVES,
+    STEP_METRICS,
+    Column,
+    columns_of,
+    equal_counts,
+    finite_values,
+)
+from shardwise_watch.summary import last_failure, row
+
+SCHEMA = 1
+_COLUMNS = 120
+"""Columns of a curve: about three pixels of the page's charts each."""
+_MOST_EVENTS = {"checkpoint": 60, "eval": 60, "start": math.inf, "stop": math.inf, "ended": math.inf}
+"""Number of events of a kind that are listed, the last ones; starts and ends tell the story of the run."""
+_MOST_OTHER_EVENTS = 120
+_RANK_FACTS = ("rank", "host", "place", "work_seconds", "relative", "memory_bytes")
+"""Attributes of `RankView`."""
+_LISTED_EVENTS = (
+    "start",
+    "resume",
+    "checkpoint",
+    "warning",
+    "compile",
+    "stop",
+    "ended",
+    "eval",
+    "eval_set",
+    "eval_task",
+)
+
+
+def report_of(run: RunView) -> dict[str, Any]:
+    """Collect the numbers of a report on one run, of which all steps were read, with a sentence of verdict."""
+    report = _report(run)
+    return {**report, "verdict": verdict(report)}
+
+
+def _report(run: RunView) -> dict[str, Any]:
+    series = run.series
+    layouts = run.layouts
+    events = _events(run)
+    listed = _last_of_each_kind(events)
+    is_timed = run.lost.whole > 0
+    diverged = {metric.name: _not_finite(run, metric.name) for metric in STEP_METRICS if metric.is_in_every_step}
+    return {
+        "schema": SCHEMA,
+        **row(run),
+        "created": _stamp(time.time()),
+        "failure": None if run.failure is None else run.failure.lines(run.path),
+        "sample": str(run.results.get("sample") or ""),
+        "numbers": _headline(run),
+        "curves": {metric.name: columns(series.steps, series.numbers[metric.name]) for metric in REPORT_CURVES},
+        "source_curves": {name: columns(series.steps, losses) for name, losses in series.sources.items()},
+        "not_finite": {name: steps for name, steps in diverged.items() if steps is not None},
+        "evaluations": _spread(_evaluations(run)),
+        "set_curves": _as_curves(_set_losses(run)),
+        "task_curves": {metric: _as_curves(scores) for metric, scores in _task_scores(run).items()},
+        "layouts": [[span.steps_before, span.layout] for span in layouts],
+        **_split(run, layouts),
+        "split_by_step": _split_by_step(run),
+        "memory_bytes": _amounts(run.last.get("memory_bytes")),
+        "memory_by_layout": {layout: _amounts(memory) for layout, memory in run.memory_by_layout.items()},
+        "communication_bytes": _amounts(run.last.get("communication_bytes")),
+        "lost_seconds": {cause: _finite(run.lost.by_cause.get(cause)) or 0.0 for cause in CAUSES},
+        "lost_steps": run.lost.steps,
+        "seconds": run.lost.whole if is_timed else None,
+        "useful_seconds": run.lost.useful if is_timed else None,
+        "starts": run.lost.starts,
+        "later_starts": [
+            [steps_before, "continuation" if is_continuation else "restart"]
+            for steps_before, is_continuation in run.lost.later_starts
+        ],
+        "later_starts_text": run.lost.later_starts_text,
+        "ranks": [{name: getattr(view, name) for name in _RANK_FACTS} for view in run.ranks()],
+        "events": listed,
+        "events_left_out": len(events) - len(listed),
+        "timeline": _timeline(run, events),
+        "layout": run.start.get("layout") or {},
+        "precision": run.start.get("precision") or {},
+        "config": redaction.without_secrets(run.config),
+        "environment": redaction.without_secrets(run.environment),
+    }
+
+
+def comparison(a: RunView, b: RunView) -> dict[str, Any]:
+    """Compare two runs: the largest difference of training loss, relative to B, the keys of configuration, the losses.
+
+    Steps at which a loss is no finite number are counted by themselves. The curves reach from the first to the last
+    step that both have.
+    """
+    losses_of_b = dict(zip(b.series.steps, b.series.numbers["loss"], strict=True))
+    comparable = []
+    not_finite = []
+    common_steps: list[int] = []
+    for step, loss in zip(a.series.steps, a.series.numbers["loss"], strict=True):
+        if step not in losses_of_b:
+            continue
+        common_steps.append(step)
+        losses = {"step": step, "a": loss, "b": losses_of_b[step]}
+        if math.isfinite(losses["a"]) and math.isfinite(losses["b"]):
+            comparable.append({"difference": difference(losses["a"], losses["b"]), **losses})
+        else:
+            not_finite.append(losses)
+    return {
+        "steps": len(common_steps),
+        "curves": _common_curves((a, b), common_steps),
+        "losses": _compared_losses(a, b, common_steps[-1] if common_steps else None),
+        "largest": max(comparable, key=lambda losses: losses["difference"], default=None),
+        "not_finite": {"steps": len(not_finite), **not_finite[0]} if not_finite else None,
+        "config": config_differences(a.config, b.config),
+        "layouts": layout_differences(a.layouts, b.layouts),
+    }
+
+
+def config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[Any]]:
+    """Return [key, value in A, value in B] of each key by which two configurations differ, without secrets."""
+    keys_of_a = dict(_flat(redaction.without_secrets(a)))
+    keys_of_b = dict(_flat(redaction.without_secrets(b)))
+    differing = [key for key in {**keys_of_a, **keys_of_b} if keys_of_a.get(key) != keys_of_b.get(key)]
+    return [[key, keys_of_a.get(key), keys_of_b.get(key)] for key in differing]
+
+
+def layout_differences(a: Sequence[LayoutSpan], b: Sequence[LayoutSpan]) -> list[str] | None:
+    """Return the layouts of A and of B as texts; None if they are equal, or if one of them is not known."""
+    texts = [spans_text(spans) for spans in (a, b)]
+    return texts if all(texts) and texts[0] != texts[1] else None
+
+
+def failures_of(runs: Iterable[Path]) -> list[str | None]:
+    """Return where and why the last start of each run failed; None without a failure."""
+    failures = map(last_failure, runs)
+    return [None if failure is None else failure.sentence for failure in failures]
+
+
+def _common_curves(runs: Sequence[RunView], steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the curve of training loss and the evaluations of each run from the first to the last common step."""
+    if not steps:
+        return []
+    curves = []
+    for run in runs:
+        recorded = zip(run.series.steps, run.series.numbers["loss"], strict=True)
+        within = [(step, loss) for step, loss in recorded if steps[0] <= step <= steps[-1]]
+        evaluations = [point for point in _evaluations(run) if steps[0] <= point[0] <= steps[-1]]
+        curves.append(
+            {
+                "loss": columns([step for step, _ in within], [loss for _, loss in within]),
+                "evaluations": _spread(evaluations),
+            }
+        )
+    return curves
+
+
+def _compared_losses(a: RunView, b: RunView, last: int | None) -> list[list[Any]]:
+    """Return [name, loss in A, loss in B] of the last common step, of the last steps and of the last evaluations."""
+    rows = []
+    if last is not None:
+        losses = [dict(zip(run.series.steps, run.series.numbers["loss"], strict=True))[last] for run in (a, b)]
+        rows.append([f"loss at step {last:,}, the last in common", *losses])
+    if a.step != b.step:
+        rows.append([f"final loss (step {a.step:,} and {b.step:,})", _final_loss(a), _final_loss(b)])
+    evaluated = [_evaluations(run) for run in (a, b)]
+    if any(evaluated):
+        rows.append(["last evaluation", *(points[-1][1] if points else None for points in evaluated)])
+    return rows
+
+
+def _evaluations(run: RunView) -> list[list[Any]]:
+    """Return [step, loss] of each evaluation."""
+    return [[event.get("step"), event["loss"]] for event in run.evaluations if _known(event.get("loss"))]
+
+
+def difference(a: float, b: float) -> float:
+    """Return the difference of `a` from `b`, relative to `b`."""
+    if b:
+        return abs(a - b) / abs(b)
+    return math.inf if a else 0.0
+
+
+def columns(steps: Sequence[int], values: Sequence[float], count: int = _COLUMNS) -> list[Column]:
+    """Reduce a curve to at most `count` columns of equally many values; columns without a finite one are left out."""
+    all_columns = columns_of(steps, values, equal_counts(len(steps), count))
+    return [column for column in all_columns if column is not None]
+
+
+_Points = dict[str, dict[int, float]]
+"""Value at each step of each name; of a step that was done again, the last one."""
+
+
+def _set_losses(run: RunView) -> _Points:
+    """Return the losses of each evaluation set."""
+    losses: _Points = {}
+    for event in run.set_evaluations:
+        if _known(event.get("loss")):
+            losses.setdefault(str(event.get("set")), {})[event["step"]] = event["loss"]
+    return losses
+
+
+def _task_scores(run: RunView) -> dict[str, _Points]:
+    """Return the scores of each task by metric, without their standard errors."""
+    scores: dict[str, _Points] = {}
+    for event in run.task_evaluations:
+        for key, value in _amounts(event.get("metrics")).items():
+            # The part after the comma names a filter of answers.
+            metric, _, answers = key.partition(",")
+            if not metric.endswith("_stderr"):
+                name = metric if answers in ("", "none") else f"{metric} ({answers})"
+                scores.setdefault(name, {}).setdefault(str(event.get("task")), {})[event["step"]] = value
+    return scores
+
+
+def _as_curves(points: _Points) -> dict[str, list[Column]]:
+    return {name: columns([*values], [*values.values()]) for name, values in points.items()}
+
+
+def _spread(points: Sequence[list[Any]]) -> list[list[Any]]:
+    """Choose at most `_COLUMNS` of the points, evenly, with the last one."""
+    # Counted from the end, so that the last point is among the chosen ones.
+    every = -(-len(points) // _COLUMNS) or 1
+    return [*points[::-1][::every]][::-1]
+
+
+def _not_finite(run: RunView, name: str) -> dict[str, Any] | None:
+    """Return the steps at which a number is not finite; None without one, or if the run never recorded the number."""
+    steps = run.series.steps
+    values = run.series.numbers[name]
+    not_finite = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
+    if not not_finite:
+        return None
+    is_never_recorded = len(not_finite) == len(steps) and run.last.get(name) is None
+    if is_never_recorded:
+        return None
+    return {"steps": len(not_finite), "first": not_finite[0], "last": not_finite[-1]}
+
+
+def _headline(run: RunView) -> dict[str, Any]:
+    """Return the numbers at the top of the page."""
+    losses = finite_values(run.series.numbers["loss"])
+    terms = run.start.get("mfu_terms") or {}
+    return {
+        "final_loss": _final_loss(run),
+        "least_loss": min(losses, default=None),
+        "final_eval_loss": _number(run.evaluations[-1].get("loss")) if run.evaluations else None,
+        "tokens": _finite(run.last.get("tokens")),
+        "tokens_per_second": _finite(run.last.get("tokens_per_second")),
+        "peak_tokens_per_second": _finite(run.last.get("peak_tokens_per_second")),
+        "tokens_per_second_per_device": _finite(run.last.get("tokens_per_second_per_device")),
+        "step_seconds": _finite(run.step_seconds),
+        "mfu": _finite(run.last.get("mfu")),
+        "mfu_attention": terms.get("attention"),
+        "peak_flops_per_device": _finite(terms.get("peak_flops_per_device")),
+        "parameters": _finite(run.start.get("parameters")),
+        "device": run.start.get("device"),
+        "world": run.start.get("ranks"),
+        "goodput": _finite(run.goodput),
+        "warnings": sum(event.get("event") == "warning" for event in run.events),
+    }
+
+
+def _final_loss(run: RunView) -> float | None:
+    """Return the loss of the last step, which may be NaN; None if no step recorded one."""
+    values = run.series.numbers["loss"]
+    is_known = bool(values) and (math.isfinite(values[-1]) or run.last.get("loss") is not None)
+    return values[-1] if is_known else None
+
+
+def _split(run: RunView, layouts: Sequence[LayoutSpan]) -> dict[str, Any]:
+    """Return the mean seconds of each part of a step, and the steps and the layout that the mean is of.
+
+    Steps of another layout have other parts, so only those of the last layout that took a step count.
+    """
+    steps = run.series.steps
+    last_step = steps[-1] if steps else 0
+    span = next((span for span in reversed(layouts) if span.steps_before < last_step), None)
+    begin = 0 if span is None else bisect_right(steps, span.steps_before)
+    recorded = {name: finite_values(run.series.parts[name][begin:]) for name in PARTS}
+    return {
+        "split_seconds": {name: sum(seconds) / len(seconds) for name, seconds in recorded.items() if seconds},
+        "split_steps": [steps[begin], last_step] if steps else None,
+        "split_layout": None if span is None else span.layout,
+    }
+
+
+def _split_by_step(run: RunView) -> list[list[float]]:
+    """Return [step, mean seconds of each of `PARTS` …] of each column; [] if no step recorded them."""
+    rows = []
+    for begin, stop in equal_counts(len(run.series.steps), _COLUMNS):
+        parts = [finite_values(run.series.parts[name][begin:stop]) for name in PARTS]
+        if any(parts):
+            means = [sum(part) / len(part) if part else 0.0 for part in parts]
+            rows.append([run.series.steps[stop - 1], *means])
+    return rows
+
+
+def _events(run: RunView) -> list[dict[str, Any]]:
+    """Return a run's events, its evaluations and the ends of its job's starts, in the order of time."""
+    ends = [{"event": "ended", **line} for line in run.restarts()]
+    evaluations = [{**event, "event": "eval"} for event in run.evaluations]
+    events = [
+        {"kind": event["event"], **_when(event), "text": _text(event)}
+        for event in (*run.events, *evaluations, *ends)
+        if event.get("event") in _LISTED_EVENTS
+    ]
+    return sorted(events, key=lambda event: event["at"] or 0.0)
+
+
+def _last_of_each_kind(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Choose the last events of each kind."""
+    room: dict[str, float] = {}
+    kept = []
+    # From the end: of each kind the newest events have room.
+    for event in reversed(events):
+        kind = event["kind"]
+        room[kind] = room.get(kind, _MOST_EVENTS.get(kind, _MOST_OTHER_EVENTS)) - 1
+        if room[kind] >= 0:
+            kept.append(event)
+    return kept[::-1]
+
+
+def _timeline(run: RunView, events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the spans of training and the times of events, in seconds since the first event; None without a time."""
+    timed = [event for event in events if event["at"] is not None]
+    if not timed:
+        return None
+    first = timed[0]["at"]
+    training = []
+    begins = [seconds_of(event) for event in run.events if event.get("event") == "start"]
+    next_begins = [*begins[1:], math.inf]
+    last_steps = [*run.before_starts[1:], seconds_of(run.last)]
+    # Not strict: there may be no start, while the last step always has a time.
+    for begin, next_begin, last_step in zip(begins, next_begins, last_steps, strict=False):
+        signs = [event["at"] for event in timed if begin <= event["at"] < next_begin and event["kind"] != "ended"]
+        # A start whose event has no time has no sign either.
+        if signs:
+            # A start that was killed wrote steps after its last event; before its first step `last_step` is older.
+            end = max(*signs, begin, last_step if last_step >= begin else begin)
+            training.append([begin - first, end - first])
+    kinds = ("checkpoint", "eval", "warning", "ended")
+    marks = {kind: [event["at"] - first for event in timed if event["kind"] == kind] for kind in kinds}
+    last = max([timed[-1]["at"] - first, *(end for _, end in training)])
+    return {"first": _stamp(first), "seconds": last, "training": training, "marks": marks}
+
+
+def _when(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the time of an event, as text and in seconds since the epoch, and the step before it."""
+    at = seconds_of(event)
+    step = event.get("step")
+    # The record of a start has the time of its beginning.
+    if event.get("event") == "ended":
+        at = number(event.get("began")) + number(event.get("seconds"))
+    return {
+        "time": None if math.isnan(at) else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds"),
+        "at": None if math.isnan(at) else at,
+        "step": step if isinstance(step, int) else None,
+    }
+
+
+def _text(event: Mapping[str, Any]) -> str:
+    match event["event"]:
+        case "warning":
+            return str(event.get("text", ""))
+        case "stop":
+            return str(event.get("reason", ""))
+        case "checkpoint":
+            size = units.size(event["bytes"]) if _known(event.get("bytes")) else ""
+            return ", ".join(filter(None, [size, _seconds("training waited {:.2f} s", event.get("blocked_seconds"))]))
+        case "compile":
+            return f"{event.get('graphs')} graphs, {event.get('hits')} from the cache"
+        case "resume":
+            changes = event.get("changes")
+            changed = "; ".join(map(str, changes)) if isinstance(changes, list) else ""
+            loaded = _seconds("loaded in {:.2f} s", event.get("load_seconds"))
+            return ", ".join(filter(None, [loaded, f"changed: {changed}" if changed else ""]))
+        case "eval":
+            return f"evaluation loss {number(event.get('loss')):.4f}"
+        case "eval_set":
+            return f"{event.get('set')}: loss {number(event.get('loss')):.4f}"
+        case "eval_task":
+            metrics = event.get("metrics")
+            items = metrics.items() if isinstance(metrics, dict) else ()
+            return f"{event.get('task')}: {', '.join(f'{name} {number(value):.4f}' for name, value in items)}"
+        case "ended":
+            job = f"job {event['job']}" if event.get("job") else ""
+            first_line = str(event.get("text") or "").partition("\n")[0]
+            return ", ".join(filter(None, [job, str(event.get("how", "")), first_line]))
+    layout = event.get("layout")
+    shown_layout = short_layout(layout) if isinstance(layout, Mapping) else ""
+    began = _seconds("training began after {:.1f} s", event.get("seconds_before_training"))
+    return ", ".join(filter(None, [shown_layout, began]))
+
+
+def _seconds(text: str, value: Any) -> str:
+    return text.format(value) if _known(value) else ""
+
+
+def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield the keys of nested mappings with dots between, and their values."""
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for key, inner in value.items():
+        yield from _flat(inner, f"{path}.{key}" if path else str(key))
+
+
+def _finite(value: Any) -> Any:
+    """Return a value as it was recorded if it is a finite number; else None."""
+    return value if _known(value) else None
+
+
+def _number(value: Any) -> float | None:
+    """Return a number of the record, which may be NaN; None if there is none."""
+    return None if value is None else number(value)
+
+
+def _amounts(value: Any) -> dict[str, Any]:
+    """Return the finite numbers of a mapping of the record."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(name): amount for name, amount in value.items() if _known(amount)}
+
+
+def _known(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _stamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+_MOST_LABELLED = 128
+"""Largest number of ranks in which each has its number in the picture."""
+_MOST_LISTED = 32
+HEAT = (1.1, 1.2, 1.3, 1.4)
+"""Limits of a rank's work, relative to the best rank of its stage, from which on it is redder."""
+
+
+def layout_of(report: Mapping[str, Any]) -> str:
+    """Return the degrees of parallelism as text; empty if the run did not record them."""
+    layout = report["layout"]
+    parallel = report["config"].get("parallel")
+    if not has_degrees(layout):
+        return ""
+    words = [layout_text(layout, sequence=bool(layout.get("sequence")))]
+    if layout.get("zero"):
+        words.append(f"ZeRO-{layout['zero']}")
+    if layout["pipeline"] > 1 and isinstance(parallel, Mapping):
+        virtual = parallel.get("virtual_stages")
+        stages = f" with {virtual} stages on each rank" if isinstance(virtual, int) and virtual > 1 else ""
+        words.append(f"schedule {parallel.get('schedule', DEFAULT_SCHEDULE)}{stages}")
+    return ", ".join(words)
+
+
+def ranks_picture(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arrange the ranks by pipeline rank and by place in data and context parallelism, for the template.
+
+    Each rank is a cell; its facts are in `data` in the order of the cells, as [rank, number of its host, work, GiB,
+    place along each axis …].
+    """
+    stages: dict[int, dict[tuple[int, int], list[Mapping[str, Any]]]] = {}
+    for rank in ranks:
+        place = rank["place"]
+        group = (place.get("dp", 0), place.get("cp", 0))
+        stages.setdefault(place.get("pp", 0), {}).setdefault(group, []).append(rank)
+    ordered = [rank for _, groups in sorted(stages.items()) for _, group in sorted(groups.items()) for rank in group]
+    hosts = sorted({rank["host"] for rank in ranks})
+    number_of = {host: number for number, host in enumerate(hosts)}
+    axes = list(dict.fromkeys(axis for rank in ranks for axis in rank["place"]))
+    data = {"hosts": hosts, "axes": axes, "ranks": [_facts(rank, number_of, axes) for rank in ordered]}
+    worst = sorted(ranks, key=lambda rank: -(rank["relative"] or 0.0))[:_MOST_LISTED]
+    is_wide = len(ranks) <= _MOST_LABELLED
+    return {
+        "count": len(ranks),
+        "hosts": len(hosts),
+        "is_wide": is_wide,
+        "heat": HEAT,
+        "data": Markup(attribute(data)),
+        "stages": [
+            (stage, [Markup("".join(_cell(rank, is_wide) for rank in group)) for _, group in sorted(groups.items())])
+            for stage, groups in sorted(stages.items())
+        ],
+        "rows": [_row(rank) for rank in worst],
+    }
+
+
+def _cell(rank: Mapping[str, Any], is_wide: bool) -> str:
+    heat = 0 if rank["relative"] is None else sum(rank["relative"] >= limit for limit in HEAT)
+    style = f' class="h{heat}"' if heat else ""
+    return f"<i{style}>{rank['rank'] if is_wide else ''}</i>"
+
+
+def _facts(rank: Mapping[str, Any], number_of: Mapping[str, int], axes: Sequence[str]) -> list[Any]:
+    work = None if rank["relative"] is None else round(rank["relative"], 2)
+    used = None if rank["memory_bytes"] is None else round(rank["memory_bytes"] / 2**30, 2)
+    return [rank["rank"], number_of[rank["host"]], work, used, *(rank["place"].get(axis) for axis in axes)]
+
+
+def _row(rank: Mapping[str, Any]) -> list[str]:
+    work = "–" if rank["relative"] is None else f"{rank['relative']:.2f} ×"
+    used = "–" if rank["memory_bytes"] is None else units.size(rank["memory_bytes"])
+    place = " ".join(f"{axis} {at}" for axis, at in rank["place"].items())
+    return [str(rank["rank"]), rank["host"] or "–", place, work, used]

@@ -1,0 +1,256 @@
+"""`shardwise top` on a terminal. Frames are read in a thread; the screen only draws the newest one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Thread
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container, Horizontal, Vertical
+from textual.events import Resize
+from textual.widget import Widget
+from textual.widgets import ContentSwitcher
+
+from shardwise_watch.screen import drawing, panels, views
+from shardwise_watch.screen.frame import SPANS, UNEXPECTED, Frame, Span
+
+VIEWS = ("overview", "ranks", "pipeline", "nodes", "events")
+LEAST = (80, 20)
+"""Columns and lines without which the screen would not fit."""
+Draw = Callable[[Frame, int, int], Sequence[Text]]
+
+
+class Panel(Widget):
+    """A rectangle of the screen, drawn by a function of the frame, its width and its height."""
+
+    def __init__(self, draw: Draw, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._draw = draw
+
+    def render(self) -> Text:
+        frame = self.top.frame
+        width, height = self.content_size
+        if frame is None:
+            return Text(" reading the run…", drawing.FAINT)
+        try:
+            lines = list(self._draw(frame, width, height))[:height]
+        except UNEXPECTED as error:
+            # A value of another type in a file of the run.
+            text = f"a file of the run is not as expected ({type(error).__name__}: {error})"
+            lines = drawing.sentences(width, text, drawing.WARN)[:height]
+        for line in lines:
+            line.truncate(width)
+            # Texts of a run's files may have characters that a terminal obeys.
+            line.plain = panels.clean(line.plain)
+        return Text("\n", no_wrap=True).join(lines)
+
+    @property
+    def top(self) -> Top:
+        assert isinstance(self.app, Top)
+        return self.app
+
+
+class Top(App[None]):
+    """The screen of one run.
+
+    Args:
+        read: function that returns the newest frame, or, if its last argument is True, the last one with other curves;
+            called in a thread, never twice at once.
+        interval: seconds from one reading to the next; 0: it is read once.
+    """
+
+    CSS_PATH = "top.tcss"
+    TITLE = "shardwise top"
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(Binding(str(number), f"view({number - 1})", show=False) for number in range(1, len(VIEWS) + 1)),
+        Binding("tab", "next(1)", show=False, priority=True),
+        Binding("shift+tab", "next(-1)", show=False, priority=True),
+        Binding("up", "move(-1)", show=False),
+        Binding("down", "move(1)", show=False),
+        Binding("pageup", "move(-10)", show=False),
+        Binding("pagedown", "move(10)", show=False),
+        Binding("left", "metric(-1)", show=False),
+        Binding("right", "metric(1)", show=False),
+        Binding("z", "span", show=False),
+        Binding("p", "pause", show=False),
+        Binding("question_mark,h", "help", show=False),
+        Binding("escape", "leave_help", show=False),
+        Binding("q,ctrl+c", "quit", show=False, priority=True),
+    ]
+
+    def __init__(self, read: Callable[[int, Span, bool], Frame], interval: float) -> None:
+        super().__init__()
+        self.frame: Frame | None = None
+        self._read = read
+        self._interval = interval
+        # Textual gives the screen these classes by its size, and top.tcss arranges the panels by them.
+        self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
+        self.VERTICAL_BREAKPOINTS = [(0, "-low"), (36, "-high")]
+        self._is_reading = self._is_paused = False
+        # These three are indices in VIEWS, METRICS and SPANS.
+        self._view = 0
+        self._metric = 0
+        self._span = 0
+        self._moved = [0] * len(VIEWS)
+
+    def compose(self) -> ComposeResult:
+        def span() -> Span:
+            return SPANS[self._span]
+
+        yield Panel(lambda f, w, h: panels.header(f, w, self._is_paused), id="header")
+        with ContentSwitcher(initial=VIEWS[0], id="views"):
+            with Vertical(id="overview"):
+                with Horizontal(id="curves"):
+                    yield Panel(lambda f, w, h: panels.curve(f, w, h, "loss", span()), id="loss")
+                    with Vertical(id="more-curves"):
+                        yield Panel(lambda f, w, h: panels.curve(f, w, h, "tokens_per_second", span()))
+                        yield Panel(lambda f, w, h: panels.curve(f, w, h, "grad_norm", span()))
+                    yield Panel(panels.speed, id="speed")
+                yield Panel(panels.failure, id="failure")
+                yield Panel(panels.split, id="split")
+                yield Panel(views.strips, id="strips")
+                with Horizontal(id="ending"):
+                    yield Panel(panels.lost, id="lost")
+                    yield Panel(panels.events, id="newest")
+            with Vertical(id="ranks"):
+                yield Panel(self._grid, id="grid")
+                yield Panel(self._listing, id="listing")
+            with Vertical(id="pipeline"):
+                yield Panel(views.schedule, id="schedule")
+                yield Panel(views.bubbles, id="bubbles")
+            with Container(id="nodes"):
+                yield Panel(lambda f, w, h: views.nodes(f, w, h, self._moved[3]))
+            with Vertical(id="events"):
+                yield Panel(panels.lost, id="all-lost")
+                yield Panel(lambda f, w, h: panels.all_events(f, w, h, self._moved[4]))
+            with Container(id="keys"):
+                yield Panel(lambda f, w, h: views.keys(w, h))
+        yield Panel(lambda f, w, h: [self._footer(w)], id="footer")
+        yield Panel(lambda f, w, h: self._too_small(w), id="small")
+
+    def on_mount(self) -> None:
+        self._refresh_frame()
+        if self._interval:
+            self.set_interval(self._interval, self._tick)
+
+    def on_resize(self, event: Resize) -> None:
+        is_small = event.size.width < LEAST[0] or event.size.height < LEAST[1]
+        self.screen.set_class(is_small, "-small")
+        self._refresh_frame()
+
+    def _tick(self) -> None:
+        if not self._is_paused or self.frame is None:
+            self._refresh_frame()
+
+    def _refresh_frame(self) -> None:
+        """Start to read the run, unless that is under way; while it is paused, to cut its curves anew."""
+        if not self._is_reading:
+            self._is_reading = True
+            # Textual's own threads would have to end before the program does, and a long history is minutes of reading.
+            Thread(target=self._read_frame, daemon=True).start()
+
+    def _read_frame(self) -> None:
+        is_first = self.frame is None
+        curve_size = self._curve_size
+        frame = self._read(*curve_size, self._is_paused and not is_first)
+        if self.is_running:
+            self.call_from_thread(self._show, frame, curve_size, is_first)
+
+    @property
+    def _curve_size(self) -> tuple[int, Span]:
+        """Number of columns that the curves need at most, and the part of the run that they show."""
+        return max(1, self.size.width) * 2, SPANS[self._span]
+
+    def _show(self, frame: Frame, curve_size: tuple[int, Span], is_first: bool) -> None:
+        self.frame = frame
+        self._is_reading = False
+        self._redraw()
+        # The first frame came from the ends of the files: now all steps. A later one may have the curves of a size or
+        # zoom that was changed while it was read.
+        if is_first or curve_size != self._curve_size:
+            self._refresh_frame()
+
+    def _redraw(self) -> None:
+        if self.frame is not None:
+            is_high = self.size.height >= 36
+            self.screen.set_class(bool(self.frame.failure_lines), "-failed")
+            self.query_one("#grid").styles.height = views.grid_height(self.frame, 18 if is_high else 11)
+            # Room for the header and the footer, and for eight pipeline ranks with their headings.
+            room = self.size.height - 3 - 10
+            self.query_one("#schedule").styles.height = max(6, min(room, views.schedule_height(self.frame)))
+        for panel in self.query(Panel):
+            panel.refresh()
+
+    def _grid(self, frame: Frame, width: int, height: int) -> list[Text]:
+        metric = views.METRICS[self._metric]
+        ordered = views.ordered(frame, metric)
+        chosen = ordered[min(self._moved[1], len(ordered) - 1)] if ordered else None
+        return views.grid(frame, width, height, metric, chosen)
+
+    def _listing(self, frame: Frame, width: int, height: int) -> list[Text]:
+        metric = views.METRICS[self._metric]
+        return views.listing(frame, width, height, views.ordered(frame, metric), self._moved[1], metric)
+
+    def _footer(self, width: int) -> Text:
+        line = Text(" ")
+        shown = self.query_one("#views", ContentSwitcher).current
+        for number, name in enumerate(VIEWS, 1):
+            chosen_style = f"bold {drawing.GROUND} on {drawing.ACCENT}"
+            is_chosen = name == shown
+            line.append(f" {number} ", chosen_style if is_chosen else f"bold {drawing.ACCENT}")
+            line.append(f"{name} ", chosen_style if is_chosen else drawing.FAINT)
+        keys = Text()
+        for key, name in (("z", "zoom"), ("p", "pause"), ("?", "help"), ("q", "quit")):
+            if width >= 90 or key != "z":
+                keys.append(f" {key} ", f"bold {drawing.ACCENT}").append(f"{name} ", drawing.FAINT)
+        line.append(" " * max(0, width - line.cell_len - keys.cell_len))
+        return line.append_text(keys)
+
+    def _too_small(self, width: int) -> list[Text]:
+        size = f"{self.size.width} × {self.size.height}"
+        least = f"{LEAST[0]} × {LEAST[1]}"
+        text = f"the terminal ({size}) must have at least {least} characters: make it larger, "
+        text += "or use `shardwise top --once`"
+        return drawing.sentences(width, text, drawing.TEXT)
+
+    def action_view(self, number: int) -> None:
+        self._view = number
+        self.query_one("#views", ContentSwitcher).current = VIEWS[number]
+        self._redraw()
+
+    def action_next(self, by: int) -> None:
+        self.action_view((self._view + by) % len(VIEWS))
+
+    def action_move(self, by: int) -> None:
+        frame = self.frame
+        if frame is not None:
+            ends = (0, len(frame.ranks), 0, len(frame.nodes), len(frame.events))
+            # Events are read from their end: up goes to older ones.
+            step = -by if VIEWS[self._view] == "events" else by
+            self._moved[self._view] = max(0, min(ends[self._view] - 1, self._moved[self._view] + step))
+            self._redraw()
+
+    def action_metric(self, by: int) -> None:
+        self._metric = (self._metric + by) % len(views.METRICS)
+        self._redraw()
+
+    def action_span(self) -> None:
+        self._span = (self._span + 1) % len(SPANS)
+        self._refresh_frame()
+
+    def action_pause(self) -> None:
+        self._is_paused = not self._is_paused
+        self._tick()
+        self._redraw()
+
+    def action_help(self) -> None:
+        switcher = self.query_one("#views", ContentSwitcher)
+        switcher.current = VIEWS[self._view] if switcher.current == "keys" else "keys"
+        self._redraw()
+
+    def action_leave_help(self) -> None:
+        self.action_view(self._view)

@@ -1,0 +1,192 @@
+"""The contents of the screen at one moment, read from a run's folder in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.base import errors, files, redaction
+from shardwise.runs.events import number
+from shardwise.runs.failure import FailureRecord
+from shardwise_watch.lost_time import LostTime
+from shardwise_watch.rank_views import NodeView, PipelineView, RankView, pipeline_views, silent_ranks
+from shardwise_watch.run import RunView, State, open_run
+from shardwise_watch.step_metrics import SCREEN_CURVES, Curve, columns_of, equal_widths
+
+Span = Literal["whole", "tenth", "hundredth"]
+"""Part of the run that a curve shows, counted from its end."""
+SPANS: tuple[Span, ...] = ("whole", "tenth", "hundredth")
+_PART: dict[Span, int] = {"whole": 1, "tenth": 10, "hundredth": 100}
+UNEXPECTED = (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError)
+"""Errors that values of other types in the files of a run lead to: another program may have written them."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A run at the moment `now` (seconds since the epoch), with the facts of `RunView`.
+
+    Attributes:
+        evaluation: last "eval" event; {} without one.
+        curves: curves by the names of `SCREEN_CURVES`.
+        silent: ranks that have written nothing for long.
+        events: recorded events, with an event "ended" for each line of `restarts.jsonl`.
+        has_history: True if all steps were read; otherwise the curves show the last ones.
+        problem: sentence that says why the frame is old; empty for a fresh one.
+    """
+
+    path: Path
+    name: str
+    now: float
+    state: State = "starting"
+    reason: str = ""
+    failure: FailureRecord | None = None
+    heard: float | None = None
+    step: int = 0
+    steps: int | None = None
+    step_seconds: float | None = None
+    eta_seconds: float | None = None
+    last: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    start: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    split: Mapping[str, float] = field(default_factory=dict)
+    graphs: Mapping[str, float] = field(default_factory=dict)
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    ranks: Sequence[RankView] = ()
+    nodes: Sequence[NodeView] = ()
+    pipeline: Sequence[PipelineView] = ()
+    silent: frozenset[int] = frozenset()
+    events: Sequence[Mapping[str, Any]] = ()
+    lost: LostTime = field(default_factory=LostTime)
+    has_history: bool = True
+    problem: str = ""
+
+    @property
+    def failure_lines(self) -> list[str]:
+        """Lines that say why the run failed; [] if it did not, or has been started since."""
+        return self.failure.lines(self.path) if self.failure is not None and self.state == "failed" else []
+
+    @property
+    def slowest(self) -> RankView | None:
+        """Rank with the most work of its own; None if ranks recorded none."""
+        known = [view for view in self.ranks if view.relative is not None]
+        return max(known, key=lambda view: view.relative or 0.0, default=None)
+
+
+class Reader:
+    """Reader of frames of one run.
+
+    The first frame comes from the ends of the run's files, so that the screen is there at once; the later ones have the
+    curves of all steps.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._run = open_run(path, all_steps=False)
+        self._has_history = False
+        self._frame: Frame | None = None
+
+    def read(self, columns: int = 0, span: Span = "whole", still: bool = False) -> Frame:
+        """Read the run, with curves of that many columns; if it cannot be read, return the last frame with a `problem`.
+
+        Args:
+            still: True to read nothing, and only cut the curves of the last frame anew.
+        """
+        if still and self._frame is not None:
+            return replace(self._frame, curves=_curves(self._run, columns, span))
+        if self._frame is not None and not self._has_history:
+            self._read_history()
+        try:
+            if not self._run.directory.holds_run:
+                return self._old(f"the run's folder {self._run.path} is gone")
+            self._run.refresh()
+            self._frame = frame_of(self._run, columns, span, has_history=self._has_history)
+        except OSError as error:
+            return self._old(f"{self._run.path} cannot be read: {files.reason_of(error)}")
+        except UNEXPECTED as error:
+            return self._old(f"{self._run.path} has a file that is not as expected ({type(error).__name__}: {error})")
+        return self._frame
+
+    def _read_history(self) -> None:
+        # An error is shown by `read`, which meets the same one.
+        with contextlib.suppress(errors.ShardwiseError, OSError, *UNEXPECTED):
+            self._run = open_run(self._run.path, all_steps=True)
+            self._has_history = True
+
+    def _old(self, problem: str) -> Frame:
+        old = self._frame or Frame(self._run.path, self._run.name, time.time())
+        return replace(old, now=time.time(), problem=redaction.redacted(problem))
+
+
+def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_history: bool = False) -> Frame:
+    """Make the frame of a run as it is now."""
+    ranks = run.ranks()
+    return Frame(
+        path=run.path,
+        name=run.name,
+        now=time.time(),
+        state=run.state,
+        reason=run.reason,
+        failure=run.failure,
+        heard=run.heard,
+        step=run.step,
+        steps=run.steps,
+        step_seconds=run.step_seconds,
+        eta_seconds=run.eta_seconds,
+        last=run.last,
+        evaluation=run.evaluations[-1] if run.evaluations else {},
+        start=run.start,
+        config=run.config,
+        split=run.split_seconds(),
+        graphs=run.graphs(),
+        curves=_curves(run, columns, span),
+        ranks=ranks,
+        nodes=run.nodes(ranks),
+        pipeline=pipeline_views(ranks),
+        silent=silent_ranks(ranks, run.step_seconds),
+        events=_events(run),
+        # A copy: the run goes on counting in another thread.
+        lost=copy.deepcopy(run.lost),
+        has_history=has_history,
+    )
+
+
+def _curves(run: RunView, columns: int, span: Span) -> dict[str, Curve]:
+    if not columns:
+        return {}
+    return {name: _curve(run, name, columns, span) for name in SCREEN_CURVES}
+
+
+def _curve(run: RunView, name: str, count: int, span: Span) -> Curve:
+    """Cut a metric into `count` columns; the loss has the evaluations as dots."""
+    series = run.series
+    if not series.steps:
+        return Curve(())
+    last = series.steps[-1]
+    first = max(series.steps[0], last - (last - series.steps[0]) // _PART[span])
+    columns = columns_of(series.steps, series.numbers[name], equal_widths(series.steps, first, count))
+    dots = []
+    for event in run.evaluations if name == "loss" else ():
+        step = event.get("step")
+        if isinstance(step, int) and first <= step <= last:
+            dots.append((step, number(event.get("loss"))))
+    return Curve(columns, dots, span=(first, last))
+
+
+def _events(run: RunView) -> list[Mapping[str, Any]]:
+    """Return the events of the run and the ends of its job's starts, in their order."""
+    ends = []
+    for line in run.restarts():
+        seconds = number(line.get("began")) + number(line.get("seconds"))
+        if math.isfinite(seconds):
+            ends.append({"event": "ended", "time": datetime.fromtimestamp(seconds, UTC).isoformat(), **line})
+    if not ends:
+        # A copy: the run adds events in another thread.
+        return [*run.events]
+    return sorted([*run.events, *ends], key=lambda event: str(event.get("time", "")))

@@ -1,0 +1,252 @@
+"""The metrics of a training step: one table that all readers of a run ask, and the steps as columns of numbers.
+
+reader                      metrics
+`monitor`, Prometheus       all of them, in the order of the table
+`report`, its pictures      those with a `title`
+`top`                       those of `SCREEN_CURVES`
+
+A curve has few columns, so that a spike stays visible however many steps there are.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from shardwise.runs.events import number, seconds_of
+
+
+@dataclass(frozen=True)
+class StepMetric:
+    """A number that a "step" event of `metrics.jsonl` may have.
+
+    Attributes:
+        name: key in the event and in the JSON of `monitor`; Prometheus puts `shardwise_train_` before it.
+        unit: unit of the recorded number; charts show a "share" in percent.
+        help: sentence that Prometheus shows.
+        title: heading of the chart in the report; empty for a metric that has no chart.
+        axis_label: label of the vertical axis in the picture of `report --png`.
+        is_cut: True if the chart may leave out a steep beginning that would hide the rest of the curve.
+        is_in_every_step: True if each step records the metric, so that a number that is not finite tells of a training
+            that diverged. A metric that is None or NaN in a healthy run has False.
+        is_on_screen: True if `top` draws its curve.
+    """
+
+    name: str
+    unit: str
+    help: str
+    title: str = ""
+    axis_label: str = ""
+    is_cut: bool = True
+    is_in_every_step: bool = False
+    is_on_screen: bool = False
+
+    @property
+    def is_share(self) -> bool:
+        return self.unit == "share"
+
+
+STEP_METRICS = (
+    StepMetric(
+        "loss",
+        "nats",
+        "Loss of the last step.",
+        "Training loss",
+        "training loss",
+        is_in_every_step=True,
+        is_on_screen=True,
+    ),
+    # The beginning of the next one is its warm-up, which is as telling as the rest.
+    StepMetric("lr", "", "Learning rate.", "Learning rate", "learning rate", is_cut=False),
+    StepMetric(
+        name="grad_norm",
+        unit="",
+        help="Norm of the gradient, before it is clipped.",
+        title="Gradient norm",
+        axis_label="gradient norm",
+        is_in_every_step=True,
+        is_on_screen=True,
+    ),
+    StepMetric("param_norm", "", "Norm of the parameters.", "Parameter norm", "parameter norm", is_cut=False),
+    StepMetric("tokens", "tokens", "Tokens that have been consumed."),
+    StepMetric("samples", "samples", "Samples that have been consumed."),
+    StepMetric(
+        name="tokens_per_second",
+        unit="tokens/s",
+        help="Tokens a second, over the last steps.",
+        title="Tokens per second",
+        axis_label="tokens per second",
+        is_on_screen=True,
+    ),
+    StepMetric("samples_per_second", "samples/s", "Samples a second, over the last steps."),
+    StepMetric("tokens_per_second_per_device", "tokens/s", "Tokens a second on each device."),
+    StepMetric("peak_tokens_per_second", "tokens/s", "The most tokens a second so far."),
+    StepMetric("mfu", "share", "Model FLOPs utilization, from 0 to 1.", "MFU", "mfu"),
+    StepMetric("step_seconds", "s", "Seconds of the last step.", "Seconds of a step", "step seconds"),
+    StepMetric("peak_memory_bytes", "bytes", "The most memory of rank 0 so far."),
+    StepMetric(
+        "bubble",
+        "share",
+        "The share of the step in which pipeline ranks waited for others.",
+        "Pipeline bubble",
+        "bubble",
+    ),
+    StepMetric(
+        name="loss_spike",
+        unit="standard deviations",
+        help="Standard deviations of the loss above the mean of the last steps.",
+        title="Loss spike score",
+        axis_label="loss spike",
+        is_cut=False,
+    ),
+)
+"""The order is that of the JSON of `monitor`, of Prometheus, and of the charts in the report."""
+STEP_METRIC_NAMES = tuple(metric.name for metric in STEP_METRICS)
+REPORT_CURVES = tuple(metric for metric in STEP_METRICS if metric.title)
+SCREEN_CURVES = tuple(metric.name for metric in STEP_METRICS if metric.is_on_screen)
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
+"""Parts of a step's time (`split_seconds`), in the order in which they are shown."""
+
+
+@dataclass
+class StepSeries:
+    """The steps of a run as columns, which take little memory; steps that were undone are left out.
+
+    Attributes:
+        steps: numbers of the steps, growing.
+        seconds: time at which each step was recorded, in seconds since the epoch; NaN if it is unknown.
+        numbers: values of each metric of `STEP_METRICS` by its name, one for each step; NaN if a step has none.
+        parts: seconds of each of `PARTS`, one for each step; NaN if a step has none.
+        sources: loss of each source of a mixture by its name, one for each step; NaN if a step has none.
+    """
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    numbers: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in STEP_METRIC_NAMES})
+    parts: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in PARTS})
+
+    sources: dict[str, array[float]] = field(default_factory=dict)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Add a "step" event; known steps from its number on are undone."""
+        step = event["step"]
+        if self.steps and self.steps[-1] >= step:
+            self.undo_after(step - 1)
+        self.steps.append(step)
+        self.seconds.append(seconds_of(event))
+        _append_fields(self.numbers, event)
+        split = event.get("split_seconds")
+        _append_fields(self.parts, split if isinstance(split, dict) else {})
+        sources = event.get("sources")
+        if isinstance(sources, dict) or self.sources:
+            self._add_sources(sources if isinstance(sources, dict) else {})
+
+    def _add_sources(self, sources: Mapping[str, Any]) -> None:
+        for name in sources:
+            # A branch may have a source that its parent had not.
+            self.sources.setdefault(name, array("d", [math.nan]) * (len(self.steps) - 1))
+        losses = {name: numbers.get("loss") for name, numbers in sources.items() if isinstance(numbers, dict)}
+        _append_fields(self.sources, losses)
+
+    def undo_after(self, step: int) -> None:
+        """Forget the steps after `step`: the run went back to it."""
+        kept_count = len(self.steps)
+        while kept_count and self.steps[kept_count - 1] > step:
+            kept_count -= 1
+        if kept_count < len(self.steps):
+            del self.steps[kept_count:]
+            for values in (self.seconds, *self.numbers.values(), *self.parts.values(), *self.sources.values()):
+                del values[kept_count:]
+
+
+def _append_fields(columns: Mapping[str, array[float]], fields: Mapping[str, Any]) -> None:
+    for name, values in columns.items():
+        value = fields.get(name)
+        # A long run has millions of values, nearly all of them floats: these skip the call of a function.
+        values.append(value if type(value) is float else number(value))
+
+
+class Column(NamedTuple):
+    """The values of consecutive steps.
+
+    Attributes:
+        step: last step of the column.
+        least, mean, largest: figures of the finite values in the column.
+    """
+
+    step: float
+    least: float
+    mean: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A number over the steps of a run.
+
+    Attributes:
+        columns: columns in the order of steps; None for one without a finite value.
+        dots: (step, value) of single values, such as evaluations.
+        breaks: first and last step at which the number is not finite.
+        span: first and last step that the columns cover.
+    """
+
+    columns: Sequence[Column | None]
+    dots: Sequence[tuple[float, float]] = ()
+    breaks: tuple[float, float] | None = None
+    span: tuple[int, int] = (0, 0)
+
+
+def equal_counts(length: int, count: int) -> list[tuple[int, int]]:
+    """Cut `length` positions into at most `count` ranges of equal length; returns begin and stop of each."""
+    count = min(length, count)
+    return [(column * length // count, (column + 1) * length // count) for column in range(count)]
+
+
+def equal_widths(steps: Sequence[int], first: int, count: int) -> list[tuple[int, int]]:
+    """Cut the positions of growing `steps`, from the step `first` on, into `count` ranges that span equally many steps.
+
+    A range is empty if no step was recorded in it, as with `log.every=10`.
+    """
+    width = column_width((first, steps[-1]), count)
+    ranges = []
+    begin = bisect_left(steps, first)
+    for column in range(count):
+        # The last column ends with the steps: the rounding of its width must lose none.
+        stop = len(steps)
+        if column + 1 < count:
+            stop = bisect_left(steps, first + (column + 1) * width, begin)
+        ranges.append((begin, stop))
+        begin = stop
+    return ranges
+
+
+def column_width(span: tuple[int, int], count: int) -> float:
+    """Steps of each of `count` columns that cover a span."""
+    first, last = span
+    return max(1, last - first + 1) / count
+
+
+def columns_of(steps: Sequence[int], values: Sequence[float], ranges: Sequence[tuple[int, int]]) -> list[Column | None]:
+    """Reduce each range of positions to its last step and to the least, mean and largest finite value in it."""
+    columns: list[Column | None] = []
+    for begin, stop in ranges:
+        finite = finite_values(values[begin:stop])
+        if not finite:
+            columns.append(None)
+            continue
+        least = min(finite)
+        largest = max(finite)
+        # Rounding may put the mean outside of the two.
+        mean = min(max(sum(finite) / len(finite), least), largest)
+        columns.append(Column(steps[stop - 1], least, mean, largest))
+    return columns
+
+
+def finite_values(values: Sequence[float]) -> Sequence[float]:
+    # The first test runs at the speed of C, and nearly all parts of a curve pass it.
+    return values if all(map(math.isfinite, values)) else [value for value in values if math.isfinite(value)]

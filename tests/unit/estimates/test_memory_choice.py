@@ -1,0 +1,104 @@
+"""What is computed and gathered again, by the memory of a rank."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import Config, Layout, check_layout, config_from, load_config
+from shardwise.estimates.activations import block_stack
+from shardwise.estimates.memory import expected_memory
+from shardwise.estimates.memory_choice import choice_text, fitted
+from shardwise.estimates.rank_workload import RankWorkload
+
+TP8 = Layout(8, tensor=8, sequence_parallel=True)
+ORDER = (("none", False), ("none", True), ("selective", True), ("full", False))
+
+
+def llama(*overrides: str) -> Config:
+    return load_config("llama2-7b", ["parallel.tensor=8", "parallel.sequence=true", *overrides])
+
+
+def total(config: Config, layout: Layout = TP8) -> int:
+    memory = expected_memory(config, layout, True)
+    assert memory is not None
+    return memory.total
+
+
+def chosen(memory: float | None, *overrides: str, **options: Any) -> tuple[str, bool]:
+    config = fitted(llama(*overrides), TP8, memory, accelerator=True, device="a device", **options)
+    return config.recompute, config.regathers
+
+
+def test_the_first_choice_that_fits_is_taken() -> None:
+    needed = []
+    for recompute, regathers in ORDER:
+        given = (f"train.recompute={recompute}", f"parallel.sequence_regather={str(regathers).lower()}")
+        needed.append(total(llama(*given)))
+        assert chosen(None, *given) == (recompute, regathers), "nothing is left open"
+    assert needed == sorted(needed, reverse=True), "each choice needs less than the one before"
+    for choice, bytes_needed in zip(ORDER, needed, strict=True):
+        assert chosen(bytes_needed, "train.recompute=auto") == choice
+    assert chosen(1, "train.recompute=auto") in (ORDER[-1], ("full", True)), "where none fits, the least"
+
+
+def test_inputs_are_gathered_again_only_if_memory_asks() -> None:
+    needed = total(llama("train.recompute=none", "parallel.sequence_regather=false"))
+    assert chosen(needed, "train.recompute=none") == ("none", False)
+    assert chosen(needed - 1, "train.recompute=none") == ("none", True)
+    assert chosen(needed - 1, "train.recompute=none", "parallel.sequence_regather=false") == ("none", False)
+    assert chosen(needed - 1, "train.recompute=none", "compile.enabled=true") == ("none", False)
+    assert chosen(1, "train.recompute=none", "precision.matmul=fp8") == ("none", False)
+    assert chosen(None, "train.recompute=none") == ("none", False)
+
+
+def test_gathering_again_leaves_six_tenths_of_the_activations() -> None:
+    stacks = []
+    for regathers in ("false", "true"):
+        config = llama("train.recompute=none", f"parallel.sequence_regather={regathers}")
+        workload = RankWorkload.of(config, TP8, accelerator=True)
+        assert workload is not None
+        stacks.append(block_stack(workload).kept)
+    assert stacks[1] <= 0.6 * stacks[0]
+
+
+def test_choices_are_named() -> None:
+    config = llama("train.recompute=auto")
+    assert choice_text(fitted(config, TP8, 1e15, accelerator=True, device=""), config) == "train.recompute=none"
+    least = choice_text(fitted(config, TP8, 1, accelerator=True, device=""), config)
+    assert least is not None
+    assert least.startswith("train.recompute=full")
+    assert choice_text(config, config) is None
+
+
+def test_what_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be none, selective or full on a device, whose memory is not known"):
+        chosen(None, "train.recompute=auto")
+    own = config_from(
+        {
+            "model": {"family": "package.module:Own", "vocab_size": 50},
+            "train": {"steps": 1, "global_batch": 2, "sequence_length": 16, "recompute": "auto"},
+            "optimizer": {"lr": 1e-3},
+        }
+    )
+    with pytest.raises(ConfigError, match="must be none, selective or full for a model of your own"):
+        fitted(own, check_layout(own, 1), 1e9, accelerator=True, device="a device")
+
+
+def test_keys_come_in_a_ring_only_if_memory_asks() -> None:
+    layout = Layout(16, tensor=1, context=16)
+    long = ("train.sequence_length=262144", "model.max_position_embeddings=262144", "train.global_batch=16")
+    keys = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=16", "train.recompute=full", *long)
+
+    def passes_keys(memory: float | None, *overrides: str) -> bool:
+        config = load_config("llama2-7b", [*keys, *overrides])
+        return fitted(config, layout, memory, accelerator=True, device="a device").passes_keys
+
+    needed = total(load_config("llama2-7b", keys), layout)
+    assert not passes_keys(needed)
+    assert passes_keys(needed - 1)
+    assert not passes_keys(needed - 1, "parallel.context_keys=gather")
+    assert not passes_keys(needed - 1, "compile.enabled=true")
+    assert not passes_keys(None)
+    config = load_config("llama2-7b", keys)
+    assert choice_text(fitted(config, layout, 1, accelerator=True, device=""), config) == "parallel.context_keys=ring"

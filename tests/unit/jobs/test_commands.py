@@ -1,0 +1,132 @@
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from shardwise.base.errors import ConfigError, RunError
+from shardwise_jobs import commands
+from shardwise_jobs.commands import allocation, gpus_of, own_words
+
+
+@pytest.mark.parametrize(
+    ("resources", "gpus"),
+    [
+        ("gpu:8", 8),
+        ("gpu:h100:8", 8),
+        ("gpu", 1),
+        ("gpu:h100:4(S:0-1),gpu:a100:2", 6),
+        ("shard:8,gpu:2(IDX:0,1)", 2),
+        ("(null)", 0),
+        ("nic:2", 0),
+    ],
+)
+def test_gpus_of_a_machine(resources: str, gpus: int) -> None:
+    assert gpus_of(resources) == gpus
+
+
+def test_an_error_is_told_in_slurms_words_in_one_line() -> None:
+    said = "sbatch: error: invalid partition specified: none\nsbatch: error: Batch job submission failed: Invalid qos\n"
+    assert own_words(said) == "invalid partition specified: none; Batch job submission failed: Invalid qos"
+    assert own_words("") == "it gives no reason"
+    fatal = "squeue: fatal: Could not establish a configuration source\n"
+    assert (
+        own_words(f"squeue: error: fetch_config: DNS SRV lookup failed\n{fatal}")
+        == "Could not establish a configuration source"
+    )
+
+
+def test_jobs_are_read_with_commas_and_bars_in_their_comments() -> None:
+    line = "7|PENDING|Resources|2||0:00|1-00:00:00|gpu|N/A|2026-11-23T16:00:00|shardwise:/runs/a|b, c"
+    job = commands._job(line)
+    assert (job.id, job.state, job.reason, job.nodes, job.starts) == ("7", "PENDING", "Resources", 2, "")
+    assert job.run == "/runs/a|b, c"
+    assert commands._job(line.replace("shardwise:", "my ")).run is None
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, *said: str | None) -> list[Sequence[str]]:
+    """Have SLURM's commands print these in turn, None: not answer; returns where the commands are put."""
+    asked: list[Sequence[str]] = []
+
+    def run(command: Sequence[str], **_options: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        text = said[len(asked) - 1]
+        if text is None:
+            raise subprocess.TimeoutExpired(command, 60)
+        return subprocess.CompletedProcess(command, 1 if "error" in text else 0, stdout=text, stderr=text)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return asked
+
+
+def test_a_job_is_queued_again_though_slurm_does_not_answer_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "_REQUEUE_PAUSE", 0)
+    asked = answers(monkeypatch, None, "slurm_requeue error: Unable to contact slurm controller", "")
+    assert commands.requeue("7") is None
+    assert len(asked) == 3
+    answers(monkeypatch, *["scontrol: error: Job is pending"] * 6)
+    assert commands.requeue("7") == "Job is pending"
+
+
+@pytest.mark.parametrize(
+    ("ask", "text"),
+    [
+        (commands.jobs, r"cannot reach SLURM \(squeue: Unable to contact slurm controller\): run this on a login node"),
+        (lambda: commands.cancel("7"), "SLURM cannot cancel the job 7: Unable to contact slurm controller"),
+        (lambda: commands.warn("7"), "SLURM cannot send a signal to the job 7: Unable to contact slurm controller"),
+    ],
+)
+def test_a_failure_is_told_in_slurms_words(
+    ask: Callable[[], object], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(monkeypatch, "slurm: error: Unable to contact slurm controller")
+    with pytest.raises(RunError, match=text):
+        ask()
+
+
+def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="scancel must be on the PATH: it is a command of SLURM"):
+        commands.cancel("7")
+
+
+def test_a_controller_that_does_not_answer_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(monkeypatch, None, None)
+    assert not commands.binds_nothing()
+    assert commands.end_of("7") is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("01:30:00", 5400),
+        ("90:00", 5400),
+        ("2-00:00:00", 172_800),
+        ("1-12", 129_600),
+        ("1-12:30", 131_400),
+        ("0:07", 7),
+    ],
+)
+def test_limits_of_time(limit: str, seconds: int) -> None:
+    assert commands.seconds(limit) == seconds
+
+
+def test_the_end_of_a_job_is_asked_for_where_the_environment_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it a time limit would be taken for a preemption, which is not counted."""
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    asked = answers(monkeypatch, "1-00:10:00\n", "UNLIMITED\n")
+    ends = allocation(variables).ends
+    assert ends == pytest.approx(time.time() + 87_000, abs=60)
+    assert "--jobs=7" in asked[0]
+    assert allocation(variables).ends is None
+
+
+def test_an_allocation_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "end_of", lambda _job: None)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[2-4]"}
+    here = allocation({**variables, "SLURM_RESTART_COUNT": "2", "SLURM_JOB_END_TIME": "1000"})
+    assert (here.job, here.requeues, here.nodes, here.first, here.ends) == ("7", 2, 3, "n2", 1000.0)
+    assert allocation(variables).requeues == 0
+    with pytest.raises(ConfigError, match="SLURM_JOB_ID must be set"):
+        allocation({})

@@ -1,0 +1,85 @@
+"""What `shardwise jobs` tells of a job, from its run's folder."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.runs.failure import FailureRecord
+from shardwise.runs.folder import JsonLines, RunDirectory
+from shardwise_jobs.cli import jobs as command
+from shardwise_jobs.commands import SlurmJob
+from shardwise_jobs.jobs import JobState, state_of
+from shardwise_jobs.submission import Submitted
+from tests.monitor_runs import FIRST, Start, ending, stamp, write_run
+
+KILLED = "rank 1 was killed (SIGKILL; usually out of memory)"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose job 4711 failed."""
+    path = write_run(tmp_path / "run", [Start(0, 25, None)])
+    with JsonLines(path / "restarts.jsonl") as file:
+        file.write(ending("failed", FIRST, 35.0, 25, KILLED))
+    FailureRecord(stamp(FIRST + 36), KILLED, step=25, checkpoint=20, resume="sbatch run/job.sh").write(
+        RunDirectory(path)
+    )
+    return path
+
+
+def shown(job: str, run: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    command._show(JobState(job, "train", "failed", "", run, 25, 2.8, 1.0, None))
+    return capsys.readouterr().out
+
+
+def test_the_failure_of_a_job_is_shown_as_its_log_has_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown("4711", run, capsys)
+    assert f"start 1       steps 1 to 25 in 35 s on 2 nodes, failed: {KILLED}\n" in out
+    block = [f"FAILED at step 25: {KILLED}.", "5 steps since checkpoint 20 are lost", "resume: sbatch run/job.sh"]
+    assert out.splitlines()[-3:] == block
+
+
+def test_another_job_of_the_run_has_not_failed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with JsonLines(run / "restarts.jsonl") as file:
+        file.write(ending("finished", FIRST + 3600, 35.0, 25, job="4712"))
+    assert "FAILED" not in shown("4712", run, capsys)
+    assert "FAILED" in shown("4711", run, capsys)
+
+
+def test_a_later_job_of_the_run_has_failures_and_loads_of_its_own(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with JsonLines(run / "restarts.jsonl") as file:
+        file.write(ending("failed", FIRST + 36, 9.0, 25, "another one", job="4712"))
+    FailureRecord(stamp(FIRST + 46), "another one", step=25).write(RunDirectory(run))
+    with JsonLines(RunDirectory(run).metrics) as file:
+        file.write({"event": "resume", "time": stamp(FIRST + 40), "step": 20, "load_seconds": 5.0})
+    assert "another one" not in shown("4711", run, capsys)
+    assert "  load        0.0 s" in shown("4711", run, capsys)
+    assert "another one" in shown("4712", run, capsys)
+    assert "  load        5.0 s" in shown("4712", run, capsys)
+
+
+def test_each_job_of_a_run_has_its_own_end_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the first was cancelled after 20 steps, and the third one goes on where the second has finished."""
+    monkeypatch.setattr("shardwise_jobs.commands.restarts", lambda _: 0)
+    run = write_run(tmp_path / "run", [Start(0, 20, "stopped by SIGTERM"), Start(20, 42)])
+    second = FIRST + 60.0
+    with JsonLines(run / "restarts.jsonl") as file:
+        file.write(ending("ended by SLURM", FIRST, 35.0, 20))
+        file.write(ending("finished", second, 60.0, 42, job="4712"))
+
+    def state(job: str, present: SlurmJob | None = None) -> tuple[str, int | None]:
+        state = state_of(Submitted(job, "train", stamp(FIRST - 5), None), run, present)
+        return state.state, state.step
+
+    assert state("4711") == ("ended by SLURM", 20)
+    assert state("4712") == ("finished", 42)
+    waiting = SlurmJob("4713", "PENDING", "Priority", 1, "", "0:00", "1:00:00", "main", "", "", str(run))
+    assert state("4713", waiting) == ("queued", None)
+    assert state("4713", replace(waiting, state="RUNNING", elapsed="0:10")) == ("starting", None)
+    with JsonLines(RunDirectory(run).metrics) as file:
+        file.write({"event": "step", "time": stamp(time.time()), "step": 43, "loss": 2.0})
+    assert state("4713", replace(waiting, state="RUNNING", elapsed="0:10")) == ("running", 43)

@@ -1,0 +1,328 @@
+"""`shardwise submit` before and after SLURM's answer, which is played."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shardwise.base.errors import ConfigError, RunError
+from shardwise.cli import main
+from shardwise.config import recipe_text
+from shardwise.runs.folder import RunDirectory
+from shardwise_jobs import commands
+from shardwise_jobs.cli import jobs, submit
+
+TWO = ("submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "launch.ranks_per_node=1", "train.global_batch=8")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda *_: None)
+    monkeypatch.setattr(commands, "require", lambda: None)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+
+
+def made() -> list[str]:
+    return [path.name for path in Path("runs").iterdir()] if Path("runs").exists() else []
+
+
+@pytest.mark.parametrize("answer", ["n", EOFError, KeyboardInterrupt])
+def test_who_does_not_want_it_is_left_without_a_folder(
+    answer: str | type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(_question: str) -> str:
+        if isinstance(answer, str):
+            return answer
+        raise answer
+
+    monkeypatch.setattr("builtins.input", ask)
+    code = main(TWO)
+    assert made() == []
+    if answer is KeyboardInterrupt:
+        assert code == 1
+    else:
+        assert code == 0
+        assert capsys.readouterr().out.endswith("nothing was submitted\n")
+
+
+def test_data_that_are_not_there_are_told_before_the_job_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = [one if one != "data.dataset=tiny" else "data.path=nowhere" for one in TWO]
+    assert main([*wrong, "-y"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert made() == []
+    assert main([*wrong, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^warning +data\.path \(nowhere\) does not exist", out, re.M)
+    assert "#SBATCH --nodes=2" in out
+    assert re.search(r"^memory +.* on CPUs; --device h100:8 sizes it for GPUs$", out, re.M)
+
+
+def test_what_a_failed_job_resumes_from_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*keys: str) -> str:
+        assert main([*TWO, *keys, "--dry-run"]) == 0
+        return next((line for line in capsys.readouterr().out.splitlines() if line.startswith("resumes ")), "")
+
+    on_disk = (
+        "after a failure from the newest checkpoint on the disk; set checkpoint.memory_every=100 to resume from a copy"
+    )
+    assert on_disk in told()
+    assert on_disk in told("checkpoint.every=20", "checkpoint.memory_every=0")
+    assert "from a copy in the nodes' memory, made every 20 steps (" in told("checkpoint.every=20")
+    assert "more than 50% of a node" in told("checkpoint.memory_every=1", "checkpoint.memory_share=0.5")
+
+
+def test_a_dry_run_warns_of_the_disk_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job may run elsewhere: its script is printed. To submit it from here is refused."""
+    monkeypatch.setattr("shardwise.runs.folder.free_bytes", lambda _path: 1000)
+    assert main([*TWO, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^warning +on this machine: the free disk space under \S+ \(1000 B\) must be at least", out, re.M)
+    assert "#SBATCH --nodes=2" in out
+    assert main([*TWO, "-y"]) == 2
+    assert "must be at least what one checkpoint takes" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_the_script_that_would_be_written_and_says_that_it_writes_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*TWO, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^files +recipe.yaml, job.sh and logs/ in .* llama2-tiny-…; a dry run writes none, ", out, re.M)
+    assert re.search(r"supervise \S+/runs/llama2-tiny/recipe\.yaml data\.dataset=tiny", out)
+    assert made() == []
+    assert main([*TWO, "--dry-run", "--run-dir", "one"]) == 0
+    shown = capsys.readouterr().out
+    assert not Path("one").exists()
+    assert main([*TWO, "--write-only", "--run-dir", "one"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(f"nothing was submitted; submit it by: sbatch {Path('one/job.sh').absolute()}\n")
+    assert Path("one/job.sh").read_text(encoding="utf-8").rstrip("\n") in shown
+    assert Path("one/recipe.yaml").read_text(encoding="utf-8") == recipe_text("llama2-tiny")
+    assert Path("one/logs").is_dir()
+
+
+def test_files_alone_are_written_without_slurm_into_a_new_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "require", lambda: pytest.fail("SLURM was asked for"))
+    assert main([*TWO, "--write-only"]) == 0
+    (name,) = made()
+    assert re.fullmatch(r"llama2-tiny-\d{8}-\d{6}", name)
+    assert f"/runs/{name}/logs/job-%j.log" in Path("runs", name, "job.sh").read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert main([*TWO, "--write-only", "--precompile", "--dry-run"]) == 2
+    assert "--write-only must go without --dry-run and --precompile" in capsys.readouterr().err
+
+
+def test_files_alone_are_written_for_a_cluster_that_has_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TWO, "data.path=/cluster/corpus.jsonl", "--write-only", "--run-dir", "two"]) == 0
+    assert "warning" in capsys.readouterr().out
+    assert "data.path=/cluster/corpus.jsonl" in Path("two/job.sh").read_text(encoding="utf-8")
+
+
+def test_all_problems_of_a_job_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["data.path=nowhere", "data.tokenizer=none.json", "parallel.tensor=3", "launch.ranks_per_node=3"]
+    assert main(["submit", "llama2-tiny", "--nodes", "2", "--time", "04:00", *wrong, "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    named = ("parallel.tensor (3) must ", "launch.warning_seconds (300)", "data.path (nowhere)", "data.tokenizer (none")
+    assert [text for text in named if f"\n- {text}" not in shown.err] == []
+    too_large = [
+        "submit",
+        "llama2-7b",
+        "--nodes",
+        "1",
+        "--gres",
+        "gpu:t4:8",
+        "--time",
+        "04:00",
+        *wrong[:2],
+        "--dry-run",
+    ]
+    assert main([*too_large, "parallel.tensor=1"]) == 2
+    named = ("the memory expected on each rank (", "launch.warning_seconds (300)", "data.path (nowhere)")
+    err = capsys.readouterr().err
+    assert [text for text in named if f"\n- {text}" not in err] == []
+    assert main(["submit", "llama2-tiny", *wrong[:2], "--dry-run"]) == 2
+    missing = ("--nodes must be given", "data.path (nowhere)", "data.tokenizer (none")
+    err = capsys.readouterr().err
+    assert [text for text in missing if f"\n- {text}" not in err] == []
+
+
+def test_a_job_that_does_not_fit_or_gets_fewer_gpus_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["submit", "llama2-7b", "data.dataset=python", "parallel.pipeline=1", "--nodes", "4", "--dry-run"]
+    assert main([*large, "--device", "h100:8", "parallel.tensor=1", "train.micro_batch=8"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^warning +memory does not fit: \d+ GiB are needed beside a reserve of 6% of the device's 74\.5 GiB", out, re.M
+    )
+    assert "launch.gres" not in out
+    assert main([*large, "--device", "h100:8", "--gres", "gpu:4", "parallel.tensor=4"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^warning +launch\.gres \(gpu:4\) reserves fewer GPUs on a node than --device \(h100:8\) names: the "
+        r"prediction is for 4 ranks on each node$",
+        out,
+        re.M,
+    )
+    assert "does not fit" not in out
+    assert main([*large, "--device", "h100", "--gres", "gpu:4", "parallel.tensor=4"]) == 0
+    assert "launch.gres (" not in capsys.readouterr().out
+
+
+def test_a_warning_before_the_job_starts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TWO, "--time", "04:00", "--dry-run"]) == 2
+    assert "launch.warning_seconds (300) must be less than launch.time (04:00, 240 s)" in capsys.readouterr().err
+    assert main([*TWO, "--time", "04:00", "launch.warning_seconds=60", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "folder"), [("login", None), ("login:~/my project", "my project"), ("login:/data", "/data")]
+)
+def test_another_machine_gets_the_same_command(
+    where: str, folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_options: object) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 5)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ["submit", "llama2-tiny", "--ssh", where, "launch.environment={A: it's}"]
+    monkeypatch.setattr("sys.argv", ["shardwise", *arguments])
+    assert main(arguments) == 5
+    ((*ssh, command),) = ran
+    assert ssh == ["ssh", "-t", "--", "login"]
+    assert shlex.split(command) == [
+        "cd",
+        "--",
+        folder or str(tmp_path),
+        "&&",
+        "shardwise",
+        *arguments[:2],
+        arguments[-1],
+    ]
+
+
+@pytest.mark.parametrize("host", ["", ":folder", "-oProxyCommand=x", "user@-oProxyCommand=x", "a b", "a\nb"])
+def test_fault_20_a_host_that_ssh_would_take_for_an_option_is_refused(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("ssh was started"))
+    arguments = ["submit", "llama2-tiny", f"--ssh={host}"]
+    monkeypatch.setattr("sys.argv", ["shardwise", *arguments])
+    assert main(arguments) == 2
+    assert re.match(r"shardwise: --ssh \('.*'\) must be (one word|without line breaks)", capsys.readouterr().err)
+
+
+def test_another_machine_needs_ssh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    arguments = ["submit", "llama2-tiny", "--ssh", "login"]
+    monkeypatch.setattr("sys.argv", ["shardwise", *arguments])
+    assert main(arguments) == 2
+    assert "ssh must be on the PATH for --ssh" in capsys.readouterr().err
+
+
+def test_a_rehearsal_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "_TRAIN_SECONDS", 0.0)
+    monkeypatch.setattr(submit, "_POLL_SECONDS", 0.0)
+    waiting = commands._job("7|PENDING||1||0:00|1:00|gpu||T|shardwise:/x")
+    monkeypatch.setattr(commands, "jobs", lambda **_: [waiting])
+    with pytest.raises(RunError, match="job 7 did not take a first step within 0 s; it goes on"):
+        submit.rehearse("7", RunDirectory(tmp_path / "run").create().path)
+    monkeypatch.setattr(commands, "jobs", lambda **_: [])
+    monkeypatch.setattr(submit, "_TRAIN_SECONDS", 60.0)
+    with pytest.raises(
+        RunError, match=r"job 7 ended before it could take a first step; `shardwise jobs log 7` says why"
+    ):
+        submit.rehearse("7", tmp_path / "run")
+
+
+def test_a_rehearsal_that_resumes_before_what_it_had_saved_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, cancelled = RunDirectory(tmp_path / "run").create(), list[str]()
+    monkeypatch.setattr(submit, "last_step", lambda _: 12)
+    monkeypatch.setattr(submit, "newest_checkpoint", lambda _: 10)
+    monkeypatch.setattr(commands, "warn", lambda _: None)
+    monkeypatch.setattr(commands, "restarts", lambda _: 1)
+    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    directory.metrics.write_text('{"event": "resume", "step": 5}\n')
+    with pytest.raises(RunError, match="job 7 resumed after step 5, and had saved step 10"):
+        submit.rehearse("7", directory.path)
+    assert cancelled == ["7"]
+
+
+def test_a_training_that_slurm_refuses_leaves_no_job_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled: list[str] = []
+
+    def answer(script: str, options: tuple[str, ...] = ()) -> str:
+        if options:
+            raise ConfigError("SLURM refuses the job: Invalid qos")
+        return "7"
+
+    monkeypatch.setattr(commands, "submit", answer)
+    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    assert main([*TWO, "-y", "--precompile", "compile.enabled=true"]) == 2
+    assert cancelled == ["7"]
+    assert made() == []
+
+
+def test_fault_05_a_dry_run_shows_the_script_that_compiles_and_then_the_one_that_trains(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wanted = ["compile.enabled=true", "data.path=https://me:word@example.org/a.txt", "--run-dir", "one"]
+    options = [*(argument for argument in TWO if argument != "data.dataset=tiny"), *wanted, "--dry-run"]
+
+    def scripts(*more: str) -> list[str]:
+        main([*options, *more])
+        return capsys.readouterr().out.split("#!/usr/bin/env bash\n")[1:]
+
+    (train,) = scripts()
+    compiling, training = scripts("--precompile")
+    assert training == train
+    assert compiling.startswith("# Compiles the graphs of one for 2 ranks")
+    assert "which SLURM starts when this one has succeeded" in compiling
+    assert re.search(r"^exec .* -m shardwise compile \S+/one/recipe.yaml .*--nproc 2$", compiling, re.MULTILINE)
+    assert "#SBATCH --nodes=1\n" in compiling
+    assert "word" not in compiling + training
+
+
+def test_files_with_a_secret_are_read_by_the_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "submit", lambda *_: "7")
+    monkeypatch.setattr(submit, "glance_at_inputs", lambda *_: ([], []))
+    for name, path in (("open", "s3://bucket/a.txt"), ("closed", "https://me:word@example.org/a.txt")):
+        wrong = [one if one != "data.dataset=tiny" else f"data.path={path}" for one in TWO]
+        assert main([*wrong, "-y", "--detach", "--run-dir", name]) == 0
+    script = {name: Path(name) / "job.sh" for name in ("open", "closed")}
+    assert script["open"].stat().st_mode & 0o077
+    assert script["closed"].stat().st_mode & 0o777 == 0o600
+    assert "me:word@" in script["closed"].read_text()
+
+
+def test_a_job_is_followed_though_slurm_does_not_answer_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [RunError("squeue did not answer within 60 s"), None]
+
+    def queued(**_options: object) -> list[commands.SlurmJob]:
+        problem = said.pop(0)
+        if problem is not None:
+            raise problem
+        return []
+
+    monkeypatch.setattr(commands, "jobs", queued)
+    monkeypatch.setattr(jobs, "_ASK_SLURM_SECONDS", 0)
+    monkeypatch.setattr(jobs, "_POLL_SECONDS", 0)
+    jobs.follow(tmp_path / "job.log", "7", tmp_path)
+    shown = capsys.readouterr()
+    assert "squeue did not answer" in shown.err
+    assert shown.out.endswith("job 7 has ended\n")

@@ -1,0 +1,81 @@
+"""From what ranks measured to a device file, with measurements that a known device would give."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from shardwise_plan import device_seconds
+from shardwise_plan.calibration_fit import PRODUCTS, Measurements, device_file, probes, rows, undisturbed
+from shardwise_plan.device_files import dump, figure
+from shardwise_plan.device_seconds import constants_of
+from shardwise_plan.device_specs import Cluster, Device, load_device, parse_device
+from shardwise_plan.step_time import step_time
+
+DAY = datetime.date(2026, 1, 2)
+
+
+def machine() -> Device:
+    """A CPU with constants of its own."""
+    cpu = load_device("cpu")
+    figures = {"host": 2e-5, "memory": 0.5, "matmul": 0.8, "wait": 3e-4, "step": 1e-3, "action": 2e-4}
+    return replace(cpu, constants=tuple(figures.items()))
+
+
+def found(device: Device, ranks: int) -> Measurements:
+    """What that machine would measure."""
+    constants = constants_of(device)
+    seconds = []
+    for probe in probes(ranks):
+        time = step_time(probe.config(), probe.layout(ranks), Cluster(device, 1, ranks))
+        assert time is not None
+        seconds.append(time.total)
+    products = [device_seconds.matmul(device, constants, device.float32, *shape) + constants.host for shape in PRODUCTS]
+    link = device.node
+    sums = [(size, 2 * (size / 2 / link.bandwidth + link.latency)) for size in (64.0, 2.0**24)]
+    return Measurements(
+        "a processor", "cpu", "2.13.0", 1, ranks, device.memory, 1, PRODUCTS,
+        {"float32": products, "bfloat16": products}, (2.0**29, 2.0**29 / device.memory_bandwidth), constants.host,
+        sums if ranks > 1 else [], seconds, [],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
+    measured = found(machine(), ranks)
+    text = device_file(measured, DAY)
+    device = parse_device("here", text, "here.yaml")
+    assert not device.is_accelerator
+    assert device.per_node == ranks
+    for probe, seconds in zip(probes(ranks), measured.steps, strict=True):
+        time = step_time(probe.config(), probe.layout(ranks), Cluster(device, 1, ranks))
+        assert time is not None
+        assert time.total == pytest.approx(seconds, rel=0.1), probe
+    sources = dict(device.sources)
+    assert sources["float32_tflops"] == f"measured 2026-01-02: torch 2.13.0, 1 thread(s), {ranks} rank(s)"
+    assert ("assumption" in sources["node_link.latency_us"]) == (ranks == 1)
+    if ranks == 2:
+        assert device.node.bandwidth == pytest.approx(machine().node.bandwidth, rel=0.02)
+        assert device.node.latency == pytest.approx(machine().node.latency, rel=0.02)
+
+
+def test_a_device_file_tells_what_was_measured_less_often() -> None:
+    short = replace(found(machine(), 1), fewer=["all-reduces 5 times in place of 20"])
+    text = device_file(short, DAY)
+    assert "; all-reduces 5 times in place of 20" in yaml.safe_load(text)["constants"]["matmul"]["source"]
+    assert ("time was short", "all-reduces 5 times in place of 20") in rows(short)
+    assert "in place of" not in device_file(replace(short, fewer=[]), DAY)
+
+
+def test_what_else_runs_makes_no_figure() -> None:
+    """Half of the steps are disturbed."""
+    assert undisturbed([1.0, 5.0] * 10) == 1.0
+    assert undisturbed([2.0]) == 2.0
+
+
+@pytest.mark.parametrize("value", [2e-05, 1.5e-07, 0.25, 3e16])
+def test_figures_of_any_size_are_numbers_in_yaml(value: float) -> None:
+    assert yaml.safe_load(dump({"host": figure(value, "measured")}))["host"]["value"] == value

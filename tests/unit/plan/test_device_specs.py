@@ -1,0 +1,216 @@
+"""Devices as data: each figure with its source, one's own file, and what is refused."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.base.errors import ConfigError
+from shardwise_plan.cli.rows import _PUBLISHED_ERROR
+from shardwise_plan.device_specs import (
+    _NETWORK,
+    _OPTIONAL,
+    _RANGES,
+    CONSTANTS,
+    Price,
+    Reliability,
+    cluster,
+    described,
+    device_names,
+    load_device,
+)
+from tests.arch.source import ROOT
+
+OWN = """
+name: Our GPU
+memory_gb: 80
+memory_gb_per_second: 3350
+bfloat16_tflops: 989.5
+float32_tflops: 67
+matmul_share: 0.8
+processors: 132
+devices_per_node: 8
+node_link: {gb_per_second: 450, latency_us: 3, topology: switch}
+network: {gb_per_second: 50, latency_us: 10, topology: rail}
+"""
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_every_figure_has_a_source(name: str) -> None:
+    device = load_device(name)
+    shares = (device.fp8, device.fp8_matmul_share, device.mxfp8_matmul_share, device.watts)
+    given = sum(share is not None for share in shares) + (device.fp8_backward_share < 1) + (device.per_chip > 1)
+    assert len(device.sources) == 11 + given + len(device.constants)
+    assert all(source for _, source in load_device(name).sources)
+
+
+def test_a_file_may_have_a_price_and_a_rate_of_fp8(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(f"{OWN}price_per_hour: 2.50 EUR\nfailures_per_year: 0.5\nfp8_tflops: 1979\n")
+    device = load_device(str(path))
+    assert (device.price, device.fp8, device.watts) == (Price(2.5, "EUR"), 1979e12, None)
+    assert device.reliability == Reliability(failures_per_year=0.5)
+    path.write_text(described(device, {"matmul": 1.0}, "measured"))
+    described_device = load_device(str(path))
+    assert (described_device.price, described_device.fp8) == (Price(2.5, "EUR"), 1979e12)
+    assert described_device.reliability == device.reliability
+    for price, message in (
+        (
+            "-1",
+            r"price_per_hour \(-1\) must be a price of a device, a chip or a node for an hour, .* '40 USD/node'",
+        ),
+        ("2.5", r"price_per_hour \(2\.5\) must name its currency, as in '2\.5 USD'"),
+        ("2.5 dollars", r"price_per_hour \(2\.5 dollars\) must be a price"),
+    ):
+        path.write_text(f"{OWN}price_per_hour: {price}\n")
+        with pytest.raises(ConfigError, match=message):
+            load_device(str(path))
+    path.write_text(f"{OWN}price_per_hour: 0.3351 USD/chip\ndevices_per_chip: 4\n")
+    path.write_text(described(load_device(str(path)), {"matmul": 1.0}, "measured"))
+    described_device = load_device(str(path))
+    assert (described_device.price, described_device.per_chip) == (Price(0.3351, "USD", "chip"), 4)
+    path.write_text(f"{OWN}watts: -1\n")
+    with pytest.raises(ConfigError, match=r"watts \(-1\) must be a number from 0 to 100,000"):
+        load_device(str(path))
+
+
+def test_products_in_fp8_have_rates_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    shares = "fp8_matmul_share: 0.6\nmxfp8_matmul_share: 0.5\nfp8_backward_share: 0.9\n"
+    path.write_text(f"{OWN}fp8_tflops: 2000\n{shares}")
+    device = load_device(str(path))
+    path.write_text(described(device, {"matmul": 1.0}, "measured"))
+    for ours in (device, load_device(str(path))):
+        reached = [ours.matmul_peak("bfloat16", "fp8", block_scales=scales) * 0.8 for scales in (False, True)]
+        assert reached == pytest.approx([0.6 * 2000e12, 0.5 * 2000e12])
+        assert ours.matmul_peak("bfloat16", None) == ours.bfloat16
+        assert ours.fp8_backward_share == 0.9
+
+
+def test_several_nodes_need_a_network(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text("\n".join(line for line in OWN.splitlines() if not line.startswith("network")))
+    assert cluster(f"{path}:8").device.network is None
+    assert "network" not in described(load_device(str(path)), {}, "measured")
+    refused = r"network\.gb_per_second of Our GPU \(unknown\) must be given for several nodes: add to its device"
+    with pytest.raises(ConfigError, match=refused):
+        cluster(f"{path}:8", 2)
+    path.write_text(f"{path.read_text()}\nnetwork: {{gb_per_second: 25}}\n")
+    with pytest.raises(ConfigError, match=r"network\.latency_us is missing"):
+        load_device(str(path))
+
+
+@pytest.mark.parametrize(("name", "base", "gigabits"), [("p5", "h100", 3200), ("p4d", "a100-40gb", 400)])
+def test_nodes_of_a_cloud_are_devices_with_its_network(name: str, base: str, gigabits: int) -> None:
+    node, device = load_device(name), load_device(base)
+    assert node.require_network().bandwidth * 8 * node.per_node == gigabits * 1e9
+    assert (node.bfloat16, node.memory, node.node) == (device.bfloat16, device.memory, device.node)
+
+
+def test_a_base_may_have_a_base(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text("base: p5\ndevices_per_node: 4\n")
+    ours = load_device(str(path))
+    assert (ours.name, ours.per_node) == ("Amazon EC2 P5 (NVIDIA H100 SXM) (ours)", 4)
+    assert ours.network == load_device("p5").network
+
+
+def test_a_base_gives_the_figures_that_a_file_leaves_out(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text("base: h100\nnetwork: {gb_per_second: 25}\nprice_per_hour: {value: 3 USD, source: our contract}\n")
+    ours, h100 = load_device(str(path)), load_device("h100")
+    assert (ours.name, ours.accuracy) == ("NVIDIA H100 SXM (ours)", "")
+    assert ours.network == replace(h100.require_network(), bandwidth=25e9)
+    changed = {"key": "ours", "name": ours.name, "network": ours.network, "price": Price(3, "USD")}
+    changed |= {"accuracy": "", "compared_runs": 0}
+    sources = tuple(source for source in h100.sources if source[0] != "network.gb_per_second")
+    assert ours == replace(h100, **changed, sources=sources)
+    path.write_text("base: h100\nprice_per_hour: 3 USD\n")
+    assert load_device(str(path)).compared_runs == h100.compared_runs, "a step takes as long at any price"
+    path.write_text("base: cpu\nname: Ours\n")
+    assert (load_device(str(path)).name, load_device(str(path)).is_accelerator) == ("Ours", False)
+
+
+@pytest.mark.parametrize("base", ["h10", "ours.yaml", "[h100]"])
+def test_another_base_is_refused(base: str, tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(f"base: {base}\n")
+    with pytest.raises(ConfigError, match=r"ours\.yaml: base: unknown device .* devices are "):
+        load_device(str(path))
+
+
+def test_own_file_gives_the_same_device(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(OWN)
+    own, h100 = load_device(str(path)), load_device("h100")
+    assert (own.memory, own.bfloat16, own.network) == (h100.memory, h100.bfloat16, h100.network)
+
+
+def test_the_accuracy_of_a_device_is_that_of_the_page() -> None:
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    (published,) = re.findall(
+        r"^\| all sources that were never used for the fit \| \| .* ([\d.]+)% \|$", page, re.MULTILINE
+    )
+    assert math.ceil(float(published)) == round(100 * _PUBLISHED_ERROR)
+    (measured,) = re.findall(r"on one NVIDIA H200.*?predicted within ([\d.]+)%", page, re.DOTALL)
+    assert all(
+        load_device(name).accuracy == f"steps on one H200 were predicted within {math.ceil(float(measured))}%"
+        for name in ("h100", "h200")
+    )
+
+
+def test_the_page_names_every_key() -> None:
+    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    keys = [key.partition(".")[0] for key in (*_RANGES, *_OPTIONAL, *_NETWORK)]
+    keys += CONSTANTS
+    assert not [key for key in (*keys, "base", "accuracy", "price_per_hour", "type") if f"`{key}`" not in page]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("memory_gb: 80", "memory_gb: -80"), r"memory_gb \(-80\) must be a number from 0.1 to 10,000"),
+        (("matmul_share: 0.8", "matmul_share: 1.2"), r"matmul_share \(1.2\) must be a number from 0.01 to 1"),
+        (("processors: 132", "processors: .nan"), r"processors \(\.nan\) must be a whole number"),
+        (("float32_tflops: 67", ""), "float32_tflops is missing"),
+        (
+            ("network: {gb_per_second: 50, latency_us: 10, topology: rail}", "network: 5"),
+            r"network \(5\) must be a mapping with gb_per_second, latency_us and topology",
+        ),
+        (("name: Our GPU", "name: Our GPU\nmemory: 80"), "memory is no figure of a device"),
+    ],
+)
+def test_impossible_figures_are_refused(change: tuple[str, str], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(OWN.replace(*change))
+    with pytest.raises(ConfigError, match=message):
+        load_device(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"name: [Our GPU\nmemory_gb: 80\n", r"ours\.yaml is not valid YAML: .* \(line 2, column 10\)"),
+        (b"name: a\nname: b\n", r"ours\.yaml, line 2: name is given twice"),
+        (b"name: \xff\n", r"ours\.yaml must be a text file in UTF-8"),
+    ],
+)
+def test_a_file_that_cannot_be_read_as_yaml_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load_device(str(path))
+
+
+def test_unknown_device_names_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"did you mean h100\? .*; a file with the figures of your own ends with .yaml"
+    ):
+        cluster("h10:8", 2)
+    with pytest.raises(ConfigError, match="at least one device"):
+        cluster("h100:8", 0)
+    with pytest.raises(ConfigError, match="must name a device"):
+        cluster("")
+    assert (cluster("a100", 2).world, cluster("a100:4", 2).world) == (16, 8)

@@ -1,0 +1,127 @@
+"""`shardwise plan --calibrate` and `plan RUN`: what is refused, and a run beside its prediction."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.entry import main
+from shardwise.config import Config, UserModelConfig, check_layout, dump_yaml, load_config
+from shardwise.runs.folder import JsonLines, RunDirectory
+from shardwise_plan.device_specs import Cluster, load_device
+from shardwise_plan.step_time import step_time
+from tests.e2e.command import metrics, shardwise
+from tests.monitor_runs import Mesh, start_event, step_event
+
+SHORT = ("train.steps=6", "train.eval_every=0", "log.sample_tokens=0", "log.tensorboard=false")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--calibrate", "llama2-tiny"], "--calibrate must go alone or with -o FILE"),
+        (["--calibrate", "-o", "here.txt"], "-o (here.txt) must end in .yaml, by which --device knows a file"),
+        (["--calibrate", "-o", "there.yaml"], "-o there.yaml: the file exists already"),
+        (["--calibrate", "-o", "nowhere/here.yaml"], "-o nowhere/here.yaml: "),
+        (["llama2-tiny", "--device", "cpu", "-o", "x.yaml"], "-o (x.yaml) must go with --calibrate"),
+        ([], "RECIPE must be named, or the folder of a run, or --calibrate or --show-device given"),
+        (["llama2-tiny"], "--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it"),
+    ],
+)
+def test_what_cannot_be_is_told_before_the_work(
+    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.yaml").write_text("name: a device\n")
+    assert main(["plan", *arguments]) == 2
+    assert text in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["there.yaml"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tmp_path_factory.mktemp("run")
+    shardwise("train", "llama2-tiny", *SHORT, "--run-dir", "run", at=at).succeeded()
+    return at / "run"
+
+
+def test_a_run_beside_its_prediction(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run), "--device", "cpu:1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    steps = [event["step_seconds"] for event in metrics(run, "step")][2:]
+    assert found["steps"] == len(steps) == 4
+    assert min(steps) <= found["step_seconds"]["measured"] <= max(steps)
+    parts = found["parts_seconds"]
+    assert sum(pair["predicted"] for pair in parts.values()) == pytest.approx(found["step_seconds"]["predicted"])
+    assert sum(pair["measured"] for pair in parts.values()) == pytest.approx(
+        found["step_seconds"]["measured"], rel=0.5
+    ), "medians of the parts are about the median step"
+    for kind, pair in found["memory_bytes"].items():
+        assert pair["predicted"] == pair["measured"], kind
+    assert main(["plan", str(run), "--device", "cpu:1"]) == 0
+    assert "communication" in capsys.readouterr().out
+
+
+def test_the_corrected_device_explains_the_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "corrected.yaml"
+    assert main(["plan", str(run), "--device", "cpu:1", "--write", str(written), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    config = load_config("llama2-tiny", SHORT)
+    time = step_time(config, check_layout(config, 1), Cluster(load_device(str(written)), 1, 1))
+    assert time is not None
+    computed = time.total - time.optimizer - time.communication
+    assert computed == pytest.approx(found["parts_seconds"]["computation"]["measured"], rel=0.25)
+
+
+def test_a_run_of_other_ranks_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run), "--device", "cpu:2"]) == 2
+    assert "--device must name as many devices as the run had ranks (1)" in capsys.readouterr().err
+    assert main(["plan", str(run), "train.steps=3", "--device", "cpu:1"]) == 2
+    assert "a run's folder must go without key=value" in capsys.readouterr().err
+
+
+def recorded(path: Path, config: Config, *, steps: int, parts: bool = True) -> Path:
+    """The folder of a run of one rank, as far as a comparison reads it."""
+    directory = RunDirectory(path).create()
+    directory.write_config(dump_yaml(config.model_dump(mode="json")))
+    with JsonLines(directory.metrics) as file:
+        file.write(start_event(Mesh(1, 1, 1, 1), 0.0, steps, 0))
+        for step in range(1, steps + 1):
+            event = step_event(step, float(step), {"data": 0.0, "checkpoint": 0.0})
+            file.write(event if parts else {key: event[key] for key in event if key != "split_seconds"})
+    return path
+
+
+def test_a_run_that_recorded_too_little_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = load_config("llama2-tiny")
+    own = tiny.model_copy(update={"model": UserModelConfig(family="mine:Model", vocab_size=300)})
+    bare = recorded(tmp_path / "bare", tiny, steps=5)
+    (bare / "config.yaml").unlink()
+    for run, text in (
+        (bare, f"RUN ({bare}) must hold the configuration of the run, config.yaml"),
+        (recorded(tmp_path / "short", tiny, steps=2), "short) must have recorded more than 2 steps, it has 2"),
+        (recorded(tmp_path / "own", own, steps=5), "model.family (mine:Model) must be one whose shapes are known"),
+    ):
+        assert main(["plan", str(run), "--device", "cpu:1"]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_a_device_is_corrected_by_recorded_parts_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recorded(tmp_path / "run", load_config("llama2-tiny"), steps=5, parts=False)
+    assert main(["plan", str(run), "--device", "cpu:1", "--write", str(tmp_path / "device.yaml")]) == 2
+    said = "--write needs a run that recorded the parts of its steps (split_seconds), this one did not"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "device.yaml").exists()
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured(tmp_path: Path) -> None:
+    """For about a minute, by two ranks."""
+    done = shardwise("plan", "--calibrate", "-o", "here.yaml", at=tmp_path).succeeded()
+    assert "link between 2 ranks" in done.out
+    device = load_device(str(tmp_path / "here.yaml"))
+    assert all(source.startswith(("measured", "assumption", "torch", "the r")) for _, source in device.sources)
+    shown = shardwise("plan", "llama2-tiny", "--device", "here.yaml:2", at=tmp_path).succeeded().out
+    assert "layouts are valid" in shown

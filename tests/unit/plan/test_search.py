@@ -1,0 +1,137 @@
+"""What the search says of a layout is what the dry run says of it, and what does not fit is dropped."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import UserModelConfig, load_config
+from shardwise.estimates.memory import expected_memory
+from shardwise.estimates.memory_choice import RESERVED, first_that_fits
+from shardwise_plan.device_specs import cluster
+from shardwise_plan.layout_choices import choices, compiled
+from shardwise_plan.search import search
+from shardwise_plan.search_memory import LeastMemory, short_step_memory
+from shardwise_plan.step_time import least_times, step_time
+
+CONFIG = load_config("gpt3-23b", ["train.global_batch=512"])
+FIXED = ("train.micro_batch", "train.recompute", "optimizer.zero", "parallel.sequence")
+
+
+def test_memory_is_that_of_the_whole_step() -> None:
+    """The search looks at a shorter step, and only at some of the pipeline ranks."""
+    on = cluster("h100:8", 4)
+    plans = search(CONFIG, on, best=1000, fixed=FIXED).plans
+    assert {plan.choice.pipeline for plan in plans} > {1, 4}
+    for plan in plans:
+        whole = expected_memory(plan.config, plan.layout, True)
+        assert whole is not None
+        assert 0.99 < plan.memory.total / whole.total <= 1, plan.text()
+
+
+def test_what_does_not_fit_is_dropped() -> None:
+    large = cluster("h100:8", 4)
+    everything = search(CONFIG, large, best=1000, fixed=FIXED)
+    needs = sorted(plan.memory.total for plan in everything.plans)
+    device = replace(large.device, memory=needs[len(needs) // 2] / (1 - RESERVED) + 1)
+    fewer = search(CONFIG, replace(large, device=device), best=1000, fixed=FIXED)
+    assert len(fewer.plans) == sum(need <= needs[len(needs) // 2] for need in needs)
+    assert all(plan.headroom >= 0 for plan in fewer.plans)
+    assert len(fewer.plans) + sum(fewer.too_large.values()) == fewer.valid == everything.valid
+    assert fewer.too_large["activations do not fit beside parameters, gradients and optimizer state"] > 0
+
+
+def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
+    own = load_config("llama2-tiny").model_copy(update={"model": UserModelConfig(family="mine:Model", vocab_size=300)})
+    with pytest.raises(ConfigError, match=r"model\.family \(mine:Model\) must be one whose shapes are known: a model"):
+        search(own, cluster("cpu:1", 1))
+
+
+def test_pruning_loses_no_layout() -> None:
+    """The best of all by brute force: the memory and the time of every layout, without bounds."""
+    config = load_config("gpt3-23b", ["train.global_batch=16", "train.micro_batch=4", "model.num_hidden_layers=24"])
+    on = cluster("h100:8", 1)
+    limit = on.device.memory * (1 - RESERVED)
+    fixed = ("train.micro_batch", "parallel.sequence")
+    least_memory = LeastMemory(config, on)
+    refused = Counter[str]()
+    expected: list[tuple[float, int, str]] = []
+    number = 0
+    for lists, layout in choices(config, on.world, on.per_node, fixed, refused):
+        for shardings in lists:
+            number += 1
+            for choice in shardings:
+                chosen = compiled(choice.applied(config), on.device)
+                estimated = partial(short_step_memory, layout=layout, cluster=on, limit=math.inf)
+                chosen, memory = first_that_fits(chosen, layout, estimated, limit)
+                assert least_memory(choice, layout) <= memory.total * (1 + 1e-9), choice
+                time = step_time(chosen, layout, on)
+                assert time is not None
+                assert time.total >= least_times([chosen], layout, on)[0] * (1 - 1e-9)
+                if memory.total <= limit:
+                    regathers = chosen.regathers
+                    expected.append((time.total, number, replace(choice, regathers=regathers).text(on.world)))
+                    break
+    expected.sort()
+    result = search(config, on, best=1000, fixed=fixed)
+    assert result.valid == number
+    assert result.refused == refused
+    assert [(plan.time.total, plan.text()) for plan in result.plans] == [(time, text) for time, _, text in expected]
+    assert len(result.plans) + sum(result.too_large.values()) == result.valid
+    few = search(config, on, best=5, fixed=fixed)
+    assert [plan.text() for plan in few.plans] == [text for _, _, text in expected[:5]]
+    assert few.slower == few.valid - sum(few.too_large.values()) - 5 > 0
+
+
+@pytest.mark.parametrize(
+    ("length", "nodes", "degrees"),
+    [
+        (2048, 3, {1}),
+        (6144, 3, {1, 2, 3}),
+        (12288, 3, {1, 2, 3, 4, 6}),
+        (12288, 4, {1, 2, 4}),
+        # Chunks of 1,025 tokens.
+        (2 * 1025 * 5, 5, {1, 5}),
+    ],
+)
+def test_context_degrees_are_those_that_divide_with_chunks_of_1024_tokens(
+    length: int, nodes: int, degrees: set[int]
+) -> None:
+    keys = [f"train.sequence_length={length}", f"model.max_position_embeddings={length}", "train.micro_batch=1"]
+    config = load_config("llama2-7b", [*keys, f"train.global_batch={8 * nodes}", "parallel.tensor=1"])
+    fixed = ("parallel.tensor", "parallel.pipeline", "train.micro_batch")
+    on = cluster("h100:8", nodes)
+    layouts = [layout for _, layout in choices(config, on.world, on.per_node, fixed)]
+    assert {layout.context for layout in layouts} == degrees
+    assert all(layout.context * layout.data == on.world for layout in layouts)
+
+
+def test_a_recipe_in_fp8_is_searched_where_devices_multiply_in_fp8() -> None:
+    keys = ["train.global_batch=16", "train.micro_batch=1", "model.num_hidden_layers=8", "train.sequence_length=4096"]
+    fixed = ("train.micro_batch", "parallel.pipeline", "parallel.sequence", "train.recompute")
+    on = cluster("h100:8", 1)
+    plain, fp8 = (
+        search(load_config("llama2-7b", [*keys, *more]), on, best=3, fixed=fixed)
+        for more in ([], ["precision.matmul=fp8"])
+    )
+    assert all(plan.config.precision.matmul == "fp8" for plan in fp8.plans)
+    assert fp8.plans[0].time.total < plain.plans[0].time.total
+    with pytest.raises(ConfigError, match=r"precision\.matmul \(fp8\) must be left out on NVIDIA A100"):
+        search(load_config("llama2-7b", [*keys, "precision.matmul=fp8"]), cluster("a100:8", 1), best=3, fixed=fixed)
+
+
+def test_the_optimizer_of_the_recipe_is_priced() -> None:
+    keys = ["train.global_batch=16", "train.micro_batch=1", "model.num_hidden_layers=8"]
+    fixed = ("train.micro_batch", "parallel.pipeline", "parallel.tensor", "train.recompute")
+    on = cluster("h100:8", 1)
+    adamw, muon = (
+        search(load_config("llama2-7b", [*keys, f"optimizer.name={name}"]), on, best=1, fixed=fixed).plans[0]
+        for name in ("adamw", "muon")
+    )
+    assert muon.config.optimizer.name == "muon"
+    assert muon.memory.optimizer < adamw.memory.optimizer, "one moment in place of two"
+    assert muon.time.optimizer > adamw.time.optimizer

@@ -1,0 +1,483 @@
+"""The time of a step: limits that follow from the device, the event simulation, and the published runs."""
+
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import Config, ParallelConfig, check_layout, load_config
+from shardwise.estimates.memory import expected_memory
+from shardwise.pipeline.timeline import StageTimes, simulate, timeline
+from shardwise_plan.device_seconds import RankGroup, collective, fitted, group, matmul
+from shardwise_plan.device_specs import cluster, device_names, load_device
+from shardwise_plan.makespan import makespan
+from shardwise_plan.program_traits import ProgramTraits
+from shardwise_plan.step_time import StepTime, shardwise_traits, step_time
+
+ROOT = Path(__file__).parents[3]
+A100 = load_device("a100")
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_are_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for folder in ("benchmarks", "scripts"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    yield
+    for name in ("published", "planner", "fit_planner"):
+        sys.modules.pop(name, None)
+
+
+@given(m=st.integers(1, 9000), n=st.integers(1, 9000), k=st.integers(1, 9000))
+def test_no_product_is_faster_than_the_device(m: int, n: int, k: int) -> None:
+    seconds = matmul(A100, fitted(), A100.bfloat16, m, n, k)
+    assert seconds >= 2 * m * n * k / (A100.bfloat16 * A100.matmul_share)
+    assert seconds >= 2 * (m * k + k * n + m * n) / A100.memory_bandwidth
+
+
+def test_a_product_of_few_tiles_leaves_processors_idle() -> None:
+    one, just_more = (matmul(A100, fitted(), A100.bfloat16, 256, 128 * tiles, 4096) for tiles in (108, 109))
+    assert just_more > one * 1.3
+
+
+def test_groups_find_their_nodes() -> None:
+    assert group(8, 1, 8) == RankGroup(8, 8)
+    assert group(16, 8, 8) == RankGroup(16, 1)
+    assert group(16, 2, 8) == RankGroup(16, 4)
+    inside, between = (collective(A100, fitted(), RankGroup(8, n), 1e9) for n in (8, 1))
+    assert between > 5 * inside
+    assert collective(A100, fitted(), RankGroup(1, 1), 1e9) == 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize("micro_batches", [8, 64])
+def test_equal_stages_take_what_the_order_of_actions_takes(schedule: str, micro_batches: int) -> None:
+    """With a forward pass of 1 and a backward pass of 2 and messages of no time, as `simulation` has them."""
+    parallel = ParallelConfig(pipeline=4, schedule=schedule)  # type: ignore[arg-type]
+    stages = (StageTimes(1.0, 2.0, 1.0),) * (4 * parallel.stages_per_rank)
+    assert makespan(parallel, micro_batches, stages, 0.0, "none") == simulate(parallel, micro_batches).makespan
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", None), ("interleaved", 3), ("dualpipev", 2)])
+def test_the_steady_middle_is_repeated_exactly(schedule: str, virtual: int | None) -> None:
+    parallel = ParallelConfig(pipeline=8, schedule=schedule, virtual_stages=virtual)  # type: ignore[arg-type]
+    count = 8 * (virtual or 1)
+    stages = tuple(StageTimes(1 + 0.1 * (one == count - 1), 2.2, 0.9) for one in range(count))
+    rows = timeline(parallel, 512, stages, 0.05, "none").ranks
+    whole = max(row[-1].end for row in rows)
+    assert makespan(parallel, 512, stages, 0.05, "none") == pytest.approx(whole, rel=1e-12)
+    assert all(a.end <= b.start for row in rows for a, b in pairwise(row))
+
+
+def _config(*overrides: str) -> Config:
+    return load_config("gpt3-175b", ["parallel.tensor=8", "parallel.pipeline=8", "train.global_batch=64", *overrides])
+
+
+def test_parts_add_up_and_follow_their_causes() -> None:
+    on = cluster("h100:8", 16)
+
+    def time(*overrides: str, on: object = on) -> dict[str, float]:
+        config = _config(*overrides)
+        found = step_time(config, check_layout(config, 128), on)  # type: ignore[arg-type]
+        assert found is not None
+        return {**dict(found.rows()), "total": found.total}
+
+    full, none = time("train.recompute=full"), time("train.recompute=none")
+    assert none["recompute"] == 0
+    assert full["recompute"] > 0.25 * full["matmul"]
+    assert full["matmul"] == pytest.approx(none["matmul"])
+    assert none["total"] == pytest.approx(sum(seconds for part, seconds in none.items() if part != "total"))
+    device = on.device
+    slow = replace(on, device=replace(device, network=replace(device.require_network(), bandwidth=1e9)))
+    assert time(on=slow)["reduction"] > 5 * time()["reduction"]
+    assert time("optimizer.zero=0")["gather"] == 0
+    assert time("optimizer.zero=0")["optimizer"] > time()["optimizer"]
+
+
+def test_published_runs() -> None:
+    """The errors that benchmarks/results/planner.md publishes, and that what is fitted is only what may be."""
+    import planner
+    import published
+
+    fitting = published.fitting_rows()
+    assert {row.source.partition(" (")[0] for row in fitting} == {published.FITTED_SOURCE}
+    assert len(fitting) == 225
+    rows = planner.compared()
+    on_device = Counter(one.row.cluster.device.key for one in rows)
+    assert {name: load_device(name).compared_runs for name in device_names()} == {
+        name: on_device[name] for name in device_names()
+    }
+    mean = {
+        part: statistics.mean(abs(one.error) for one in rows if part in one.row.source)
+        for part in (
+            "2104.04473 table 1",
+            "2104.04473 table 2",
+            "2205.05198 table 5",
+            "bigscience",
+            "aws-neuron",
+            "README_175b",
+            "nemotron/",
+            "llama3.1/README.md (741c886",
+            "Megatron-Bridge",
+            "llm-foundry",
+            "mlcommons",
+        )
+    }
+    assert max(mean["2104.04473 table 1"], mean["2104.04473 table 2"], mean["2205.05198 table 5"]) < 0.08
+    many_nodes = [one for one in rows if "ground_truth_multi" in one.row.source]
+    of_39_1b = [abs(one.error) for one in many_nodes if one.row.model.endswith("39.1B")]
+    others = [abs(one.error) for one in many_nodes if not one.row.model.endswith("39.1B")]
+    assert len(of_39_1b) == 47
+    assert statistics.mean(of_39_1b) < 0.1
+    assert statistics.mean(others) < 0.075
+    assert mean["bigscience"] < 0.09
+    assert mean["aws-neuron"] < 0.095
+    assert mean["README_175b"] < 0.025
+    assert max(mean["nemotron/"], mean["Megatron-Bridge"]) < 0.06
+    assert mean["llama3.1/README.md (741c886"] < 0.045
+    assert mean["llm-foundry"] < 0.079
+    assert mean["mlcommons"] < 0.062
+    given = [one.error for one in rows if "README_175b" in one.row.source or "nemotron/" in one.row.source]
+    assert max(map(abs, given)) < 0.09
+    fitted_rows = [one for one in rows if one.row.is_fitted]
+    assert {planner.role(one.row) for one in fitted_rows} == {"fit"}
+    assert planner.report() == planner.RESULT.read_text(encoding="utf-8")
+
+
+def test_the_fit_ends_at_the_committed_constants() -> None:
+    """No step of the search that `scripts/fit_planner.py` makes leads to a smaller error from there."""
+    import fit_planner
+    import published
+
+    rows, best = published.fitting_rows(), fitted()
+    least = fit_planner.error(best, rows)
+    _, found = fit_planner.improved(best, least, rows, fit_planner.STEPS[-1])
+    assert found > least - fit_planner.TOLERANCE
+
+
+@pytest.mark.slow
+def test_the_fit_is_repeated() -> None:
+    """`scripts/fit_planner.py` gives the constants that are committed, from its start and the rows of the split."""
+    import fit_planner
+    import published
+
+    assert fit_planner.fit(published.fitting_rows())[0] == fitted()
+
+
+def test_gradients_are_added_for_each_micro_batch() -> None:
+    """8 bytes for a parameter where products add to what is there in float32, and 10 where ZeRO-2 adds bfloat16."""
+    on = cluster("h100:8", 16)
+
+    def accumulation(*overrides: str) -> float:
+        config = _config("compile.enabled=true", *overrides)
+        found = step_time(config, check_layout(config, 128), on)
+        assert found is not None
+        return found.accumulation
+
+    half = accumulation("precision.gradient=bfloat16", "precision.reduce=bfloat16")
+    blocks = 12 * 12 * 12288**2 / 8  # of a pipeline rank's 12 blocks, on one of 8 tensor-parallel ranks
+    micro_batches = 64 // 2
+    a_byte = micro_batches * blocks / (on.device.memory_bandwidth * fitted().memory)
+    assert accumulation() - half == pytest.approx((8 - 6) * a_byte, rel=0.01)
+    assert accumulation("optimizer.zero=2") - half == pytest.approx((10 - 6) * a_byte, rel=0.01)
+
+
+def test_new_weights_travel_behind_the_next_forward_pass() -> None:
+    """All but those of its first unit; on CPU ranks none do. Behind it, NCCL's kernels take 16 of 132 processors."""
+    config = load_config("llama2-7b", ["parallel.tensor=1", "train.global_batch=64"])
+
+    def gather(device: str, **traits: bool) -> float:
+        on = cluster(device, 2)
+        time = step_time(config, check_layout(config, 16), on, replace(shardwise_traits(config, on), **traits))
+        assert time is not None
+        return time.gather
+
+    layers = config.known_shapes.num_hidden_layers
+    whole = gather("h200:8", overlaps=False)
+    first = whole / (layers + 1)
+    assert gather("h200:8") == pytest.approx(first + (whole - first) * 16 / 132)
+    assert gather("cpu:8") == gather("cpu:8", overlaps=False)
+
+
+def test_products_that_add_move_less() -> None:
+    """8 bytes for a parameter: the sum is read and written. Bit-equal trainings add new gradients of bfloat16."""
+    on = cluster("h200:8", 2)
+
+    def accumulation(*overrides: str) -> float:
+        config = load_config("llama2-7b", ["parallel.tensor=1", "train.global_batch=64", *overrides])
+        time = step_time(config, check_layout(config, 16), on)
+        assert time is not None
+        return time.accumulation
+
+    assert accumulation("compile.enabled=true") == accumulation()
+    for adds in (["compile.enabled=true", "optimizer.zero=2"], ["train.bitwise=true", "train.data_grain=16"]):
+        assert accumulation(*adds) == pytest.approx(10 / 8 * accumulation(), rel=1e-9)
+
+
+def test_traits_count_what_functions_read_and_write() -> None:
+    on = cluster("a100:8", 1)
+    config = load_config("gpt2-xl", ["train.global_batch=32", "train.micro_batch=4", "train.recompute=full"])
+    model = config.known_shapes
+    tokens = 4 * config.train.sequence_length
+    eager = ProgramTraits(separate_kernels=True, graphs=True)
+
+    def added(part: str, **traits: Any) -> float:
+        """Bytes."""
+        without, seconds = (
+            getattr(step_time(config, check_layout(config, 8), on, program), part)
+            for program in (eager, replace(eager, **traits))
+        )
+        return (seconds - without) * on.device.memory_bandwidth * fitted().memory
+
+    # q, k and v are copied in two passes, and their gradients in three; the output the other way round.
+    copied = 2 * tokens * model.hidden_size * (3 * (2 + 3) + (3 + 2))
+    assert added("memory_bound", unpads_attention=True) == pytest.approx(model.num_hidden_layers * copied)
+    # Copied, to float32, and divided: 18 bytes. Added to float32: 10.
+    weights = 12 * model.hidden_size**2
+    assert added("accumulation", flattens_gradients=True) == pytest.approx(model.num_hidden_layers * 8 * weights)
+    logits = tokens * model.vocab_size
+    assert added("head", logits_bytes=(32, 4)) == pytest.approx(8 * logits)
+    stopped = -added("recompute", stops_recompute=True) / (on.device.memory_bandwidth * fitted().memory)
+    product = matmul(on.device, fitted(), on.device.bfloat16, tokens, model.hidden_size, 4 * model.hidden_size)
+    assert stopped == pytest.approx(model.num_hidden_layers * product)
+    gathered = added("optimizer", gathered_metrics=4) / (on.device.memory_bandwidth * fitted().memory)
+    assert gathered == pytest.approx(4 * 8 * 2 * fitted().host)
+
+
+def test_fused_attention_computes_whole_tiles() -> None:
+    """128 tokens on the diagonal are computed in whole, of which the mask leaves half."""
+    seconds = {}
+    for length in (512, 1024):
+        config = load_config("gpt2-xl", [f"train.sequence_length={length}", "train.global_batch=8"])
+        time = step_time(config, check_layout(config, 8), cluster("a100:8", 1), ProgramTraits())
+        assert time is not None
+        seconds[length] = time.attention
+    assert seconds[1024] / seconds[512] == pytest.approx(2 * (1024 + 128) / (512 + 128))
+
+
+def test_biases_read_the_gradients_of_outputs() -> None:
+    on = cluster("a100:8", 1)
+    seconds = []
+    for overrides in ([], ["model.attention_bias=true", "model.mlp_bias=true"]):
+        config = load_config("llama2-7b", ["parallel.tensor=1", "train.global_batch=8", *overrides])
+        time = step_time(config, check_layout(config, 8), on, ProgramTraits(separate_kernels=True))
+        assert time is not None
+        seconds.append(time.memory_bound)
+    model = config.known_shapes
+    outputs = (3 + 1 + 1) * model.hidden_size + 2 * model.intermediate_size
+    read = 2 * model.num_hidden_layers * config.train.sequence_length * outputs
+    assert seconds[1] - seconds[0] == pytest.approx(read / (on.device.memory_bandwidth * fitted().memory))
+
+
+def test_keys_of_a_sample_are_gathered_twice_and_their_gradients_scattered() -> None:
+    """In each block, and values too: 2 bytes for each of 4,096 tokens and 4,096 numbers."""
+    keys = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=8", "train.recompute=none")
+    config = load_config("llama2-7b", [*keys, "train.global_batch=8"])
+    time = step_time(config, check_layout(config, 16), cluster("a100:8", 2))
+    assert time is not None
+    micro_batches = 8 // 2
+    transfer = collective(A100, fitted(), RankGroup(8, 8), 2 * 4096 * 4096)
+    assert time.context == pytest.approx(micro_batches * 32 * 6 * transfer)
+    assert time.communication == time.context + time.reduction + time.gather
+
+
+def test_keys_that_come_rank_by_rank_travel_while_attention_computes() -> None:
+    """What is left of the time of gathers and scatters is that beyond 7 of 8 parts of attention."""
+    keys = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=8", "train.recompute=none")
+    keys += ("train.global_batch=8", "compile.enabled=false")
+
+    def seconds(how: str, length: int) -> StepTime:
+        lengths = (f"train.sequence_length={length}", f"model.max_position_embeddings={length}")
+        config = load_config("llama2-7b", [*keys, *lengths, f"parallel.context_keys={how}"])
+        time = step_time(config, check_layout(config, 16), cluster("a100:8", 2))
+        assert time is not None
+        return time
+
+    gathered, passed = (seconds(how, 4096) for how in ("gather", "ring"))
+    forward = passed.attention - gathered.attention  # computed again in the backward pass
+    assert forward > 0
+    backward = gathered.attention - forward
+    shares = (gathered.context / 3 - 7 / 8 * forward, 2 * gathered.context / 3 - 7 / 8 * (backward + forward))
+    assert passed.context == pytest.approx(sum(max(0.0, share) for share in shares))
+    assert 0 < passed.context < gathered.context
+    assert seconds("ring", 2**17).context == 0
+
+
+def test_fp8_products_take_less_time_and_memory_where_a_device_has_them() -> None:
+    """A product in fp8 takes half as long where it reaches the same part of the peak; rounding takes time too."""
+    keys = ("parallel.tensor=1", "train.global_batch=64", "compile.enabled=true", "train.recompute=none")
+    bfloat16 = load_config("llama2-7b", keys)
+    fp8 = load_config("llama2-7b", [*keys, "precision.matmul=fp8"])
+    layout = check_layout(fp8, 16)
+    h200 = cluster("h200:8", 2)
+    like_bfloat16 = replace(h200.device, fp8_matmul_share=None, fp8_backward_share=1.0)
+    times = [step_time(config, layout, replace(h200, device=like_bfloat16)) for config in (bfloat16, fp8)]
+    measured = step_time(fp8, layout, h200)
+    memories = [expected_memory(config, layout, True) for config in (bfloat16, fp8)]
+    (wide, narrow), (wide_memory, narrow_memory) = times, memories
+    assert wide is not None
+    assert narrow is not None
+    assert narrow.matmul == pytest.approx(wide.matmul / 2, rel=1e-6)
+    assert measured is not None
+    assert narrow.matmul * 0.7 / 0.68 < measured.matmul < narrow.matmul * 0.7 / 0.68 / 0.87
+    assert narrow.memory_bound > wide.memory_bound
+    assert narrow.total < wide.total
+    assert wide_memory is not None
+    assert narrow_memory is not None
+    assert narrow_memory.activations < 0.9 * wide_memory.activations
+    refused = r"precision.matmul \(fp8\) must be left out on NVIDIA A100 80GB SXM, whose device file has no fp8_tf"
+    with pytest.raises(ConfigError, match=refused):
+        step_time(fp8, layout, cluster("a100:8", 2))
+
+
+def test_llama_2_7b_on_an_h200_by_rates_that_others_reach() -> None:
+    """24 blocks, micro-batch 2, 16 micro-batches, by rates of an H200 from public sources, and the bytes of this code.
+
+    Matrix products at 700 TFLOP/s, attention at 550 forward and 420 backward, memory at 3.9 TB/s.
+    """
+    from shardwise_plan.plan import predicted
+
+    device = load_device("h200")
+    attention = (1 + 2.5 / 0.85) / (1 / 550e12 + 2.5 / 420e12)  # a rate that gives both passes their time together
+    rates = {"matmul": 1.0, "depth": 0.0, "memory": 3.9e12, "update": 3.9e12, "fused_attention": attention}
+    for rate, peak in (("memory", device.memory_bandwidth), ("update", device.memory_bandwidth)):
+        rates[rate] /= peak
+    rates["fused_attention"] /= device.bfloat16
+    # With one processor products are not cut into tiles.
+    flat = replace(device, processors=1, matmul_share=700e12 / device.bfloat16, constants=tuple(rates.items()))
+    sizes = ["model.num_hidden_layers=24", "train.micro_batch=2", "train.global_batch=32", "train.recompute=none"]
+    sizes.append("compile.enabled=true")
+    config = load_config("llama2-7b", ["parallel.tensor=1", "parallel.sequence=false", "precision.mode=mixed", *sizes])
+    plan = predicted(config, check_layout(config, 1), replace(cluster("h200:1"), device=flat))
+    assert plan is not None
+    assert plan.mfu is not None
+    assert 0.60 < plan.mfu < 0.61, f"{plan.mfu:.1%} = {plan.time.shares()}"
+
+
+def test_steps_of_one_h200_take_what_was_measured() -> None:
+    """Compiled and eager, of all settings of the last measurement."""
+    page = (ROOT / "benchmarks" / "results" / "first_gpu_step.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (eager|compiled) *\| *(\w+) \| +(?:27 → )?(\d+) \| +(\d+) of (\d) \| +[\d,]* \| +([\d,]+) \|",
+        page,
+        re.MULTILINE,
+    )
+    assert len(rows) == 15
+    errors: dict[str, list[float]] = {"eager": [], "compiled": []}
+    for program, recompute, blocks, micro_batches, micro_batch, measured in rows:
+        keys = [
+            *("parallel.tensor=1", "parallel.sequence=false", "optimizer.zero=0", "precision.mode=mixed"),
+            f"compile.enabled={str(program == 'compiled').lower()}",
+            f"model.num_hidden_layers={blocks}",
+            f"train.recompute={recompute}",
+            f"train.micro_batch={micro_batch}",
+            f"train.global_batch={int(micro_batch) * int(micro_batches)}",
+        ]
+        config = load_config("llama2-7b", keys)
+        time = step_time(config, check_layout(config, 1), cluster("h200:1"))
+        assert time is not None
+        errors[program].append(1000 * time.total / float(measured.replace(",", "")) - 1)
+    assert max(map(abs, errors["compiled"])) < 0.015, errors
+    assert max(map(abs, errors["eager"])) < 0.025, errors
+
+
+def test_schedules_that_cannot_be_compiled_take_the_time_of_eager_blocks() -> None:
+    from shardwise_plan.layout_choices import compiled
+
+    on = cluster("h200:8")
+    memory_bound = {}
+    for schedule in ("1f1b", "zbv"):
+        keys = ["parallel.tensor=1", "parallel.pipeline=8", f"parallel.schedule={schedule}", "train.recompute=none"]
+        config = compiled(load_config("llama2-7b", keys), on.device)
+        time = step_time(config, check_layout(config, 8), on)
+        assert time is not None
+        memory_bound[schedule] = time.memory_bound
+    assert memory_bound["zbv"] > 1.5 * memory_bound["1f1b"]
+
+
+def test_a_host_that_does_not_run_ahead_adds_all_its_time() -> None:
+    config = _config()
+    layout, on = check_layout(config, 128), cluster("h100:8", 16)
+    ahead, blocked = (step_time(config, layout, on, ProgramTraits(runs_ahead=runs)) for runs in (True, False))
+    assert ahead is not None
+    assert blocked is not None
+    assert blocked.launch > 32 * 12 * 2.6 * 24 * fitted().host * 0.99  # micro-batches, blocks, both passes, kernels
+    assert blocked.launch > 10 * ahead.launch
+
+
+def test_batched_products_of_rows_without_16_bytes_lose_the_tensor_cores() -> None:
+    def seconds(k: int, batch: int) -> float:
+        return matmul(A100, fitted(), A100.bfloat16, 2048, 2048, k, batch)
+
+    assert seconds(108, 32) > 4 * seconds(104, 32)
+    assert seconds(108, 1) < 1.2 * seconds(104, 1)
+
+
+def test_collectives_take_what_nccl_was_measured_to_take() -> None:
+    """An all-reduce over 2, 4 and 8 A100 of a node: VIA-Research/vTrain, trace/a100."""
+    measured = {(2, 2**20): 45e-6, (4, 2**20): 53e-6, (8, 2**20): 92e-6, (8, 2**26): 580e-6, (8, 2**30): 8.2e-3}
+    for (ranks, size), seconds in measured.items():
+        found = collective(A100, fitted(), RankGroup(ranks, ranks), size, reduces_all=True)
+        assert found == pytest.approx(seconds, rel=0.2), (ranks, size)
+
+
+@given(
+    p=st.integers(2, 9),
+    more=st.integers(0, 20),
+    times=st.lists(st.tuples(st.floats(0.5, 2), st.floats(0.5, 4)), min_size=9, max_size=9),
+    message=st.floats(0, 1),
+)
+def test_1f1b_ends_when_its_actions_do(p: int, more: int, times: list[tuple[float, float]], message: float) -> None:
+    parallel = ParallelConfig(pipeline=p)
+    stages = tuple(StageTimes(ahead, back, back / 2) for ahead, back in times[:p])
+    rows = timeline(parallel, p + more, stages, message, "none").ranks
+    whole = max(row[-1].end for row in rows)
+    assert makespan(parallel, p + more, stages, message, "none") == pytest.approx(whole)
+
+
+def test_published_runs_are_computed_as_their_programs_do() -> None:
+    import published
+
+    def one(part: str, **values: str) -> published.Row:
+        return next(
+            row for row in published.rows()
+            if part in row.source and not row.reason and all(row.values[k] == v for k, v in values.items())
+        )  # fmt: skip
+
+    early, late = (one("bigscience", layers=layers, pp="12") for layers in ("72", "70"))
+    assert not early.program.runs_ahead
+    assert late.program.reduces_all
+    composer = [
+        one("llm-foundry", model=model, n_gpu=n_gpu).program for model, n_gpu in (("mpt-7b", "128"), ("mpt-13b", "8"))
+    ]
+    assert [program.unpads_attention for program in composer] == [True, False]
+    assert all(program.flattens_gradients and program.stops_recompute for program in composer)
+    assert not one("llm-foundry", gpu="A100-40GB").program.stops_recompute
+    assert early.config is not None
+    assert late.config is not None
+    assert early.config.parallel.stages == (6,) * 12
+    assert late.config.parallel.stages == (5, *(6,) * 10, 5)
+    assert early.config.precision.gradient == "bfloat16"
+    assert late.config.precision.gradient != "bfloat16"
+    llama = one("aws-neuron", model="llama2-7b", pp="1")
+    assert llama.layout is not None
+    assert llama.layout.sequence_parallel
+    assert one("vTrain").program.splits_messages
+    assert one("vTrain").program.runs_ahead
+    assert one("vTrain").program.tensor_overlap is None
+    large = one("741c886", model="llama3.1-405b", precision="fp8")
+    assert large.config is not None
+    assert large.config.parallel.stages == (1, *(2,) * 62, 1)
+    assert (large.config.precision.matmul, large.config.parallel.context) == ("fp8", 2)
+    assert large.program.tensor_overlap == "user_buffers"
+    assert one("25.11", model="llama3-8b", precision="mxfp8", gpu="GB200").program.graphs
+    assert not [row for row in published.rows() if row.values["precision"] == "nvfp4" and not row.reason]

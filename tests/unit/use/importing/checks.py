@@ -1,0 +1,63 @@
+"""What an import must have made of a model."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.storage.root import Root
+from shardwise_use.importing.hugging_face import ForeignModel, write_checkpoint
+from tests.hugging_face import open_folder
+
+
+def write(opened: ForeignModel, root: Path, **options: Any) -> Path:
+    """Write the checkpoint and verify it."""
+    folder = write_checkpoint(opened, Root.of(root), **options).folder
+    assert verify(folder).sound
+    manifest = Manifest.read(folder)
+    assert (manifest.step, manifest.samples, manifest.optimizer) == (0, 0, None)
+    assert manifest.config["model"] == opened.config.model_dump(mode="json")
+    return folder.local()
+
+
+@contextmanager
+def in_module(name: str, kind: type) -> Iterator[None]:
+    """`kind` as a class of the module `name`, which is gone when what was pickled inside is read."""
+    names = [name[:at] for at, letter in enumerate(name) if letter == "."] + [name]
+    kind.__module__, kind.__qualname__ = name, kind.__name__
+    modules = {each: types.ModuleType(each) for each in names}
+    setattr(modules[name], kind.__name__, kind)
+    sys.modules |= modules
+    try:
+        yield
+    finally:
+        for each in names:
+            del sys.modules[each]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same_model(opened: ForeignModel, root: Path, original: Any, saved: Path) -> None:
+    """Tensors equal to the bit to what `original` saved, and logits equal where transformers opens the checkpoint."""
+    folder = write(opened, root)
+    found, wanted = weights(folder), weights(saved)
+    assert found.keys() == wanted.keys()
+    differing = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert not differing, differing
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        outputs, expected = open_folder(folder).float()(ids), original(ids)
+    for name in ("logits", "prediction_logits", "seq_relationship_logits"):  # BERT has the latter two
+        if name in expected:
+            torch.testing.assert_close(outputs[name], expected[name], rtol=1e-5, atol=1e-5)

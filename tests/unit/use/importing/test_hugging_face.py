@@ -1,0 +1,145 @@
+"""Hugging Face folders as checkpoints of step 0."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.storage.root import Root
+from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise_use.importing.hugging_face import open_hugging_face
+from tests.hugging_face import CASES, make, open_folder, save
+from tests.unit.use.importing.checks import assert_same_model, weights, write
+
+
+def source(folder: Path) -> Root:
+    return Root.of(folder)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "bert"])
+def test_every_causal_family(tmp_path: Path, case: str) -> None:
+    model = save(case, tmp_path / "saved")
+    assert_same_model(open_hugging_face(source(tmp_path / "saved")), tmp_path / "ours", model, tmp_path / "saved")
+
+
+def test_bert(tmp_path: Path) -> None:
+    model = save("bert", tmp_path / "saved")
+    folder = write(open_hugging_face(source(tmp_path / "saved")), tmp_path / "ours")
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        found, wanted = open_folder(folder)(ids), model(ids)
+    assert torch.equal(found.prediction_logits, wanted.prediction_logits)
+
+
+def test_a_configuration_of_no_model_is_told(tmp_path: Path) -> None:
+    save("llama", tmp_path / "saved")
+    file = tmp_path / "saved/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_key_value_heads": 3, "rms_norm_eps": -1}))
+    with pytest.raises(ConfigError, match=r"config\.json describes no model that can be built: model\.rms") as caught:
+        open_hugging_face(source(tmp_path / "saved"))
+    assert [text.partition(" built: ")[2] for text in caught.value.problems] == [
+        "model.rms_norm_eps (-1) must be greater than 0.0",
+    ]
+
+
+def test_other_spellings_and_tied_copies(tmp_path: Path) -> None:
+    save("gpt", tmp_path / "saved")
+    file = tmp_path / "saved/model.safetensors"
+    held = load_file(file)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in held.items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "lm_head.weight": bare["wte.weight"].clone()}, file)
+    found = weights(write(open_hugging_face(source(tmp_path / "saved")), tmp_path / "ours"))
+    assert found.keys() == held.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
+    save_file(bare | {"lm_head.weight": bare["wte.weight"] + 1}, file)
+    with pytest.raises(ConfigError, match=r"lm_head.weight must equal wte.weight: the model has one weight for both"):
+        open_hugging_face(source(tmp_path / "saved"))
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    save("gpt", tmp_path / "saved")
+    file = tmp_path / "saved/model.safetensors"
+    held = load_file(file)
+    held["transformer.ln_f.bias"][:3] = torch.nan
+    held["transformer.wte.weight"][-1, 0] = -torch.inf
+    save_file(held, file)
+    with pytest.raises(ConfigError, match=r"SOURCE must have finite weights, and it has values that are .*") as caught:
+        write(open_hugging_face(source(tmp_path / "saved")), tmp_path / "ours")
+    for tensor in ("transformer.ln_f.bias (3)", "transformer.wte.weight (1)"):
+        assert tensor in str(caught.value)
+    assert not list((tmp_path / "ours").iterdir()), "nothing is left of it"
+
+
+def test_shards_dtype_and_files_beside(tmp_path: Path) -> None:
+    model = make("llama", bos_token_id=3, eos_token_id=4).bfloat16()
+    model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    train_tokenizer(["some text " * 9], 257, "text").save(tmp_path / "saved")
+    (tmp_path / "saved/README.md").write_text("not of the model")
+    opened = open_hugging_face(source(tmp_path / "saved"))
+    folder = write(opened, tmp_path / "ours", max_shard_bytes=20_000)
+    found = weights(folder)
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights(tmp_path / "saved").items())
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    described = json.loads((folder / "config.json").read_text())
+    assert (described["torch_dtype"], described["bos_token_id"], described["eos_token_id"]) == ("bfloat16", 3, 4)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (folder / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
+    assert not (folder / "README.md").exists()
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+
+
+def test_every_mismatch_is_listed(tmp_path: Path) -> None:
+    save("gpt", tmp_path / "saved")
+    file = tmp_path / "saved/model.safetensors"
+    held = load_file(file)
+    del held["transformer.h.0.ln_1.bias"]
+    held["transformer.extra"] = torch.ones(2)
+    held["transformer.wpe.weight"] = torch.ones(3, 32)
+    held["transformer.ln_f.bias"] = held["transformer.ln_f.bias"].to(torch.int8)
+    save_file(held, file)
+    with pytest.raises(ConfigError) as caught:
+        open_hugging_face(source(tmp_path / "saved"))
+    assert [each.replace(str(tmp_path / "saved"), "FOLDER") for each in caught.value.problems] == [
+        "FOLDER lacks transformer.h.0.ln_1.bias [32]",
+        "FOLDER has transformer.extra [2], which the model lacks",
+        "FOLDER: shape of transformer.wpe.weight [3, 32] must be [24, 32]",
+        "FOLDER: dtype of transformer.ln_f.bias (I8) must be float64, float32, float16 or bfloat16: quantized weights "
+        "cannot be trained",
+    ]
+
+
+def test_a_checkpoint_that_exists_is_kept(tmp_path: Path) -> None:
+    save("gpt", tmp_path / "saved")
+    opened = open_hugging_face(source(tmp_path / "saved"))
+    write(opened, tmp_path / "ours")
+    with pytest.raises(ConfigError, match="step-00000000 exists already: choose another name, or remove it"):
+        write(opened, tmp_path / "ours")
+
+
+def test_what_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    save("gpt", tmp_path / "saved")
+    opened = open_hugging_face(source(tmp_path / "saved"))
+    file = tmp_path / "saved/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(Exception, match=r"model.safetensors is damaged: it ends at byte"):
+        write(opened, tmp_path / "ours")
+    assert list((tmp_path / "ours").iterdir()) == []
+
+
+def test_a_folder_that_does_not_describe_its_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must hold a config\.json that describes the model: it has none"):
+        open_hugging_face(source(tmp_path))
+
+
+def test_an_index_of_endless_length_is_not_read(tmp_path: Path) -> None:
+    save("gpt", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with (tmp_path / "model.safetensors.index.json").open("wb") as file:
+        file.truncate(2**26 + 1)
+    with pytest.raises(
+        ConfigError, match=r"index\.json \(64\.0 MiB\) must be an index of safetensors files, which has at"
+    ):
+        open_hugging_face(source(tmp_path))

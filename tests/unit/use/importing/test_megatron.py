@@ -1,0 +1,303 @@
+"""Megatron-LM's checkpoints of GPT-2 and Llama, as each of its layouts has them, become the model that they were."""
+
+import argparse
+import enum
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.base.errors import ConfigError
+from shardwise.cli import main
+from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise_use.importing.megatron import open_megatron
+from tests.hugging_face import VOCABULARY, make, save
+from tests.unit.use.importing.checks import assert_same_model, in_module
+from tests.unit.use.importing.megatron_shards import Source, gpt_args, llama_args, write
+
+
+def gpt(folder: Path, case: str = "gpt", layers: int = 2, **args: Any) -> tuple[Any, Source]:
+    model = save(case, folder / "saved", n_layer=layers)
+    return model, Source(model, gpt_args(model, **args))
+
+
+def llama(folder: Path, case: str = "llama", layers: int = 2, **fields: Any) -> tuple[Any, Source]:
+    model = save(case, folder / "saved", num_hidden_layers=layers, **fields)
+    return model, Source(model, llama_args(model))
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 3])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_gpt2_of_every_version(tmp_path: Path, version: int, tp: int) -> None:
+    model, source = gpt(tmp_path)
+    folder = write(source, tmp_path / "megatron", "old" if version < 2 else "legacy", tp=tp, version=version)
+    assert_same_model(open_megatron(folder, VOCABULARY), tmp_path / "ours", model, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("style", ["legacy", "core", "te"])
+@pytest.mark.parametrize("case", ["gpt", "gpt-untied"])
+@pytest.mark.parametrize(("pp", "virtual"), [(2, 1), (2, 2)])
+def test_gpt2_over_a_pipeline(tmp_path: Path, style: str, case: str, pp: int, virtual: int) -> None:
+    model, source = gpt(tmp_path, case, layers=4)
+    folder = write(source, tmp_path / "megatron", style, tp=2, pp=pp, virtual=virtual)
+    assert_same_model(open_megatron(folder, VOCABULARY), tmp_path / "ours", model, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("style", ["legacy", "core", "te"])
+@pytest.mark.parametrize("case", ["llama", "llama-tied"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+def test_llama_with_grouped_heads(tmp_path: Path, style: str, case: str, tp: int, pp: int) -> None:
+    model, source = llama(tmp_path, case)
+    folder = write(source, tmp_path / "megatron", style, tp=tp, pp=pp)
+    assert_same_model(open_megatron(folder), tmp_path / "ours", model, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_llama_with_more_ranks_than_key_value_heads(tmp_path: Path, heads: int) -> None:
+    model, source = llama(tmp_path, num_key_value_heads=heads)
+    folder = write(source, tmp_path / "megatron", "core", tp=4)
+    assert_same_model(open_megatron(folder), tmp_path / "ours", model, tmp_path / "saved")
+
+
+def test_llama3_scaling_and_head_size(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    model = save("llama", tmp_path / "saved", head_dim=16, rope_parameters=scaling, max_position_embeddings=65536)
+    args = llama_args(model, use_rope_scaling=True, rope_scaling_factor=32.0)
+    folder = write(Source(model, args), tmp_path / "megatron", "te", tp=2)
+    assert_same_model(open_megatron(folder), tmp_path / "ours", model, tmp_path / "saved")
+
+
+def test_weights_keep_their_dtype_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise_use.importing.tensor_parallel_shards.STREAM_BYTES", 1000)
+    model = make("gpt").bfloat16()
+    model.save_pretrained(tmp_path / "saved")
+    folder = write(Source(model, gpt_args(model)), tmp_path / "megatron", "legacy", tp=2)
+    opened = open_megatron(folder, VOCABULARY)
+    assert {weight.dtype for weight in opened.weights} == {"BF16"}
+    widest = max(len(bytes(part)) for weight in opened.weights for part in weight.read())
+    assert widest <= 1000
+    assert_same_model(opened, tmp_path / "ours", model.float(), tmp_path / "saved")
+
+
+def test_the_activation_is_what_megatron_computes(tmp_path: Path) -> None:
+    model, _ = gpt(tmp_path)
+
+    def activation(name: str, style: str, **args: Any) -> str:
+        folder = write(Source(model, gpt_args(model, **args)), tmp_path / name, style)
+        return open_megatron(folder, VOCABULARY).config.activation_function  # type: ignore[union-attr]
+
+    assert activation("fused", "core", bias_gelu_fusion=True) == "gelu_new"
+    assert activation("exact", "core", bias_gelu_fusion=False) == "gelu"
+    assert activation("openai", "legacy", bias_gelu_fusion=False, openai_gelu=True) == "gelu_new"
+    assert activation("ignored", "core", bias_gelu_fusion=False, openai_gelu=True) == "gelu"
+
+
+def test_objects_of_megatron_itself_are_left_aside(tmp_path: Path) -> None:
+    """A real file holds enumerations of modules that are not installed here."""
+    kind = enum.Enum("ModelType", {"encoder_or_decoder": 1})  # type: ignore[misc]
+    model = save("gpt", tmp_path / "saved")
+    args = gpt_args(model, model_type=kind.encoder_or_decoder, exit_signal=types.SimpleNamespace(a=1))
+    with in_module("megatron.core.enums", kind):
+        folder = write(Source(model, args), tmp_path / "megatron", "legacy", tp=2)
+    assert_same_model(open_megatron(folder, VOCABULARY), tmp_path / "ours", model, tmp_path / "saved")
+
+
+# ---- what is refused
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], name: str = "mp_rank_01") -> None:
+    file = folder / "iter_0000100" / name / "model_optim_rng.pt"
+    state = torch.load(file, weights_only=False)
+    change(state)
+    torch.save(state, file)
+
+
+def problems(folder: Path, vocab_size: int | None = VOCABULARY) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        open_megatron(folder, vocab_size)
+    return [
+        each.replace(str(folder / "iter_0000100"), "ITER").replace(str(folder), "FOLDER")
+        for each in caught.value.problems
+    ]
+
+
+def layers(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = state["model"]["language_model"]["encoder"]
+    return found
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    return write(gpt(tmp_path)[1], tmp_path / "megatron", "legacy", tp=2)
+
+
+def test_every_argument_of_another_model_is_listed(tmp_path: Path) -> None:
+    _, source = gpt(tmp_path, num_experts=8, qk_layernorm=True, window_size=(128, 0), softmax_type="learnable")
+    found = problems(write(source, tmp_path / "megatron", "core"))
+    assert [each.partition(" must ")[0] for each in found] == [
+        "ITER: its argument num_experts (8)",
+        "ITER: its argument qk_layernorm (True)",
+        "ITER: its argument window_size ((128, 0))",
+        "ITER: its argument softmax_type ('learnable')",
+    ]
+
+
+def test_kinds_of_model_are_named(tmp_path: Path) -> None:
+    _, source = gpt(tmp_path, position_embedding_type="rope")
+    (found,) = problems(write(source, tmp_path / "megatron", "core"))
+    assert found.startswith("ITER: its arguments position_embedding_type (rope), normalization (LayerNorm) and swiglu")
+    assert found.endswith(
+        "learned_absolute, LayerNorm and False, a GPT-2, or rope, RMSNorm and True, a Llama: no other models are "
+        "imported from Megatron-LM"
+    )
+
+
+def test_the_vocabulary_without_padding_must_be_known(shards: Path) -> None:
+    (found,) = problems(shards, None)
+    assert found.startswith("ITER must say how many of the 64 rows of its embedding are tokens")
+    assert found.endswith("(--vocab-size 64 keeps all rows)")
+    (found,) = problems(shards, 65)
+    assert "the vocabulary (65) must be at most the rows of its embedding (64)" in found
+
+
+def test_missing_and_foreign_ranks_are_listed(shards: Path) -> None:
+    folder = shards / "iter_0000100"
+    (folder / "mp_rank_01").rename(folder / "mp_rank_02")
+    assert problems(shards) == [
+        "ITER must have every rank of TP 2 × PP 1: it lacks mp_rank_01",
+        "ITER must have the ranks of TP 2 × PP 1 alone: it also has mp_rank_02",
+    ]
+
+
+def test_replicas_must_agree(shards: Path) -> None:
+    rewrite(shards, lambda state: layers(state)["layers.1.input_norm.weight"].add_(1))
+    (found,) = problems(shards)
+    assert found.startswith(
+        "ITER: layers.1.input_norm.weight must be the same on every tensor-parallel rank, and differs between rank 0 "
+        "and rank 1"
+    )
+
+
+def test_tied_copies_must_agree(tmp_path: Path) -> None:
+    folder = write(gpt(tmp_path)[1], tmp_path / "megatron", "legacy", tp=2, pp=2)
+    rewrite(folder, lambda state: state["model"]["word_embeddings_for_head"]["weight"].add_(1), "mp_rank_01_001")
+    (found,) = problems(folder)
+    assert found == (
+        "ITER: head.weight must equal word.weight, the model has one weight for both: they differ on tensor-parallel "
+        "rank 1: replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"
+    )
+
+
+def test_all_mismatches_come_at_once(shards: Path) -> None:
+    def change(state: dict[str, Any]) -> None:
+        held = layers(state)
+        del held["layers.0.mlp.dense_h_to_4h.bias"]
+        held["layers.1.self_attention.dense.weight"] = torch.zeros(32, 4)
+        held["layers.1.self_attention.q_norm.weight"] = torch.zeros(8)
+        held["layers.0.post_attention_norm.bias"] = held["layers.0.post_attention_norm.bias"].to(torch.int8)
+
+    rewrite(shards, change)
+    assert problems(shards) == [
+        "ITER: tensor-parallel rank 1 lacks layers.0.fc1.bias in model",
+        "ITER has encoder.layers.1.self_attention.q_norm.weight, of which no GPT-2 or Llama has any",
+        "ITER: dtype of layers.0.post_norm.bias (float32 and int8) must be float64, float32, float16 or bfloat16, the "
+        "same on every tensor-parallel rank",
+        "ITER: shape of layers.1.dense.weight must be the same on every tensor-parallel rank: it is [32, 16], [32, 4]",
+        "ITER lacks layers.0.fc1.bias",
+    ]
+
+
+def test_shapes_must_fit_the_arguments(tmp_path: Path) -> None:
+    model, _ = gpt(tmp_path)
+    args = gpt_args(model, num_attention_heads=8, kv_channels=8, ffn_hidden_size=56)
+    found = problems(write(Source(model, args), tmp_path / "megatron", "core"))
+    assert found == ["ITER: its argument kv_channels (64) must be 32 for a GPT-2"]
+    args = gpt_args(model, ffn_hidden_size=56, max_position_embeddings=32)
+    assert problems(write(Source(model, args), tmp_path / "other", "core", tp=2)) == [
+        "ITER: shape of transformer.wpe.weight [24, 32] must be [32, 32]",
+        "ITER: shape of transformer.h.{0…1}.mlp.c_fc.weight [32, 48] must be [32, 56]",
+        "ITER: shape of transformer.h.{0…1}.mlp.c_fc.bias [48] must be [56]",
+        "ITER: shape of transformer.h.{0…1}.mlp.c_proj.weight [48, 32] must be [56, 32]",
+    ]
+
+
+def test_files_of_different_checkpoints_are_refused(shards: Path) -> None:
+    rewrite(shards, lambda state: state.update(iteration=200))
+    assert problems(shards) == ["ITER: iteration must be the same in all files: some are of another checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda state: state.pop("args"), "must hold the arguments of the training under 'args': they are missing"),
+        (lambda state: state.update(model=[1.0]), "ITER must hold the state of a model under model"),
+        (
+            lambda state: state["model"]["language_model"]["embedding"].pop("word_embeddings"),
+            "ITER lacks its word embeddings",
+        ),
+        (
+            lambda state: state.update(checkpoint_version=4.0),
+            "the checkpoint_version of ITER (4.0) must be 0, 1, 2 or 3",
+        ),
+        (lambda state: state.update(model1=state.pop("model")), "must hold 'model', or 'model0', 'model1', …"),
+        (
+            lambda state: setattr(state["args"], "num_layers", 3),
+            "must have as many layers as its num_layers (3), and it has 2",
+        ),
+        (lambda state: setattr(state["args"], "num_attention_heads", 0), "(0) must be a whole number from 1 on"),
+        (lambda state: setattr(state["args"], "ffn_hidden_size", "48"), "('48') must be a whole number from 1 on"),
+        (lambda state: setattr(state["args"], "tensor_model_parallel_size", 2**60), "must be whole numbers, at most"),
+        (lambda state: delattr(state["args"], "hidden_size"), "its arguments must have hidden_size: it is missing"),
+    ],
+)
+def test_what_a_file_must_have(tmp_path: Path, change: Callable[[dict[str, Any]], object], text: str) -> None:
+    folder = write(gpt(tmp_path)[1], tmp_path / "megatron", "legacy")
+    rewrite(folder, change, "mp_rank_00")
+    (found,) = problems(folder)
+    assert text in found
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    assert "there is no folder of that name" in problems(tmp_path / "nothing")[0]
+    assert problems(tmp_path) == ["FOLDER must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …"]
+    (tmp_path / ".metadata").touch()
+    assert problems(tmp_path)[0].endswith(
+        "in a distributed format, so write it again by Megatron-LM with --ckpt-format torch"
+    )
+    (tmp_path / "mp_rank_00_000_000").mkdir()
+    assert "is of a model with experts" in problems(tmp_path)[0]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
+    assert "must hold the number of an iteration or 'release', and it holds 'soon'" in problems(tmp_path)[0]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    assert problems(tmp_path)[0].startswith("FOLDER/latest_checkpointed_iteration.txt names iteration 7")
+
+
+def test_namespace_is_all_that_args_may_be(tmp_path: Path) -> None:
+    folder = write(gpt(tmp_path)[1], tmp_path / "megatron", "legacy")
+    rewrite(folder, lambda state: state.update(args=vars(argparse.Namespace())), "mp_rank_00")
+    assert "they are missing" in problems(folder)[0]
+
+
+def test_files_that_are_none(shards: Path) -> None:
+    file = shards / "iter_0000100/mp_rank_01/model_optim_rng.pt"
+    torch.save([1, 2], file)
+    assert problems(shards) == ["ITER/mp_rank_01/model_optim_rng.pt must hold a dictionary, as Megatron-LM writes it"]
+    file.unlink()
+    (found,) = problems(shards)
+    assert found.startswith("ITER/mp_rank_01 must hold model_optim_rng.pt or model_")
+    assert found.endswith(", and it holds neither")
+
+
+def test_more_tokens_than_the_model_has_are_refused(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    at = shards.parent
+    train_tokenizer(["some text " * 9], 257, "text").save(at / "tokenizer")
+    named = ["--from", "megatron", "--vocab-size", str(VOCABULARY), "--tokenizer", str(at / "tokenizer")]
+    assert main(["checkpoint", "import", str(shards), str(at / "ours"), *named]) == 2
+    said = f"the vocabulary of --tokenizer (257) must be at most the model's ({VOCABULARY})"
+    assert said in capsys.readouterr().err

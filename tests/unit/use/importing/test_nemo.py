@@ -1,0 +1,200 @@
+"""neuronx-nemo-megatron's checkpoints of GPT and Llama, as each of its layouts has them."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import GPTConfig, LlamaConfig
+from shardwise_use.importing.nemo import open_nemo
+from shardwise_use.importing.tensor_parallel_shards import drift
+from tests.hugging_face import VOCABULARY, save
+from tests.unit.use.importing.checks import assert_same_model
+from tests.unit.use.importing.nemo_shards import NAME, Source, gpt_config, llama_config, write
+
+
+@pytest.mark.parametrize("case", ["gpt", "gpt-untied"])
+@pytest.mark.parametrize(("tp", "pp", "xser"), [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)])
+def test_gpt(tmp_path: Path, case: str, tp: int, pp: int, xser: bool) -> None:
+    model = save(case, tmp_path / "saved", n_layer=4)
+    folder = write(Source(model, gpt_config(model)), tmp_path / "nemo", tp=tp, pp=pp, xser=xser)
+    opened = open_nemo(folder, VOCABULARY)
+    assert opened.layout == {"tensor": tp, "pipeline": pp}
+    assert_same_model(opened, tmp_path / "ours", model, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+def test_llama(tmp_path: Path, groups: int, tp: int, pp: int) -> None:
+    model = save("llama", tmp_path / "saved", num_key_value_heads=groups)
+    folder = write(Source(model, llama_config(model)), tmp_path / "nemo", tp=tp, pp=pp, xser=True)
+    assert_same_model(open_nemo(folder, VOCABULARY), tmp_path / "ours", model, tmp_path / "saved")
+
+
+def test_stages_of_unequal_length(tmp_path: Path) -> None:
+    """NeMo's flexible_pipeline_parallel_stages: layers are counted from 0 in each stage."""
+    model = save("gpt", tmp_path / "saved", n_layer=4)
+    folder = write(Source(model, gpt_config(model)), tmp_path / "nemo", tp=1, pp=2)
+    moved: dict[str, Any] = {}
+
+    def take(state: dict[str, Any]) -> None:
+        moved.update({name: state.pop(name) for name in [*state] if ".layers.1." in name})
+
+    def put(state: dict[str, Any]) -> None:
+        for name in [name for name in state if ".layers.1." in name]:
+            state[name.replace(".layers.1.", ".layers.2.")] = state[name]
+            state[name] = state[name.replace(".layers.1.", ".layers.0.")]
+            state[name.replace(".layers.1.", ".layers.0.")] = moved[name]
+
+    rewrite(folder, lambda saved: take(saved["state_dict"]), "tp_rank_00_pp_rank_000")
+    rewrite(folder, lambda saved: put(saved["state_dict"]), "tp_rank_00_pp_rank_001")
+    assert_same_model(open_nemo(folder, VOCABULARY), tmp_path / "ours", model, tmp_path / "saved")
+
+
+def test_settings_of_the_model(tmp_path: Path) -> None:
+    model = save("gpt", tmp_path / "saved")
+    llama = save("llama", tmp_path / "llama")
+
+    def config(name: str, of: dict[str, Any], source: Any = model) -> Any:
+        return open_nemo(write(Source(source, of), tmp_path / name), VOCABULARY).config
+
+    fused = config("fused", gpt_config(model))
+    assert isinstance(fused, GPTConfig)
+    assert (fused.activation_function, fused.initializer_range) == ("gelu_new", 0.021)
+    assert config("exact", gpt_config(model, bias_activation_fusion=False)).activation_function == "gelu"
+    rotary = {"position_freq_base": 10000, "position_abf_factor": 50, "sliding_window_size": 24}
+    stretched = config("stretched", llama_config(llama, **rotary), llama)
+    assert isinstance(stretched, LlamaConfig)
+    assert stretched.rope_theta == 500000.0
+
+
+# ---- what is refused
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], rank: str = "mp_rank_01") -> None:
+    file = folder / rank / NAME
+    saved = torch.load(file, weights_only=False)
+    change(saved)
+    torch.save(saved, file)
+
+
+def problems(source: Path, vocab_size: int | None = VOCABULARY) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        open_nemo(source, vocab_size)
+    return [each.replace(str(source), "SOURCE") for each in caught.value.problems]
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    model = save("gpt", tmp_path / "saved")
+    return write(Source(model, gpt_config(model)), tmp_path / "nemo", tp=2)
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    model = save("gpt", tmp_path / "saved")
+    folder = write(Source(model, gpt_config(model)), tmp_path / "nemo", tp=2, pp=2)
+    (folder / "tp_rank_01_pp_rank_001" / NAME).unlink()
+    assert problems(folder) == [
+        "SOURCE must have every rank of TP 2 × PP 2: it lacks tp_rank_01_pp_rank_001",
+    ]
+
+
+def test_replicas_that_drifted_are_taken_where_it_is_allowed(tmp_path: Path) -> None:
+    """After stochastic rounding norms, biases of row-parallel layers and the two copies of a tied embedding differ."""
+    model = save("gpt", tmp_path / "saved")
+    folder = write(Source(model, gpt_config(model)), tmp_path / "nemo", tp=2, pp=2)
+
+    def drift(saved: dict[str, Any]) -> None:
+        for name, tensor in saved["state_dict"].items():
+            if name.endswith(("layernorm.bias", "self_attention.dense.bias", "model.word_embeddings.weight")):
+                tensor += 0.25 if "word" in name else 0.125
+
+    rewrite(folder, drift, "tp_rank_01_pp_rank_000")
+    rewrite(folder, drift, "tp_rank_01_pp_rank_001")
+    rank = "on every tensor-parallel rank, and differs between rank 0 and rank 1: replicas have drifted apart"
+    assert [each.partition(" (--allow-drift takes")[0] for each in problems(folder)] == [
+        "SOURCE: head.weight must equal word.weight, the model has one weight for both: they differ on tensor-parallel "
+        "rank 1: replicas have drifted apart",
+        f"SOURCE: layers.{{0…1}}.input_norm.bias must be the same {rank}",
+        f"SOURCE: layers.{{0…1}}.dense.bias must be the same {rank}",
+        f"SOURCE: layers.{{0…1}}.post_norm.bias must be the same {rank}",
+        f"SOURCE: final_norm.bias must be the same {rank}",
+    ]
+    opened = open_nemo(folder, VOCABULARY, allow_drift=True)
+    (note,) = opened.notes
+    assert re.fullmatch(r"replicas of 8 tensors differ, at most by \d\d\.\d\d% of their norm \(.+\): .+ taken", note)
+    assert_same_model(opened, tmp_path / "ours", model, tmp_path / "saved")
+
+
+def test_one_of_several_checkpoints_must_be_named(shards: Path) -> None:
+    last = NAME.replace("100", "200")
+    for rank in ("mp_rank_00", "mp_rank_01"):
+        (shards / rank / last).write_bytes((shards / rank / NAME).read_bytes())
+    assert problems(shards) == [
+        f"SOURCE must hold one checkpoint, and it holds {NAME} and {last}: name one, as SOURCE/{last}"
+    ]
+    assert open_nemo(shards / last, VOCABULARY).layout == {"tensor": 2, "pipeline": 1}
+    (found,) = problems(shards / "other.ckpt")
+    assert found.startswith(f"SOURCE must be a checkpoint in {shards}, which holds {NAME} and ")
+
+
+def test_the_vocabulary_without_padding_must_be_given(shards: Path) -> None:
+    (found,) = problems(shards, None)
+    assert found.startswith("SOURCE must say how many of the 64 rows of its embedding are tokens")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda saved: saved.pop("state_dict"), "must hold the weights of a model under 'state_dict', as PyTorch"),
+        (lambda saved: saved.pop("hyper_parameters"), "configuration under 'hyper_parameters', 'cfg': it is missing"),
+        (lambda saved: saved["state_dict"].update(step=3), "tensors alone under 'state_dict', and step is none"),
+        (lambda saved: saved.update(global_step=200), "iteration must be the same in all files"),
+        (
+            lambda saved: saved["hyper_parameters"]["cfg"].update(transformer_block_type="gpt_j"),
+            "its transformer_block_type ('gpt_j') must be 'pre_ln': no family here has another",
+        ),
+        (
+            lambda saved: saved["hyper_parameters"]["cfg"].update(position_freq_base="${multiply:2,5000}"),
+            "its position_freq_base ('${multiply:2,5000}') and position_abf_factor (1) must be numbers",
+        ),
+        (
+            lambda saved: saved["hyper_parameters"]["cfg"].update(hidden_size=64),
+            "hidden_size must be the same in all files, and some have 32 and some 64",
+        ),
+    ],
+)
+def test_what_a_file_must_have(shards: Path, change: Callable[[dict[str, Any]], object], text: str) -> None:
+    rewrite(shards, change)
+    (found,) = problems(shards)
+    assert text in found
+
+
+def test_shapes_must_fit_the_configuration(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "saved")
+    folder = write(Source(model, llama_config(model, num_kv_heads=1)), tmp_path / "nemo")
+    assert problems(folder) == [
+        f"SOURCE: shape of layers.{i}.key_value.weight [32, 32] must be 16 rows over all tensor-parallel ranks, of 1 "
+        "key/value heads"
+        for i in range(2)
+    ]
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    assert "there is no folder of that name" in problems(tmp_path / "nothing")[0]
+    (found,) = problems(tmp_path)
+    assert found == (
+        "SOURCE must hold folders tp_rank_00_pp_rank_000, … or mp_rank_00, … with a .ckpt in each, or one .ckpt"
+    )
+
+
+def test_zeros_of_either_sign_are_equal() -> None:
+    zeros = torch.zeros(4, 2)
+    assert drift(zeros, -zeros) == 0.0
+    assert drift(zeros, torch.zeros(2, 4)) == math.inf
+    assert drift(zeros, torch.full((4, 2), math.nan)) == math.inf

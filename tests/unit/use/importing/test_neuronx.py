@@ -1,0 +1,216 @@
+"""neuronx-distributed's checkpoints of Llama, GPT-NeoX and BERT, as each of its layouts has them."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardwise.base.errors import ConfigError
+from shardwise_use.importing.neuronx import open_neuronx
+from tests.hugging_face import save
+from tests.unit.use.importing.checks import assert_same_model
+from tests.unit.use.importing.neuronx_shards import write
+
+
+def check(tmp_path: Path, model: Any, **options: Any) -> None:
+    folder = write(model, tmp_path / "step_100", **options)
+    opened = open_neuronx(folder, tmp_path / "saved")
+    assert_same_model(opened, tmp_path / "ours", model, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("style", ["separate", "fused"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_llama(tmp_path: Path, style: str, tp: int, pp: int) -> None:
+    model = save("llama", tmp_path / "saved", vocab_size=64, num_key_value_heads=4)
+    check(tmp_path, model, tp=tp, pp=pp, style=style)
+
+
+@pytest.mark.parametrize("style", ["grouped", "grouped-fused"])
+@pytest.mark.parametrize("adjacent", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv", "tp", "copies"),
+    [(8, 2, 2, 1), (8, 2, 4, 2), (8, 2, 8, 4), (8, 2, 4, 4), (8, 4, 2, 2), (4, 1, 4, 4)],
+)
+def test_llama_with_grouped_heads(
+    tmp_path: Path, style: str, adjacent: bool, heads: int, kv: int, tp: int, copies: int
+) -> None:
+    model = save("llama", tmp_path / "saved", vocab_size=64, num_attention_heads=heads, num_key_value_heads=kv)
+    check(tmp_path, model, tp=tp, style=style, copies=copies, adjacent=adjacent)
+
+
+@pytest.mark.parametrize("xser", [False, True])
+@pytest.mark.parametrize("old", [False, True])
+def test_files(tmp_path: Path, xser: bool, old: bool) -> None:
+    model = save("llama", tmp_path / "saved", vocab_size=64)
+    check(tmp_path, model, tp=2, pp=2, style="grouped", xser=xser, old=old)
+
+
+@pytest.mark.parametrize("case", ["neox", "neox-tied"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_gpt_neox(tmp_path: Path, case: str, tp: int) -> None:
+    check(tmp_path, save(case, tmp_path / "saved", vocab_size=64), tp=tp)
+
+
+@pytest.mark.parametrize("vocabulary_cut", [False, True])
+@pytest.mark.parametrize(("tp", "xser", "old"), [(1, False, True), (2, False, True), (4, True, False)])
+def test_bert(tmp_path: Path, tp: int, xser: bool, old: bool, vocabulary_cut: bool) -> None:
+    """Its vocabulary of 61 is padded at each degree."""
+    check(tmp_path, save("bert", tmp_path / "saved"), tp=tp, xser=xser, old=old, vocabulary_cut=vocabulary_cut)
+
+
+# ---- what is refused
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    model = save("llama", tmp_path / "saved", vocab_size=64)
+    return write(model, tmp_path / "step_100", tp=4, style="grouped", copies=2)
+
+
+def rewrite(folder: Path, rank: int, change: Callable[[dict[str, Any]], object]) -> None:
+    file = folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt"
+    state = torch.load(file)
+    change(state)
+    torch.save(state, file)
+
+
+def problems(folder: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        open_neuronx(folder, folder.parent / "saved")
+    return [each.replace(str(folder), "FOLDER") for each in caught.value.problems]
+
+
+def test_copies_of_heads_must_agree_unless_drift_is_allowed(shards: Path) -> None:
+    rewrite(shards, 3, lambda state: state["model.layers.1.self_attn.qkv_proj.weight_k"].add_(0.25))
+    (found,) = problems(shards)
+    assert found == (
+        "FOLDER: model.layers.1.self_attn.qkv_proj must hold each of its 2 key/value heads (num_key_value_heads) 2 "
+        "times, equal to the bit: replicas have drifted apart (--allow-drift takes the first ones), or are of "
+        "different checkpoints"
+    )
+    opened = open_neuronx(shards, shards.parent / "saved", allow_drift=True)
+    (note,) = opened.notes
+    part = re.sub(r"\d\d\.\d\d%", "…", note)
+    assert part == (
+        "replicas of 1 tensor differ, at most by … of their norm (model.layers.1.self_attn.qkv_proj): the first ones "
+        "are taken"
+    )
+    read = {weight.name: b"".join(map(bytes, weight.read())) for weight in opened.weights}
+    wanted = load_file(shards.parent / "saved/model.safetensors")
+    assert all(read[name] == tensor.numpy().tobytes() for name, tensor in wanted.items())
+
+
+def test_unrelated_heads_are_no_replicas_that_drifted(shards: Path) -> None:
+    """A configuration with fewer key/value heads than the shards have would merge heads that differ."""
+    config = shards.parent / "saved/config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {"num_key_value_heads": 1}))
+    with pytest.raises(ConfigError) as caught:
+        open_neuronx(shards, shards.parent / "saved", allow_drift=True)
+    found = [re.sub(r"1[3-5]\d% of their norm", "… of their norm", each) for each in caught.value.problems]
+    assert [each.replace(str(shards), "FOLDER") for each in found] == [
+        f"FOLDER: model.layers.{layer}.self_attn.qkv_proj must hold each of its 1 key/value heads "
+        "(num_key_value_heads) 4 times, equal to the bit (… of their norm): they differ by more than their norm, as "
+        "unrelated matrices do: they are of different checkpoints, or the model's configuration (such as "
+        "num_key_value_heads) is not that of the shards"
+        for layer in range(2)
+    ]
+
+
+def test_bert_shards_of_unequal_vocabulary(tmp_path: Path) -> None:
+    folder = write(save("bert", tmp_path / "saved"), tmp_path / "step_100", tp=2, vocabulary_cut=True)
+    names = [f"{part}.weight" for part in ("bert.embeddings.word_embeddings", "cls.predictions.decoder")]
+    rewrite(folder, 1, lambda state: state.update({name: state[name][:-1].clone() for name in names}))
+    assert problems(folder) == [
+        f"FOLDER: shape of {name} must be the same on every tensor-parallel rank: it is [31, 32], [30, 32]"
+        for name in names
+    ]
+
+
+def test_bert_of_a_smaller_vocabulary_than_its_config(tmp_path: Path) -> None:
+    folder = write(save("bert", tmp_path / "other", vocab_size=57), tmp_path / "step_100", tp=2, vocabulary_cut=True)
+    save("bert", tmp_path / "saved")
+    assert problems(folder) == ["FOLDER: shape of bert.embeddings.word_embeddings.weight [58, 32] must be [61, 32]"]
+
+
+def test_bert_decoder_must_be_the_embedding(tmp_path: Path) -> None:
+    folder = write(save("bert", tmp_path / "saved"), tmp_path / "step_100", tp=2)
+    rewrite(folder, 1, lambda state: state["cls.predictions.decoder.weight"].add_(1))
+    (found,) = problems(folder)
+    assert found == (
+        "FOLDER: cls.predictions.decoder.weight must equal bert.embeddings.word_embeddings.weight, the model has one "
+        "weight for both: they differ on tensor-parallel rank 1: replicas have drifted apart (--allow-drift takes the "
+        "first ones), or are of different checkpoints"
+    )
+
+
+def test_replicas_must_agree(shards: Path) -> None:
+    rewrite(shards, 2, lambda state: state["model.norm.weight"].add_(1))
+    (found,) = problems(shards)
+    assert (
+        "model.norm.weight must be the same on every tensor-parallel rank, and differs between rank 0 and rank 2"
+        in found
+    )
+
+
+def test_all_mismatches_come_at_once(shards: Path) -> None:
+    for rank in range(4):
+        rewrite(shards, rank, lambda state: state.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}))
+        rewrite(shards, rank, lambda state: state.pop("lm_head.weight"))
+        rewrite(shards, rank, lambda state: state.update({"model.layers.1.mlp.down_proj.weight": torch.ones(32, 3)}))
+    assert problems(shards) == [
+        "FOLDER lacks lm_head.weight",
+        "FOLDER has model.layers.0.self_attn.q_norm.weight [8], which the model lacks",
+        "FOLDER: shape of model.layers.1.mlp.down_proj.weight [32, 12] must be [32, 48]",
+    ]
+
+
+def test_missing_ranks_are_listed(shards: Path) -> None:
+    (shards / "model/dp_rank_00_tp_rank_01_pp_rank_00.pt").unlink()
+    (shards / "model/dp_rank_00_tp_rank_02_pp_rank_00.pt").unlink()
+    assert problems(shards) == [
+        "FOLDER must have every rank of TP 4 × PP 1: it lacks tp_rank_01_pp_rank_00 and tp_rank_02_pp_rank_00"
+    ]
+
+
+def test_a_checkpoint_that_was_not_completed_is_refused(shards: Path) -> None:
+    (shards / "checkpoint").write_text("1")
+    assert problems(shards) == ["FOLDER must be a checkpoint that was completed: it has no file 'done'"]
+    (shards / "done").write_text("1")
+    open_neuronx(shards, shards.parent / "saved")
+
+
+def test_what_is_no_state_of_a_model_is_refused(shards: Path) -> None:
+    rewrite(shards, 1, lambda state: state.update({"module.model.norm.weight": [1.0], "step": 3}))
+    file = "FOLDER/model/dp_rank_00_tp_rank_01_pp_rank_00.pt"
+    assert problems(shards) == [f"{file}: model.norm.weight must be a tensor", f"{file}: step must be a tensor"]
+    torch.save([1.0], Path(file.replace("FOLDER", str(shards))))
+    assert problems(shards) == [f"{file} must hold the state of a model: a dictionary of tensors"]
+
+
+def test_missing_tensors_of_xser_are_named(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "saved", vocab_size=64)
+    folder = write(model, tmp_path / "step_100", xser=True)
+    (folder / "model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/tensor_3.pt").unlink()
+    (found,) = problems(folder)
+    assert found.endswith("pp_rank_00.pt.tensors/tensor_3.pt cannot be read: No such file or directory")
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    save("llama", tmp_path / "saved")
+    assert "there is no folder of that name" in problems(tmp_path / "nothing")[0]
+    (tmp_path / "run/step_100/model").mkdir(parents=True)
+    wanted = "must hold model/dp_rank_00_tp_rank_00_pp_rank_00.pt, … or tp_rank_00_pp_rank_00, …"
+    assert problems(tmp_path / "run") == [f"FOLDER {wanted}; it holds the checkpoints step_100: name one"]
+    (tmp_path / "run/dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt").touch()
+    assert "is of a model with experts" in problems(tmp_path / "run")[0]
+    save("gpt", tmp_path / "gpt")
+    with pytest.raises(ConfigError, match="must be llama, gpt_neox or bert"):
+        open_neuronx(tmp_path / "run", tmp_path / "gpt")
+    with pytest.raises(ConfigError, match=r"--config .* must be a Hugging Face config.json or its folder"):
+        open_neuronx(tmp_path / "run", tmp_path / "nothing")

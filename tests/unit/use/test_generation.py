@@ -1,0 +1,52 @@
+"""A model of the user's own, which has no cache. At every layout: tests/dist/test_generation.py."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.storage.root import Root
+from shardwise.config import config_from, load_config
+from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise_use.generation import _Uncached
+from shardwise_use.inference_jobs import Prompt, run_generation
+
+
+class Places:
+    """Its logits say at which place they were made."""
+
+    def logits(self, ids_SB: Tensor) -> Tensor:
+        return torch.arange(len(ids_SB)).view(-1, 1, 1).expand(-1, 1, 5)
+
+
+@pytest.mark.parametrize("length", [3, 4, 5])
+def test_the_text_goes_on_after_its_last_token(length: int) -> None:
+    """And not after what fills it up, so that sequence parallelism can cut it evenly."""
+    mesh: Any = SimpleNamespace(tp=SimpleNamespace(size=4), device=torch.device("cpu"))
+    assert _Uncached(Places(), mesh).next_logits(list(range(length))).tolist() == [float(length - 1)] * 5
+
+
+class Silent(nn.Module):
+    """A model of the user's own without logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
+        return self.weight.sum() * ids_SB.numel() * targets_SB.numel()
+
+
+def test_a_model_without_logits_continues_no_text(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    family = f"{__name__}:Silent"
+    values = load_config("llama2-tiny").model_dump() | {"model": {"family": family, "vocab_size": 300}}
+    tokenizer = train_tokenizer(["a b"], 257, "text")
+    prompt = Prompt((1,), 1, frozenset(), 0.0, 1.0, 1)
+    with pytest.raises(ConfigError, match=r"Silent\) has no logits\(ids\): it cannot continue a text"):
+        run_generation(config_from(values), Root.of(tmp_path), tokenizer, prompt, lambda _: None)

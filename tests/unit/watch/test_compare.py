@@ -1,0 +1,416 @@
+"""`shardwise compare`: which curves it reads, what it says of two, and its exit codes."""
+
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from shardwise.cli import main
+from shardwise.runs.failure import FailureRecord
+from shardwise.runs.folder import RunDirectory
+from shardwise_watch.cli.compare import read_curve
+from tests.monitor_runs import FIRST, Mesh, Start, loss_of, stamp, write_run
+
+LOSSES = {1: 4.0, 2: 3.0, 3: 2.0}
+EVENTS = [{"event": "start"}, *({"event": "step", "step": step, "loss": loss} for step, loss in LOSSES.items())]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def lines(*values: Any) -> str:
+    return "".join(f"{json.dumps(value)}\n" for value in values)
+
+
+def run(name: str, *events: Any, end: str = "") -> Path:
+    folder = Path(name)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(lines(*events) + end)
+    return folder
+
+
+def scalars(folder: str, tags: dict[str, dict[int, float]]) -> None:
+    writer = EventFileWriter(folder)
+    for tag, curve in tags.items():
+        for step, value in curve.items():
+            writer.add_event(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)])))
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("golden_steploss.txt", "4.0\n3.0\n\n2.0\n"),
+        ("commented.txt", "# of the run before\n1 4\n2 3\n3 2\n"),
+        ("table.csv", "Step,Loss,lr\n1,4.0,0.1\n2,3.0,\n3,2.0,0.3\n"),
+        ("windows.csv", "\ufeffstep;loss\r\n1;4\r\n2;3\r\n3;2\r\n"),
+        ("exported.csv", "Wall time,Step,Value\n17.5,1,4\n18.5,2,3\n19.5,3,2\n"),
+        ("exported.json", "[[17.5, 1, 4.0], [18.5, 2, 3.0], [19.5, 3, 2.0]]"),
+        ("nemo.tsv", "global_step\treduced_train_loss\n1.0\t4\n2.0\t3\n3.0\t2\n"),
+        ("blank.csv", 'step,"eval/loss",train/loss\n1,,4\n1,9,\n2,,3\n3,,2\n'),
+        ("twice.txt", "1 7\n2 8\n1 4\n2 3\n3 2\n"),
+        ("list.json", "[4.0, 3.0, 2.0]"),
+        ("pairs.json", "[[1, 4.0], [2, 3.0], [3, 2.0]]"),
+        ("columns.json", '{"steps": 3, "loss": [4.0, 3.0, 2.0], "grad_norm": [1.0]}'),
+        ("uneven.json", '{"step": [1, 2, 3], "loss": [4.0, 3.0, 2.0], "time": [7, 8, 9, 10]}'),
+        ("by_step.json", '{"1": 4.0, "2": 3.0, "3": 2.0}'),
+        (
+            "megatron.json",
+            '{"lm loss": {"end_step": 3, "values": {"1": 4, "2": 3, "3": 2}}, "time": {}}',
+        ),
+        (
+            "trainer_state.json",
+            '{"log_history": [{"step": 1, "loss": 4.0}, {"step": 1, "eval_loss": 9}, {"step": 2, "loss": 3.0}, '
+            '{"step": 3, "loss": 2.0}, {"step": 3, "train_loss": 3.5}]}',
+        ),
+        ("losses.jsonl", lines({"loss": 4}, {"loss": 3}, {"loss": 2})),
+        ("golden.jsonl", lines(*EVENTS, {"event": "eval", "step": 3, "loss": 9.0})),
+        ("killed.jsonl", lines(*EVENTS) + '{"event": "step", "st'),
+    ],
+)
+def test_each_form_of_a_curve(name: str, text: str) -> None:
+    Path(name).write_text(text)
+    assert read_curve(Path(name)) == LOSSES
+
+
+def test_a_resumed_run_counts_as_it_went_on() -> None:
+    first = [{"event": "step", "step": step, "loss": 9.0} for step in (1, 2, 3, 4)]
+    folder = run("resumed", *first, {"event": "resume", "step": 1}, *EVENTS)
+    assert read_curve(folder) == read_curve(folder / "metrics.jsonl") == LOSSES
+
+
+def test_a_run_that_began_again_counts_as_its_last_start() -> None:
+    first = [{"event": "step", "step": step, "loss": 9.0} for step in (1, 2, 3, 4, 5)]
+    assert read_curve(run("again", *first, *EVENTS)) == LOSSES
+
+
+def test_tensorboards_events() -> None:
+    for step, loss in LOSSES.items():  # as a run that was started three times
+        scalars("events", {"lr": {step: 0.5}, "step loss": {step: loss}, "validation": {step: 8.0}})
+    assert read_curve(Path("events")) == LOSSES
+    assert read_curve(sorted(Path("events").iterdir())[0]) == {1: 4.0}
+    assert read_curve(Path("events"), "Validation") == dict.fromkeys(LOSSES, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("none", None, "there is no none: name a run's folder or a file with a loss curve"),
+        ("folder", {}, "folder must be a run's folder, which has metrics.jsonl, or hold TensorBoard's event files"),
+        ("young", {"metrics.jsonl": ""}, "young must hold a loss curve, and it has no values"),
+        ("empty.txt", "# 1\n", "empty.txt must hold a loss curve, and it has no values"),
+        ("a.tfevents.1", struct.pack("<QI", 7, 1) + b"damaged", "a.tfevents.1 must hold a loss curve"),
+        ("words.txt", "some words\nof text\n", "words.txt must call its loss loss, train/loss, "),
+        ("a.jsonl", '{"step": 1}\n{"step": 2}\n', "lm loss or value, and it has step: for B, --loss says another name"),
+        ("nan.txt", "1.0\nnan\n", "nan.txt: the loss of step 2 (nan) must be a finite number"),
+        ("inf.json", "[1.0, Infinity]", "inf.json: the loss of step 2 (inf) must be a finite number"),
+        ("true.json", "[true]", "true.json: the loss of step 1 (True) must be a finite number"),
+        ("half.txt", "1 4\n2.5 3\n", "half.txt: the step of row 2 (2.5) must be a whole number"),
+        ("unknown.txt", "1 4\nnan 3\n", "unknown.txt: the step of row 2 (nan) must be a finite number"),
+        ("wide.txt", "1 2 3 4\n", "wide.txt: row 1 (4 values) must have a loss, or a step and a loss"),
+        ("torn.csv", "step,loss\n1,2\n2\n", "torn.csv: row 2 (1 value) must have 2 values, as its first row has"),
+        ("torn.json", '{"loss": [1, 2', "torn.json must be JSON, or have JSON in each line: line 1 ("),
+        (
+            "null.json",
+            "[null]",
+            "null.json: entry 1 (null) must be a loss, [step, loss], [time, step, loss] or an object",
+        ),
+        ("four.json", "[[1, 2, 3, 4]]", "four.json: entry 1 ([1, 2, 3, 4]) must be a loss, [step, loss]"),
+        (
+            "config.yaml",
+            "model:\n  family: llama\n",
+            "must have 1 value, as its first row has: a loss curve is a run's",
+        ),
+        (
+            "torn.jsonl",
+            '{"loss": 1}\n{"loss"\n',
+            'torn.jsonl must be JSON, or have JSON in each line: line 2 ({"loss") is cut short or is none (',
+        ),
+        ("deep.json", '{"loss": {"a": {"b": 1}}}', "deep.json: the step of row 1 (a) must be a finite number"),
+        ("binary", b"\x89PNG\xff\xfe", "binary must be text or JSON with numbers"),
+        ("sly.txt", "\x1b[2J" + "a" * 99 + "\n1\n", f"and it has \\x1b[2j{'a' * 36}: for B"),
+        ("nested.json", "[" * 100_000, "nested.json must be JSON, or have JSON in each line: line 1"),
+        ("history.json", '{"log_history": 5}', "history.json must call its loss loss, "),
+        (
+            "later.txt",
+            "5 1\n6 1\n",
+            "A and B must have steps in common: run has 3 steps, 1 to 3; later.txt has 2",
+        ),
+    ],
+)
+def test_what_is_no_curve_is_refused_in_a_sentence(
+    name: str, content: str | bytes | dict[str, str] | None, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("run", *EVENTS)
+    if isinstance(content, dict):
+        Path(name).mkdir()
+        for file, text in content.items():
+            Path(name, file).write_text(text)
+    elif content is not None:
+        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    assert main(["compare", "run", name]) == 2
+    said = capsys.readouterr()
+    assert problem in said.err
+    assert len(said.err.splitlines()) == 1, f"more than a sentence: {said.err}"
+    assert not said.out
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--tolerance", "nan"], "--tolerance (nan) must be a number from 0, such as 0.01 for 1 %"),
+        (["--tolerance", "-0.1"], "--tolerance (-0.1) must be a number from 0"),
+        (["--plot", "plot.pdf"], "--plot (plot.pdf) must end in .png or .svg"),
+        (["--plot", "nowhere/plot.svg"], "--plot (nowhere/plot.svg) cannot be written: No such file or directory"),
+        (["--bits", "--tolerance", "1"], "--tolerance (1.0) must be left out with --bits, which allows no difference"),
+        (["--loss", "lm"], "must call its loss lm, and it has event, step and loss"),
+    ],
+)
+def test_wrong_options_are_refused(options: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run("run", *EVENTS)
+    assert main(["compare", "run", "run", *options]) == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("golden", "options", "code", "largest", "result"),
+    [
+        ("4\n3\n2\n", [], 0, "0 at step 1: loss 4 in A, 4 in B", "within the tolerance (0.01)"),
+        ("4\n2.98\n2\n", [], 0, "0.00671 at step 2: loss 3 in A, 2.98 in B", "within the tolerance (0.01)"),
+        ("4\n3.2\n2.5\n7\n", [], 1, "0.2 at step 3: loss 2 in A, 2.5 in B", "at 2 steps, first at step 2"),
+        ("4\n3\n-2\n", ["--tolerance", "2"], 0, "2 at step 3: loss 2 in A, -2 in B", "within the tolerance (2)"),
+        ("4\n3\n0\n", [], 1, "inf at step 3: loss 2 in A, 0 in B", "at 1 step, first at step 3"),
+        ("4\n3\n2.1\n", ["--tolerance", "0"], 1, "0.0476 at step 3", "beyond the tolerance (0) at 1 step"),
+        ("0 4\n1 3\n2 2\n", ["--shift", "1"], 0, "0 at step 1", "within"),
+        ("step mine\n1 4\n3 2.01", ["--loss", "mine"], 0, "0.00498 at step 3: loss 2 in A, 2.01 in B", "within"),
+    ],
+)  # fmt: skip
+def test_the_largest_difference_is_told(
+    golden: str, options: list[str], code: int, largest: str, result: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("run", *EVENTS)
+    Path("golden.txt").write_text(golden)
+    assert main(["compare", "run", "golden.txt", *options]) == code
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["A"] == "run: 3 steps, 1 to 3"
+    assert largest in rows["largest"]
+    assert result in rows["result"]
+
+
+ULP = 4 * (1 + 2**-52)
+"""The next number after 4."""
+HASH = {"event": "state_hash", "step": 2, "hash": "0" * 16, "tensors": {"model": "0" * 8}, "names": {"model": ["w"]}}
+NO_HASH = {"event": "state_hash", "step": [], "hash": 1, "tensors": ["0"], "names": {"model": "w"}}
+"""What another program may leave: each field has another type than a run writes."""
+OTHER_HASH = HASH | {"hash": "1" * 16, "tensors": {"model": "1" * 8}}
+
+
+def steps(first_loss: float = 4.0, last_norm: float = 1.5) -> list[dict[str, Any]]:
+    losses = (first_loss, 3.0, 2.0)
+    norms = (1.0, 1.25, last_norm)
+    return [
+        {"event": "step", "step": number, "loss": loss, "grad_norm": norm}
+        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "code", "result", "norms", "states"),
+    [
+        (
+            [*steps(), NO_HASH, NO_HASH | {"step": 1}, HASH],
+            [*steps(), NO_HASH | {"tensors": None, "step": 3}, HASH],
+            0,
+            "equal to the bit: losses of 3 steps, gradient norms of 3, states of 1",
+            "equal to the bit at all 3 steps of both",
+            "equal to the bit at all 1 step with hashes in both",
+        ),
+        (
+            steps(),
+            steps(ULP),
+            1,
+            "not equal to the bit, first at step 1",
+            "equal to the bit at all 3 steps of both",
+            "not compared: A and B have no hashes; log.state_hash_every=N records them",
+        ),
+        (
+            [*steps(), HASH],
+            steps(last_norm=1.5 * (1 + 2**-52)),
+            1,
+            "not equal to the bit, first at step 3",
+            "differ first at step 3",
+            "not compared: B has no hashes; log.state_hash_every=N records them",
+        ),
+        (
+            [*steps(), HASH],
+            [*steps(), OTHER_HASH],
+            1,
+            "not equal to the bit, first at step 2",
+            "equal to the bit at all 3 steps of both",
+            "differ first at step 2, in model/w",
+        ),
+        (
+            [*steps(), HASH],
+            [*steps(), HASH | {"step": 3}],
+            0,
+            "equal to the bit: losses of 3 steps, gradient norms of 3, states of 0",
+            "equal to the bit at all 3 steps of both",
+            "not compared: no step has hashes in both",
+        ),
+    ],
+    ids=["equal", "loss", "norm", "state", "other steps"],
+)
+def test_bits_of_losses_norms_and_states(
+    a: list[Any], b: list[Any], code: int, result: str, norms: str, states: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("a", *a)
+    run("b", *b)
+    assert main(["compare", "a", "b", "--bits"]) == code
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (rows["result"], rows["norms"], rows["states"]) == (result, norms, states)
+    assert main(["compare", "a", "b", "--bits", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["within"] == (code == 0)
+    assert main(["compare", "a", "b"]) == 0, "without --bits only losses count, within the tolerance"
+
+
+def test_bits_of_curves_are_those_of_losses_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    run("run", *steps())
+    Path("golden.txt").write_text("4\n3\n2\n")
+    assert main(["compare", "run", "golden.txt", "--bits"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("not compared: A and B must be folders of runs, without --shift") == 2
+    Path("golden.txt").write_text(f"{ULP!r}\n3\n2\n")
+    assert main(["compare", "run", "golden.txt", "--bits"]) == 1
+
+
+def test_steps_of_one_curve_alone_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    run("run", *EVENTS)
+    Path("golden.csv").write_text("step,loss\n0,9\n2,3\n4,9\n")
+    assert main(["compare", "run", "golden.csv", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "a": "run",
+        "b": "golden.csv",
+        "steps": 1,
+        "largest": {"difference": 0.0, "step": 2, "a": 3.0, "b": 3.0},
+        "tolerance": 0.01,
+        "beyond": [],
+        "within": True,
+        "final": {"a": {"step": 3, "loss": 2.0}, "b": {"step": 4, "loss": 9.0}},
+        "keys": None,
+        "grows_from": None,
+        "layouts": None,
+        "failures": {"a": None, "b": None},
+    }
+
+
+def test_of_two_runs_the_final_losses_and_the_keys_that_differ_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("a"), [Start(0, 12)], mesh=Mesh(2, 1, 1, 1), steps=20)
+    write_run(Path("b"), [Start(0, 10)], mesh=Mesh(1, 1, 2, 1), steps=20)
+    assert main(["compare", "a", "b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"final    loss {loss_of(12):.8g} at step 12 in A, loss {loss_of(10):.8g} at step 10 in B" in lines
+    assert lines[-2:] == ["keys     parallel.tensor: 1 in A, 2 in B", "         parallel.pipeline: 2 in A, 1 in B"]
+    assert main(["compare", "a", "a"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "keys     no key differs"
+    FailureRecord(stamp(FIRST + 3600), "rank 1 was killed", step=10).write(RunDirectory("b"))
+    assert main(["compare", "a", "b", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["keys"] == [["parallel.tensor", 1, 2], ["parallel.pipeline", 2, 1]]
+    assert facts["failures"] == {"a": None, "b": "at step 10: rank 1 was killed."}
+    assert main(["compare", "a", "b"]) == 0
+    assert "\nfailed   B at step 10: rank 1 was killed.\n" in capsys.readouterr().out
+
+
+TP = Mesh(1, 1, 2, 1, sequence=True)
+DP = Mesh(1, 2, 1, 1)
+
+
+def test_layouts_of_all_starts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("a"), [Start(0, 10, mesh=TP), Start(10, 20)], mesh=DP)
+    write_run(Path("b"), mesh=DP)
+    assert main(["compare", "a", "b"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "layout   TP 2 + SP to step 10, then DP 2 in A; DP 2 in B",
+        "keys     no key differs at the last starts",
+    ]
+    assert main(["compare", "a", "b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layouts"] == {"a": "TP 2 + SP to step 10, then DP 2", "b": "DP 2"}
+    assert main(["compare", "b", "b"]) == 0
+    assert "layout" not in capsys.readouterr().out
+
+
+def grown(first: float, factor: float = 1.5, from_step: int = 1) -> dict[int, float]:
+    """Losses of 20 steps that differ from `loss_of` from a step on, and by a factor more at each step after it."""
+    return {step: loss_of(step) * (1 + first * factor ** (step - from_step)) for step in range(from_step, 21)}
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "grows_from"),
+    [
+        (grown(1e-7), ["--tolerance", "1e-4"], 13),
+        (grown(2e-6, factor=2.0, from_step=11), ["--tolerance", "1e-4"], 14),
+        (grown(1e-7), ["--bits"], None),
+        (grown(1e-7), ["--tolerance", "0.1"], None),
+        (grown(0.02, factor=1.0, from_step=11), [], None),
+        (grown(9e-4, factor=0.9, from_step=11), ["--tolerance", "1e-4"], None),
+        (grown(9e-6), [], None),
+    ],
+    ids=["grows", "grows after a change", "bits", "within", "jump", "shrinks", "from the start"],
+)
+def test_a_difference_that_grows_from_rounding_is_told(
+    losses: dict[int, float], options: list[str], grows_from: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(Path("a"), losses={step: loss for step, loss in losses.items() if abs(loss - loss_of(step)) > 0}, mesh=DP)
+    write_run(Path("b"), mesh=DP)
+    main(["compare", "a", "b", *options])
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    if grows_from is None:
+        assert "growth" not in rows
+        return
+    assert rows["growth"] == (
+        f"steps 1 to {grows_from - 1} agree within 1e-05, and the difference grows from step {grows_from}: "
+        "rounding that training amplifies looks like this; train.bitwise=true tells it from a fault "
+        "(`shardwise explain difference-grows`)"
+    )
+    for run_name in "ab":
+        config = Path(run_name, "config.yaml")
+        config.write_text(config.read_text().replace("train: {", "train: {bitwise: true, "))
+    main(["compare", "a", "b", *options])
+    assert "growth" not in capsys.readouterr().out, "two bit-equal runs have no rounding"
+
+
+def test_a_plot_shows_both_curves_and_their_difference() -> None:
+    run("run", *EVENTS)
+    Path("golden.txt").write_text("4\n3.2\n2.5\n7\n")
+    import matplotlib.image  # only where a plot is drawn
+
+    for plot in ("plot.png", "plot.svg", "again.svg"):
+        assert main(["compare", "run", "golden.txt", "--plot", plot]) == 1, "a plot must not change the exit code"
+    assert matplotlib.image.imread("plot.png").shape[:2] == (900, 1200)
+    drawn = Path("plot.svg").read_text()
+    for text in ("A: run", "B: golden.txt", "largest: 0.2 at step 3", "tolerance: 0.01", "training loss", "step"):
+        assert f"<!-- {text} -->" in drawn, f"the plot lacks {text!r}"
+    assert drawn == Path("again.svg").read_text(), "equal curves must give equal files"
+    assert main(["compare", "run", "run", "--plot", "same.svg"]) == 0, "there is no logarithm of no difference"
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("run", *EVENTS)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["compare", "run", "run", "--plot", "plot.svg"]) == 2
+    assert "pip install 'shardwise[plot]'" in capsys.readouterr().err
+
+
+def test_a_loss_of_two_names_is_read_by_the_usual_one() -> None:
+    Path("two.csv").write_text("step,value,loss\n1,9,4\n2,9,3\n3,9,2\n")
+    assert read_curve(Path("two.csv")) == LOSSES

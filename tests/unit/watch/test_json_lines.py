@@ -1,0 +1,111 @@
+"""Reading of files that grow, are cut, are replaced, or end in half a line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise_watch import json_lines
+from shardwise_watch.json_lines import GrowingFile, last_lines, last_lines_of_rank
+from tests import monitor_runs
+
+
+def text_of(*records: dict[str, Any]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def step(number: int) -> dict[str, Any]:
+    return {"event": "step", "step": number}
+
+
+START, EVAL = {"event": "start"}, {"event": "eval", "step": 3}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 22])
+def test_a_line_is_read_once_and_only_when_it_is_whole(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_lines, "_CHUNK_BYTES", chunk)
+    file = GrowingFile(tmp_path / "metrics.jsonl", all_steps=True)
+    assert not file.was_replaced()
+    assert list(file.new()) == []  # it is not there yet
+    content, seen = text_of(START, step(1), step(2)), []
+    for length in (5, 20, 31, 40, len(content)):
+        file.path.write_text(content[:length])
+        assert not file.was_replaced()
+        seen.append([record["event"] for record in file.new()])
+    assert seen == [[], ["start"], [], [], ["step", "step"]]
+    assert list(file.new()) == []
+
+
+def test_what_is_no_object_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"event": "step", "step": 1\n[1]\nnull\n\xff\xfe\n\n' + text_of(step(2)).encode())
+    assert list(GrowingFile(path, all_steps=True).new()) == [step(2)]
+    assert last_lines(path, 1000) == [step(2)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [text_of(START), text_of(START | {"time": "later"}, step(1), step(2), step(3)), None],
+    ids=["cut", "replaced by a longer one", "removed"],
+)
+def test_a_file_that_is_another_one_is_read_from_its_beginning(other: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text_of(START, step(1), step(2)))
+    file = GrowingFile(path, all_steps=True)
+    assert len(list(file.new())) == 3
+    assert not file.was_replaced()
+    if other is None:
+        path.unlink()
+    else:
+        path.write_text(other)
+    assert file.was_replaced()
+    assert len(list(file.new())) == (other or "").count("\n")
+
+
+def test_of_many_steps_the_last_ones_are_read_and_the_last_before_each_start(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, second = [step(number) for number in range(1, 101)], [step(number) for number in range(51, 201)]
+    path.write_text(text_of(START, *first, EVAL, START, *second[:120], EVAL, *second[120:]))
+    found = list(GrowingFile(path, all_steps=False).new())
+    assert found == [START, step(100), EVAL, START, *second[86:120], EVAL, *second[120:]]
+
+
+def test_the_end_of_a_file_begins_with_a_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "restarts.jsonl"
+    path.write_text(text_of(*map(step, range(1, 10))) + '{"half')
+    assert last_lines(path, 80) == [step(8), step(9)]
+    assert len(last_lines(path, 10_000)) == 9
+    assert last_lines(tmp_path / "none", 80) == []
+
+
+@pytest.mark.parametrize("steps", [3, 120, 400])
+def test_the_last_start_of_a_rank_is_found_wherever_it_is(steps: int, tmp_path: Path) -> None:
+    """Also between the ends of a file, where halving finds it."""
+    starts = [monitor_runs.Start(0, 300, "failed: x"), monitor_runs.Start(10, 10 + steps)]
+    run = monitor_runs.write_run(tmp_path / "run", starts, mesh=monitor_runs.Mesh(1, 1, 1, 1))
+    path = run / "ranks/rank-0000.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    former, later = [record for record in records if record.get("event") == "start"]
+    began = json_lines.seconds_of(later) - monitor_runs.BEFORE_TRAINING
+    last_steps = records[-min(steps, 20) :][::-1]  # none of the former start
+    assert last_lines_of_rank(path, steps=20, start=True, after=began) == (later, last_steps)
+    assert last_lines_of_rank(path, steps=20, start=True, after=None)[0] == (later if steps == 3 else former)
+    assert last_lines_of_rank(path, steps=20, start=False, after=began)[0] == (later if steps == 3 else {})
+
+
+def test_what_may_not_be_read_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "metrics.jsonl"
+    folder.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        list(GrowingFile(folder, all_steps=True).new())
+    if os.geteuid():  # who may read everything is refused nothing
+        file = tmp_path / "secret.jsonl"
+        file.touch(mode=0)
+        with pytest.raises(PermissionError):
+            list(GrowingFile(file, all_steps=True).new())

@@ -1,0 +1,109 @@
+"""Where the time of a run went, counted by hand."""
+
+from __future__ import annotations
+
+from signal import SIGINT, SIGTERM
+from typing import Any
+
+import pytest
+
+from shardwise.launch.first_failure import signal_name
+from shardwise.runs.events import number
+from shardwise_watch.lost_time import CAUSES, LostTime
+from tests.monitor_runs import stamp
+
+
+def event(kind: str, at: float, **fields: Any) -> dict[str, Any]:
+    return {"event": kind, "time": stamp(at), **fields}
+
+
+def step(number: int, at: float, data: float = 0.0, checkpoint: float = 0.0) -> dict[str, Any]:
+    return event("step", at, step=number, step_seconds=2.0, waited_seconds={"data": data, "checkpoint": checkpoint})
+
+
+FIRST = [
+    event("start", 110, seconds_before_training=10.0, steps_before=0),
+    event("compile", 114, seconds=4.0),
+    step(1, 117, 1.0),
+    step(10, 140, 5.0, 1.0),
+]
+"""From 100 to 140: 10 s of start, 4 of compilation, 5 of data, 1 of a checkpoint; 10 steps of 2 s."""
+AGAIN = [
+    event("start", 165, seconds_before_training=15.0, steps_before=6),
+    event("resume", 165, step=6, load_seconds=5.0),
+    step(12, 179, 0.5, 0.5),
+]
+"""20 s later, 10 s of start and 5 of loading; the steps 7 to 10 again."""
+STOP = event("stop", 180, step=12, reason="finished")
+
+
+def lost(*events: dict[str, Any]) -> LostTime:
+    found = LostTime()
+    for one in events:
+        found.add(one)
+    return found
+
+
+def test_each_cause_is_counted_once() -> None:
+    found = lost(*FIRST, *AGAIN, STOP)
+    expected = {"start": 20, "compile": 4, "data": 5.5, "checkpoint": 1.5, "load": 5, "restart": 10, "lost steps": 8}
+    assert found.by_cause == pytest.approx(expected)
+    assert list(found.by_cause) == list(CAUSES)
+    assert (found.steps, found.starts, found.whole) == (4, 2, 80)
+    assert found.goodput == pytest.approx((80 - 54) / 80)
+
+
+def test_only_the_last_step_of_each_start_counts() -> None:
+    few = [one for one in FIRST if one.get("step") != 1]
+    assert lost(*few, *AGAIN).by_cause == lost(*FIRST, *AGAIN).by_cause
+
+
+def test_a_start_that_took_no_step_undoes_none_twice() -> None:
+    fell = [event("start", 190, seconds_before_training=5.0, steps_before=6), event("stop", 191, reason="failed: x")]
+    again = [event("start", 200, seconds_before_training=5.0, steps_before=6), event("resume", 200, step=6)]
+    assert lost(*FIRST, *fell, *again).steps == 4, "a start that failed before it loaded"
+    assert lost(*FIRST, *AGAIN[:2], *again).steps == 4, "a start that failed after it loaded"
+
+
+def test_the_time_between_a_finished_run_and_its_continuation_is_not_lost() -> None:
+    later = [event("start", 100_015, seconds_before_training=15.0, steps_before=12), step(14, 100_019)]
+    found = lost(*FIRST, *AGAIN, STOP, *later)
+    assert found.by_cause["restart"] == 10
+    assert found.whole == 80 + 19
+    stopped = STOP | {"reason": "stopped by SIGUSR1"}
+    assert lost(*FIRST, *AGAIN, stopped, *later).by_cause["restart"] == 10 + 100_000 - 180
+
+
+@pytest.mark.parametrize(("by", "lost_seconds"), [(SIGINT, 0), (SIGTERM, 100_000 - 180), ("`shardwise stop`", 0)])
+def test_the_time_after_a_stop_that_a_person_asked_for_is_not_lost(by: int | str, lost_seconds: int) -> None:
+    stopped = STOP | {"reason": f"stopped by {signal_name(by) if isinstance(by, int) else by}"}
+    later = [event("start", 100_015, seconds_before_training=15.0, steps_before=12), step(14, 100_019)]
+    found = lost(*FIRST, *AGAIN, stopped, *later)
+    assert found.by_cause["restart"] == 10 + lost_seconds
+    assert found.whole == 80 + 19 + lost_seconds
+    # All was saved, whoever asked for it; the first of the later starts followed a death.
+    assert found.later_starts == [(6, False), (12, True)]
+    assert found.later_starts_text == "1 restart, 1 continuation"
+
+
+def test_an_older_run_without_these_fields_loses_what_is_known() -> None:
+    old = [
+        {"event": "start", "time": "2026-01-01T00:00:10+00:00"},
+        {"event": "step", "step": 9, "step_seconds": 2.0},
+        {"event": "start", "time": "2026-01-01T00:01:10+00:00"},
+        {"event": "resume", "time": "2026-01-01T00:01:10+00:00", "step": 5, "load_seconds": 1.5},
+        {"event": "step", "step": 12, "step_seconds": 2.0, "waited_seconds": None},
+        {"event": "stop", "time": "2026-01-01T00:02:10+00:00", "reason": "closed"},
+    ]
+    found = lost(*old)
+    assert found.by_cause["lost steps"] == 4 * 2.0
+    assert found.by_cause["load"] == 1.5
+    assert found.whole == 120
+    assert lost({"event": "step", "step": 1}).goodput is None
+    assert LostTime().goodput is None
+
+
+def test_numbers_may_be_texts() -> None:
+    assert number("-inf") == -float("inf")
+    assert number("nan", 1.0) != number("nan", 1.0)
+    assert number(None, 3.0) == number("x", 3.0) == number([], 3.0) == 3.0

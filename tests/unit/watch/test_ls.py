@@ -1,0 +1,162 @@
+"""`shardwise ls`: the devices, the runs, and what cannot be read."""
+
+import json
+import os
+import platform
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.runs.folder import FORMAT, RunLock, json_text
+from shardwise.runs.local_devices import DeviceList, DeviceProcess, LocalDevice
+from shardwise_watch.cli import ls
+from tests.monitor_runs import FIRST, GIB, Mesh, Start, write_run
+
+LONG = "gpt3-tiny-with-a-long-name-20260101-000000"
+GPUS = [
+    LocalDevice(
+        "nvidia",
+        index,
+        "NVIDIA H100 80GB HBM3",
+        memory_bytes=20 * GIB,
+        memory_total_bytes=80 * GIB,
+        utilization=0.931,
+        links=("18 NVLinks to a switch",),
+        processes=(*(DeviceProcess(10 + rank, LONG, rank) for rank in (0, 1, 2, 5)), DeviceProcess(99)),
+    )
+    for index in range(2)
+]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ls.local_devices, "devices", lambda _: DeviceList(list(GPUS)))
+
+
+def write_three() -> None:
+    write_run(Path(f"runs/{LONG}"), [Start(0, 20, None)], steps=1000)
+    write_run(Path("runs/failed"), [Start(0, 5, "failed: OSError: no room")], mesh=Mesh(1, 1, 1, 1), steps=9)
+    write_run(Path("runs/done"), mesh=Mesh(1, 1, 1, 1))
+    for name, ago in ((LONG, 1), ("failed", 2), ("done", 3)):
+        os.utime(f"runs/{name}/metrics.jsonl", (FIRST - ago, FIRST - ago))
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    write_three()
+    assert main(["ls"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    gpu = "0: NVIDIA H100 80GB HBM3 20.0 GiB of 80.0 GiB 93% 18 NVLinks to a switch ranks 0-2, 5 of"
+    assert " ".join(lines[1]) == f"{gpu} {LONG}; process 99"
+    assert lines[4] == ["run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent"]
+    assert lines[5][:6] == [LONG, "killed", "20/1000", "2.8944", "8.2k", "41%"]
+    assert lines[6][:3] == ["failed", "failed", "5/9"]
+    assert lines[7][:3] == ["done", "finished", "20/20"]
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_a_terminal_is_not_too_narrow(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_three()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    with RunLock(Path(f"runs/{LONG}")):
+        assert main(["ls"]) == 0
+    out = capsys.readouterr().out
+    runs = out.split("\n\n")[1].splitlines()
+    assert max(map(len, runs)) <= columns
+    assert (LONG in out.split("\n\n")[1]) == (columns == 160)
+    assert "gpt3-ti" in runs[1]
+    assert "0000 " in runs[1], "its end tells runs of one recipe apart"
+
+
+def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
+    write_three()
+    with RunLock(Path(f"runs/{LONG}")):
+        assert main(["ls", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["host"], found["problems"]) == (1, platform.node(), [])
+    assert found["devices"][1]["processes"][4] == {"pid": 99, "run": None, "rank": None}
+    assert [run["run"] for run in found["runs"]] == [LONG, "failed", "done"]
+    first = found["runs"][0]
+    assert set(first) == {
+        *("run", "path", "state", "reason", "step", "steps", "loss", "tokens_per_second", "mfu", "eta_seconds"),
+        *("goodput", "heard", "parent"),
+    }
+    assert (first["state"], found["runs"][1]["reason"]) == ("silent", "failed: OSError: no room")
+    assert first["goodput"] == pytest.approx((31 - 10 - 0.4 - 0.5) / 31)
+
+
+def test_numbers_that_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(Path("runs/odd"), [Start(0, 3)], mesh=Mesh(1, 1, 1, 1))
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "step", "step": 4, "loss": "nan", "tokens_per_second": "nan", "mfu": "inf"}\n')
+    assert main(["ls"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:5] == ["odd", "finished", "4/3", "nan", "inf%"]
+
+
+def test_another_folder_and_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    write_three()
+    Path("runs").rename("elsewhere")
+    for folder, names in (("elsewhere", [LONG, "failed", "done"]), ("elsewhere/done", ["done"])):
+        assert main(["ls", folder, "--json"]) == 0
+        assert [run["run"] for run in json.loads(capsys.readouterr().out)["runs"]] == names
+    assert main(["ls", "."]) == 0
+    assert capsys.readouterr().out.endswith("no run in ./\n")
+    assert main(["ls", "nowhere"]) == 2
+    assert "DIR (nowhere) must be a folder of runs, or a run's folder" in capsys.readouterr().err
+
+
+def test_nothing_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls"]) == 0
+    assert capsys.readouterr().out.endswith("\n\nno run in runs/\n")
+    assert not list(Path().iterdir())
+
+
+def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    write_three()
+    Path("runs/failed/run.json").write_text(json_text({"id": "ab" * 16, "format": FORMAT + 1}))
+    Path("runs/done/metrics.jsonl").unlink()
+    Path("runs/done/metrics.jsonl").mkdir()
+    assert main(["ls"]) == 0
+    out, err = capsys.readouterr()
+    assert LONG in out
+    told = err.splitlines()
+    assert [line.partition(" must")[0] for line in told] == ["RUN (runs/done)", "RUN (runs/failed)"]
+
+
+def test_runs_is_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs").touch()
+    assert main(["ls"]) == 0
+    assert "no run in runs/" in capsys.readouterr().out
+
+
+def test_durations_are_short() -> None:
+    found = [ls._short(seconds) for seconds in (0, 59, 61, 3599, 3600, 36_000, 90_000, 1e6)]
+    assert found == ["0s", "59s", "1min", "60min", "1.0h", "10h", "1.0d", "12d"]
+
+
+def test_fault_21_a_run_that_cannot_be_read_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    write_three()
+    Path("runs/failed/run.json").write_text(json_text({"id": "ab" * 16, "format": FORMAT + 1}))
+    Path("runs/done/config.yaml").write_text("train: [1]\nlog: {every: x}\n")
+    Path("runs/done/ranks").rename("runs/done/elsewhere")
+    Path(f"runs/{LONG}/config.yaml").write_text("&a [*a]")
+    assert main(["ls"]) == 0
+    out, err = capsys.readouterr()
+    rows = {line.split()[0]: line.split()[1:] for line in out.split("\n\n")[1].splitlines()}
+    assert rows["failed"][0] == "unreadable"
+    assert rows["done"][:2] == ["finished", "20/20"]
+    assert LONG in rows
+    assert len(err.splitlines()) == 2
+    assert f"runs/{LONG}/config.yaml is damaged: it must have at most 64 levels" in err
+    assert main(["ls", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (failed,) = (run for run in found["runs"] if run["run"] == "failed")
+    assert (failed["state"], failed["step"]) == ("unreadable", None)
+    assert "a newer one wrote it: update shardwise" in failed["reason"]
+    Path("runs/done/config.yaml").write_text("[]")
+    assert main(["ls"]) == 0
+    assert "runs/done/config.yaml is damaged: it is no mapping" in capsys.readouterr().err

@@ -1,0 +1,575 @@
+"""`shardwise report`: the page has the numbers that `--json` prints, whatever is in the run's folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.runs.failure import FailureRecord
+from shardwise.runs.folder import RunDirectory, json_text
+from shardwise_watch.report.chart import line_chart, short, stacked_chart, time_ticks
+from shardwise_watch.report.numbers import columns
+from shardwise_watch.report.verdict import verdict
+from shardwise_watch.step_metrics import PARTS, Column, Curve
+from tests.monitor_runs import FIRST, LOADING, SPLIT, Mesh, Start, ending, loss_of, stamp, write_big, write_run
+
+HOSTILE = "<script>alert('x')</script>"
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+
+
+class Text(HTMLParser):
+    """The text that a reader sees, the tags, what the page would load, and the numbers in its charts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text, self.tags, self.loaded = "", list[str](), list[str]()
+        self.charts, self.ranks, self.dots = list[Any](), list[Any](), 0
+        self.feed(page)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.append(tag)
+        self.charts += [json.loads(found["data-chart"] or "")] if "data-chart" in found else []
+        self.ranks += [json.loads(found["data-ranks"] or "")] if "data-ranks" in found else []
+        self.dots += str(found.get("class")).startswith("dots")
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+
+
+def report(run: Path, *more: str) -> str:
+    assert main(["report", str(run), *more]) == 0
+    is_compared = bool(more) and not more[0].startswith("--")
+    name = f"report-with-{Path(more[0]).name}.html" if is_compared else "report.html"
+    return (run / name).read_text(encoding="utf-8")
+
+
+def numbers(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    capsys.readouterr()
+    assert main(["report", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_page_has_the_numbers_and_loads_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "one", [Start(0, 25, None), Start(20, 60)], mesh=Mesh(2, 2, 4, 2), straggler=5, spike=33)
+    page = Text(report(run))
+    found = numbers(capsys, str(run))
+    assert page.loaded == ["data:,"], "nothing but an empty icon"
+    assert found["numbers"]["final_loss"] == loss_of(60)
+    for text in (f"{loss_of(60):.4f}", "2 starts", "5 steps were done again", "16 ranks on 2 hosts", "is a spike"):
+        assert text in page.text, text
+    assert f"{found['goodput']:.1%} in steps that count" in page.text
+    assert found["lost_steps"] == 5
+    assert sum(found["lost_seconds"].values()) + found["useful_seconds"] == pytest.approx(found["seconds"])
+    assert [row[0] for row in found["curves"]["loss"]] == [*range(1, 61)]
+    assert found["split_by_step"][-1] == pytest.approx([60, *(SPLIT.get(part, 0.0) for part in PARTS)])
+    worst = max(found["ranks"], key=lambda rank: rank["relative"])
+    assert (worst["rank"], worst["relative"]) == (5, pytest.approx(2.0))
+
+
+def test_two_runs_are_laid_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a", losses={7: loss_of(7) * 1.5})
+    b = write_run(tmp_path / "b", [Start(0, 12)], mesh=Mesh(1, 1, 2, 1))
+    page = Text(report(a, str(b)))
+    assert "|A − B| / |B|, is 0.5 at step\n7:" in page.text
+    assert "(12 steps in common)" in page.text
+    assert "train.steps" in page.text
+    charts = [data["curves"] for data in page.charts if "percent" in data]
+    assert charts
+    assert all(list(curves) == ["A", "B"] for curves in charts), "each chart has both"
+    assert page.dots == 5, "evaluations of both at step 10 in the common part; with that of A at step 20 in the whole"
+    opening, *_ = charts
+    assert {name: rows[-1][0] for name, rows in opening.items()} == {"A": 12, "B": 12}
+    assert f"loss at step 12, the last in common{loss_of(12):.5f}{loss_of(12):.5f}" in page.text
+    assert f"final loss (step 20 and 12){loss_of(20):.5f}{loss_of(12):.5f}" in page.text
+    compared = numbers(capsys, str(a), str(b))["compared"]
+    assert compared["losses"][-1] == ["last evaluation", loss_of(20) + 0.1, loss_of(10) + 0.1]
+    assert ["train.steps", 20, 12] in compared["config"]
+    largest = {"difference": pytest.approx(0.5), "step": 7, "a": loss_of(7) * 1.5, "b": loss_of(7)}
+    assert compared["largest"] == largest
+    assert not [*a.glob("report.html"), *b.glob("report*.html")], "the page of one run stays"
+
+
+TENSOR_PARALLEL = Mesh(1, 1, 2, 1, sequence=True)
+DATA_PARALLEL = Mesh(1, 2, 1, 1)
+
+
+def write_resharded(path: Path) -> Path:
+    """A run that a person stopped after step 10, and that went on at another layout."""
+    change = f"parallel.tensor 2 → 1 {HOSTILE}"
+    starts = [
+        Start(0, 10, "stopped by Ctrl-C (SIGINT)", mesh=TENSOR_PARALLEL),
+        Start(10, 20, mesh=DATA_PARALLEL, changes=(change, "train.steps 10 → 20")),
+    ]
+    run = write_run(path, starts, mesh=DATA_PARALLEL)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for event in lines:
+        if event["event"] == "step" and event["step"] <= 10:
+            event["split_seconds"]["forward"] = 9.0
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in lines))
+    return run
+
+
+def test_a_change_of_the_layout_is_told_and_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_resharded(tmp_path / "run")
+    written = report(run)
+    page = Text(written)
+    found = numbers(capsys, str(run))
+    assert found["layouts"] == [[0, "TP 2 + SP"], [10, "DP 2"]]
+    events = {(event["kind"], event["step"]): event["text"] for event in found["events"]}
+    assert events["resume", 10] == (
+        f"loaded in {LOADING:.2f} s, changed: parallel.tensor 2 → 1 {HOSTILE}; train.steps 10 → 20"
+    )
+    assert [event["text"] for event in found["events"] if event["kind"] == "start"] == [
+        "TP 2 + SP, training began after 10.0 s",
+        "DP 2, training began after 10.0 s",
+    ]
+    change = "layout after step 10: TP 2 + SP → DP 2"
+    assert page.text.count(f"dots: evaluation{change}") == 1, "the chart of the loss has no note"
+    assert written.count(f"<title>{change}</title>") == len([chart for chart in page.charts if "axis" not in chart])
+    assert "A step on rank 0, mean of steps 11 to 20 at DP 2" in page.text
+    assert found["split_seconds"]["forward"] == pytest.approx(SPLIT["forward"]), "steps of the former layout count"
+    assert (found["split_steps"], found["split_layout"]) == ([11, 20], "DP 2")
+    assert page.tags.count("script") == 1
+    assert found["lost_seconds"]["restart"] == 0
+    assert "1 continuation;" in found["verdict"]
+    assert re.search(r'<text x="[^"]+" y="\d+" text-anchor="end">DP 2</text>', written), "the line has no label"
+    assert "Memory of rank 0 at TP 2 + SP" in page.text
+    assert "Memory of rank 0 at DP 2" in page.text
+
+
+def test_layouts_of_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_resharded(tmp_path / "a")
+    b = write_run(tmp_path / "b", mesh=DATA_PARALLEL)
+    page = Text(report(a, str(b)))
+    compared = numbers(capsys, str(a), str(b))["compared"]
+    assert compared["config"] == []
+    assert compared["layouts"] == ["TP 2 + SP to step 10, then DP 2", "DP 2"]
+    assert "layoutTP 2 + SP to step 10, then DP 2DP 2" in page.text
+    assert "nothing" not in page.text
+    assert page.text.count("A, layout after step 10: TP 2 + SP → DP 2") > 2
+    assert numbers(capsys, str(a), str(a))["compared"]["layouts"] is None
+    assert "nothing" in Text(report(b, str(b))).text
+
+
+def test_the_page_opens_with_the_verdict_the_curve_the_lost_time_and_the_text(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [Start(0, 25, None), Start(20, 60)])
+    results = json.loads((run / "results.json").read_text()) | {"sample": f"To be {HOSTILE}"}
+    (run / "results.json").write_text(json.dumps(results))
+    text = Text(report(run)).text
+    verdict = "Finished 60 steps in 1 min 58 s at loss 2.516 (evaluation 2.616); 1 restart; 50 % of the time was lost."
+    parts = (
+        verdict,
+        "Training loss, dots: evaluation",
+        "in steps that count",
+        f"To be {HOSTILE}",
+        "goodput",
+        "Learning rate",
+    )
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places), "the order of the page"
+    assert text.count("The run: ") == 1
+    assert text.count("Training loss, dots: evaluation") == 1
+
+
+def test_a_failure_stands_at_the_top(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [Start(0, 25, None)], steps=60)
+    cause = f"rank 1 failed: ValueError: {HOSTILE}"
+    FailureRecord(stamp(FIRST + 40), cause, step=25, checkpoint=20).write(RunDirectory(run))
+    page = Text(report(run))
+    block = f"FAILED at step 25: {cause}.\n5 steps since checkpoint 20 are lost"
+    assert block in page.text
+    assert "Failed after 25 of 60 steps in " in page.text
+    assert page.text.count(cause) == 1
+    assert page.tags.count("script") == 1
+    assert numbers(capsys, str(run))["failure"] == block.splitlines()
+
+
+NUMBERS = {"final_loss": 0.9321, "final_eval_loss": None}
+FACTS = {"state": "finished", "step": 480, "steps": 480, "seconds": 182.0, "useful_seconds": 178.4, "starts": 1}
+FACTS["later_starts_text"] = ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers", "sentence"),
+    [
+        ({}, {}, "Finished 480 steps in 3 min 02 s at loss 0.9321; no restarts; 2 % of the time was lost."),
+        (
+            {"starts": 4, "later_starts_text": "2 restarts, 1 continuation", "useful_seconds": 181.9},
+            {"final_eval_loss": 0.97},
+            "Finished 480 steps in 3 min 02 s at loss 0.9321 (evaluation 0.97); 2 restarts, 1 continuation; "
+            "less than 0.5 % of the time was lost.",
+        ),
+        (
+            {"state": "killed", "steps": 1000},
+            {"final_loss": math.nan},
+            "Was killed after 480 of 1,000 steps in 3 min 02 s at loss NaN; no restarts; 2 % of the time was lost.",
+        ),
+        (
+            {"state": "running", "steps": None, "seconds": None},
+            {},
+            "Is running, with 480 steps done at loss 0.9321.",
+        ),
+        (
+            {"state": "failed", "step": 0, "seconds": None},
+            {"final_loss": None},
+            "Failed before the first step.",
+        ),
+    ],
+)
+def test_verdict(changes: dict[str, object], numbers: dict[str, object], sentence: str) -> None:
+    assert verdict({**FACTS, **changes, "numbers": {**NUMBERS, **numbers}}) == sentence
+
+
+def _with_evaluations(run: Path) -> Path:
+    """Add evaluations of a set and of tasks: at step 10, at step 18, which a resume after step 10 undoes, and at 20."""
+    kept = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    written = []
+    for event in kept:
+        written.append(event)
+        step = event.get("step")
+        if event["event"] == "step" and step in (10, 18, 20):
+            facts = {"time": event["time"], "step": step}
+            written.append({"event": "eval_set", "set": "code", "loss": step / 10, "perplexity": 2.0, **facts})
+            scores = {"acc,none": step / 40, "acc_stderr,none": 0.1, "exact_match,strict": 0.5}
+            written.append({"event": "eval_task", "task": HOSTILE, "metrics": scores, **facts})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in written))
+    return run
+
+
+def test_evaluation_sets_and_tasks_have_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _with_evaluations(write_run(tmp_path / "run", [Start(0, 19, None), Start(10, 20)]))
+    found = numbers(capsys, str(run))
+    assert found["set_curves"] == {"code": [[10, 1.0, 1.0, 1.0], [18, 1.8, 1.8, 1.8], [20, 2.0, 2.0, 2.0]]}
+    assert {metric: list(curves) for metric, curves in found["task_curves"].items()} == {
+        "acc": [HOSTILE],
+        "exact_match (strict)": [HOSTILE],
+    }
+    assert [column[:2] for column in found["task_curves"]["acc"][HOSTILE]] == [[10, 0.25], [18, 0.45], [20, 0.5]]
+    page = Text(report(run))
+    for title in ("Loss of evaluation sets", "Tasks: acc", "Tasks: exact_match (strict)"):
+        assert title in page.text
+    assert {"curves": {"code": [[10, 1], [18, 1.8], [20, 2]]}, "ends": [10, 20], "percent": False} in page.charts
+    assert page.tags.count("script") == 1
+
+
+def test_evaluations_that_a_resume_undid_have_no_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _with_evaluations(write_run(tmp_path / "run", [Start(0, 19, None), Start(10, 16)]))
+    found = numbers(capsys, str(run))
+    assert [column[0] for column in found["set_curves"]["code"]] == [10]
+    assert [column[0] for column in found["task_curves"]["acc"][HOSTILE]] == [10]
+
+
+def test_branches_without_room_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trunk = write_run(tmp_path / "trunk")
+    identity = json.loads((trunk / "run.json").read_text())["id"]
+    for number in range(9):
+        branch = write_run(tmp_path / f"branch-{number}", [Start(0, 12)], mesh=Mesh(1, 1, 1, 1))
+        (branch / "branch.json").write_text(json.dumps({"id": identity, "step": number, "changes": []}))
+    written = report(trunk)
+    assert "branches: the first 7 of 9; name one as the second RUN" in capsys.readouterr().out
+    assert "branch-6" in written
+    assert "branch-7" not in written
+
+
+def test_a_ninth_curve_has_a_colour(tmp_path: Path) -> None:
+    drawn = line_chart("many", {str(number): Curve([Column(1, 1, 1, 1), Column(2, 1, 1, 2)]) for number in range(9)})
+    assert drawn.count('class="curve c0"') == 2
+    assert 'c8"' not in drawn
+
+
+def test_what_the_run_says_is_text_and_no_markup(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "odd & <b>")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"event": "warning", "time": "2026-01-01T00:00:30.000+00:00", "step": 3, "text": HOSTILE}) + "\n"
+        )
+    secrets = f"data:\n  path: s3://me:hunter2@bucket/{HOSTILE}\nlaunch:\n  environment: {{HF_TOKEN: hunter2}}\n"
+    (run / "config.yaml").write_text(secrets)
+    written = report(run)
+    page = Text(written)
+    assert page.tags.count("script") == 1, "the page's own"
+    assert HOSTILE in page.text
+    assert "hunter2" not in written
+    assert "odd & <b>" in page.text
+
+
+@pytest.mark.parametrize("case", ["empty", "cut", "one step", "nan", "old"])
+def test_odd_runs_have_a_report(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [Start(0, 1 if case == "one step" else 5)], losses={3: math.nan})
+    metrics = run / "metrics.jsonl"
+    if case == "empty":
+        shutil.rmtree(run / "ranks")
+        metrics.write_text("")
+    if case == "cut":
+        metrics.write_bytes(metrics.read_bytes()[:-40])
+    if case == "nan":
+        event = {
+            "event": "eval",
+            "time": "2026-01-01T00:00:40.000+00:00",
+            "step": 5,
+            "loss": "nan",
+            "perplexity": "nan",
+        }
+        with metrics.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+    if case == "old":
+        kept = ("event", "step", "loss")
+        events = [json.loads(line) for line in metrics.read_text().splitlines()]
+        metrics.write_text("".join(json.dumps({k: v for k, v in e.items() if k in kept}) + "\n" for e in events))
+    assert "</html>" in report(run)
+    found = numbers(capsys, str(run))
+    assert all(math.isfinite(value) for rows in found["curves"].values() for row in rows for value in row)
+    if case == "nan":
+        assert [row[0] for row in found["curves"]["loss"]] == [1, 2, 4, 5]
+        assert found["not_finite"] == {"loss": {"steps": 1, "first": 3, "last": 3}}
+        assert "not finite at 1 step, first 3" in Text(report(run)).text
+
+
+def test_wrong_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith("shardwise: RUN (")
+    run = write_run(tmp_path / "run")
+    assert main(["report", str(run), "--output", str(tmp_path / "no" / "r.html")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"shardwise: {tmp_path / 'no' / 'r.html'} cannot be written: ")
+    assert error.endswith("; --output chooses another file\n")
+    assert main(["report", str(run), "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("must be a file or a free name, and it is a folder: name another file\n")
+    assert "Traceback" not in error
+
+
+def test_no_page_replaces_a_link_or_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "page")
+    os.mkfifo(tmp_path / "pipe")
+    for name, kind in (("link", "a link"), ("pipe", "a device or a pipe")):
+        assert main(["report", str(run), "--output", str(tmp_path / name)]) == 2
+        assert f"must be a file or a free name, and it is {kind}: name another file" in capsys.readouterr().err
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the marks of the page: the change of the layout after step 10, and the restart after step 15."""
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    places: list[float] = []
+    labels: list[str] = []
+    monkeypatch.setattr(axes, "axvline", lambda _, place, **__: places.append(place))
+    monkeypatch.setattr(axes, "text", lambda _, x, y, text, **__: labels.append(text))
+    starts = [Start(0, 10, mesh=TENSOR_PARALLEL), Start(10, 18, None), Start(15, 20)]
+    run = write_run(tmp_path / "run", starts, mesh=DATA_PARALLEL)
+    report(run, "--png", str(tmp_path / "png"))
+    assert set(places) == {10.5, 15.5}
+    assert set(labels) == {" DP 2"}
+    assert (tmp_path / "png/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_diverged_does_not_look_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a", losses=dict.fromkeys(range(14, 21), math.nan))
+    b = write_run(tmp_path / "b", losses={17: math.inf})
+    found = numbers(capsys, str(a))
+    assert found["numbers"]["final_loss"] == "nan"
+    assert found["numbers"]["least_loss"] == loss_of(13)
+    page = Text(report(a))
+    assert "NaN" in page.text
+    assert "first not finite at step 14" in page.text
+    assert f"{loss_of(13):.4f}" not in page.text, "the last good loss is not the final one"
+    compared = numbers(capsys, str(a), str(b))["compared"]
+    assert compared["largest"]["difference"] == 0.0
+    assert compared["not_finite"] == {"steps": 7, "step": 14, "a": "nan", "b": loss_of(14)}
+    said = Text(report(a, str(b))).text
+    assert "7 of these steps cannot be compared, first step 14" in said
+    assert f"the loss is NaN in A and {loss_of(14):.8g} in B" in said
+
+
+def test_what_is_unknown_is_no_zero(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: value for key, value in event.items() if key != "time"} for event in events]
+    (run / "metrics.jsonl").write_text("".join(map("{}\n".format, map(json_text, kept))))
+    page = Text(report(run))
+    assert "The run: – in steps that countnot recorded" in page.text
+    assert "0.0%" not in page.text
+    assert "0.00 s" not in Text(report(unnumbered(run))).text, "no time is told of a checkpoint"
+
+
+def unnumbered(run: Path) -> Path:
+    """The run with events of which nothing but their kind and step was recorded."""
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: event.get(key) for key in ("event", "step")} for event in events]
+    (run / "metrics.jsonl").write_text("".join(map("{}\n".format, map(json_text, kept))))
+    return run
+
+
+def test_ranks_and_their_layout(tmp_path: Path) -> None:
+    """The degrees are named; memory is a bar for each rank; every fact of a rank is reachable without a mouse."""
+    run = write_run(tmp_path / "run", mesh=Mesh(2, 2, 4, 2), straggler=5)
+    page = Text(report(run))
+    assert "Layout: TP 4 × PP 2 × DP 2, ZeRO-1, schedule 1f1b; 16 ranks on 2 hosts" in page.text
+    (bars,) = (chart for chart in page.charts if chart.get("axis") == "rank")
+    assert bars["suffix"] == " GiB"
+    assert bars["curves"][""] == [[rank, pytest.approx(14 + rank / 64, rel=1e-4)] for rank in range(16)]
+    assert "from 14.0 GiB on rank 0 to 14.2 GiB on rank 15" in page.text
+    (told,) = page.ranks
+    assert told["axes"] == ["pp", "dp", "tp"]
+    assert told["ranks"][5] == [5, 0, 2.0, 14.08, 0, 1, 1]
+    assert "5node-000pp 0 dp 1 tp 12.00 ×14.1 GiB" in page.text.replace("\n", ""), "its row of the table"
+
+
+def test_restarts_tell_their_causes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [Start(0, 8, None), Start(5, 20)])
+    lost = ending("lost node", FIRST, 19.0, 8, text="node-001 does not answer\nand more", job="17")
+    (run / "restarts.jsonl").write_text(json_text(lost) + "\n")
+    found = numbers(capsys, str(run))
+    (event,) = (event for event in found["events"] if event["kind"] == "ended")
+    assert event["text"] == "job 17, lost node, node-001 does not answer"
+    assert (event["step"], event["at"]) == (8, FIRST + 19.0)
+    assert [event["kind"] for event in found["events"]][:3] == ["start", "ended", "start"], "in the order of time"
+    began = found["events"][0]["at"]
+    assert found["timeline"]["training"][0] == pytest.approx([0.0, 8.0]), "up to its last step, though that was undone"
+    assert found["timeline"]["marks"]["ended"] == pytest.approx([FIRST + 19.0 - began])
+    assert "job 17, lost node, node-001 does not answer" in Text(report(run)).text
+
+
+def test_a_long_curve_keeps_its_spikes() -> None:
+    values = [1.0] * 100_000
+    values[54_321] = 9.0
+    rows = columns(range(1, 100_001), values)
+    assert len(rows) <= 300
+    assert rows[-1] == (100_000, 1.0, 1.0, 1.0)
+    (spike,) = (row for row in rows if row.largest > 1.0)
+    assert spike[1:] == (1.0, pytest.approx(1 + 8 / (spike.step - rows[rows.index(spike) - 1].step)), 9.0)
+    assert columns([1, 2, 3], [math.nan, 2.0, math.inf]) == [(2, 2.0, 2.0, 2.0)]
+
+
+def test_axes_have_round_numbers() -> None:
+    chart = line_chart("x", {"a": Curve([Column(1, 2.13, 2.13, 2.13), Column(900, 5.9, 5.9, 5.9)])})
+    assert all(f">{tick}<" in chart for tick in ("step", "2", "3", "4", "5", "6", "250", "500", "750"))
+    assert line_chart("x", {"a": Curve([])}) == ""
+    assert "circle" in line_chart("x", {"a": Curve([Column(1, 3.0, 3.0, 3.0)])}), (
+        "of a single step a line shows nothing"
+    )
+    assert short([0.0, 5_000.0, 10_000.0]) == ["0", "5,000", "10,000"]
+    assert short([0.0, 500_000.0, 1e6]) == ["0", "0.5 M", "1 M"]
+    assert short([3e-5]) == ["3e-05"]
+    assert time_ticks(100.0) == [(at, f"{at:g} s") for at in (0.0, 15.0, 30.0, 45.0, 60.0, 75.0, 90.0)]
+    assert [text for _, text in time_ticks(5 * 3600.0)] == ["0 h", "1 h", "2 h", "3 h", "4 h", "5 h"]
+    assert len(time_ticks(3e8)) <= 9
+
+
+def test_few_columns_do_not_flatten_the_rest() -> None:
+    """The steep beginning leaves the chart, which says how far; a curve without one is shown whole."""
+    falling = [Column(step, value, value, value) for step in range(1, 101) for value in [2 + 9 / step**2]]
+    chart = line_chart("x", {"a": Curve(falling)})
+    assert "axis cut: values reach to 11<" in chart
+    assert ">10<" not in chart
+    assert "axis cut" not in line_chart("x", {"a": Curve(falling)}, is_cut=False)
+    straight = [Column(step, step / 10, step / 10, step / 10) for step in range(1, 101)]
+    assert "axis cut" not in line_chart("x", {"a": Curve(straight)})
+
+
+def test_parts_are_stacked() -> None:
+    chart = stacked_chart("x", ["a", "b", "c"], [[1, 1.0, 0.0, 2.0], [11, 2.0, 0.0, 2.0]])
+    assert chart.count("<polygon") == 2, "a part that takes no time has no area"
+    assert chart.index('class="f2"') < chart.index('class="f0"'), "the lower part lies above the higher one"
+    top = re.search(r'class="f2" points="([^ ]+) ([^ ]+) ', chart)
+    assert top is not None
+    left, right = (float(point.partition(",")[2]) for point in top.groups())
+    assert (206 - left) / (206 - right) == pytest.approx(3 / 4, abs=0.01), "c reaches to the sum of all"
+    assert stacked_chart("x", ["a"], []) == ""
+
+
+def test_two_long_runs_fit_into_a_mail(tmp_path: Path) -> None:
+    runs = [write_big(tmp_path / name, ranks=1024, steps=20_000, tail=1) for name in "ab"]
+    report(runs[0], str(runs[1]))
+    assert (runs[0] / "report-with-b.html").stat().st_size < 400_000
+
+
+PROBE = """<body><script>
+const told = [matchMedia("(prefers-color-scheme: dark)").matches];
+for (const width of [390, 1280]) {
+  const frame = document.createElement("iframe");
+  frame.width = width;
+  frame.height = 900;
+  frame.src = "report.html";
+  frame.onload = () => {
+    const page = frame.contentDocument, loaded = frame.contentWindow.performance.getEntriesByType("resource").length;
+    page.querySelector(".chart svg").dispatchEvent(new KeyboardEvent("keydown", {key: "Home"}));
+    const fits = page.documentElement.scrollWidth <= width, shown = page.querySelector("output").textContent;
+    const ranks = page.querySelector("[data-ranks]"), cell = ranks.querySelectorAll(".group i")[77];
+    ranks.dispatchEvent(new KeyboardEvent("keydown", {key: "End"}));
+    const last = ranks.parentElement.querySelector("output").textContent;
+    cell.dispatchEvent(new PointerEvent("pointerdown", {bubbles: true, pointerType: "touch"}));
+    const touched = ranks.parentElement.querySelector("output").textContent;
+    frame.contentWindow.dispatchEvent(new Event("beforeprint"));
+    const isOpen = [...page.querySelectorAll("details")].every((one) => one.open);
+    told.push([width, fits, shown, loaded, getComputedStyle(page.body).backgroundColor, last, touched, isOpen]);
+    if (told.length === 3) document.body.textContent = "PROBE" + JSON.stringify(told) + "EBORP";
+  };
+  document.body.append(frame);
+}
+</script></body>"""
+
+
+def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
+    """On a phone and a desktop, in the dark, and by the keyboard; in one browser, whose start takes seconds."""
+    if BROWSER is None:
+        assert "CI" not in os.environ, "Chromium is missing: scripts/test_packages.sh installs it"
+        pytest.skip("Chromium is not installed")
+    run = write_run(tmp_path / "run", [Start(0, 24)], mesh=Mesh(4, 16, 16, 128), straggler=77)
+    page = tmp_path / "report.html"
+    page.write_text(report(run), encoding="utf-8")
+    (tmp_path / "probe.html").write_text(PROBE)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    options += ["--enable-logging=stderr", "--blink-settings=preferredColorScheme=0"]
+    # Without what a browser does besides for its user, and in one process: its start takes a second.
+    options += ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    options += ["--disable-default-apps", "--disable-extensions", "--no-zygote", "--single-process"]
+    command = [BROWSER, *options, f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'probe.html'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    is_dark, *frames = json.loads(done.stdout.partition("PROBE")[2].partition("EBORP")[0])
+    assert is_dark
+    assert sorted(frame[0] for frame in frames) == [390, 1280]
+    for width, fits, shown, loaded, background, last, touched, is_open in frames:
+        assert fits, f"it is wider than {width} pixels"
+        assert shown == f"step 1: {loss_of(1):.0f}"
+        assert loaded == 0, "it asks the network for something"
+        assert background == "rgb(16, 21, 27)", "the dark page"
+        assert last == "rank 1023 on node-127, pp 3 dp 15 tp 15, 29.98 GiB, 1.00 × the work of the best", "by key"
+        assert touched == "rank 77 on node-009, pp 0 dp 4 tp 13, 15.20 GiB, 2.00 × the work of the best", "by touch"
+        assert is_open, "on paper the configuration is hidden"
+    assert "CONSOLE" not in done.stderr, done.stderr
+    assert page.stat().st_size < 400 * 1024
+
+
+def test_pictures_need_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    run = write_run(tmp_path / "run")
+    (tmp_path / "file").touch()
+    assert main(["report", str(run), "--png", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"shardwise: --png ({tmp_path / 'file'}) cannot be written: File exists\n"
+    assert not (run / "report.html").exists()
+
+
+def test_pictures_need_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run = write_run(tmp_path / "run")
+    assert main(["report", str(run), "--png", str(tmp_path / "png")]) == 2
+    assert "--png needs matplotlib, which is not installed: pip install 'shardwise[plot]'" in capsys.readouterr().err

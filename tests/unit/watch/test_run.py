@@ -1,0 +1,392 @@
+"""What a run's folder tells: its steps, its ranks, its state; from old, damaged and unreadable folders too."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.base.errors import ConfigError
+from shardwise.cli import main
+from shardwise.runs.failure import FailureRecord
+from shardwise.runs.folder import FORMAT, JsonLines, RunDirectory, RunLock, json_text
+from shardwise_watch.report.numbers import report_of
+from shardwise_watch.run import RunView, Unreadable, folders, open_run, runs_at
+from shardwise_watch.screen.frame import Reader, frame_of
+from shardwise_watch.screen.panels import told_event
+from shardwise_watch.summary import snapshot
+from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, ending, loss_of, stamp, write_big, write_run
+
+RESTARTED = [Start(0, 27, "failed: RunError: a rank ended"), Start(20, 25, None), Start(20, 130)]
+
+
+def append(run: Path, *records: dict[str, Any], end: str = "\n") -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n".join(map(json_text, records)) + end)
+
+
+@pytest.fixture
+def restarted(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", RESTARTED, compiles=True, straggler=3, spike=15)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_both_ways_of_reading_tell_the_same(whole: bool, restarted: Path) -> None:
+    run, all_of_it = RunView(restarted, all_steps=whole), RunView(restarted, all_steps=True)
+    for name in ("state", "step", "steps", "step_seconds", "last", "events", "evaluations", "goodput", "reason"):
+        assert getattr(run, name) == getattr(all_of_it, name), name
+    assert run.lost.by_cause == all_of_it.lost.by_cause
+    assert (run.step, run.steps, run.lost.starts) == (130, 130, 3)
+    assert run.lost.steps == 7 + 5
+    assert run.series.steps[-1] == 130
+    assert run.series.numbers["loss"][-1] == loss_of(130)
+
+
+def test_steps_that_were_undone_are_left_out(restarted: Path) -> None:
+    run = RunView(restarted, all_steps=True)
+    assert list(run.series.steps) == list(range(1, 131))
+    assert all(len(column) == 130 for column in (*run.series.numbers.values(), *run.series.parts.values()))
+    assert [one["step"] for one in run.evaluations] == list(range(10, 131, 10))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_steps_that_were_undone_are_gone_before_others_are_taken(whole: bool, tmp_path: Path) -> None:
+    run = RunView(write_run(tmp_path / "run", [Start(0, 27, None), Start(20, 20, None)]), all_steps=whole)
+    assert (run.step, run.evaluations[-1]["step"], run.lost.steps) == (20, 20, 7)
+    assert max(run.series.steps, default=0) == (20 if whole else 0)
+    assert run.step_seconds is None, "what it took before the restart may not come again"
+
+
+def test_a_growing_run_is_read_on(restarted: Path) -> None:
+    text = (restarted / "metrics.jsonl").read_text()
+    for whole in (True, False):
+        (restarted / "metrics.jsonl").write_text("")
+        run = RunView(restarted, all_steps=whole)
+        for length in range(0, len(text), 7000):
+            (restarted / "metrics.jsonl").write_text(text[:length])
+            run.refresh()
+        (restarted / "metrics.jsonl").write_text(text)
+        assert run.refresh()
+        assert not run.refresh()
+        assert run.lost.by_cause == RunView(restarted, all_steps=True).lost.by_cause
+        assert run.step == 130
+        assert run.state == "finished"
+
+
+def test_a_run_that_was_replaced_forgets_what_was_there(tmp_path: Path) -> None:
+    run = RunView(write_run(tmp_path / "run", [Start(0, 50)]), all_steps=True)
+    (tmp_path / "run/metrics.jsonl").unlink()
+    write_run(tmp_path / "run", [Start(0, 12)], first=FIRST + 1000)
+    assert run.refresh()
+    assert (run.step, len(run.series.steps), run.lost.starts) == (12, 12, 1)
+    assert len([one for one in run.events if one["event"] == "start"]) == 1
+
+
+def test_numbers_that_are_texts_or_missing(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [Start(0, 3)], losses={2: math.nan, 3: math.inf})
+    append(
+        path, {"event": "step", "step": 4, "loss": None, "lr": [1]}, {"event": "step"}, {"event": "step", "step": "x"}
+    )
+    loss = RunView(path, all_steps=True).series.numbers["loss"]
+    assert loss[0] == 6.0
+    assert math.isnan(loss[1])
+    assert loss[2] == math.inf
+    assert math.isnan(loss[3])
+    assert len(loss) == 4
+
+
+def test_a_run_of_an_older_version(tmp_path: Path) -> None:
+    """Its steps have no time, and its ranks no start."""
+    path = tmp_path / "run"
+    (path / "ranks").mkdir(parents=True)
+    append(path, {"event": "start", "time": "2026-01-01T00:00:10+00:00", "steps": 9})
+    append(path, *({"event": "step", "step": step, "loss": 2.0, "step_seconds": 0.5} for step in (1, 2)))
+    (path / "ranks/rank-0000.jsonl").write_text('{"step": 2, "step_seconds": 0.5, "peak_memory_bytes": 5}\n{"ha')
+    with RunLock(path):
+        run = RunView(path, all_steps=False)
+        assert (run.state, run.step, run.steps, run.eta_seconds) == ("running", 2, 9, 3.5)
+    assert run.config == run.environment == run.results == {}
+    [rank] = run.ranks()
+    assert (rank.rank, rank.host, rank.step, rank.memory_bytes, rank.relative) == (0, "", 2, 5, None)
+    [node] = run.nodes([rank])
+    assert (node.host, node.cpu, node.cores) == ("", None, None)
+
+
+@pytest.mark.parametrize(
+    ("ending", "state"),
+    [
+        ("finished", "finished"),
+        ("failed: OSError: no room", "failed"),
+        ("stop_after", "stopped"),
+        ("stopped by SIGTERM", "stopped"),
+        ("closed", "stopped"),
+        (None, "killed"),
+    ],
+)
+def test_the_state_of_a_run_that_is_over(ending: str | None, state: str, tmp_path: Path) -> None:
+    run = RunView(write_run(tmp_path / "run", [Start(0, 5, ending)], steps=9), all_steps=False)
+    assert (run.state, run.reason, run.eta_seconds) == (state, ending or "", None)
+
+
+def test_the_state_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [Start(0, 5, "stopped by SIGTERM")], steps=9)
+    with RunLock(path):
+        run = RunView(path, all_steps=False)
+        assert run.state == "starting", "it goes on, and has not said so yet"
+        append(path, {"event": "stop", "time": "2100-01-01T00:00:00+00:00", "reason": "stopped by SIGTERM"})
+        run.refresh()
+        assert run.state == "stopped", "it has not ended yet, but says that it does"
+        append(path, {"event": "start"})
+        run.refresh()
+        assert run.state == "starting"
+        append(path, {"event": "step", "step": 6, "step_seconds": 10.0})
+        run.refresh()
+        assert (run.state, run.eta_seconds) == ("running", 30.0)
+        for ago, every, state in ((100, 1, "running"), (300, 1, "silent"), (300, 20, "running"), (700, 20, "silent")):
+            written = time.time() - ago
+            os.utime(path / "metrics.jsonl", (written, written))
+            (path / "config.yaml").write_text(f"train: {{steps: 9}}\nlog: {{every: {every}}}\n")
+            run.refresh()
+            assert run.state == state, f"{ago} s, with 10 s a step, of which each {every}. is recorded"
+        append(path, {"event": "stop", "time": "2100-01-01T00:00:01+00:00", "reason": "next stage"})
+        run.refresh()
+        assert (run.state, run.reason) == ("starting", ""), "it goes on in the same processes"
+        append(path, {"event": "start"})
+        for ago, state in ((300, "starting"), (700, "silent")):
+            os.utime(path / "metrics.jsonl", (time.time() - ago, time.time() - ago))
+            run.refresh()
+            assert run.state == state
+    assert run.state == "killed"
+
+
+def test_a_job_that_starts_its_ranks_again_has_not_failed(tmp_path: Path) -> None:
+    """Its supervisor has the folder's lock since the first start, and has recorded how that one ended."""
+    path = write_run(tmp_path / "run", [Start(0, 5, None)], steps=9)
+    stop = time.time() + 60
+    with RunLock(path):
+        append(path, {"event": "stop", "time": stamp(stop), "step": 5, "reason": "failed: rank 0 lost the connection"})
+        (path / "restarts.jsonl").write_text(json_text(ending("failed", stop - 3600, 30.0, 5)) + "\n")
+        run = RunView(path, all_steps=False)
+        assert run.state == "failed", "the record is of an earlier start"
+        with JsonLines(path / "restarts.jsonl") as file:
+            file.write(ending("failed", stop - 30, 31.0, 5))
+        assert run.state == "starting"
+        FailureRecord(stamp(stop + 1), "rank 1 was killed", step=5).write(RunDirectory(path))
+        run.refresh()
+        assert run.state == "failed", "it is not started again"
+    (path / "failure.json").unlink()
+    run.refresh()
+    assert run.state == "failed", "nobody is at work"
+
+
+def test_a_lock_of_another_host_that_is_not_seen_here(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [Start(0, 5, None)], steps=9)
+    holder = {"host": "elsewhere", "pid": 1, "started": "2026-01-01T00:00:00+00:00"}
+    (path / ".lock").write_text(json.dumps(holder))
+    run = RunView(path, all_steps=False)
+    assert run.state == "running"
+    os.utime(path / "metrics.jsonl", (FIRST, FIRST))
+    assert run.state == "killed"
+
+
+def test_ranks_and_nodes(restarted: Path) -> None:
+    run = RunView(restarted, all_steps=False)
+    views = run.ranks()
+    assert [view.rank for view in views] == list(range(8))
+    assert [view.relative for view in views] == [2.0 if rank == 3 else 1.0 for rank in range(8)]
+    assert (views[5].place, views[5].host, views[5].step) == ({"pp": 1, "dp": 0, "tp": 1}, "node-001", 130)
+    assert views[1].memory_bytes == 14 * GIB + GIB // 64
+    nodes = run.nodes(views)
+    assert [(node.host, node.ranks) for node in nodes] == [("node-000", (0, 1, 2, 3)), ("node-001", (4, 5, 6, 7))]
+    assert [(node.cpu, node.cores, node.memory_total_bytes) for node in nodes] == [(0.35, 64, 512 * GIB)] * 2
+
+
+def test_a_rank_that_moved_to_another_machine(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [Start(0, 5, None)], mesh=Mesh(1, 2, 1, 1), steps=9)
+    run = RunView(path, all_steps=False)
+    assert {view.host for view in run.ranks()} == {"node-000"}
+    os.utime(path / "ranks/rank-0000.jsonl", (FIRST, FIRST))  # another time than that of what follows
+    os.utime(path / "ranks/rank-0001.jsonl", (FIRST, FIRST))
+    write_run(path, [Start(0, 300)], mesh=Mesh(1, 2, 1, 2), first=FIRST + 100)
+    run.refresh()
+    assert [view.host for view in run.ranks()] == ["node-000", "node-001"]
+
+
+def test_a_run_that_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [Start(0, 5, None)], mesh=Mesh(1, 8, 1, 2), steps=9)
+    write_run(path, [Start(5, 9)], mesh=Mesh(1, 4, 1, 1), first=FIRST + 100)
+    run = RunView(path, all_steps=False)
+    assert [view.rank for view in run.ranks()] == [0, 1, 2, 3]
+    assert [node.host for node in run.nodes(run.ranks())] == ["node-000"]
+
+
+def test_a_single_slow_step_names_no_rank(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    before = [view.relative for view in RunView(path, all_steps=False).ranks()]
+    file = path / "ranks/rank-0002.jsonl"
+    *lines, last = file.read_text().splitlines()
+    slow = json.loads(last)
+    slow["work_seconds"] *= 3
+    file.write_text("\n".join([*lines, json.dumps(slow)]) + "\n")
+    after = [view.relative for view in RunView(path, all_steps=False).ranks()]
+    assert after == pytest.approx(before, rel=0.05)
+
+
+def test_a_rank_writes_no_whole_line(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "ranks/rank-0003.jsonl").write_text('{"event": "sta')
+    (path / "ranks/rank-notes.jsonl").touch()
+    views = RunView(path, all_steps=False).ranks()
+    assert len(views) == 8
+    assert (views[3].step, views[3].work_seconds, views[3].relative) == (None, None, None)
+
+
+def test_damaged_files_beside_the_metrics(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    for name in ("config.yaml", "environment.json", "results.json"):
+        (path / name).write_text('{"a: [')
+    (path / "restarts.jsonl").write_text('{"how": "failed"}\n{"how"')
+    run = RunView(path, all_steps=False)
+    assert run.config == run.environment == run.results == {}
+    assert (run.state, run.steps, run.restarts()) == ("finished", 20, [{"how": "failed"}])
+
+
+VIEWS = (["top", "--once"], ["monitor", "--once"], ["report", "--json"], ["report"])
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=" ".join)
+def test_no_view_shows_a_secret(view: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever wrote the run's files: another program, or a library whose text an error repeats."""
+    secret = "https://me:hunter2@host/x?token=hunter2"
+    run = write_run(tmp_path / "run", [Start(0, 5, f"failed: OSError: {secret} is gone")])
+    (run / "config.yaml").write_text(f"data: {{path: '{secret}'}}\nlaunch: {{environment: {{HF_TOKEN: hunter2}}}}\n")
+    (run / "environment.json").write_text(json.dumps({"command": ["shardwise", "train", "hub.token=hunter2"]}))
+    (run / "restarts.jsonl").write_text(json_text(ending("failed", FIRST, 9.0, 5, text=secret)) + "\n")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    warning = json_text({"event": "warning", "time": "2026-01-01T00:00:12+00:00", "step": 2, "text": secret})
+    unknown = json_text({"event": "custom", "time": "2026-01-01T00:00:12+00:00", "from": [{"url": secret}]})
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], warning, unknown, lines[-1]]) + "\n")
+    assert main([view[0], str(run), *view[1:]]) == 0
+    shown = capsys.readouterr().out
+    if view == ["report"]:
+        shown = (run / "report.html").read_text(encoding="utf-8")
+    assert "https://(redacted)@host" in shown
+    assert "hunter2" not in shown
+    events = Reader(run).read().events
+    assert "hunter2" not in "".join(told_event(event, None).plain for event in events)
+    assert {event["event"] for event in events} >= {"ended", "custom"}
+
+
+def test_bad_input_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    newer = write_run(tmp_path / "newer")
+    (newer / "run.json").write_text(json_text({"id": "ab" * 16, "format": FORMAT + 1}))
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    unreadable = write_run(tmp_path / "unreadable")
+    (unreadable / "metrics.jsonl").unlink()
+    (unreadable / "metrics.jsonl").mkdir()
+    for path, message in (
+        (None, r"^no run found: runs/latest is not there; start a run, or name its folder$"),
+        (tmp_path / "none", r"must be the folder of a run, it is not there"),
+        (tmp_path / "empty", r"it holds no run"),
+        (tmp_path / "file", r"it is a file"),
+        (newer, r"a newer one wrote it: update shardwise$"),
+        (unreadable, r"metrics\.jsonl cannot be read: Is a directory$"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_run(path, all_steps=False)
+
+
+def test_a_field_of_another_type_counts_as_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    first, *others = (run / "ranks/rank-0007.jsonl").read_text().splitlines()
+    changed = json_text({**json.loads(first), "place": "here"})
+    (run / "ranks/rank-0007.jsonl").write_text("\n".join([changed, *others]) + "\n")
+    assert RunView(run, all_steps=False).ranks()[7].place == {}
+    assert main(["top", str(run), "--once"]) == 0
+    assert "ranks 8 on 2 nodes" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = write_run(tmp_path / "run")
+    run = RunView(path, all_steps=False)
+    with monkeypatch.context() as patched:
+        patched.setattr("shardwise_watch.json_lines.open_plain", refuse)
+        assert run.refresh() is False, "what was read stays"
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read: Permission denied"):
+            open_run(path, all_steps=False)
+        (unreadable,) = runs_at(str(tmp_path))
+        assert isinstance(unreadable, Unreadable)
+        assert (unreadable.name, unreadable.reason.rpartition(": ")[2]) == ("run", "Permission denied")
+        patched.setattr(Path, "exists", refuse)
+        with pytest.raises(ConfigError, match="it cannot be read: Permission denied"):
+            open_run(path, all_steps=False)
+        patched.setattr(Path, "iterdir", refuse)
+        with pytest.raises(ConfigError, match="must be readable: Permission denied"):
+            folders(tmp_path)
+    assert run.step == 20
+
+
+def test_runs_newest_first(tmp_path: Path) -> None:
+    for name, written in (("a", 100), ("b", 300), ("c", 200)):
+        path = write_run(tmp_path / name, mesh=Mesh(1, 1, 1, 1))
+        os.utime(path / "metrics.jsonl", (written, written))
+    (tmp_path / "latest").symlink_to("a")
+    (tmp_path / "reserved").mkdir()
+    assert [run.name for run in runs_at(str(tmp_path))] == ["b", "c", "a"]
+    with pytest.raises(ConfigError, match="must be a folder of runs, or a run's folder: there is no such folder"):
+        runs_at(str(tmp_path / "none"))
+    assert open_run(tmp_path / "latest", all_steps=False).name == "a"
+
+
+def test_the_big_run_is_one_run(tmp_path: Path) -> None:
+    run = RunView(write_big(tmp_path / "run", ranks=64, steps=2000, tail=4), all_steps=True)
+    assert (run.step, len(run.series.steps), run.lost.starts, run.lost.steps) == (2000, 2000, 4, 300)
+    views = run.ranks()
+    assert len(views) == 64
+    assert len(run.nodes(views)) == 8
+    assert {view.step for view in views} == {2000}
+    assert asdict(run.lost)["_lost"]["start"] == 4 * BEFORE_TRAINING - 3 * 2
+
+
+BROKEN = ('"x"', "[1]", "true", "1e400", "1" + "0" * 400, "[" * 500 + "]" * 500)
+
+
+def broken(line: str, wrong: str, turn: int) -> str:
+    """A record with a wrong value in every second field, beginning with the one or the other."""
+    fields = enumerate(json.loads(line).items(), turn)
+    texts = (wrong if at % 2 and name != "event" else json.dumps(value) for at, (name, value) in fields)
+    return (
+        "{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in zip(json.loads(line), texts, strict=True)) + "}"
+    )
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("wrong", BROKEN, ids=lambda wrong: wrong[:5])
+def test_fault_21_every_view_bears_a_field_of_any_type(
+    wrong: str, turn: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last record of each kind counts, in every file."""
+    path = write_run(tmp_path / "run", RESTARTED, compiles=True)
+    (path / "restarts.jsonl").write_text(json_text(ending("failed", FIRST, 9.0, 5)) + "\n")
+    for file in (path / "metrics.jsonl", path / "ranks/rank-0000.jsonl", path / "restarts.jsonl"):
+        lines = file.read_text().splitlines()
+        for at in {json.loads(line).get("event"): at for at, line in enumerate(lines)}.values():
+            lines[at] = broken(lines[at], wrong, turn)
+        file.write_text("\n".join(lines) + "\n")
+    run = RunView(path, all_steps=True)
+    assert report_of(run)["run"] == snapshot(run)["run"] == frame_of(run, 80).name == "run"
+    assert run.step in (129, 130)
+    assert len(run.ranks()) == 8
+    assert main(["top", str(path), "--once"]) == 0
+    assert f"{run.step} of 130" in capsys.readouterr().out

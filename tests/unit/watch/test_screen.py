@@ -1,0 +1,397 @@
+"""The screen of `shardwise top`: what it looks like, its keys, and runs and terminals that are not as it wants."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from shardwise.base.errors import ConfigError
+from shardwise.cli import main
+from shardwise.runs.failure import FailureRecord
+from shardwise.runs.folder import RunDirectory
+from shardwise_watch.cli import top
+from shardwise_watch.run import open_run
+from shardwise_watch.screen import drawing, panels, views
+from shardwise_watch.screen.app import Panel, Top
+from shardwise_watch.screen.frame import Frame, Reader, Span, frame_of
+from tests.monitor_runs import FIRST, Mesh, Start, stamp, write_run
+
+STARTS = (Start(0, 80, "failed: RankLost: rank 3 on node-000 has ended"), Start(60, 400, None))
+NOW = FIRST + 500
+SCREENS = Path(__file__).with_name("screens")
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with a restart, a spike and a straggler, whose ranks wrote at the same moment."""
+    path = write_run(
+        tmp_path / "gpt3-tiny-1",
+        STARTS,
+        mesh=Mesh(pp=2, dp=4, tp=2, nodes=2),
+        steps=1000,
+        straggler=5,
+        spike=200,
+        compiles=True,
+        checkpoint_every=50,
+        eval_every=50,
+    )
+    for file in path.rglob("*"):
+        os.utime(file, (NOW - 2, NOW - 2))
+    return path
+
+
+def fixed(path: Path) -> Top:
+    """The screen of a run, read once, as if it ran at the moment NOW."""
+    reader = Reader(path)
+
+    def read(columns: int, span: Span, still: bool) -> Frame:
+        return replace(reader.read(columns, span, still), now=NOW, state="running", eta_seconds=600.0)
+
+    return Top(read, 0)
+
+
+async def loaded(pilot: Pilot[None]) -> None:
+    """Wait until all steps are read."""
+    assert isinstance(pilot.app, Top)
+    while pilot.app.frame is None or not (pilot.app.frame.has_history or pilot.app.frame.problem):
+        await pilot.pause(0.01)
+    await pilot.pause()
+
+
+def shown(app: Top) -> str:
+    """The text of the screen."""
+    return "\n".join(panel.render().plain for panel in app.query(Panel) if panel.is_on_screen and panel.size)
+
+
+def picture(app: Top) -> str:
+    """The screen as lines of text, without colours."""
+    rows = [[" "] * app.size.width for _ in range(app.size.height)]
+    for panel in app.query(Panel):
+        if panel.is_on_screen and panel.size:
+            place = panel.content_region
+            for y, line in enumerate(panel.render().plain.split("\n"), place.y):
+                rows[y][place.x : place.x + len(line)] = line
+    return "".join("".join(row).rstrip() + "\n" for row in rows)
+
+
+def on_screen(
+    app: Top, body: Callable[[Pilot[None]], Awaitable[None]], size: tuple[int, int] = (80, 24), wait: bool = True
+) -> None:
+    async def act() -> None:
+        async with app.run_test(size=size) as pilot:
+            if wait:
+                await loaded(pilot)
+            await body(pilot)
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "size"),
+    [
+        ("overview-80x24", "1", (80, 24)),
+        pytest.param("overview-160x48", "1", (160, 48), marks=pytest.mark.slow),
+        ("ranks-80x24", "2", (80, 24)),
+        pytest.param("pipeline-80x24", "3", (80, 24), marks=pytest.mark.slow),
+        pytest.param("nodes-80x24", "4", (80, 24), marks=pytest.mark.slow),
+        pytest.param("events-80x24", "5", (80, 24), marks=pytest.mark.slow),
+    ],
+)
+def test_look(run: Path, name: str, key: str, size: tuple[int, int]) -> None:
+    """As stored in `screens`; after a deliberate change run the test with WRITE_SCREENS=1 and look at what changed."""
+    app, stored = fixed(run), SCREENS / f"{name}.txt"
+
+    async def body(pilot: Pilot[None]) -> None:
+        await pilot.press(key)
+        await pilot.pause()
+        now = picture(app)
+        assert all(len(line) <= size[0] for line in now.splitlines())
+        if "WRITE_SCREENS" in os.environ:
+            stored.write_text(now, encoding="utf-8")
+        assert now == stored.read_text(encoding="utf-8")
+
+    on_screen(app, body, size)
+
+
+def test_colours(run: Path) -> None:
+    """The straggler has the colour of what is wrong, and nothing else in the strips has it."""
+    app = fixed(run)
+
+    async def body(_: Pilot[None]) -> None:
+        text = app.query_one("#strips", Panel).render()
+        wrong = [text.plain[span.start : span.end].strip() for span in text.spans if drawing.BAD in str(span.style)]
+        assert wrong == ["rank 5 ×2.00", "██"]
+        assert app.export_screenshot().startswith("<svg")
+
+    on_screen(app, body)
+
+
+def test_a_cell_shows_the_worst_of_its_ranks(run: Path) -> None:
+    frame = Reader(run).read()
+    many = replace(frame, ranks=[replace(view, rank=at, place={}) for at, view in enumerate([*frame.ranks] * 64)])
+    strip = views.strips(many, 80, 4)[1]
+    assert strip.plain.count("█") == 50  # of 1,024 ranks every 16th is slow, and a cell stands for 20
+
+
+def test_a_silent_rank_is_named(run: Path) -> None:
+    os.utime(run / "ranks" / "rank-0009.jsonl", (NOW - 200, NOW - 200))
+    app = fixed(run)
+
+    async def body(pilot: Pilot[None]) -> None:
+        assert "× silent: 9" in shown(app)
+        await pilot.press("2")
+        await pilot.pause()
+        assert "▸   9  1  0  1 node-001" in shown(app)
+
+    on_screen(app, body)
+
+
+def test_keys(run: Path) -> None:
+    app = fixed(run)
+
+    async def body(pilot: Pilot[None]) -> None:
+        async def after(*keys: str) -> str:
+            await pilot.press(*keys)
+            await pilot.pause()
+            return shown(app)
+
+        assert "slowest rank 5 ×2.00 on node-000" in shown(app)
+        view = await after("tab")
+        assert "▸   5" in view
+        assert "×2.00" in view
+        assert "▸   0" in await after("down")
+        assert "▸   5" in await after("pageup")
+        assert "14.0 GiB to 14.2 GiB" in await after("right")
+        pipeline = await after("3")
+        assert "1f1b, 8 micro-batches: bubble 11.1%" in pipeline
+        assert "pp 1   8–15" in pipeline
+        nodes = await after("4")
+        assert "compiled graphs 4  hits 1  misses 3" in nodes
+        assert "8 × H100" in nodes
+        events = await after("5")
+        assert "checkpoint of step 400" in events
+        assert "checkpoint of step 400" not in await after("up", "up")
+        assert "quit; the run goes on" in await after("question_mark")
+        assert "lost time" in await after("escape")
+        assert "paused" in await after("p")
+        assert "last tenth" in await after("p", "1", "z")
+        assert "overview" in await after("shift+tab", "tab")
+        await pilot.press("q")
+        await pilot.pause()
+        assert not app.is_running
+
+    on_screen(app, body)
+
+
+def test_zoom_while_paused(run: Path) -> None:
+    """The curves follow at once, and nothing that was written since is read."""
+    app = fixed(run)
+
+    async def body(pilot: Pilot[None]) -> None:
+        await pilot.press("p")
+        metrics = run / "metrics.jsonl"
+        last = [line for line in metrics.read_text().splitlines() if line.startswith('{"event": "step"')][-1]
+        with metrics.open("a") as file:
+            file.write(last.replace('"step": 400', '"step": 900') + "\n")
+        for begin, span in ((361, "last tenth"), (397, "last hundredth"), (1, "all steps")):
+            await pilot.press("z")
+            while app._is_reading:
+                await pilot.pause(0.01)
+            await pilot.pause()
+            assert app.frame is not None
+            assert app.frame.curves["loss"].span == (begin, 400), span
+            assert span in shown(app)
+        await pilot.press("p")
+        while app._is_reading:
+            await pilot.pause(0.01)
+        assert app.frame is not None
+        assert app.frame.step == 900
+
+    on_screen(app, body)
+
+
+def test_a_spike_stays_visible(run: Path) -> None:
+    reader = Reader(run)
+    reader.read()
+    curve = reader.read(20).curves["loss"]
+    assert (curve.span, len(curve.columns)) == ((1, 400), 20)
+    assert max(column.largest for column in curve.columns[5:] if column) > 7.0
+
+
+@pytest.mark.parametrize(
+    "size", [(79, 24), *(pytest.param(size, marks=pytest.mark.slow) for size in ((80, 19), (20, 5)))]
+)
+def test_a_terminal_that_is_too_small(run: Path, size: tuple[int, int]) -> None:
+    app = fixed(run)
+
+    async def body(pilot: Pilot[None]) -> None:
+        told = " ".join(shown(app).split())
+        assert told.startswith(f"the terminal ({size[0]} × {size[1]}) must have at least 80 × 20")
+        await pilot.resize_terminal(80, 20)
+        await pilot.pause()
+        assert "overview" in shown(app)
+
+    on_screen(app, body, size)
+
+
+def test_a_folder_that_vanishes_and_returns(run: Path) -> None:
+    app, away = fixed(run), run.with_name("away")
+
+    async def body(pilot: Pilot[None]) -> None:
+        async def read_again() -> str:
+            app._refresh_frame()
+            while app._is_reading:
+                await pilot.pause(0.01)
+            await pilot.pause()
+            return shown(app)
+
+        run.rename(away)
+        told = await read_again()
+        assert f"the run's folder {run}"[:70] in told
+        assert "loss" in told
+        away.rename(run)
+        assert "is gone" not in await read_again()
+        shutil.rmtree(run / "ranks")
+        (run / "metrics.jsonl").write_text('{"event": "start", "layout": 3}\n{"event": "step", "step": 1, "spl')
+        for key in "12345":
+            await pilot.press(key)
+            await read_again()
+
+    on_screen(app, body)
+
+
+def test_a_run_that_has_written_little(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("parallel: {pipeline: [")
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "rank-0000.jsonl").write_text('{"event": "sta')
+    app = fixed(tmp_path)
+
+    async def body(pilot: Pilot[None]) -> None:
+        assert "no step is recorded yet" in shown(app)
+        for key in "2345":
+            await pilot.press(key)
+            await pilot.pause()
+
+    on_screen(app, body)
+
+
+def test_once(run: Path) -> None:
+    code = (
+        "import sys; from shardwise.cli import main; code = main(['top', sys.argv[1], '--once']); "
+        "assert not {'textual', 'torch', 'pydantic'} & set(sys.modules); sys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert rows["step"] == "400 of 1,000, 1.0 s a step"
+    assert rows["slowest"] == "rank 5 (node-000, pp 0 dp 2 tp 1): 2.00 times the work of the best"
+    assert rows["ranks"] == "16 on 2 nodes, memory 14.0 GiB to 14.2 GiB"
+    assert "1 restart" in rows["goodput"]
+    assert "lost steps 19.6 s" in rows["lost"]
+
+
+@pytest.fixture
+def failed(run: Path) -> Path:
+    """The run, after its rank 5 was killed."""
+    failure = FailureRecord(
+        time=stamp(NOW),
+        cause="rank 5 was killed (SIGKILL; usually out of memory)",
+        rank=5,
+        step=400,
+        checkpoint=350,
+        resume="shardwise train gpt3-tiny parallel.tensor=2 parallel.pipeline=2 --nproc 16 --run-dir runs/gpt3-tiny-1",
+    )
+    failure.write(RunDirectory(run))
+    return run
+
+
+@pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.slow)])
+def test_a_failure_is_on_the_screen_with_the_command_that_resumes(failed: Path, size: tuple[int, int]) -> None:
+    app = Top(Reader(failed).read, 0)
+
+    async def body(_: Pilot[None]) -> None:
+        words = " ".join(picture(app).split())
+        assert (
+            "FAILED at step 400: rank 5 was killed (SIGKILL; usually out of memory). 50 steps since checkpoint" in words
+        )
+        assert "parallel.pipeline=2 --nproc 16 --run-dir runs/gpt3-tiny-1" in words
+        assert "lost time" in words
+
+    on_screen(app, body, size)
+
+
+def test_once_shows_the_evaluation_and_the_failure(failed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", str(failed), "--once"]) == 0
+    *rows, heading, lost, resume = capsys.readouterr().out.splitlines()
+    assert heading == "FAILED at step 400: rank 5 was killed (SIGKILL; usually out of memory)."
+    assert lost == "50 steps since checkpoint 350 are lost"
+    assert resume.startswith("resume: shardwise train gpt3-tiny ")
+    named = dict(line.split(maxsplit=1) for line in rows)
+    assert named["evaluation"] == "loss 2.3000, perplexity 9.974 at step 400"
+    assert named["state"].startswith("failed, heard")
+
+
+def test_bars_of_lost_time_are_shares_of_the_whole_time(run: Path) -> None:
+    frame = frame_of(open_run(run, all_steps=False))
+    lines = panels.lost(frame, 60, 8)
+    bar = 25
+    for line, (cause, seconds) in zip(lines[1:], frame.lost.by_cause.items(), strict=True):
+        assert line.plain.startswith(f" {cause}")
+        cells = sum({"█": 8, **{mark: eighth for eighth, mark in enumerate(" ▏▎▍▌▋▊▉")}}.get(c, 0) for c in line.plain)
+        assert abs(cells / 8 - bar * seconds / frame.lost.whole) <= 1 / 8, line.plain
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        (
+            {"event": "start", "layout": {"ranks": 4, "tensor": 2, "sequence": True, "pipeline": 1, "data": 2}},
+            "start on 4 ranks, TP 2 + SP × DP 2",
+        ),
+        ({"event": "start", "layout": {"ranks": 4}}, "start on 4 ranks"),
+        ({"event": "start"}, "start"),
+        (
+            {"event": "resume", "step": 60, "changes": ["parallel.tensor 2 → 1", "train.steps 60 → 120"]},
+            "resumed from step 60, changed: parallel.tensor 2 → 1; train.steps 60 → 120",
+        ),
+        ({"event": "resume", "step": 60, "changes": []}, "resumed from step 60"),
+    ],
+)
+def test_an_event_of_a_start_tells_its_layout_and_what_changed(event: dict[str, object], text: str) -> None:
+    assert panels.told_event(event, None).plain.partition("▌")[2] == text
+
+
+def test_no_screen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = Namespace(run=run, once=False, interval=2.0)
+    with pytest.raises(ConfigError, match=r"must be a terminal: `shardwise top --once` prints a table"):
+        top.run(arguments)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    with pytest.raises(ConfigError, match=r"TERM \(dumb\) must be a terminal with a screen"):
+        top.run(arguments)
+    with pytest.raises(ConfigError, match=r"--interval \(nan\) must be at least 0.2 seconds"):
+        top.run(Namespace(run=run, once=True, interval=float("nan")))
+    with pytest.raises(ConfigError, match=r"RUN \(.*\) must be the folder of a run, it is not there"):
+        top.run(Namespace(run=run / "missing", once=True, interval=2.0))
