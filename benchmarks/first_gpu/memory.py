@@ -11,7 +11,10 @@ from shardwise.distributed import devices
 from shardwise.estimates.memory import expected_memory
 
 TITLE = "Memory, expected and measured"
-NOTE = "Peak of allocated bytes in two training steps, beside `shardwise.estimates`'s estimate, which is for eager programs."
+NOTE = (
+    "Peak of allocated bytes in two training steps, beside the estimate of `shardwise.estimates`, which is for eager "
+    "programs."
+)
 COLUMNS = "program recompute blocks micro_batch peak_allocated expected_memory ratio peak_reserved"
 _CASES = [
     *((Setting(False, recompute, 1), 2) for recompute in ("none", "selective", "full")),

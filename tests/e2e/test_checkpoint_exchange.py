@@ -85,7 +85,7 @@ def test_exports_that_are_refused(trained: Path, tmp_path: Path) -> None:
         ([run, "there"], "there exists already: choose another name, or remove it"),
         ([tmp_path / "there", "new"], "there must be a checkpoint, and it has no manifest.json"),
         ([run, "new", "--max-shard-size", "much"], "--max-shard-size (much) must be a size from 1 byte on"),
-        ([run, "new", "--dtype", "int8"], "--dtype ('int8') must be "),
+        ([run, "new", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
     ):
         assert text in within("checkpoint", "export", *arguments, at=tmp_path).failed(2)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]

@@ -248,13 +248,14 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     assert layout is not None, "a layout that is refused is a problem"
     from shardwise.train.summary import dry_run
 
+    kind, count = accelerators()
     is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
     text = dry_run(
         run_path.name if run_path is not None and is_recorded else recipe_name(arguments.recipe),
         chosen,
         layout,
-        accelerators()[0],
-        _has_accelerator(cluster),
+        kind,
+        count > 0 if cluster is None else cluster.device.is_accelerator,
         rows,
         None if cluster is None else provided("predicted_step")(chosen, layout, cluster),
         continued=continued,

@@ -105,7 +105,7 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("data.shuffle_buffer=5", "data.shuffle_buffer (5) must be left out without data.streaming=true"),
         ("data.format=datasets", "data.format (datasets) needs data.path, a folder that save_to_disk wrote"),
         ("data.split=1,2,-3", "data.split ('1,2,-3') must be two weights, training (above 0) and evaluation, such as"),
-        ("data.format=csv", "data.format ('csv') must be auto, text, jsonl, parquet, datasets, megatron, hdf5 or chat"),
+        ("data.format=csv", "data.format ('csv') must be auto, text, jsonl, parquet, megatron, hdf5, datasets or chat"),
         ("data.format=megatron", "data.format (megatron) needs data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]"),
         ("data.blend=[0.7,a,0.3]", "data.blend ([0.7, 'a', 0.3]) must hold weights and prefixes in turn: [0.7, PREFI"),
         ("data.blend=a", "data.blend ('a') must hold weights and prefixes in turn"),

@@ -115,7 +115,7 @@ def test_prometheus_until_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
         (["runs"], "RUN (runs) must be the folder of a run, it holds no run"),
         (["--interval", "0"], "--interval (0) must be seconds above 0 and up to 86,400, a day"),
         (["--interval", "inf"], "--interval (inf) must be"),
-        (["--interval", "soon"], "--interval ('soon') must be a number"),
+        (["--interval", "soon"], "--interval: invalid float value: 'soon'"),
         (["--prometheus", "70000"], "--prometheus (70000) must be a port from 1 to 65,535, such as 9400"),
         (["--prometheus", "http"], "argument --prometheus: invalid int value: 'http'"),
         (["--prometheus", "9400", "--once"], "leave one of them out"),
