@@ -15,6 +15,7 @@ from shardwise.base.errors import divisors, listing, nearest_numbers
 from shardwise.config.base_section import MOST_LAYERS, Origin, Section, reject
 from shardwise.config.hugging_face_names import ConfigFile, WeightNames
 from shardwise.config.rope_scaling import rope_scaling_problems, with_one_type
+from shardwise.config.routing import ExpertNames, Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Objective: TypeAlias = Literal["lm", "mlm", "nsp"]
@@ -95,6 +96,8 @@ class FamilyConfig(Section):
     """True if the sum of the embeddings is normalised before the first block."""
     head_transform: ClassVar[bool] = False
     """True if the head computes `norm(act(dense(x)))` before the product with the vocabulary's matrix."""
+    expert_names: ClassVar[ExpertNames] = ExpertNames()
+    """Names of weights in blocks with experts."""
     objectives: ClassVar[tuple[Objective, ...]] = ("lm",)
     """The losses, each a mean over its own count: next token (`lm`), masked tokens (`mlm`), next sentence (`nsp`)."""
 
@@ -230,6 +233,20 @@ class FamilyConfig(Section):
     def window(self, layer: int) -> int | None:
         """Return the number of keys that a query of this block sees, its own included; None: all."""
         return None
+
+    def routing(self, layer: int) -> Routing | None:
+        """Return the rule by which the router of this block chooses experts; None: its MLP is one for all tokens."""
+        return None
+
+    @property
+    def expert_width(self) -> int:
+        """Width of an expert, in blocks with experts."""
+        return self.intermediate_size
+
+    @property
+    def shared_expert_width(self) -> int:
+        """Width of the expert that all tokens use, in blocks with experts; 0: there is none."""
+        return 0
 
     @property
     def extends_positions(self) -> bool:

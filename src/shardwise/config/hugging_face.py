@@ -157,6 +157,7 @@ def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
         # transformers read it before it knew `layer_types`.
         types = [*fields["layer_types"], _SLIDING]
         fields["max_window_layers"] = types.index(_SLIDING)
+    fields |= {second: fields[name] for name, second in file.twice.items()} | dict(file.written)
     fields |= dict.fromkeys(file.absent)  # null, as their absence would mean another value
     if not model.ffn_dropout_p:
         fields.pop("ffn_dropout", None)  # only shardwise reads this field

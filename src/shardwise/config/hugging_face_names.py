@@ -46,6 +46,8 @@ class ConfigFile:
             for each type of layer.
         writes_derived_heads: true if a file states `head_dim` where it follows from other fields.
         null_if_derived: keys that a file states as null where they follow from others.
+        twice: field → a second name under which files state it too, for programs that read that name alone.
+        written: further fields of written files, with their values.
     """
 
     model_type: str
@@ -62,6 +64,8 @@ class ConfigFile:
     window_rotary_key: str | None = None
     writes_derived_heads: bool = True
     null_if_derived: tuple[str, ...] = ()
+    twice: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
 
 
 class OtherFields:

@@ -13,6 +13,7 @@ from shardwise.config.base_section import Origin, Section, reject
 from shardwise.config.decoders import DECODERS
 from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig, Objective
 from shardwise.config.hugging_face_names import WeightNames
+from shardwise.config.sparse import SPARSE_DECODERS
 
 
 class UserModelConfig(Section):
@@ -60,7 +61,7 @@ class UserModelConfig(Section):
 
 ModelConfig: TypeAlias = FamilyConfig | UserModelConfig
 
-_RECORDS: tuple[type[FamilyConfig], ...] = (*DECODERS, GPTConfig, GPTNeoXConfig, BertConfig)
+_RECORDS: tuple[type[FamilyConfig], ...] = (*DECODERS, *SPARSE_DECODERS, GPTConfig, GPTNeoXConfig, BertConfig)
 FAMILIES: dict[str, type[FamilyConfig]] = {
     get_args(family.model_fields["family"].annotation)[0]: family for family in _RECORDS
 }

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import DecoderConfig
+from shardwise.config.routing import Routing
+from shardwise.layers.experts import Experts
 from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
 from shardwise.layers.recompute import compose
@@ -25,14 +27,15 @@ from shardwise.models.rotary import Rotary
 class GatedMLP(nn.Module):
     """`down(act(gate(x)) · up(x))` (SwiGLU and GeGLU, arXiv:2002.05202), gate and up in one matmul."""
 
-    def __init__(self, config: DecoderConfig, name: str, factory: LayerFactory) -> None:
+    def __init__(self, config: DecoderConfig, name: str, factory: LayerFactory, width: int | None = None) -> None:
         super().__init__()
+        width = width or config.intermediate_size
         self.drops_activated = factory.drops_cheap
         self.act = factory.activation(config)
         self.gated = factory.gated(config)
         self.gate_up = MergedColumnParallelLinear(
             config.hidden_size,
-            (config.intermediate_size, config.intermediate_size),
+            (width, width),
             bias=config.mlp_bias,
             gather_output=False,
             names=[f"{name}.{part}" for part in ("gate_proj", "up_proj")],
@@ -40,7 +43,7 @@ class GatedMLP(nn.Module):
             **factory.options,
         )
         self.down_proj = RowParallelLinear(
-            config.intermediate_size,
+            width,
             config.hidden_size,
             bias=config.mlp_bias,
             input_is_parallel=True,
@@ -60,6 +63,36 @@ class GatedMLP(nn.Module):
 
     def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.act(gate) * up
+
+
+class SparseMLP(nn.Module):
+    """The sum of the experts that a router chooses for each token, and of the expert that all tokens use, if any."""
+
+    def __init__(self, config: DecoderConfig, name: str, routing: Routing, factory: LayerFactory) -> None:
+        super().__init__()
+        self.experts = Experts(
+            config.hidden_size,
+            config.expert_width,
+            routing,
+            sequence_parallel_enabled=factory.sequence_parallel,
+            name=name,
+            names=config.expert_names,
+            **factory.options,
+        )
+        self.shared_experts: GatedMLP | None = None
+        if config.shared_expert_width:
+            self.shared_experts = GatedMLP(config, f"{name}.shared_experts", factory, config.shared_expert_width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts(x)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+
+def _mlp(config: DecoderConfig, layer: int, block: str, factory: LayerFactory) -> GatedMLP | SparseMLP:
+    routing = config.routing(layer)
+    if routing is None:
+        return GatedMLP(config, f"{block}.mlp", factory)
+    return SparseMLP(config, f"{block}.{config.expert_names.layer}", routing, factory)
 
 
 class LlamaBlock(Block):
@@ -87,7 +120,7 @@ class LlamaBlock(Block):
         self.post_attention_layernorm = factory.norm(config, f"{name}.post_attention_layernorm", RMSNorm)
         if self.norm_place == "both":
             self.pre_feedforward_layernorm = factory.norm(config, f"{name}.pre_feedforward_layernorm", RMSNorm)
-        self.mlp = GatedMLP(config, f"{name}.mlp", factory)
+        self.mlp = _mlp(config, layer, name, factory)
         if config.norms_output:
             self.post_feedforward_layernorm = factory.norm(config, f"{name}.post_feedforward_layernorm", RMSNorm)
 

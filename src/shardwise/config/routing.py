@@ -1,0 +1,50 @@
+"""The rule by which the router of a sparse model chooses experts. Models and formulas read it; it needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Scores = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The rule by which a router chooses experts, and their weights.
+
+    Attributes:
+        experts: N, the number of experts.
+        per_token: k, experts of a token.
+        scores: function of the logits that gives an expert's score.
+        normalized: true if the weights of a token's experts are divided by their sum.
+        scale: factor on the weights.
+        groups: number of runs of neighbouring experts of which `chosen_groups` are open to a token: those with the
+            largest sums of their two best scores.
+        chosen_groups: see `groups`.
+        has_bias: true if a bias, which the balance of loads updates and no gradient, is added to the scores for the
+            choice alone (arXiv:2408.15664).
+    """
+
+    experts: int
+    per_token: int
+    scores: Scores = "softmax"
+    normalized: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    has_bias: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Canonical names in a block with experts.
+
+    Attributes:
+        layer: name of the layer in the block.
+        router: name of the router in the layer.
+        leaves: names of an expert's gate, up and down projections.
+    """
+
+    layer: str = "mlp"
+    router: str = "gate"
+    leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")

@@ -1,0 +1,256 @@
+"""Experts: MLPs of which a router chooses a few for each token (arXiv:1701.06538, arXiv:2101.03961).
+
+Shapes per rank: T tokens, H hidden, N experts, k experts a token, F width of an expert, g tensor-parallel ranks. A row
+is a token at one of its experts: there are T · k rows, sorted by expert. No expert has a capacity, and no row is
+padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.base.tensor_box import Box
+from shardwise.config.routing import ExpertNames, Routing
+from shardwise.distributed import collectives, placement
+from shardwise.distributed.placement import Init, Piece
+from shardwise.layers.linear import LayerOptions, ParameterMaker
+
+
+def choose(routing: Routing, scores: Tensor) -> Tensor:
+    """Return the numbers of the experts with the best scores `[T, N]` of each token, ascending: `[T, k]`."""
+    if routing.groups > 1:
+        by_group = scores.unflatten(-1, (routing.groups, -1))
+        best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+        is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _best(best, routing.chosen_groups), True)
+        scores = by_group.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)
+    return _best(scores, routing.per_token).sort(dim=-1).values
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the `count` largest scores of each row; of equal scores, the first ones."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+_NAMES = ExpertNames()
+
+
+class Router(placement.PlacedModule):
+    """x `[T, H]` → weights `[T, k]` in float32, and numbers of experts `[T, k]`, ascending.
+
+    The product, the scores and the choice are computed in float32. Of equal scores, the expert with the lower number is
+    chosen. The whole router is on every rank.
+
+    Args:
+        hidden_size: H.
+        routing: the rule of the choice.
+        is_partial: true if each rank sees a part of the tokens, so that its gradient is a part of the sum.
+        name: canonical name of the layer, without `.weight`.
+        options: see `LayerOptions`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        routing: Routing,
+        *,
+        is_partial: bool,
+        name: str | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__()
+        self.routing = routing
+        maker = ParameterMaker(self, options)
+        shape = (routing.experts, hidden_size)
+        piece = Piece.replicated(maker.name(name, "weight"), shape, maker.group, maker.init, partial=is_partial)
+        self.weight = maker.parameter(shape, piece)
+        self.bias: nn.Parameter | None = None
+        if routing.has_bias:
+            shape_of_bias = (routing.experts,)
+            name_of_bias = f"{name or ''}.e_score_correction_bias"
+            piece = Piece.replicated(name_of_bias, shape_of_bias, maker.group, Init.constant(0.0), partial=False)
+            options["dtype"] = torch.float32
+            self.bias = ParameterMaker(self, options).parameter(shape_of_bias, piece)
+            self.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        routing = self.routing
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+        known = scores.detach()
+        experts = choose(routing, known if self.bias is None else known + self.bias)
+        weights = scores.gather(-1, experts)
+        if routing.normalized:
+            # Sigmoids of a token may all be 0 in float32.
+            weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if routing.scores == "sigmoid" else 0.0))
+        return (weights * routing.scale if routing.scale != 1.0 else weights), experts
+
+
+class Experts(placement.PlacedModule):
+    """`y = Σ_j w_j · down_j(silu(gate_j(x)) · up_j(x))` over the experts j that a router chooses for each token.
+
+    Forward: x `[S, B, H]`, or `[S/g, B, H]` with `sequence_parallel_enabled` → y of the same shape. Each expert is cut
+    over the group along its width, as a gated MLP is. Communicates: with sequence parallelism an all-gather of x and of
+    the choices, and a reduce-scatter of y (in the backward pass the reverse); without, an all-reduce of y, and in the
+    backward pass one of the gradients of x and of the weights.
+
+    Args:
+        hidden_size: H.
+        width: F of each expert.
+        routing: the rule of the choice.
+        sequence_parallel_enabled: true if the sequence is cut over the group between layers.
+        name: canonical name of the layer.
+        names: names of the router and of the projections in it.
+        options: see `LayerOptions`.
+
+    Raises:
+        ValueError: `width` is not divisible by the group's size.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        width: int,
+        routing: Routing,
+        *,
+        sequence_parallel_enabled: bool = False,
+        name: str | None = None,
+        names: ExpertNames = _NAMES,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__()
+        maker = ParameterMaker(self, options)
+        self.group = group = maker.group
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        if width % group.size:
+            raise ValueError(f"width of an expert ({width}) must be divisible by the group's size ({group.size})")
+        self.router = Router(
+            hidden_size,
+            routing,
+            is_partial=sequence_parallel_enabled,
+            name=None if name is None else f"{name}.{names.router}",
+            **options,
+        )
+        self.width = width // group.size
+        gate_up, down = [], []
+        for expert in range(routing.experts):
+            tensors = [f"{name or ''}.experts.{expert}.{leaf}.weight" for leaf in names.leaves]
+            for number, tensor in enumerate(tensors[:2]):
+                at = (2 * expert + number) * self.width
+                gate_up.append(Piece.rows(tensor, (width, hidden_size), group, maker.init, at=at))
+            piece = Piece.columns(tensors[2], (hidden_size, width), group, maker.init)
+            down.append(replace(piece, local=Box((expert * hidden_size, 0), (hidden_size, self.width))))
+        self.gate_up = maker.parameter((routing.experts * 2 * self.width, hidden_size), *gate_up)
+        self.down = maker.parameter((routing.experts * hidden_size, self.width), *down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = self.router(x.flatten(0, -2))
+        if self.sequence_parallel_enabled:
+            x = collectives.gather_sequence(x, self.group)
+            weights = collectives.gather_sequence(weights, self.group)
+            experts = collectives.all_gather(experts, self.group)
+        else:
+            x = collectives.copy_to_group(x, self.group)
+            weights = collectives.copy_to_group(weights, self.group)
+        count = self.router.routing.experts
+        y = sum_of_experts(
+            x.flatten(0, -2),
+            weights,
+            experts,
+            self.gate_up.unflatten(0, (count, -1)),
+            self.down.unflatten(0, (count, -1)),
+        ).view_as(x)
+        leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
+        return leave(y, self.group)
+
+    def extra_repr(self) -> str:
+        routing = self.router.routing
+        return f"{routing.per_token} of {routing.experts} experts of width {self.width} on {self.group}"
+
+
+def sum_of_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Return the weighted sum of each token's experts, `[T, H]`.
+
+    Args:
+        x: tokens `[T, H]`.
+        weights: `[T, k]`.
+        experts: numbers of experts, `[T, k]`, ascending, in which order a token's terms are added.
+        gate_up: gate and up projection of each expert, `[N, 2F, H]`.
+        down: down projection of each expert, `[N, H, F]`.
+    """
+    y: Tensor = _SumOfExperts.apply(x, weights, experts, gate_up, down)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _SumOfExperts(torch.autograd.Function):
+    """One expert after the other, so that what its rows need stays in the processor's cache; idle ones cost nothing.
+
+    The weight of a row is applied to the F activations before the down projection. The backward pass keeps the 2F
+    outputs of gate and up of each row, and computes the activations again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        chosen = experts.flatten()
+        rows = chosen.argsort(stable=True)
+        tokens = rows // experts.shape[1]
+        counts = torch.bincount(chosen, minlength=len(gate_up)).tolist()
+        weights_of_rows = weights.flatten()[rows].to(x.dtype)
+        joined = x.new_empty(len(rows), gate_up.shape[1])
+        y = torch.zeros_like(x)
+        for expert, run in _runs(counts):
+            token = tokens[run]
+            gate, up = torch.mm(x[token], gate_up[expert].t(), out=joined[run]).chunk(2, dim=-1)
+            activated = F.silu(gate).mul_(up).mul_(weights_of_rows[run, None])
+            y.index_add_(0, token, activated @ down[expert].t())
+        ctx.save_for_backward(x, weights_of_rows, rows, tokens, joined, gate_up, down)
+        ctx.counts = counts
+        ctx.weights = weights
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
+        x, weights, rows, tokens, joined, gate_up, down = ctx.saved_tensors
+        dy = grads[0]
+        dx = torch.zeros_like(x)
+        d_gate_up = torch.empty_like(gate_up)
+        d_down = torch.empty_like(down)
+        d_weights = torch.empty_like(weights)
+        for expert in [number for number, count in enumerate(ctx.counts) if not count]:
+            d_gate_up[expert].zero_()
+            d_down[expert].zero_()
+        for expert, run in _runs(ctx.counts):
+            token = tokens[run]
+            dy_rows = dy[token]
+            gate, up = joined[run].chunk(2, dim=-1)
+            silu = F.silu(gate)
+            activated = silu * up
+            d_activated = dy_rows @ down[expert]
+            d_weights[run] = torch.linalg.vecdot(d_activated, activated)
+            weight = weights[run, None]
+            torch.mm(dy_rows.t(), activated.mul_(weight), out=d_down[expert])
+            d_activated.mul_(weight)
+            d_joined = torch.empty_like(joined[run])
+            d_gate, d_up = d_joined.chunk(2, dim=-1)
+            torch.mul(d_activated, silu, out=d_up)
+            torch.ops.aten.silu_backward.grad_input(d_activated.mul_(up), gate, grad_input=d_gate)
+            torch.mm(d_joined.t(), x[token], out=d_gate_up[expert])
+            dx.index_add_(0, token, d_joined @ gate_up[expert])
+        d_chosen = torch.empty_like(d_weights).index_copy_(0, rows, d_weights)
+        return dx, d_chosen.view_as(ctx.weights).to(ctx.weights.dtype), None, d_gate_up, d_down
+
+
+def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
+    """Return each expert that has rows, with its run of the sorted rows."""
+    runs = []
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            runs.append((expert, slice(start, start + count)))
+        start += count
+    return runs
