@@ -125,7 +125,8 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
         if master is not None and target.dtype == torch.float32:
             is_usable = master.shape == piece.shape and master.dtype in TORCH_DTYPES
             state = MASTER if is_usable else MODEL
-        requests.append(ReadRequest(state, piece.name, piece.box, target, (mesh.replicas, other_ends(piece, mesh))))
+        copies = (piece.replicas or mesh.replicas, other_ends(piece, mesh))
+        requests.append(ReadRequest(state, piece.name, piece.box, target, copies))
     read(CheckpointReader(folder, manifest), requests, mesh)
     require_finite(model, mesh, folder)
 

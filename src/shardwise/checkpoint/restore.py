@@ -166,7 +166,7 @@ def _read_slices(
     # All data-parallel ranks have copies of the weights that no optimizer changes.
     for piece, target in local_pieces(model, frozen=True):
         state = _precise_state(reader.manifest, piece.name)
-        plain.append(ReadRequest(state, piece.name, piece.box, target, (mesh.replicas,)))
+        plain.append(ReadRequest(state, piece.name, piece.box, target, (piece.replicas or mesh.replicas,)))
     read(reader, plain, mesh)
     # Asked of the model, not of the requests: a rank without any must take part in the stage's reading all the same.
     has_transposed = any(piece.transposed for _, _, record in placements(model) for piece in record.pieces)

@@ -23,6 +23,7 @@ from shardwise.checkpoint.format.stored_tensors import segments
 from shardwise.checkpoint.format.writing import PlannedPiece, cut, shard_names
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.placement import placements
 from shardwise.optim.state import weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 
@@ -63,14 +64,16 @@ class WeightPlan:
         self._mesh = mesh
         is_freed = optimizer is not None and any(bucket.frees_values for bucket in optimizer.buckets)
         # All ranks of a stage together have each weight once, or all tensor-parallel ranks of a replica have.
-        self._ranks = mesh.stage if collectives.any_rank(is_freed, mesh.world) else mesh.tp
+        has_experts = any(piece.replicas for _, _, record in placements(model) for piece in record.pieces)
+        self._ranks = mesh.stage if collectives.any_rank(is_freed or has_experts, mesh.world) else mesh.tp
         self._local: dict[tuple[str, Box], Tensor] = {}
         """Canonical name and box of each part on this rank → its values."""
         local_boxes: list[tuple[PlannedPiece, Box, bool]] = []
         for piece, box, values, is_part in weight_slices(model, optimizer, mesh.tp, only_share=True):
             self._local[piece.name, box] = values
             weight = PlannedPiece.weight(piece.name, piece.shape, DTYPE_NAMES[values.dtype])
-            is_first = piece.copies.rank == 0 and (is_part or self._ranks is mesh.tp or mesh.replicas.rank == 0)
+            replicas = piece.replicas or mesh.replicas
+            is_first = piece.copies.rank == 0 and (is_part or self._ranks is mesh.tp or replicas.rank == 0)
             local_boxes.append((weight, box, is_first))
         self._boxes: list[dict[str, list[Box]]] = []
         """By rank of the group: the boxes that it sends, which together are each tensor once."""

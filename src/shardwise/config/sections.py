@@ -151,6 +151,12 @@ class ParallelConfig(Section):
         "once; ring = rank by rank while attention computes, so that those of two ranks are held; null = ring if the "
         "step would otherwise not fit the device, else gather; no effect with CP 1",
     )
+    expert: int = Field(
+        default=1,
+        gt=0,
+        description="expert-parallel degree (EP): ranks that divide the experts of a block among them; it divides the "
+        "data-parallel degree × parallel.context; for families with experts",
+    )
     vocab_multiple: int = Field(
         default=1,
         gt=0,
@@ -196,7 +202,7 @@ class ParallelConfig(Section):
     @property
     def degrees(self) -> dict[str, Any]:
         """The degrees, as arguments of `Mesh`."""
-        return {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
+        return {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline, "expert": self.expert}
 
     @property
     def sequence_parts(self) -> int:

@@ -295,6 +295,23 @@ def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool 
     return Pending(out, work if overlap else None, finish, group)
 
 
+def all_to_all(
+    x: Tensor, group: Group, sent: Sequence[int] | None = None, arriving: Sequence[int] | None = None
+) -> Tensor:
+    """Send runs of rows to the ranks and return those of all ranks in rank order; without numbers, equal runs.
+
+    Args:
+        sent: number of rows for each rank.
+        arriving: number of rows from each rank.
+    """
+    rows = len(x) if arriving is None else sum(arriving)
+    out = x.new_empty((rows, *x.shape[1:]))
+    group.count("all_to_all", _bytes(x))
+    runs = None if arriving is None else list(arriving), None if sent is None else list(sent)
+    _call(group, dist.all_to_all_single, out, x.contiguous(), *runs, group=group.process_group)
+    return out
+
+
 def shift_async(x: Tensor, group: Group, distance: int) -> Pending:
     """Start sending x to the rank `distance` places on; the result is x of the rank as many places back.
 
@@ -570,6 +587,27 @@ def gather_last(x: Tensor, group: Group) -> Tensor:
 def split_last(x: Tensor, group: Group) -> Tensor:
     """`[…, N]`, equal on all ranks → this rank's `[…, N/g]`; the gradient is gathered."""
     return _apply(_Split, x, group, -1)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sequence[int], arriving: Sequence[int], group: Group) -> Tensor:
+        ctx.call = (arriving, sent, group)
+        return all_to_all(x, group, sent, arriving)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange_rows(grads[0], *ctx.call), None, None, None
+
+
+def exchange_rows(x: Tensor, sent: Sequence[int], arriving: Sequence[int], group: Group) -> Tensor:
+    """Send runs of rows to the ranks: `[Σ sent, …]` → `[Σ arriving, …]`, in rank order; the gradient goes back.
+
+    Args:
+        sent: number of rows for each rank.
+        arriving: number of rows from each rank.
+    """
+    return cast(Tensor, _ExchangeRows.apply(x, sent, arriving, group))  # type: ignore[no-untyped-call]
 
 
 _Item = TypeVar("_Item")

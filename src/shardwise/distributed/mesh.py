@@ -302,6 +302,19 @@ def _release() -> None:
         mesh.device_mesh = None
 
 
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Ranks of data and context parallelism, as the experts of a model are divided over them.
+
+    Attributes:
+        group: the ranks that together have all experts, each an equal run of them.
+        replicas: the ranks that have the same experts; None: all of data and context parallelism.
+    """
+
+    group: Group = field(default_factory=Group)
+    replicas: Group | None = None
+
+
 class Mesh:
     """Ranks of the job arranged as `[pipeline, data, context, tensor]`, as this rank sees them.
 
@@ -309,6 +322,8 @@ class Mesh:
         tensor: tensor-parallel degree TP.
         pipeline: pipeline degree PP. The data-parallel degree is world / (TP × CP × PP).
         context: context-parallel degree CP: ranks that share the tokens of a sample.
+        expert: expert-parallel degree EP: neighbours among the ranks of data and context parallelism that divide the
+            experts of a block among them.
         device: device on which this rank computes; default: the accelerator at `LOCAL_RANK`, or the CPU.
         grains: number of parts of every sum over the ranks of an axis (`Group.grain`), by its short name: `tp`, `cp`,
             `dp`.
@@ -316,6 +331,7 @@ class Mesh:
     Attributes:
         tp, cp, dp, pp: the groups of this rank along each axis.
         replicas: the ranks of data and context parallelism, which have the same part of the model.
+        experts: those ranks as experts are divided over them.
         world: all ranks.
         device_mesh: the `DeviceMesh` below (None for a single process).
 
@@ -337,11 +353,12 @@ class Mesh:
         tensor: int = 1,
         pipeline: int = 1,
         context: int = 1,
+        expert: int = 1,
         device: torch.device | str | None = None,
         grains: Mapping[str, int] | None = None,
     ) -> None:
         chosen = {"tensor": tensor, "context": context, "pipeline": pipeline}
-        if problems := count_problems(chosen):
+        if problems := count_problems({**chosen, "expert": expert}):
             raise ArgumentError(problems)
         # Numbers of numpy are valid too, and become plain ones.
         degrees = {name: int(degree) for name, degree in chosen.items()}
@@ -370,6 +387,17 @@ class Mesh:
             grain = (grains or {}).get(axis.name)
             setattr(self, axis.name, Group(process_groups.get(axis.name), name=axis.name, grain=grain))
         self.replicas = self._replicas()
+        self.experts = self._experts(int(expert))
+
+    def _experts(self, degree: int) -> ExpertRanks:
+        if degree == 1:
+            return ExpertRanks()
+        ranks = self.replicas
+        if ranks.size % degree:
+            raise ValueError(f"expert ({degree}) must divide the ranks of data and context parallelism ({ranks.size})")
+        place = ranks.rank % degree
+        alike = tuple(range(place, ranks.size, degree))
+        return ExpertRanks(ranks.split(degree), Group() if len(alike) == 1 else ranks.pick(alike, "experts"))
 
     def _replicas(self) -> Group:
         name = replicas_name(self.dp.size, self.cp.size)

@@ -95,6 +95,7 @@ class Piece:
         transposed: True if the local tensor holds the box with its two dimensions exchanged (GPT-2's `Conv1D` is
             `[in, out]`).
         outputs: outputs of a linear layer that the whole box is a part of; None: all of the canonical tensor.
+        replicas: the data-parallel ranks that hold the same box, as other ranks hold other experts; None: all of them.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Piece:
     partial: bool = False
     transposed: bool = False
     outputs: Outputs | None = None
+    replicas: Group | None = None
 
     @classmethod
     def rows(

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from shardwise.distributed.mesh import Group
+from shardwise.distributed.mesh import ExpertRanks, Group
 from shardwise.layers.fp8 import Scaling
 from shardwise.layers.loss import ChunkLosses
 from shardwise.layers.matmul import Overlap
@@ -56,6 +56,7 @@ class Execution:
         fp8: true if column- and row-parallel layers multiply in fp8 in training (`layers/fp8.py`).
         passes_keys: true if ranks that share samples pass their keys and values round, false if they gather them.
         context_group: the ranks that share each sample.
+        experts: the ranks over which the experts of a block are divided.
         loss: function of the user's in the place of an output head's cross-entropy: whole logits `[S, B, V]` and
             targets `[S, B]` → the sum of their losses.
         compiler: compiles blocks and the loss of the head; None: they stay eager.
@@ -66,6 +67,7 @@ class Execution:
     fp8: bool = False
     passes_keys: bool = False
     context_group: Group = field(default_factory=Group)
+    experts: ExpertRanks = field(default_factory=ExpertRanks)
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     compiler: Compiler | None = None
 

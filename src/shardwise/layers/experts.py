@@ -19,6 +19,7 @@ from shardwise.base.tensor_box import Box
 from shardwise.config.routing import ExpertNames, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.placement import Init, Piece
+from shardwise.layers.execution import execution
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
 
@@ -109,7 +110,7 @@ class Experts(placement.PlacedModule):
         options: see `LayerOptions`.
 
     Raises:
-        ValueError: `width` is not divisible by the group's size.
+        ValueError: `width` is not divisible by the group's size, or the experts by the number of ranks that have some.
     """
 
     def __init__(
@@ -129,6 +130,10 @@ class Experts(placement.PlacedModule):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         if width % group.size:
             raise ValueError(f"width of an expert ({width}) must be divisible by the group's size ({group.size})")
+        ranks = execution().experts
+        degree = ranks.group.size
+        if routing.experts % degree:
+            raise ValueError(f"experts ({routing.experts}) must be divisible by the ranks that divide them ({degree})")
         self.router = Router(
             hidden_size,
             routing,
@@ -136,17 +141,22 @@ class Experts(placement.PlacedModule):
             name=None if name is None else f"{name}.{names.router}",
             **options,
         )
+        self.ranks = ranks
         self.width = width // group.size
+        self.count = routing.experts // ranks.group.size
         gate_up, down = [], []
-        for expert in range(routing.experts):
+        for place in range(self.count):
+            expert = ranks.group.rank * self.count + place
             tensors = [f"{name or ''}.experts.{expert}.{leaf}.weight" for leaf in names.leaves]
             for number, tensor in enumerate(tensors[:2]):
-                at = (2 * expert + number) * self.width
-                gate_up.append(Piece.rows(tensor, (width, hidden_size), group, maker.init, at=at))
+                at = (2 * place + number) * self.width
+                piece = Piece.rows(tensor, (width, hidden_size), group, maker.init, at=at)
+                gate_up.append(replace(piece, replicas=ranks.replicas))
             piece = Piece.columns(tensors[2], (hidden_size, width), group, maker.init)
-            down.append(replace(piece, local=Box((expert * hidden_size, 0), (hidden_size, self.width))))
-        self.gate_up = maker.parameter((routing.experts * 2 * self.width, hidden_size), *gate_up)
-        self.down = maker.parameter((routing.experts * hidden_size, self.width), *down)
+            local = Box((place * hidden_size, 0), (hidden_size, self.width))
+            down.append(replace(piece, local=local, replicas=ranks.replicas))
+        self.gate_up = maker.parameter((self.count * 2 * self.width, hidden_size), *gate_up)
+        self.down = maker.parameter((self.count * hidden_size, self.width), *down)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, experts = self.router(x.flatten(0, -2))
@@ -157,16 +167,30 @@ class Experts(placement.PlacedModule):
         else:
             x = collectives.copy_to_group(x, self.group)
             weights = collectives.copy_to_group(weights, self.group)
-        count = self.router.routing.experts
-        y = sum_of_experts(
-            x.flatten(0, -2),
-            weights,
-            experts,
-            self.gate_up.unflatten(0, (count, -1)),
-            self.down.unflatten(0, (count, -1)),
-        ).view_as(x)
+        gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
+        tokens = x.flatten(0, -2)
+        if self.ranks.group.size == 1:
+            y = sum_of_experts(tokens, weights, experts, gate_up, down).view_as(x)
+        else:
+            y = self._sum_elsewhere(tokens, weights, experts, gate_up, down).view_as(x)
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(y, self.group)
+
+    def _sum_elsewhere(self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Return the sum as `sum_of_experts` does, of which each rank of `ranks` computes the rows of its experts."""
+        group = self.ranks.group
+        chosen = experts.flatten()
+        rows = chosen.argsort(stable=True)
+        tokens = rows // experts.shape[1]
+        sent = torch.bincount(chosen, minlength=self.count * group.size).view(group.size, self.count)
+        arriving = collectives.all_to_all(sent, group)
+        there, here = sent.sum(1).tolist(), arriving.sum(1).tolist()
+        arrived = collectives.exchange_rows(x[tokens], there, here, group)
+        arrived_weights = collectives.exchange_rows(weights.flatten()[rows, None], there, here, group)
+        places = torch.arange(self.count, device=x.device).repeat(group.size).repeat_interleave(arriving.flatten())
+        y = sum_of_experts(arrived, arrived_weights, places[:, None], gate_up, down)
+        returned = collectives.exchange_rows(y, here, there, group)
+        return torch.zeros_like(x).index_add(0, tokens, returned)
 
     def extra_repr(self) -> str:
         routing = self.router.routing

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import BertConfig, Config, DecoderConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
-from shardwise.distributed.mesh import Group
+from shardwise.distributed.mesh import ExpertRanks, Group
 from shardwise.layers.execution import Compiler, Execution, made_with
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Part
@@ -32,6 +32,7 @@ def build_model(
     *,
     sequence_parallel: bool,
     context_group: Group | None = None,
+    experts: ExpertRanks | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     part: Part | None = None,
@@ -46,6 +47,7 @@ def build_model(
         group: the tensor-parallel ranks.
         sequence_parallel: true if activations are cut along the sequence between tensor-parallel layers.
         context_group: the ranks that share each sample; None: each rank has samples of its own.
+        experts: the ranks over which the experts of a block are divided; None: each rank has all of them.
         device: device of the parameters; None: torch's default.
         dtype: dtype of the parameters; None: torch's default.
         part: the pipeline stage to build; None: the whole model.
@@ -63,6 +65,7 @@ def build_model(
         fp8=config.precision.matmul is not None,
         passes_keys=config.passes_keys,
         context_group=context_group or Group(),
+        experts=experts or ExpertRanks(),
         loss=loss,
         compiler=compiler,
     )

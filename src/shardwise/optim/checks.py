@@ -96,7 +96,9 @@ def _descriptions(number: int, options: dict[str, Any]) -> Iterable[str]:
     """Yield a text for each parameter of a group: the properties, without values, that must be equal on all ranks."""
     parameters: list[nn.Parameter] = options["params"]
     for name, p in zip(options.get("param_names") or [""] * len(parameters), parameters, strict=True):
-        name = name or "+".join(piece.name for piece in placement.of_or_whole(p).pieces)
+        # Ranks have experts of other names.
+        pieces = [piece.name for piece in placement.of_or_whole(p).pieces if piece.replicas is None]
+        name = name or "+".join(pieces)
         strides = "" if p.is_contiguous() else f" with strides {list(p.stride())}"
         frozen = "" if p.requires_grad else " (frozen)"
         yield f"{name} {list(p.shape)}{strides} of {p.dtype} in group {number}{frozen}".lstrip()

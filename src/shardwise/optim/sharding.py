@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_numbers
 from shardwise.config import Frequency, Rounding
 from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.placement import of_or_whole
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,14 @@ class Sharding:
         place = data.rank % ranks.size
         copies = data.pick(tuple(range(place, data.size, ranks.size)), "copies") if self.replicate > 1 else Group()
         return Cut(self.stage, ranks, copies)
+
+
+def by_replicas(parameters: Sequence[nn.Parameter], data: Group) -> dict[Group, list[nn.Parameter]]:
+    """Sort parameters by the ranks that have the same part of them: experts may have fewer than all of `data`."""
+    sorted_: dict[Group, list[nn.Parameter]] = {}
+    for p in parameters:
+        sorted_.setdefault(of_or_whole(p).pieces[0].replicas or data, []).append(p)
+    return sorted_
 
 
 @dataclass(frozen=True)

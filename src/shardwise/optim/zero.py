@@ -30,7 +30,7 @@ from shardwise.optim.gathers import Gathers, UnitWeights, places_in
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.master_update import HostUpdate, Update, options_of
 from shardwise.optim.reductions import PartialGradients, Reductions
-from shardwise.optim.sharding import Dtypes, Ranks, Sharding
+from shardwise.optim.sharding import Cut, Dtypes, Ranks, Sharding, by_replicas
 from shardwise.optim.slice_optimizer import ModelSlices, SliceOptimizer
 from shardwise.optim.unsharded_parameters import UncutGradients, take_first_values
 
@@ -207,6 +207,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._norms = None
         self._updates = self._make_update(device, sum_dtype)
 
+    def cut_over(self, replicas: Group) -> Cut:
+        """Return the cut of parameters of which these data-parallel ranks have the same part."""
+        return self._sharding.cut(replicas)
+
     @property
     def _device(self) -> torch.device:
         return checks.device_of(self.param_groups, self._ranks.mesh)
@@ -220,7 +224,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
         hook = weak_hook(self._reductions.take)
-        buckets = make_buckets(trainable, self._sharding, self.cut, self._dtypes, self._places)
+        buckets: list[Bucket] = []
+        for replicas, parameters in by_replicas(trainable, self.group).items():
+            cut = self.cut_over(replicas)
+            buckets += make_buckets(parameters, self._sharding, cut, self._dtypes, self._places)
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
                 self._bucket_places[p] = (bucket, index)
@@ -462,8 +469,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     @property
     def gathers_in_passes(self) -> bool:
-        """True if a pass of the model is collective over the group, as units gather their parameters."""
-        return self._weights is not None and self.cut.ranks.size > 1
+        """True if a pass of the model is collective over the group: units gather parameters, or tokens travel."""
+        gathers = self._weights is not None and self.cut.ranks.size > 1
+        return gathers or len(by_replicas([*self._bucket_places], self.group)) > 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to 0: views into the buckets, whatever `set_to_none` says, and None from stage 2 on."""

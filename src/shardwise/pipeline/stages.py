@@ -51,6 +51,7 @@ def build_stages(
         mesh.tp,
         sequence_parallel=layout.sequence_parallel,
         context_group=mesh.cp,
+        experts=mesh.experts,
         device=mesh.device if device is None else device,
         dtype=dtype,
         deferred=deferred,

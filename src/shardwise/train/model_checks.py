@@ -98,7 +98,9 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int, optimizer: ZeroRedun
     """
     by_group: dict[Group, list[tuple[str, Tensor]]] = {}
     for piece, _, values, is_part in weight_slices(model, optimizer, mesh.tp):
-        owners = optimizer.cut.copies if is_part and optimizer is not None else mesh.replicas
+        owners = piece.replicas or mesh.replicas
+        if is_part and optimizer is not None:
+            owners = optimizer.cut_over(owners).copies
         groups = [group for group in (owners, piece.copies) if group.size > 1]
         if groups:
             digest = _digest(values)

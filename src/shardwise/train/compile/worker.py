@@ -76,6 +76,7 @@ def play(
             mesh.tp,
             sequence_parallel=layout.sequence_parallel,
             context_group=mesh.cp,
+            experts=mesh.experts,
             device=device,
             dtype=dtype,
             part=part,
