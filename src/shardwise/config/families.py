@@ -239,6 +239,11 @@ class FamilyConfig(Section):
         return None
 
     @property
+    def any_routing(self) -> Routing | None:
+        """The rule of the blocks with experts; None: there are none."""
+        return next(filter(None, map(self.routing, range(self.num_hidden_layers))), None)
+
+    @property
     def expert_width(self) -> int:
         """Width of an expert, in blocks with experts."""
         return self.intermediate_size

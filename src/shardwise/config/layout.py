@@ -31,6 +31,7 @@ class Layout:
         tensor, pipeline, context: degrees.
         sequence_parallel: true if activations are cut along the sequence between tensor-parallel layers.
         virtual: pipeline stages on each rank.
+        expert: ranks, of those of data and context parallelism, that divide the experts of a block among them.
 
     Raises:
         ConfigError: `world` is no multiple of `tensor` × `context` × `pipeline`.
@@ -42,6 +43,7 @@ class Layout:
     pipeline: int = 1
     virtual: int = 1
     context: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         numbers = {"number of ranks": self.world}
@@ -131,7 +133,8 @@ class Layout:
     @property
     def _optional_degrees(self) -> dict[str, int]:
         axes = (axis for axis in AXES if axis.is_optional and is_named(axis, self.degrees))
-        return {axis.degree: self.degrees[axis.degree] for axis in axes}
+        degrees = {axis.degree: self.degrees[axis.degree] for axis in axes}
+        return {**degrees, "expert": self.expert} if self.expert > 1 else degrees
 
     def facts(self) -> dict[str, int]:
         """The degrees, as the files of a run and the results of an evaluation record them."""

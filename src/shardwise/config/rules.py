@@ -22,7 +22,7 @@ from shardwise.config.load import config_from
 from shardwise.config.run_config import Config
 from shardwise.config.schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
 from shardwise.config.sections import ParallelConfig, share_of
-from shardwise.config.size_rules import context_problems, fp8_problems, tensor_problems
+from shardwise.config.size_rules import context_problems, expert_problems, fp8_problems, tensor_problems
 from shardwise.config.size_stages import stage_problems, stages_of
 
 
@@ -44,7 +44,15 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     micro_batches = None
     # A layout or a batch that cannot be is one problem of several: the other rules are checked without it.
     try:
-        layout = Layout(world, parallel.tensor, sequence, parallel.pipeline, parallel.stages_per_rank, parallel.context)
+        layout = Layout(
+            world,
+            parallel.tensor,
+            sequence,
+            parallel.pipeline,
+            parallel.stages_per_rank,
+            parallel.context,
+            parallel.expert,
+        )
         micro_batches = layout.accumulation(config.train)
     except ConfigError as error:
         problems = error.problems
@@ -54,6 +62,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     problems += _trace_problems(config, is_new)
     if layout is not None:
         problems += _rank_problems(config, layout) + bitwise_problems(config, layout)
+        problems += expert_problems(config, layout)
     problems += _problems_of_stages(config, world, problems, is_new=is_new)
     if layout is None or problems:
         raise ConfigError(problems)

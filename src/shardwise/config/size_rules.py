@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from shardwise.base.errors import listing, nearest_multiples
+import math
+
+from shardwise.base.errors import divisors, listing, nearest_multiples, nearest_numbers
+from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig
+from shardwise.config.rule import RuleTable, broken
 from shardwise.config.run_config import Config
 
 
@@ -23,6 +27,16 @@ def tensor_problems(config: Config, sequence: bool) -> list[str]:
     degrees = f"valid degrees are {listing(valid)}" if len(valid) > 1 else "the only valid degree is 1"
     return [f"parallel.tensor ({tensor}) must {reason}: {degrees}" for reason in reasons]
 
+
+_RULES_OF_EXPERTS: RuleTable = {
+    "": (
+        "{train.bitwise} must be false with model.family {=model.family}, which has experts: sums over their rows have "
+        "no parts",
+        "{compile.enabled} must be false with model.family {=model.family}: the numbers of rows of its experts change "
+        "in every step",
+        "{precision.matmul} must be left out with model.family {=model.family}: products of experts have no scales",
+    ),
+}
 
 FP8_MULTIPLE = 16
 """The number of which GPUs want the widths of fp8 products to be multiples."""
@@ -56,6 +70,30 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
         return []
     near = listing(nearest_multiples(length, parts), "or")
     return [f"train.sequence_length ({length}) must be a multiple of {factors} ({parts}): nearest {near}"]
+
+
+def expert_problems(config: Config, layout: Layout) -> list[str]:
+    """Return why the experts of a block cannot be divided over `parallel.expert` ranks, or not trained so."""
+    model = config.model
+    expert = layout.expert
+    routing = None if model.is_own else model.any_routing
+    if routing is None:
+        none = f"parallel.expert ({expert}) must be 1 with model.family {model.family}, which has no experts"
+        return [none] if expert > 1 else []
+    problems = []
+    ranks = layout.replicas // config.parallel.replicate
+    if routing.experts % expert:
+        near = listing(nearest_numbers(expert, divisors(routing.experts)), "or")
+        problems.append(
+            f"parallel.expert ({expert}) must divide the experts of a block ({routing.experts}): nearest {near}"
+        )
+    elif ranks % expert:
+        near = listing(nearest_numbers(expert, divisors(math.gcd(ranks, routing.experts))), "or")
+        problems.append(
+            f"parallel.expert ({expert}) must divide the data-parallel degree × parallel.context / parallel.replicate "
+            f"({layout.data} × {layout.context} / {config.parallel.replicate}): nearest {near}"
+        )
+    return problems + broken(_RULES_OF_EXPERTS, config)
 
 
 def fp8_problems(config: Config) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardwise.config.routing import Routing
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
 
@@ -140,7 +141,7 @@ def kept_and_work(workload: RankWorkload, layer: int) -> tuple[int, int]:
     block = block_activations(workload, layer)
     x = workload.x_bytes
     query = workload.a * workload.tokens * workload.local.query
-    mlp = _mlp_gradients(workload)
+    mlp = _mlp_gradients(workload, layer)
     core = _core_gradients(workload)
     core_mask, hidden_mask = _mask_hashing(workload)
     match workload.recompute:
@@ -186,6 +187,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     its output in place of its input: without dropout behind it, that is the last layer's input.
     """
     model = workload.model
+    routing = model.routing(layer)
     local = workload.local
     a = workload.a
     x = workload.x_bytes
@@ -209,6 +211,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
     norms = 2 if model.norm_place == "both" else 1
     drops_rotated = is_rotated and model.query_key_norm is None
+    mlp = _mlp(workload, feed) if routing is None else _experts(workload, routing)
     rotated_keys = 0 if workload.gathers_keys else local.key_value  # gathered ones are kept as before rotation
     return BlockActivations(
         saves_input=saves_input,
@@ -216,10 +219,10 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core_input=core_input,
         core_input_saved=core_input_saved,
         core=core,
-        mlp=_mlp(workload, feed) + norms * norm_bytes(workload) - (x if model.parallel_residual else 0),
+        mlp=mlp + norms * norm_bytes(workload) - (x if model.parallel_residual else 0),
         normed=_normed(workload),
         rotated=drops_rotated * a * workload.tokens * (local.query + rotated_keys),
-        activated=0 if rounds or (model.activation == "relu" and not model.gated) else feed,
+        activated=0 if routing is not None or rounds or (model.activation == "relu" and not model.gated) else feed,
     )
 
 
@@ -232,6 +235,36 @@ def _mlp(workload: RankWorkload, feed: int) -> int:
     last_input = workload.input_width * workload.tokens * workload.local.intermediate
     masks = workload.inner_mask_elements + workload.mask_elements
     return workload.product_input_bytes + inner + last_input + masks
+
+
+_INT64 = 8
+
+
+def _experts(workload: RankWorkload, routing: Routing) -> int:
+    """Return the bytes that a router and the experts of a block save, with balanced loads; R rows are T·k.
+
+    | part   | saved                                                                 | elements            |
+    |--------|-----------------------------------------------------------------------|---------------------|
+    | input  | as that of an MLP; for rows that come from other ranks, these instead | T·H or T/s·H; R·H   |
+    | router | scores, float32, and where weights are divided, these and their sum   | T·N; T·(k + 1)      |
+    |        | chosen experts, int64                                                 | T·k                 |
+    | rows   | gate and up                                                           | R·2F/t              |
+    |        | weight; place and token, int64                                        | R; 2·R              |
+    | shared | as a gated MLP of its width, without its input                        | 3·T·F'/t            |
+    """
+    model = workload.model
+    a = workload.a
+    tokens = workload.tokens
+    rows = tokens * routing.per_token
+    tensor = workload.layout.tensor
+    routed = workload.tokens_between
+    scores = _FLOAT32 * routed * (routing.experts + (2 * routing.per_token + 1) * routing.normalized)
+    chosen = _INT64 * routed * routing.per_token
+    per_row = 2 * a * model.expert_width // tensor + a + 2 * _INT64
+    saved = workload.product_input_bytes + scores + chosen + rows * per_row
+    if workload.layout.expert > 1:
+        saved += rows * (a * model.hidden_size + 3 * _INT64)
+    return saved + 3 * a * tokens * model.shared_expert_width // tensor
 
 
 def _normed(workload: RankWorkload) -> int:
@@ -416,7 +449,7 @@ def _core(workload: RankWorkload, layer: int, *, copied: bool) -> tuple[int, int
 # ---- gradients: what the backward pass holds beside saved tensors that are not free yet
 
 
-def _mlp_gradients(workload: RankWorkload) -> int:
+def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
     """Return the most that the MLP's backward pass holds: the gradient of x, [T/s, H], and the larger of two moments.
 
     At the last layer: the gradients of its input, [T·F/t], of its weight, [H·F/t], and of its output if that is not the
@@ -432,6 +465,12 @@ def _mlp_gradients(workload: RankWorkload) -> int:
     x = workload.x_bytes
     feed = a * workload.tokens * workload.local.intermediate
     elements = workload.local.intermediate * model.hidden_size
+    routing = model.routing(layer)
+    if routing is not None:
+        # The experts' gradients are complete together; a rank's rows are at work one expert after the other.
+        held = routing.experts // layout.expert * model.expert_width // layout.tensor
+        feed = a * workload.tokens * model.hidden_size
+        elements = 3 * held * model.hidden_size
     # Where a micro-batch's gradients are freed, they are copied to the bucket and not added.
     is_copied = workload.frees_gradients and workload.config.reduce == "micro_batch"
     last = feed + (a * elements if is_copied else workload.gradient_bytes(elements))

@@ -105,11 +105,14 @@ def _shapes(
     kinds: tuple[str, ...],
 ) -> tuple[BucketShape, ...]:
     shapes = []
-    by_group: dict[tuple[bool, ...], list[LocalParameter]] = {}
+    by_group: dict[tuple[tuple[bool, ...], int], list[LocalParameter]] = {}
     for parameter in _stored(model_part):
-        by_group.setdefault(tuple(getattr(parameter, kind) for kind in kinds), []).append(parameter)
-    # The order of `build.parameter_groups`: matrices first.
-    for _, group in sorted(by_group.items(), reverse=True):
+        divided_over = parameter.divided_over
+        kind_of_group = tuple(getattr(parameter, kind) for kind in kinds)
+        by_group.setdefault((kind_of_group, -divided_over), []).append(parameter)
+    # The order of `build.parameter_groups`: matrices first. Of a group, divided experts come last.
+    for (_, divided), group in sorted(by_group.items(), reverse=True):
+        ranks = slices // -divided if slices > 1 else 1
         sizes = [
             ((parameter.place.stage, parameter.at_both_ends), gradient * parameter.elements, parameter.place.unit)
             for parameter in group
@@ -117,9 +120,9 @@ def _shapes(
         if bucket_mib is not None:
             most = bucket_mib * _MIB
         else:
-            most = bucket_bytes(sum(size for _, size, _ in sizes), data, accelerator=accelerator)
+            most = bucket_bytes(sum(size for _, size, _ in sizes), data // -divided, accelerator=accelerator)
         for indices in packed(sizes, most):
             members = [group[index] for index in indices]
-            offsets, length = offsets_and_length([member.elements for member in members], slices)
-            shapes.append(BucketShape(tuple(zip(offsets, members, strict=True)), length, slices))
+            offsets, length = offsets_and_length([member.elements for member in members], ranks)
+            shapes.append(BucketShape(tuple(zip(offsets, members, strict=True)), length, ranks))
     return tuple(shapes)

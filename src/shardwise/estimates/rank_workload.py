@@ -20,6 +20,7 @@ from functools import cached_property
 
 from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, Precision, Recompute
 from shardwise.config.layout import Stage
+from shardwise.config.routing import Routing
 from shardwise.models.parameter_counts import LONG, LocalWidths
 from shardwise.pipeline.partition import stage_plan
 
@@ -64,7 +65,7 @@ class RankWorkload:
         model = config.shapes
         if model is None:
             return []
-        local = LocalWidths.of(model, layout.tensor, config.vocab_multiple(layout.tensor))
+        local = LocalWidths.of(model, layout.tensor, config.vocab_multiple(layout.tensor), layout.expert)
         precision = config.precision.resolved(accelerator)
         plan = stage_plan(config, layout)
         return [
@@ -88,10 +89,11 @@ class RankWorkload:
 
     @cached_property
     def first_alike(self) -> dict[int, int]:
-        """For each block of this rank, the first one that is like it: blocks differ only in rotation and window."""
-        first: dict[tuple[bool, int | None], int] = {}
+        """For each block of this rank, the first one that is like it: they differ in rotation, window and router."""
+        model = self.model
+        first: dict[tuple[bool, int | None, Routing | None], int] = {}
         return {
-            layer: first.setdefault((self.model.rotates(layer), self.model.window(layer)), layer)
+            layer: first.setdefault((model.rotates(layer), model.window(layer), model.routing(layer)), layer)
             for stage in self.stages
             for layer in stage.layers
         }

@@ -18,6 +18,7 @@ from typing import Literal
 from shardwise.config import FamilyConfig, ModelConfig, Recompute
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Stage
+from shardwise.config.routing import Routing
 from shardwise.layers.chunks import vocabulary_rows
 from shardwise.optim.bucket_layout import UnitPlace
 
@@ -35,6 +36,7 @@ class LocalWidths:
         key_value: width of the keys, kv / t, but at least one head: with t > kv heads neighbouring ranks hold the same.
         intermediate: width of the MLP, F / t.
         key_value_copies: number of ranks that hold the same key/value head.
+        expert_ranks: ranks that divide the experts of a block among them, E.
     """
 
     vocabulary: int
@@ -42,15 +44,17 @@ class LocalWidths:
     key_value: int
     intermediate: int
     key_value_copies: int
+    expert_ranks: int = 1
 
     @staticmethod
-    def of(model: FamilyConfig, tensor: int, vocab_multiple: int = 1) -> LocalWidths:
+    def of(model: FamilyConfig, tensor: int, vocab_multiple: int = 1, expert_ranks: int = 1) -> LocalWidths:
         return LocalWidths(
             vocabulary=vocabulary_rows(model.vocab_size, tensor, vocab_multiple),
             query=model.num_attention_heads * model.head_dim // tensor,
             key_value=max(model.num_key_value_heads // tensor, 1) * model.head_dim,
             intermediate=model.intermediate_size // tensor,
             key_value_copies=max(tensor // model.num_key_value_heads, 1),
+            expert_ranks=expert_ranks,
         )
 
 
@@ -71,6 +75,8 @@ class LocalParameter:
         per: vectors that it is multiplied with; None for a vector, and for a table that is only looked up.
         partial_from: first element whose gradient is partial; all after it are partial too.
         partial_over: number of ranks over which these gradients are still to be summed; 1: none is partial.
+        used_share: share of the tokens that it is multiplied with: an expert's is its share of balanced loads.
+        divided_over: data-parallel ranks that divide the tensors of its kind among them: E of experts.
         at_both_ends: true if the other end of the pipeline holds it too, with a part of its gradient: a tied embedding.
     """
 
@@ -80,6 +86,8 @@ class LocalParameter:
     per: Per | None = None
     partial_from: int = 0
     partial_over: int = 1
+    used_share: float = 1.0
+    divided_over: int = 1
     at_both_ends: bool = False
     in_block: bool = False
     place: UnitPlace = OUTSIDE
@@ -102,6 +110,7 @@ def local_parameter_count(
     vocab_multiple: int = 1,
     stages: Sequence[Stage] | None = None,
     block_matrices: bool = False,
+    expert_ranks: int = 1,
 ) -> int | None:
     """Return the elements that one of t ranks holds, replicated parameters and the vocabulary's padding included.
 
@@ -110,30 +119,34 @@ def local_parameter_count(
         vocab_multiple: number that divides each rank's rows of embedding and head.
         stages: pipeline stages of the rank; None: the whole model.
         block_matrices: true to count only the elements of matrices of blocks.
+        expert_ranks: ranks that divide the experts of a block among them.
 
     Returns:
         The number; None for a class of the user's.
     """
     if model.is_own:
         return None
-    return _element_count(model, tensor, vocab_multiple, None if stages is None else tuple(stages), block_matrices)
+    local = LocalWidths.of(model, tensor, vocab_multiple, expert_ranks)
+    return _element_count(model, tensor, local, None if stages is None else tuple(stages), block_matrices)
 
 
 # The planner asks for the same stages in thousands of layouts.
 @lru_cache(maxsize=2**12)
 def _element_count(
-    model: FamilyConfig, tensor: int, vocab_multiple: int, stages: tuple[Stage, ...] | None, block_matrices: bool
+    model: FamilyConfig, tensor: int, local: LocalWidths, stages: tuple[Stage, ...] | None, block_matrices: bool
 ) -> int:
-    local = LocalWidths.of(model, tensor, vocab_multiple)
+    # Blocks with the same router, or without one, have the same parameters: those of one are counted for all of them.
     stages = stages or _whole_model(model)
-    # All blocks have the same parameters: those of the first one of each stage are counted for all of them.
-    shortened = [replace(stage, layers=stage.layers[:1]) for stage in stages]
-    blocks = {stage.index: len(stage.layers) for stage in stages}
-    return sum(
-        parameter.elements * (blocks[parameter.place.stage] if parameter.in_block else 1)
-        for parameter in local_parameters(model, tensor, local=local, stages=shortened)
-        if parameter.is_block_matrix or not block_matrices
-    )
+    whole = [replace(stage, layers=range(0)) for stage in stages]
+    counted = [] if block_matrices else [(p, 1) for p in local_parameters(model, tensor, local=local, stages=whole)]
+    for stage in stages:
+        numbers = Counter(map(model.routing, stage.layers))
+        for routing, number in numbers.items():
+            layer = next(layer for layer in stage.layers if model.routing(layer) == routing)
+            one = replace(stage, layers=range(layer, layer + 1))
+            parameters = local_parameters(model, tensor, local=local, stages=[one])
+            counted += [(parameter, number) for parameter in parameters if parameter.in_block]
+    return sum(p.elements * number for p, number in counted if p.is_block_matrix or not block_matrices)
 
 
 def _whole_model(model: FamilyConfig) -> tuple[Stage, ...]:
@@ -144,10 +157,12 @@ def _whole_model(model: FamilyConfig) -> tuple[Stage, ...]:
 def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
     """Return the number of parameters in matrix products with `per`; None: in all matrix products.
 
+    Of the experts of a block, those count that are chosen for a token.
+
     A head counts whether or not it is tied; a table that is only looked up does not.
     """
     multiplied = [parameter for parameter in local_parameters(model, 1) if parameter.per is not None]
-    return sum(parameter.elements for parameter in multiplied if per in (None, parameter.per))
+    return round(sum(p.elements * p.used_share for p in multiplied if per in (None, p.per)))
 
 
 def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Counter[tuple[int, int]]:
@@ -158,8 +173,17 @@ def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Co
     """
     hidden = model.hidden_size
     query = model.num_attention_heads * model.head_dim
-    shapes = Counter([(hidden, query), (hidden, model.intermediate_size)])
-    shapes[model.intermediate_size, hidden] += 2 if model.gated else 1
+    shapes = Counter([(hidden, query)])
+    routing = model.routing(model.num_hidden_layers - 1)
+    widths = {model.intermediate_size: 1}
+    if routing is not None:
+        widths = {model.expert_width: routing.experts}
+        shapes[routing.experts, hidden] += 1
+        if model.shared_expert_width:
+            widths[model.shared_expert_width] = widths.get(model.shared_expert_width, 0) + 1
+    for width, count in widths.items():
+        shapes[hidden, width] += count
+        shapes[width, hidden] += (2 if model.gated else 1) * count
     if split_heads:
         shapes[model.head_dim, hidden] += model.num_attention_heads + 2 * model.num_key_value_heads
     else:
@@ -229,9 +253,10 @@ class _StageParameters:
             yield from self.embeddings()
         elif self.stage.is_last and self.at_both_ends and not self.model.head_transform:
             yield self.embedding()  # the head's weight; a transforming head comes after the blocks with its own
-        block = list(self.block())
+        blocks = {routing: list(self.block(routing)) for routing in map(self.model.routing, self.stage.layers)}
         for layer in self.stage.layers:
             place = UnitPlace(self.stage.index, layer)
+            block = blocks[self.model.routing(layer)]
             yield from (replace(parameter, in_block=True, place=place) for parameter in block)
         if self.stage.is_last and self.model.head_transform:
             yield from self.bert_heads()
@@ -250,8 +275,11 @@ class _StageParameters:
         if self.model.embedding_norm:
             yield from self.norm()
 
-    def block(self) -> Iterator[LocalParameter]:
-        """Yield H·(q + 2kv) + q·H of attention and 2·H·F of the MLP (3·H·F if gated) over t, biases and norms."""
+    def block(self, routing: Routing | None) -> Iterator[LocalParameter]:
+        """Yield H·(q + 2kv) + q·H of attention and 2·H·F of the MLP (3·H·F if gated) over t, biases and norms.
+
+        In the place of the MLP a block may have a router and experts, of which the rank has N / E.
+        """
         model = self.model
         local = self.local
         if model.norms_input:
@@ -263,10 +291,31 @@ class _StageParameters:
         if model.norm_place == "both":
             yield from self.norm()
         matrices = 2 if model.gated else 1
-        yield from self.columns(matrices * model.intermediate_size, model.mlp_bias, tensors=matrices)
-        yield from self.rows(local.intermediate, model.mlp_bias)
+        if routing is None:
+            yield from self.columns(matrices * model.intermediate_size, model.mlp_bias, tensors=matrices)
+            yield from self.rows(local.intermediate, model.mlp_bias)
+        else:
+            yield from self.experts(routing)
         if model.norm_place != "input":
             yield from self.norm()
+
+    def experts(self, routing: Routing) -> Iterator[LocalParameter]:
+        """N·H of the router and its bias, 2·H·F and H·F over t of each of the rank's experts, and the shared expert."""
+        model = self.model
+        ranks = self.local.expert_ranks
+        held = routing.experts // ranks
+        share = routing.per_token / routing.experts
+        elements = held * model.hidden_size * model.expert_width // self.tensor
+        for matrices in (2, 1):
+            yield LocalParameter(
+                matrices * elements, tensors=matrices * held, per="token", used_share=share, divided_over=ranks
+            )
+        yield LocalParameter(routing.experts * model.hidden_size, per="token", partial_over=self._partial_between)
+        if routing.has_bias:
+            yield LocalParameter(routing.experts, matrix=False)
+        if model.shared_expert_width:
+            yield from self.columns(2 * model.shared_expert_width, bias=False, tensors=2)
+            yield from self.rows(model.shared_expert_width // self.tensor, bias=False)
 
     def bert_heads(self) -> Iterator[LocalParameter]:
         """Pooler, masked-token head and next-sentence classifier: 2·H² + 6·H + V + 2, and the tied decoder.
