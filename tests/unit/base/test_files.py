@@ -28,7 +28,7 @@ from shardwise.base.files import (
 )
 from shardwise.checkpoint.storage.root import Root
 from shardwise.data import cache
-from shardwise.data.prepare.work_folder import WorkFolder
+from shardwise.data.prepare.output import Output
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, json_text, open_log
 
 
@@ -94,7 +94,7 @@ def test_no_lock_of_a_preparation_is_a_link(tmp_path: Path, plant: Callable[[Pat
     victim = plant(tmp_path / ".out.preparing" / "lock")
     with (
         pytest.raises(DataError, match=r"out cannot be written: lock is a link"),
-        WorkFolder(tmp_path / "out").locked(),
+        Output(tmp_path / "out", None, None, {})._locked(),
     ):
         pass
     assert untouched(victim)

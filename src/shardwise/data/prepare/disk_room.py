@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.base.errors import DataError
 from shardwise.base.files import free_bytes, user_path
 from shardwise.base.units import size
-from shardwise.config import DataConfig
 from shardwise.data.reading.megatron_files import written_dtype
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, ColumnSource, FileSource, Source
 from shardwise.data.tokens.encoding import ContentDigest, cut_sentences, group_by_size
@@ -43,62 +42,56 @@ class Estimate:
     output_bytes: int
 
 
-def estimate(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Estimate | None:
+def estimate(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Estimate | None:
     """An estimate from the sizes of the files and the beginning of the text; None if there are no files."""
+    packed: set[Path] = set()
     if isinstance(source, ColumnSource):
-        if data.path is None:
-            return None
-        files: Sequence[Path] = [path for path in user_path(data.path).rglob("*") if path.is_file()]
-        wrapped = True
+        path = source.data.path
+        files = [] if path is None else [file for file in user_path(path).rglob("*") if file.is_file()]
+        exact = False
     else:
-        if not source.files:
-            return None
-        files = source.files
-        wrapped = False
-    packed = set()
-    if isinstance(source, FileSource):
-        for path, reading in zip(files, source.readings, strict=True):
-            wrapped = wrapped or reading.kind != "text"
-            if reading.packing or reading.kind == "parquet":
-                packed.add(path)
-    total = sum(round(path.stat().st_size * (_PACKED if path in packed else 1.0)) for path in files)
+        files = list(source.files)
+        exact = True
+        if isinstance(source, FileSource):
+            readings = zip(files, source.readings, strict=True)
+            packed = {file for file, reading in readings if reading.packing or reading.kind == "parquet"}
+            exact = all(reading.kind == "text" for reading in source.readings)
+    if not files:
+        return None
+    total = sum(round(file.stat().st_size * (_PACKED if file in packed else 1.0)) for file in files)
     digest = ContentDigest()
     pieces = next(group_by_size(digest.watch(source.pieces()), lambda piece: piece.characters, PIECE_CHARACTERS), [])
     texts = []
     for piece in pieces:
         texts += cut_sentences(piece.text) if sentences else [piece.text]
     tokens = len(tokenizer.encode_rows(texts, literally=sentences)[0])
-    ended = sum(piece.ends_document for piece in pieces)
     # All of the text has as many tokens for each byte as its beginning.
-    scale = 0.0
-    if digest.bytes:
-        scale = _MARGIN * total / digest.bytes
-    documents = max(len(files), round(ended * scale))
+    scale = _MARGIN * total / digest.bytes if digest.bytes else 0.0
+    documents = max(len(files), round(sum(piece.ends_document for piece in pieces) * scale))
     sequences = round(len(texts) * scale) + documents
     output_bytes = (round(tokens * scale) + documents) * written_dtype(tokenizer.vocab_size).itemsize
-    return Estimate(
-        bytes=total,
-        exact=not (wrapped or packed),
-        packed=bool(packed),
-        output_bytes=output_bytes + _INDEX_BYTES * (sequences + documents),
-    )
+    output_bytes += _INDEX_BYTES * (sequences + documents)
+    return Estimate(total, exact and not packed, bool(packed), output_bytes)
 
 
-def check_room(needed: int, written: int, output: Path, announce: Callable[[str], None], *, packed: bool) -> None:
+def check_room(estimate: Estimate | None, written: int, output: Path, announce: Callable[[str], None]) -> None:
     """Announces how much disk `output` needs.
 
     Args:
-        written: bytes of `needed` that are on the disk already.
-        packed: True if the text is compressed, so that the estimate is too rough for a refusal.
+        estimate: estimate of its source; None if there is none.
+        written: bytes that are on the disk already.
 
     Raises:
-        DataError: the disk has less.
+        DataError: the disk has less, and the estimate is no rough one of a compressed text.
     """
+    if estimate is None:
+        announce(f"preparing {output}: its size is known only after the text was read")
+        return
     free = free_bytes(output)
-    missing = max(needed - written, 0)
+    missing = max(estimate.output_bytes - written, 0)
     if missing <= max(free, _LEAST):
         announce(f"preparing {output}: takes about {size(missing)} of the {size(free)} that are free")
-    elif packed:
+    elif estimate.packed:
         announce(
             f"preparing {output}: may take {size(missing)}, as its text is packed, and {size(free)} are free: if the "
             "disk becomes full, make room, and the same command continues"

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from shardwise.base.errors import DataError, RunError, see
 from shardwise.base.files import to_disk
 from shardwise.base.hardware import cpu_count
-from shardwise.data.prepare.work_folder import PREFIX, WorkFolder
+from shardwise.data.prepare.output import PREFIX, Output
 from shardwise.data.reading.megatron_files import UnfinishedIndex, written_dtype
 from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.rows import IntArray, Part
@@ -40,6 +40,8 @@ from shardwise.launch.local import die_with_parent
 BATCH_CHARACTERS = 1 << 21
 SMALL_BYTES = 8 << 20
 """Work below this size is done in this process: others take longer to start than they save."""
+COMMIT_SECONDS = 1.0
+"""The most work that a killed process loses."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,25 @@ class SourcePosition:
     characters: int = 0
     bytes: int = 0
     digest: str = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The part of the source that has been read, and the tokens and sequences that were written of it.
+
+    Attributes:
+        open_document: tokens of the last document if its end is not written yet, else 0.
+    """
+
+    read: SourcePosition = field(default_factory=SourcePosition)
+    tokens: int = 0
+    sequences: int = 0
+    open_document: int = 0
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> Progress:
+        """The progress of which `saved` is the `dataclasses.asdict`."""
+        return cls(**{**saved, "read": SourcePosition(**saved["read"])})
 
 
 @dataclass(frozen=True)
@@ -82,28 +103,24 @@ def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Itera
         sentences: True if the texts are sentences, False if they are windows of documents.
     """
     digest = encoding.ContentDigest()
+    watched: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
+    cut = encoding.sentence_pieces(watched) if sentences else windows.text_windows(watched, tokenizer)
+    pieces: Iterator[encoding.PieceTexts | windows.TextWindow] = (piece for _, piece in cut)
     position = SourcePosition()
     # `digest` is that of the text up to the end of a batch, or of one piece more if it ends within a document.
-    for batch in encoding.group_by_size(
-        _pieces(source, digest, tokenizer, sentences), lambda piece: piece.characters, BATCH_CHARACTERS
-    ):
-        texts = [text for piece in batch for text in piece.texts]
-        contexts = [tokens for piece in batch for tokens in piece.contexts]
+    for batch in encoding.group_by_size(pieces, lambda piece: piece.characters, BATCH_CHARACTERS):
         counts = accumulate(len(piece.texts) for piece in batch)
         ends = [count for count, piece in zip(counts, batch, strict=True) if piece.ends_document]
-        documents = position.documents + len(ends)
-        characters = position.characters + sum(piece.characters for piece in batch)
-        position = SourcePosition(position.batches + 1, documents, characters, digest.bytes, digest.hexdigest())
+        position = SourcePosition(
+            position.batches + 1,
+            position.documents + len(ends),
+            position.characters + sum(piece.characters for piece in batch),
+            digest.bytes,
+            digest.hexdigest(),
+        )
+        texts = [text for piece in batch for text in piece.texts]
+        contexts = [tokens for piece in batch for tokens in piece.contexts]
         yield TextBatch(texts, contexts, ends, position)
-
-
-def _pieces(
-    source: Source, digest: encoding.ContentDigest, tokenizer: Tokenizer, sentences: bool
-) -> Iterator[encoding.PieceTexts | windows.TextWindow]:
-    pieces: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
-    if sentences:
-        return (piece for _, piece in encoding.sentence_pieces(pieces))
-    return (window for _, window in windows.text_windows(pieces, tokenizer))
 
 
 TokenRow = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
@@ -193,10 +210,6 @@ def _begin(path: str | None, threads: int, parent: int) -> None:
         _tokenizer = Tokenizer.load(path)
 
 
-COMMIT_SECONDS = 1.0
-"""The most work that a killed process loses."""
-
-
 @dataclass(frozen=True)
 class SequenceOptions:
     """The rules by which text becomes sequences of tokens.
@@ -210,80 +223,47 @@ class SequenceOptions:
     marks: encoding.DocumentMarks
 
 
-@dataclass(frozen=True)
-class WrittenCounts:
-    """The contents of the files.
-
-    Attributes:
-        open_document: tokens of the last document if its end is not written yet, else 0.
-    """
-
-    tokens: int = 0
-    sequences: int = 0
-    documents: int = 0
-    open_document: int = 0
-
-
-@dataclass(frozen=True)
-class TokenizingProgress:
-    """The part of the source that has been read, and the contents that were written of it."""
-
-    read: SourcePosition = field(default_factory=SourcePosition)
-    written: WrittenCounts = field(default_factory=WrittenCounts)
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> TokenizingProgress:
-        """The progress of which `state` is the `dataclasses.asdict`."""
-        # `open_sequence` is in the states of earlier versions.
-        written = {name: number for name, number in state["written"].items() if name != "open_sequence"}
-        return cls(SourcePosition(**state["read"]), WrittenCounts(**written))
+class ChangedError(DataError):
+    """The text that was read before has changed."""
 
 
 def write_tokens(
     source: Source,
     workers: Workers,
-    work: WorkFolder,
+    output: Output,
     sequences: SequenceOptions,
     tokenizer: Tokenizer,
-    begin: TokenizingProgress,
-    save: Callable[[TokenizingProgress], None],
+    progress: Progress,
     advance: Callable[[int], None],
-) -> TokenizingProgress:
-    """Tokenizes the source from `begin` on; returns the progress at its end, when tokens.bin and tokens.idx are there.
+) -> Progress:
+    """Tokenizes the source; returns the progress at its end, when tokens.bin and tokens.idx are complete.
 
     Args:
+        output: place of the data, whose work folder has the files and the progress.
         tokenizer: tokenizer that `workers` have.
-        save: function that stores a progress on the disk; the files that it describes are there already.
+        progress: progress of an earlier process, after which this one continues.
         advance: called with the bytes of text that were read.
 
     Raises:
-        ChangedError: the text up to `begin` differs from what was read before.
+        ChangedError: the text up to `progress` differs from what was read before.
         DataError: the source cannot be read, or a disk is full.
     """
     with contextlib.ExitStack() as files:
-        with work.writing():
-            index = open_index(files, work.folder, tokenizer.vocab_size, begin.written)
-        progress = begin
+        with output.writing():
+            index = open_index(files, output.folder, tokenizer.vocab_size, progress)
         saved = time.monotonic()
-        batches = _after(text_batches(source, tokenizer, sequences.sentences), begin.read, advance)
+        batches = _after(text_batches(source, tokenizer, sequences.sentences), progress.read, advance)
         for batch, row in workers.each(functools.partial(tokenize, literally=sequences.sentences), batches):
             advance(batch.stop.bytes - progress.read.bytes)
-            with work.writing():
-                progress = TokenizingProgress(batch.stop, _append(index, sequences, progress.written, batch, row))
+            with output.writing():
+                progress = _append(index, sequences, progress, batch, row)
                 if time.monotonic() - saved >= COMMIT_SECONDS:
-                    # The files first: a state must never describe tokens that a crash could lose.
-                    _to_disk(index)
-                    save(progress)
+                    _commit(index, output, progress)
                     saved = time.monotonic()
-        with work.writing():
-            _to_disk(index)
-            save(progress)
-            finish_index(index, work.folder)
+        with output.writing():
+            _commit(index, output, progress)
+            finish_index(index, output.folder)
     return progress
-
-
-class ChangedError(DataError):
-    """The text that was read before has changed."""
 
 
 def _after(batches: Iterator[TextBatch], begin: SourcePosition, advance: Callable[[int], None]) -> Iterator[TextBatch]:
@@ -296,15 +276,20 @@ def _after(batches: Iterator[TextBatch], begin: SourcePosition, advance: Callabl
     yield from batches
 
 
-def open_index(files: contextlib.ExitStack, folder: Path, vocab_size: int, written: WrittenCounts) -> UnfinishedIndex:
-    """The files of the data set in `folder`, cut to the size that `written` says; `files` closes them."""
-    bounds = 0
-    if written.documents:
-        bounds = written.documents + 1
+def _commit(index: UnfinishedIndex, output: Output, progress: Progress) -> None:
+    """The files first: a state must never describe tokens that a crash could lose."""
+    for file in index.files:
+        to_disk(file)
+    output.save(asdict(progress))
+
+
+def open_index(files: contextlib.ExitStack, folder: Path, vocab_size: int, progress: Progress) -> UnfinishedIndex:
+    """The files of the data set in `folder`, cut to the size that `progress` says; `files` closes them."""
+    documents = progress.read.documents
     expected = {
-        "bin": written_dtype(vocab_size).itemsize * written.tokens,
-        "sizes": 4 * written.sequences,
-        "documents": 8 * bounds,
+        "bin": written_dtype(vocab_size).itemsize * progress.tokens,
+        "sizes": 4 * progress.sequences,
+        "documents": 8 * (documents + 1) if documents else 0,
     }
 
     def opened(kind: str) -> BinaryIO:
@@ -317,8 +302,7 @@ def open_index(files: contextlib.ExitStack, folder: Path, vocab_size: int, writt
         file.seek(0, os.SEEK_END)
         return file
 
-    tokens, sizes, documents = map(opened, expected)
-    return UnfinishedIndex(tokens, sizes, documents, vocab_size, written.sequences, written.documents)
+    return UnfinishedIndex(*map(opened, expected), vocab_size, progress.sequences, documents)
 
 
 def finish_index(index: UnfinishedIndex, folder: Path) -> None:
@@ -328,21 +312,16 @@ def finish_index(index: UnfinishedIndex, folder: Path) -> None:
         to_disk(idx)
 
 
-def _to_disk(index: UnfinishedIndex) -> None:
-    for file in index.files:
-        to_disk(file)
-
-
 def _append(
-    index: UnfinishedIndex, sequences: SequenceOptions, written: WrittenCounts, batch: TextBatch, row: TokenRow
-) -> WrittenCounts:
+    index: UnfinishedIndex, sequences: SequenceOptions, progress: Progress, batch: TextBatch, row: TokenRow
+) -> Progress:
     """Appends the tokens of a batch; the next batch continues a document that is open at its end."""
     tokens, sizes = row
     ends = np.array(batch.ends, dtype=np.int64)
     end = sequences.marks.end
     if not sequences.sentences:  # each text is a window of a document
         is_last = np.isin(np.arange(1, len(sizes) + 1), ends).tolist()
-        tokens, sizes = sequences.marks.put(tokens, sizes, is_last, begun=written.open_document > 0)
+        tokens, sizes = sequences.marks.put(tokens, sizes, is_last, begun=progress.open_document > 0)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
     document_ends = starts[ends]  # tokens of the batch before each end of a document
     if sequences.sentences:
@@ -350,7 +329,7 @@ def _append(
         if end is not None:
             tokens = np.insert(tokens, document_ends, end)
     else:  # the first document began before the batch; documents without tokens have no sequence
-        document_lengths = np.diff(document_ends, prepend=-written.open_document)
+        document_lengths = np.diff(document_ends, prepend=-progress.open_document)
         has_tokens = document_lengths > 0
         lengths = document_lengths[has_tokens]
         bounds = np.cumsum(has_tokens)
@@ -359,8 +338,8 @@ def _append(
     if len(document_ends):
         open_document -= int(document_ends[-1])
     else:
-        open_document += written.open_document
-    return WrittenCounts(written.tokens + len(tokens), index.sequences, index.documents, open_document)
+        open_document += progress.open_document
+    return Progress(batch.stop, progress.tokens + len(tokens), index.sequences, open_document)
 
 
 def _sentences(sizes: IntArray, ends: IntArray, *, closed: bool) -> tuple[IntArray, IntArray]:

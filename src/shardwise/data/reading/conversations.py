@@ -17,9 +17,8 @@ from shardwise.base.errors import DataError, listing
 from shardwise.base.libraries import first_line, optional_library
 from shardwise.base.parsing import json_value
 from shardwise.data.reading import text_files
-from shardwise.data.reading.content import opened, readable
+from shardwise.data.reading.content import Kind, opened, readable
 from shardwise.data.reading.dataset_tables import DataSet
-from shardwise.data.reading.file_kinds import Kind
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
@@ -79,12 +78,8 @@ def conversations(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
     if kind == "text":
         raise DataError(f"{path} is plain text, and conversations must be JSON lines or parquet: leave it out")
     located = _in_rows(path, key) if kind == "parquet" else _in_lines(path, key)
-    is_empty = True
     for where, values in located:
-        is_empty = False
         yield where, _conversation(values, where, key)
-    if is_empty:
-        raise DataError(f"{path} is empty: remove it or put conversations into it")
 
 
 def conversations_of_table(dataset: DataSet) -> Iterator[Chat]:
@@ -103,7 +98,7 @@ def conversations_of_table(dataset: DataSet) -> Iterator[Chat]:
 
 def _in_lines(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
     with opened(path) as content:
-        for number, line in enumerate(content.stream, start=1):
+        for number, line in enumerate(content, start=1):
             if line.strip():
                 where = partial(text_files.line_name, path, 0, number)
                 yield where, text_files.line_record(line, where, key, json_value)

@@ -128,18 +128,18 @@ class _HubTables:
 
     def load(self) -> Mapping[str, Any]:
         builder = self._builder(library())
-        # In the second turn, tables that are damaged are made again from the files in the hub's cache.
-        for mode in ("reuse_dataset_if_exists", "reuse_cache_if_exists"):
-            if mode == "reuse_cache_if_exists" or not Path(builder.cache_dir, _INFO).is_file():
-                hub.drop_damaged(self.folder)
-            try:
-                builder.download_and_prepare(download_mode=mode)
-            except Exception as error:  # noqa: BLE001  of the library's formats and of the hub's client: any
-                raise self._refusal(error) from None
-            tables = self._tables(builder)
-            if tables is not None:
-                return tables
-        raise DataError(f"the cache of datasets ({builder.cache_dir}) returns other rows than were written")
+        try:
+            builder.download_and_prepare()
+        except Exception as error:  # noqa: BLE001  of the library's formats and of the hub's client: any
+            raise self._refusal(error) from None
+        try:
+            tables: dict[str, Any] = dict(builder.as_dataset())
+            is_whole = all(len(table) == builder.info.splits[name].num_examples for name, table in tables.items())
+        except Exception:  # noqa: BLE001  as above
+            is_whole = False
+        if not is_whole:
+            raise DataError(f"the cache of datasets ({builder.cache_dir}) is damaged: remove this folder")
+        return tables
 
     def files(self) -> Mapping[str, list[str]]:
         """The addresses (hf://…) of each split's files."""
@@ -213,16 +213,6 @@ class _HubTables:
                     f"the files of data.dataset ({self.repository}) must lie in its repository, and its card names "
                     f"{address}: set data.path to a copy of the files that you trust"
                 )
-
-    def _tables(self, builder: Any) -> Mapping[str, Any] | None:
-        """The tables that lie in the library's cache; None if a file of theirs is damaged."""
-        try:
-            tables: dict[str, Any] = dict(builder.as_dataset())
-        except Exception:  # noqa: BLE001  as above
-            return None
-        if any(len(table) != builder.info.splits[name].num_examples for name, table in tables.items()):
-            return None
-        return tables
 
     def _refusal(self, error: Exception) -> DataError:
         cause = error.__cause__ or error

@@ -86,23 +86,21 @@ class Hdf5Shard:
         Raises:
             DataError: it is no HDF5 file, or an array is missing, empty, ragged, of another shape or length.
         """
-        sizes: dict[str, tuple[str, int]] = {}  # the first key that has a dimension, and its length
+        sizes: dict[str, int] = {}
         with opened(path) as file, _reading(path):
             for key, dimensions in KEYS.items():
                 for dimension, length in zip(dimensions, _shape(path, file, key), strict=True):
-                    first, expected = sizes.setdefault(dimension, (key, length))
-                    words = _WORDS[dimension]
+                    expected = sizes.setdefault(dimension, max(length, 1))
                     if length != expected:
+                        words = _WORDS[dimension]
                         raise DataError(
-                            f"{path}: {key} ({length} {words}) must have as many {words} as {first} ({expected}): "
-                            f"{AGAIN}"
+                            f"{path}: {key} ({length} {words}) must have as many as the other arrays ({expected}), "
+                            f"and at least 1: remove the file, or {AGAIN}"
                         )
-                    if length == 0:
-                        raise DataError(f"{path}: {key} (0 {words}) must have 1 or more: remove the file, or {AGAIN}")
             # An array of one dimension is read at once in any case, so its chunks do not matter.
             nbytes = sum(file[key].nbytes for key in KEYS)
             chunked = any(file[key].ndim > 1 and file[key].chunks is not None for key in KEYS)
-        rows, length, predictions = (sizes[dimension][1] for dimension in "NSP")
+        rows, length, predictions = (sizes[dimension] for dimension in "NSP")
         if sequence_length not in (None, length):
             raise DataError(
                 f"{path}: the sequences ({length} tokens) must have those of train.sequence_length "
@@ -129,12 +127,10 @@ def opened(path: Path) -> Any:
     h5py = library()
     with readable(path), path.open("rb"):  # the library's own message would lack the reason
         pass
-    if not h5py.is_hdf5(path):
-        raise DataError(f"{path} must be an HDF5 file, and it is not: leave it out, or copy it again")
     try:
         return h5py.File(path, "r", locking="best-effort")
     except OSError as error:
-        raise DataError(f"{path} cannot be opened ({error}): it is damaged, copy it again") from None
+        raise DataError(f"{path} must be an HDF5 file, and it is none or damaged ({error}): copy it again") from None
 
 
 @contextlib.contextmanager
@@ -159,19 +155,18 @@ def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
 def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
     """The shape of one array of integers."""
     array = file.get(key)
-    dimensions = KEYS[key]
     if array is None or not hasattr(array, "dtype"):
         raise DataError(f"{path} must have the array {key}, and has {listing(sorted(file)) or 'none'}: {AGAIN}")
     # A shard of somebody else could make the process read any file of this machine.
     is_elsewhere = array.is_virtual and any(source.file_name != "." for source in array.virtual_sources())
     if array.file.filename != file.filename or array.external or is_elsewhere:
         raise DataError(f"{path}: {key} must lie in the file itself, and it refers to another file: {AGAIN}")
-    if array.dtype.kind not in "iub":
-        raise DataError(f"{path}: {key} ({array.dtype}) must hold integers, in rows of one length: {AGAIN}")
     shape = tuple(array.shape or ())
-    if len(shape) != len(dimensions):
-        names = ", ".join(_WORDS[dimension] for dimension in dimensions)
-        raise DataError(f"{path}: {key} (of shape {list(shape)}) must have the shape [{names}]: {AGAIN}")
+    if array.dtype.kind not in "iub" or len(shape) != len(KEYS[key]):
+        names = ", ".join(_WORDS[dimension] for dimension in KEYS[key])
+        raise DataError(
+            f"{path}: {key} ({array.dtype} of shape {list(shape)}) must hold integers of shape [{names}]: {AGAIN}"
+        )
     return shape
 
 

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing
-from shardwise.data.reading.content import HEAD
-from shardwise.data.reading.file_kinds import FOREIGN
+from shardwise.data.reading.content import FOREIGN, HEAD
 
 DTYPES = ("uint16", "uint32", "int64")
 SUFFIXES = (".bin", ".npy", ".ds", ".mds")

@@ -1,9 +1,8 @@
-"""Sources of text: built-in texts, the user's files and data sets, as one stream of pieces.
+"""Sources of text: built-in texts, the user's files and data sets, as pieces of documents; and the files of streams.
 
-A document is a file, a JSON line, or a topic of Python's documentation. It arrives in pieces of bounded
-size, so that memory stays bounded whatever the size of a file, and so that one long file is encoded on all cores.
-
-The files that a stream is read from, each of which can be read from any of its documents on.
+A document is a file, a JSON line, or a topic of Python's documentation. It arrives in pieces of bounded size, so that
+memory stays bounded whatever the size of a file, and so that one long file is encoded on all cores. A file of a stream
+can be read from any of its documents on.
 """
 
 from __future__ import annotations
@@ -30,9 +29,19 @@ from shardwise.base.libraries import first_line
 from shardwise.base.units import counted
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading import raw_tokens, stories, text_files
-from shardwise.data.reading.content import BLOCK, HubFile, readable, unpacked_name
+from shardwise.data.reading.content import (
+    BLOCK,
+    LINES,
+    FileReading,
+    HubFile,
+    Kind,
+    chosen_kind,
+    described,
+    readable,
+    reading_of,
+    unpacked_name,
+)
 from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
-from shardwise.data.reading.file_kinds import LINES, FileReading, Kind, chosen_kind, described, reading_of
 
 PIECE_CHARACTERS = BLOCK
 SMALL_BYTES = 1 << 22
@@ -49,8 +58,7 @@ _TOPICS = "pydoc_data/topics.py"
 _CORPUS = Path(__file__).parent.parent / "corpus"
 # Files that programs leave in a folder of data: marks of complete jobs, checksums, descriptions of columns, locks.
 _BOOKKEEPING = re.compile(
-    r"_[\w-]*|.*\.(crc|md5|sha1|sha256|sha512|lock)|(md5|sha1|sha256|sha512)sums?(\.txt)?"
-    r"|(dataset_info|dataset_infos|dataset_dict|state)\.json|thumbs\.db|desktop\.ini",
+    r"_[\w-]*|.*\.(crc|md5|sha\d+|lock)|(md5|sha\d+)sums?(\.txt)?|(dataset_infos?|dataset_dict|state)\.json",
     re.IGNORECASE,
 )
 _BOOKKEEPING_FOLDERS = frozenset({"_delta_log", "_spark_metadata", "_temporary", "__MACOSX"})
@@ -155,7 +163,7 @@ class FileSource:
                 empty += piece is None
             self.empty[str(path)] = empty
         if documents == sum(self.empty.values()):
-            raise DataError(f"{self.name} holds no text: all of its documents are empty")
+            raise DataError(f"{self.name} holds no text: it is empty, or all of its documents are")
 
 
 class ColumnSource(DataSet):
@@ -265,50 +273,43 @@ def _built_in_source(name: str, text_key: str) -> Source:
 
 def _user_source(path: Path, data: DataConfig) -> FileSource:
     kind = chosen_kind(data.format)
-    if path.is_file():
-        _refuse_tokens((path,), kind)
-        return FileSource(str(data.path), (path,), kind, data.text_key)
+    left_out: tuple[Path, ...] = ()
     if path.is_dir():
         files, left_out = _data_files(path, kind, data.text_key)
         if not files:
-            besides = ""
-            if left_out:
-                besides = f" but {listing((file.name for file in left_out), most=3)}"
+            besides = f" but {listing((file.name for file in left_out), most=3)}" if left_out else ""
             raise DataError(
                 f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none{besides}"
             )
-        _refuse_tokens(files, kind)
-        return FileSource(str(data.path), files, kind, data.text_key, left_out)
-    if path.exists():
+    elif path.is_file():
+        files = (path,)
+    elif path.exists():
         raise DataError(f"data.path ({data.path}) must be a file or a folder; it is neither")
-    where = "" if path.is_absolute() else f" in {Path.cwd()}"
-    raise DataError(
-        f"data.path ({data.path}) does not exist{where}: name a text file, a .jsonl, a .parquet or a folder of them"
-    )
-
-
-def _refuse_tokens(files: Iterable[Path], kind: Kind | None) -> None:
-    """Raises DataError for tokens, which as text would be refused at some byte, or even be read."""
+    else:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(
+            f"data.path ({data.path}) does not exist{where}: name a text file, a .jsonl, a .parquet or a folder of them"
+        )
     for file in files:
-        if kind is not None or file.suffix not in raw_tokens.SUFFIXES:
-            continue
-        if file.with_suffix(".idx").exists():
-            raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
-        raise DataError(f"{file} holds raw tokens, not text: {raw_tokens.way_to_read(file)}")
+        # Tokens would be refused at some byte as text, or even be read.
+        if kind is None and file.suffix in raw_tokens.SUFFIXES:
+            if file.with_suffix(".idx").exists():
+                raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
+            raise DataError(f"{file} holds raw tokens, not text: {raw_tokens.way_to_read(file)}")
+    return FileSource(str(data.path), files, kind, data.text_key, left_out)
 
 
 def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """The files of a folder that are data, and those that are left out."""
     # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
     files = [file for file in _walk(folder, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
-    left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name) or text_files.is_empty(file, kind)}
+    left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name)}
     about = {file for file in files if _NO_ROWS.fullmatch(file.name)} - left_out
+    has_rows = kind != "text"
     if about and kind is None:
         # A file of each suffix tells enough of the others.
         samples = {Path(unpacked_name(file.name)).suffix: file for file in files if file not in about | left_out}
         has_rows = any(reading_of(file, None, key).kind != "text" for file in samples.values())
-    else:
-        has_rows = kind != "text"
     if has_rows:
         left_out |= about
     return tuple(file for file in files if file not in left_out), tuple(file for file in files if file in left_out)
