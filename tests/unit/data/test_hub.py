@@ -1,7 +1,6 @@
 """Hub ids are fetched once, through the hub's own protocol; what goes wrong is told in one sentence."""
 
 import errno
-import hashlib
 import json
 import os
 import sys
@@ -322,33 +321,6 @@ def test_what_is_no_tokenizer(named: str, text: str, here: Path) -> None:
 def test_a_tokenizers_path_is_taken_as_it_is(here: Path) -> None:
     assert hub.resolve_tokenizer("empty") == Path("empty")
     assert hub.resolve_tokenizer("weights.pt") == Path("weights.pt")
-
-
-@pytest.mark.slow
-def test_a_damaged_tokenizer_is_fetched_again(user: User, site: Site) -> None:
-    """The hub's client looks whether a file is there, and at nothing else; also of a commit, which never changes."""
-    for named in ("acme/tiny", f"acme/tiny@{site.commit('main')}"):
-        file = user.tokenizer(named) / "tokenizer.json"
-        file.resolve().write_bytes(b"[")
-        assert (user.tokenizer(named) / "tokenizer.json").read_bytes() == b"[]", named
-    assert site.fetched == ["tokenizer.json"] * 3
-
-
-def test_files_are_known_by_their_hashes(tmp_path: Path) -> None:
-    names = {
-        "large": hashlib.sha256(b"large").hexdigest(),
-        "small": hashlib.sha1(b"blob 5\0small").hexdigest(),
-        "cut off": hashlib.sha256(b"cut off, once").hexdigest(),
-        "of another kind": "etag-7",
-    }
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot/deeper").mkdir(parents=True)
-    for content, name in names.items():
-        (tmp_path / "blobs" / name).write_bytes(content.encode())
-        (tmp_path / "snapshot/deeper" / content).symlink_to(tmp_path / "blobs" / name)
-    assert hub.drop_damaged(tmp_path / "snapshot") == [tmp_path / "snapshot/deeper/cut off"]
-    assert {path.name for path in (tmp_path / "blobs").iterdir()} == set(names.values()) - {names["cut off"]}
-    assert hub.drop_damaged(tmp_path / "snapshot") == []
 
 
 def test_a_path_is_no_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,7 +269,7 @@ def test_shards_are_opened(at: Path) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no data": ({"path": "nowhere"}, "data.path (nowhere) does not exist"),
-    "an empty file": ({"path": "empty.txt"}, "empty.txt is empty"),
+    "an empty file": ({"path": "empty.txt"}, "empty.txt holds no text"),
     "no text": ({"path": "latin.txt"}, "latin.txt: byte 0 (0xe9) is not UTF-8"),
     "no JSON": ({"path": "bad.jsonl"}, "bad.jsonl: line 1 is not JSON"),
     "no such field": ({"path": "one.jsonl", "text_key": "body"}, "one.jsonl: line 1 has no field 'body'"),

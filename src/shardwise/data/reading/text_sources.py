@@ -110,15 +110,19 @@ class FileSource:
         return tuple(reading_of(path, self.kind, self.text_key) for path in self.files)
 
     def require_text(self) -> None:
-        """Raises DataError if the first line or row of a file has no text; of plain texts one is looked at."""
-        plain: set[FileReading] = set()
+        """Raises DataError if the first line or row of a file has no text, or all are empty; one plain text is read."""
+        looked_at: set[FileReading] = set()
         for path, reading in zip(self.files, self.readings, strict=True):
-            if reading in plain:
+            if reading.kind == "text" and reading in looked_at:
                 continue
-            if reading.kind == "text":
-                plain.add(reading)
             for _, blocks in islice(text_files.documents(path, reading.kind, self.text_key), 1):
-                next(iter(blocks), None)
+                if next(iter(blocks), None) is not None or reading.kind != "text":
+                    looked_at.add(reading)
+        if not looked_at:
+            raise self._without_text()
+
+    def _without_text(self) -> DataError:
+        return DataError(f"{self.name} holds no text: it is empty, or all of its documents are")
 
     def described(self) -> str:
         """The readings of the files, and the files that are left out; DataError if a file holds no text."""
@@ -163,7 +167,7 @@ class FileSource:
                 empty += piece is None
             self.empty[str(path)] = empty
         if documents == sum(self.empty.values()):
-            raise DataError(f"{self.name} holds no text: it is empty, or all of its documents are")
+            raise self._without_text()
 
 
 class ColumnSource(DataSet):

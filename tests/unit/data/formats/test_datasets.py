@@ -200,16 +200,16 @@ def test_a_commit_that_the_library_does_not_have_is_refused() -> None:
         _HubTables("acme/tiny", None, Path("0123"))._builder(library)
 
 
-def test_a_cache_of_the_library_that_stays_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[str] = []
+def test_a_damaged_cache_of_the_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = SimpleNamespace(
-        hash="0123", cache_dir=str(tmp_path), download_and_prepare=lambda *, download_mode: modes.append(download_mode)
+        cache_dir=str(tmp_path),
+        download_and_prepare=lambda: None,
+        as_dataset=lambda: {"train": [1]},
+        info=SimpleNamespace(splits={"train": SimpleNamespace(num_examples=2)}),
     )
     monkeypatch.setattr(_HubTables, "_builder", lambda *_: builder)
-    monkeypatch.setattr(_HubTables, "_tables", lambda *_: None)
-    with pytest.raises(DataError, match=rf"the cache of datasets \({tmp_path}\) returns other rows than were written"):
+    with pytest.raises(DataError, match=rf"the cache of datasets \({tmp_path}\) is damaged: remove this folder"):
         _HubTables("acme/tiny", None, tmp_path).load()
-    assert modes == ["reuse_dataset_if_exists", "reuse_cache_if_exists"]
 
 
 def test_a_data_set_of_the_hub_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,10 +291,8 @@ def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         prepare(config(str(tmp_path)), tmp_path / "cache")
     text, truncated, link, damaged = caught.value.problems
-    assert text == f"{tmp_path}/a_training_0.hdf5 must be an HDF5 file, and it is not: leave it out, or copy it again"
-    assert truncated.startswith(f"{tmp_path}/a_training_1.hdf5 cannot be opened (")
-    assert "truncated file" in truncated
-    assert truncated.endswith("): it is damaged, copy it again")
+    for number, said in enumerate((text, truncated)):
+        assert said.startswith(f"{tmp_path}/a_training_{number}.hdf5 must be an HDF5 file, and it is none or damaged (")
     assert link == f"{tmp_path}/a_training_2.hdf5 cannot be read: No such file or directory"
     assert damaged.startswith(f"{tmp_path}/a_training_3.hdf5 cannot be read (")
     assert damaged.endswith("): it is damaged, copy it again")

@@ -332,7 +332,7 @@ def test_a_long_text_is_several_documents(
         ("a.jsonl", b'{"text": "a"}\n\n{"text": 1}\n', "line 3: the field 'text' must hold text, not int"),
         ("a.jsonl", b'{"text": "fine text"}\n{"text": "\xe9"}\n', "line 2, byte 10 (0xe9) is not UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100, mtime=0)[:-9], "is cut off"),
-        ("a.txt", b"", "is empty: remove it or put text into it"),
+        ("a.txt", b"", "holds no text: it is empty"),
         ("a.jsonl", b'{"text": "a"}\n', "the training part of data.path"),
     ],
 )
