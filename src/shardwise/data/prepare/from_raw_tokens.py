@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.base.files import reason_of, to_disk
-from shardwise.data.prepare import disk_room, tokenizing
+from shardwise.base.files import reason_of
+from shardwise.data.prepare import disk_room
 from shardwise.data.prepare.output import ANY_VOCABULARY, Output, PreparationOutcome
 from shardwise.data.reading.megatron_files import UnfinishedIndex, prefix_of, written_dtype
 from shardwise.data.reading.raw_tokens import RawTokens
@@ -94,11 +93,9 @@ class _RawConversion:
         nbytes = self.tokens.nbytes
         needed = len(self.tokens) * written_dtype(vocab_size).itemsize
         disk_room.check_room(disk_room.Estimate(nbytes, True, False, needed), 0, output.path, self.announce)
-        with output.writing(), contextlib.ExitStack() as files:
-            index = tokenizing.open_index(files, output.folder, vocab_size, tokenizing.Progress())
+        with output.writing(), UnfinishedIndex(output.made, vocab_size) as index:
             self._copy(index)
-            tokenizing.finish_index(index, output.folder)
-            to_disk(index.files[0])
+            index.finish()
             source = {
                 "name": str(self.job.path),
                 "sha256": self.content,

@@ -15,7 +15,7 @@ from shardwise.data import cache, hub
 from shardwise.data.prepare import disk_room, tokenizing
 from shardwise.data.prepare.output import ANY_VOCABULARY, Output, PreparationOutcome
 from shardwise.data.reading.dataset_tables import fetch_dataset
-from shardwise.data.reading.megatron_files import written_dtype
+from shardwise.data.reading.megatron_files import ChangedError, written_dtype
 from shardwise.data.reading.text_sources import FileSource, announce_empty, open_source
 from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks
 from shardwise.data.tokens.tokenizer import announce_note, open_user_tokenizer
@@ -135,7 +135,7 @@ class _TextConversion:
                 progress = tokenizing.write_tokens(
                     self.source, workers, self.output, self.sequences, self.tokenizer, begin, advance
                 )
-            except tokenizing.ChangedError as error:
+            except ChangedError as error:
                 self.announce(f"{error}: it starts again from the beginning")
                 self.output.clear()
                 begin = tokenizing.Progress()

@@ -24,15 +24,13 @@ from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import NoLocksError, lock, open_lock, reason_of, sync_folder, user_path, write_atomic
 from shardwise.base.parsing import json_value
 from shardwise.data.reading import manifest
-from shardwise.data.reading.megatron_files import count_sequences
+from shardwise.data.reading.megatron_files import count_sequences, publish
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 VERSION = 2
 """Belongs to the identity of prepared data: raise it when the same text and options become other bytes."""
 ANY_VOCABULARY = 1 << 31
 """More tokens than a vocabulary may have: a tokenizer that is opened with it may be of any size."""
-PREFIX = "tokens"
-"""The prefix of the data set in the work folder."""
 _FORMAT = "megatron"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STATE = "state.json"
@@ -64,11 +62,13 @@ class Output:
     Attributes:
         identity: everything that decides the data except the text; data of another identity are other data.
         folder: folder in which the data lie until they are complete.
+        made: prefix of the data in the folder.
     """
 
     def __init__(self, path: Path, named: str | None, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> None:
         self.path = path
         self.folder = path.parent / f".{path.name}.preparing"
+        self.made = self.folder / "tokens"
         self._named = named
         self._tokenizer = tokenizer
         self.identity: dict[str, Any] = {
@@ -105,7 +105,11 @@ class Output:
                     self.clear()
                 facts = make(progress)
             with self.writing():
-                self._publish()
+                if Path(f"{self.made}.idx").exists():
+                    manifest.write_manifest(manifest.of_prefix(self.path), facts)
+                publish(self.made, self.path)
+                (self.folder / _STATE).unlink()
+                shutil.rmtree(self.folder, ignore_errors=True)
         return PreparationOutcome(facts, was_there=False)
 
     def save(self, progress: Mapping[str, Any]) -> None:
@@ -205,23 +209,6 @@ class Output:
 
     def _save(self, state: Mapping[str, Any]) -> None:
         write_atomic(self.folder / _STATE, json.dumps({"identity": self.identity, **state}, indent=1))
-
-    def _publish(self) -> None:
-        """Moves the complete files to their places; it may be called again.
-
-        Readers accept nothing without the .idx: an old one is removed first, and the new one comes last.
-        """
-        places = [(self.folder / f"{PREFIX}{suffix}", Path(f"{self.path}{suffix}")) for suffix in (".bin", ".idx")]
-        if places[-1][0].exists():
-            places[-1][1].unlink(missing_ok=True)
-            sync_folder(self.path.parent)
-            manifest.write_manifest(manifest.of_prefix(self.path), self._state()["facts"])
-        for made, place in places:
-            if made.exists():
-                made.replace(place)
-                sync_folder(place.parent)
-        (self.folder / _STATE).unlink(missing_ok=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _existing(self, content: Callable[[], str], *, force: bool) -> Mapping[str, Any] | None:
         """The manifest of the same data if they are there; None if nothing is, or data that may be replaced."""

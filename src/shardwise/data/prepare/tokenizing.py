@@ -6,7 +6,6 @@ processes, tokenize them; `write_tokens` appends the tokens in order and saves t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
@@ -18,17 +17,15 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import DataError, RunError, see
-from shardwise.base.files import to_disk
+from shardwise.base.errors import RunError, see
 from shardwise.base.hardware import cpu_count
-from shardwise.data.prepare.output import PREFIX, Output
-from shardwise.data.reading.megatron_files import UnfinishedIndex, written_dtype
+from shardwise.data.prepare.output import Output
+from shardwise.data.reading.megatron_files import ChangedError, UnfinishedIndex
 from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.rows import IntArray, Part
 from shardwise.data.tokens import encoding, windows
@@ -223,10 +220,6 @@ class SequenceOptions:
     marks: encoding.DocumentMarks
 
 
-class ChangedError(DataError):
-    """The text that was read before has changed."""
-
-
 def write_tokens(
     source: Source,
     workers: Workers,
@@ -248,21 +241,24 @@ def write_tokens(
         ChangedError: the text up to `progress` differs from what was read before.
         DataError: the source cannot be read, or a disk is full.
     """
-    with contextlib.ExitStack() as files:
-        with output.writing():
-            index = open_index(files, output.folder, tokenizer.vocab_size, progress)
+    read = progress.read
+    with output.writing():
+        index = UnfinishedIndex(output.made, tokenizer.vocab_size, progress.tokens, progress.sequences, read.documents)
+    with index:
         saved = time.monotonic()
-        batches = _after(text_batches(source, tokenizer, sequences.sentences), progress.read, advance)
+        batches = _after(text_batches(source, tokenizer, sequences.sentences), read, advance)
         for batch, row in workers.each(functools.partial(tokenize, literally=sequences.sentences), batches):
             advance(batch.stop.bytes - progress.read.bytes)
             with output.writing():
                 progress = _append(index, sequences, progress, batch, row)
                 if time.monotonic() - saved >= COMMIT_SECONDS:
-                    _commit(index, output, progress)
+                    index.to_disk()  # first: a state must never describe tokens that a crash could lose
+                    output.save(asdict(progress))
                     saved = time.monotonic()
         with output.writing():
-            _commit(index, output, progress)
-            finish_index(index, output.folder)
+            index.to_disk()
+            output.save(asdict(progress))
+            index.finish()
     return progress
 
 
@@ -274,42 +270,6 @@ def _after(batches: Iterator[TextBatch], begin: SourcePosition, advance: Callabl
             raise ChangedError("the text has changed since its preparation began")
         advance(begin.bytes)
     yield from batches
-
-
-def _commit(index: UnfinishedIndex, output: Output, progress: Progress) -> None:
-    """The files first: a state must never describe tokens that a crash could lose."""
-    for file in index.files:
-        to_disk(file)
-    output.save(asdict(progress))
-
-
-def open_index(files: contextlib.ExitStack, folder: Path, vocab_size: int, progress: Progress) -> UnfinishedIndex:
-    """The files of the data set in `folder`, cut to the size that `progress` says; `files` closes them."""
-    documents = progress.read.documents
-    expected = {
-        "bin": written_dtype(vocab_size).itemsize * progress.tokens,
-        "sizes": 4 * progress.sequences,
-        "documents": 8 * (documents + 1) if documents else 0,
-    }
-
-    def opened(kind: str) -> BinaryIO:
-        path = folder / f"{PREFIX}.{kind}"
-        path.touch()
-        if path.stat().st_size < expected[kind]:
-            raise ChangedError(f"{path} is shorter than it was")
-        file = files.enter_context(path.open("r+b"))
-        file.truncate(expected[kind])
-        file.seek(0, os.SEEK_END)
-        return file
-
-    return UnfinishedIndex(*map(opened, expected), vocab_size, progress.sequences, documents)
-
-
-def finish_index(index: UnfinishedIndex, folder: Path) -> None:
-    """Writes the .idx."""
-    with (folder / f"{PREFIX}.idx").open("wb") as idx:
-        index.write_index(idx)
-        to_disk(idx)
 
 
 def _append(
