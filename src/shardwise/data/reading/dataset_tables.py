@@ -87,10 +87,7 @@ class _SavedTables:
 
     def _folders(self) -> dict[str, Path]:
         if (self.path / _SPLITS).is_file():
-            names = _json(self.path / _SPLITS).get("splits")
-            if not isinstance(names, list) or not names:
-                raise DataError(f"{self.path / _SPLITS} must list the data set's splits: save it again")
-            return {name: self.path / _inside(self.path / _SPLITS, name) for name in names}
+            return {name: self.path / name for name in self._names(self.path / _SPLITS, "splits")}
         if (self.path / _STATE).is_file():
             return {_UNNAMED: self.path}
         raise DataError(
@@ -99,12 +96,17 @@ class _SavedTables:
         )
 
     def _files(self, folder: Path) -> list[Path]:
-        try:
-            return [
-                folder / _inside(folder / _STATE, file["filename"]) for file in _json(folder / _STATE)["_data_files"]
-            ]
-        except (KeyError, TypeError):
-            raise DataError(f"{folder / _STATE} must list the data set's files: save it again") from None
+        return [folder / name for name in self._names(folder / _STATE, "_data_files")]
+
+    def _names(self, record: Path, key: str) -> list[str]:
+        """The names that a record lists, of what must lie in its own folder."""
+        values = _json(record).get(key)
+        if not isinstance(values, list) or (not values and key == "splits"):
+            raise DataError(f"{record} must list the data set's {key.removeprefix('_data_')}: save it again")
+        names = [value.get("filename") if isinstance(value, dict) else value for value in values]
+        for problem in filter(None, map(name_problem, names)):
+            raise DataError(f"{record} must name what lies in its own folder: {problem}")
+        return names
 
 
 @dataclass(frozen=True)
@@ -363,23 +365,23 @@ class DataSet:
 
     def records(self, split: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The rows of a split, of which these columns are read."""
-        row = 0
-        for batch in self._splits[split].select_columns(columns).with_format("arrow").iter(batch_size=_ROWS):
-            for name in columns:
-                for array in batch.column(name).chunks:
-                    require_sound(array, f"{self.where(split)}: rows {row} to {row + len(array) - 1}", name)
+        for batch in self._batches(split, columns):
             yield from batch.to_pylist()
-            row += batch.num_rows
 
     def arrays(self, split: str) -> Iterator[Any]:
         """The values of the column: arrow arrays of many rows each."""
+        for batch in self._batches(split, [self.column]):
+            yield from batch.column(self.column).chunks
+
+    def _batches(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
+        """Arrow tables of some rows of these columns, whose values lie within the files."""
         row = 0
-        table = self._splits[split].select_columns([self.column]).with_format("arrow")
-        for batch in table.iter(batch_size=_ROWS):
-            for array in batch.column(self.column).chunks:
-                require_sound(array, f"{self.where(split)}: rows {row} to {row + len(array) - 1}", self.column)
-                row += len(array)
-                yield array
+        for batch in self._splits[split].select_columns(list(columns)).with_format("arrow").iter(batch_size=_ROWS):
+            for name in columns:
+                for array in batch.column(name).chunks:
+                    require_sound(array, f"{self.where(split)}: rows {row} to {row + batch.num_rows - 1}", name)
+            yield batch
+            row += batch.num_rows
 
 
 def is_saved(path: Path, *, damaged: bool = False) -> bool:
@@ -455,13 +457,6 @@ def library() -> Any:
         datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.ERROR)
     return datasets
-
-
-def _inside(record: Path, name: object) -> str:
-    """A name that a record gives of something in its own folder."""
-    if problem := name_problem(name):
-        raise DataError(f"{record} must name what lies in its own folder: {problem}")
-    return str(name)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -141,6 +141,8 @@ def _reading(path: Path) -> Iterator[None]:
     except DataError:
         raise
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        if getattr(error, "errno", None):  # of the system, and not about the file
+            raise
         raise DataError(f"{path} cannot be read ({first_line(error)}): it is damaged, copy it again") from None
 
 
@@ -184,17 +186,12 @@ def shard_paths(data: DataConfig) -> list[Path]:
     with readable(path):
         if path.is_file():
             return [path]
-        if path.is_dir():
-            paths = sorted(path.glob(PATTERN))
-            missing = f"must hold shards, {PATTERN}, and the folder has none"
-        else:
-            where = "" if path.is_absolute() else f" in {Path.cwd()}"
-            paths = _matches(path)
-            missing = f"names no file that exists{where}"
+        paths = sorted(path.glob(PATTERN)) if path.is_dir() else _matches(path)
     if not paths:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
-            f"data.path ({data.path}) {missing}: name an HDF5 file, a folder of {PATTERN} or a glob such as "
-            "'FOLDER/*.hdf5'"
+            f"data.path ({data.path}) names no shards that exist{where}: name an HDF5 file, a folder of {PATTERN} or "
+            "a glob such as 'FOLDER/*.hdf5'"
         )
     return paths
 
@@ -213,12 +210,8 @@ def unpack(root: Path, shards: Sequence[Hdf5Shard], announce: Callable[[str], No
     Raises:
         DataError: a file cannot be read, or the cache cannot be written or has no room.
     """
-    keys = {shard.path: _key(shard) for shard in shards if shard.chunked}
-    missing = [
-        shard
-        for shard in shards
-        if shard.chunked and cache.open_entry(root, _ENTRIES, keys[shard.path], _is_sound) is None
-    ]
+    keys = {shard: _key(shard) for shard in shards if shard.chunked}
+    missing = [shard for shard, key in keys.items() if cache.open_entry(root, _ENTRIES, key, _is_sound) is None]
     if missing:
         with cache.writing(root):
             make_folder(root)
@@ -233,13 +226,8 @@ def unpack(root: Path, shards: Sequence[Hdf5Shard], announce: Callable[[str], No
         if announce is not None:
             announce(f"unpacking {number}, {size(needed)}: once, then cached in {root}")
     for shard in missing:
-        cache.open_or_build(root, _ENTRIES, keys[shard.path], _is_sound, partial(_build, shard))
-    unpacked = []
-    for shard in shards:
-        if shard.chunked:
-            shard = replace(shard, unpacked=root / _ENTRIES / keys[shard.path])
-        unpacked.append(shard)
-    return unpacked
+        cache.open_or_build(root, _ENTRIES, keys[shard], _is_sound, partial(_build, shard))
+    return [replace(shard, unpacked=root / _ENTRIES / keys[shard]) if shard.chunked else shard for shard in shards]
 
 
 def _key(shard: Hdf5Shard) -> str:
@@ -252,12 +240,12 @@ def _key(shard: Hdf5Shard) -> str:
 
 
 def _build(shard: Hdf5Shard, folder: Path) -> dict[str, Any]:
-    with opened(shard.path) as file:
-        arrays = {name: _copy(shard.path, file[name], folder / f"{name}.npy") for name in KEYS}
+    with opened(shard.path) as file, _reading(shard.path):
+        arrays = {name: _copy(file[name], folder / f"{name}.npy") for name in KEYS}
     return {"source": str(shard.path), "arrays": arrays}
 
 
-def _copy(path: Path, array: Any, target: Path) -> str:
+def _copy(array: Any, target: Path) -> str:
     """Copies one array in blocks of rows; returns the digest that it is checked by."""
     rows = max(1, _BLOCK_BYTES // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:]))))
     header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
@@ -265,14 +253,7 @@ def _copy(path: Path, array: Any, target: Path) -> str:
     with target.open("wb") as copy:
         np.lib.format.write_array_header_1_0(copy, header)
         for start in range(0, len(array), rows):
-            try:
-                block = array[start : start + rows]
-            except (OSError, RuntimeError) as error:
-                raise DataError(
-                    f"{path}: rows {start} to {min(start + rows, len(array)) - 1} cannot be read ({error}): the file "
-                    "is damaged, copy it again"
-                ) from None
-            copy.write(np.ascontiguousarray(block).data)
+            copy.write(np.ascontiguousarray(array[start : start + rows]).data)
     return cache.spread_digest(target, _CHECKED_BLOCKS)
 
 

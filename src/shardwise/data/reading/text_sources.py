@@ -16,7 +16,7 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -200,44 +200,29 @@ class ColumnSource(DataSet):
 
 
 @dataclass(frozen=True)
-class PythonSource:
-    """Text of every Python installation: the standard library's sources, then the topics of `help()`."""
+class CodeSource:
+    """Built-in text that code makes.
 
-    root: Path
+    Attributes:
+        files: files of text of which it is made; empty if it is made of none.
+        stamped: files that decide it.
+        texts: function that gives its documents.
+    """
+
+    name: str
     files: tuple[Path, ...]
-    name: str = "python"
+    stamped: tuple[Path, ...]
+    texts: Callable[[], Iterator[str]]
 
     def stamp(self) -> str | None:
-        files = [*self.files]
-        topics = self.root / _TOPICS
-        if topics.is_file():
-            files.append(topics)
-        return _stamp(files, ["python", sys.version])
+        return _stamp(self.stamped, [self.name, sys.version])
 
     def pieces(self) -> Iterator[TextPiece]:
-        for path in self.files:
-            with readable(path), contextlib.suppress(UnicodeDecodeError):
-                yield from cut_document(text_files.slices(path.read_text(encoding="utf-8")))
-        for text in _python_topics():
+        for text in self.texts():
             yield from cut_document(text_files.slices(text))
 
 
-@dataclass(frozen=True)
-class StorySource:
-    """The built-in stories, each a document; code makes them, from no files."""
-
-    name: str = "stories"
-    files: tuple[Path, ...] = ()
-
-    def stamp(self) -> str | None:
-        return _stamp([stories.GRAMMAR, Path(stories.__file__)], ["stories"])
-
-    def pieces(self) -> Iterator[TextPiece]:
-        for text in stories.stories():
-            yield TextPiece(text, ends_document=True)
-
-
-Source = FileSource | ColumnSource | PythonSource | StorySource
+Source = FileSource | ColumnSource | CodeSource
 """A text of many documents."""
 
 
@@ -251,7 +236,7 @@ def is_small(source: Source) -> bool:
     """Return whether all of a text can be read in a moment."""
     if isinstance(source, FileSource):
         return source.bytes_within(SMALL_BYTES) is not None
-    return isinstance(source, StorySource)
+    return isinstance(source, CodeSource) and not source.files
 
 
 def open_source(data: DataConfig) -> Source:
@@ -264,24 +249,27 @@ def open_source(data: DataConfig) -> Source:
             return _user_source(path, data)
     if data.dataset is None:
         raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=python")
-    return _built_in_source(data.dataset, data.text_key)
-
-
-def _built_in_source(name: str, text_key: str) -> Source:
-    """The source of a built-in text; `text_key`: the field of conversations."""
-    text = BUILT_IN_TEXTS[name]
+    text = BUILT_IN_TEXTS[data.dataset]
     if text.file is not None:
-        return FileSource(name, (_CORPUS / text.file,), "jsonl", text_key if text.holds_chat else "text")
-    return _MADE_BY_CODE[name]()
+        key = data.text_key if text.holds_chat else "text"
+        return FileSource(data.dataset, (_CORPUS / text.file,), "jsonl", key)
+    if data.dataset == "stories":
+        return CodeSource("stories", (), (stories.GRAMMAR, Path(stories.__file__)), stories.stories)
+    root = Path(sysconfig.get_path("stdlib"))
+    with readable(root):
+        return _python_source(root)
 
 
 def _user_source(path: Path, data: DataConfig) -> FileSource:
     kind = chosen_kind(data.format)
-    left_out: tuple[Path, ...] = ()
+    left_out: set[Path] = set()
     if path.is_dir():
-        files, left_out = _data_files(path, kind, data.text_key)
+        # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
+        found = [file for file in _walk(path, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
+        left_out = _left_out(found, kind, data.text_key)
+        files = tuple(file for file in found if file not in left_out)
         if not files:
-            besides = f" but {listing((file.name for file in left_out), most=3)}" if left_out else ""
+            besides = f" but {listing((file.name for file in found), most=3)}" if found else ""
             raise DataError(
                 f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none{besides}"
             )
@@ -300,13 +288,11 @@ def _user_source(path: Path, data: DataConfig) -> FileSource:
             if file.with_suffix(".idx").exists():
                 raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
             raise DataError(f"{file} holds raw tokens, not text: {raw_tokens.way_to_read(file)}")
-    return FileSource(str(data.path), files, kind, data.text_key, left_out)
+    return FileSource(str(data.path), files, kind, data.text_key, tuple(sorted(left_out)))
 
 
-def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The files of a folder that are data, and those that are left out."""
-    # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
-    files = [file for file in _walk(folder, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
+def _left_out(files: Sequence[Path], kind: Kind | None, key: str) -> set[Path]:
+    """The files of a folder that are no data."""
     left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name)}
     about = {file for file in files if _NO_ROWS.fullmatch(file.name)} - left_out
     has_rows = kind != "text"
@@ -314,12 +300,11 @@ def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, 
         # A file of each suffix tells enough of the others.
         samples = {Path(unpacked_name(file.name)).suffix: file for file in files if file not in about | left_out}
         has_rows = any(reading_of(file, None, key).kind != "text" for file in samples.values())
-    if has_rows:
-        left_out |= about
-    return tuple(file for file in files if file not in left_out), tuple(file for file in files if file in left_out)
+    return left_out | about if has_rows else left_out
 
 
-def _python_source(root: Path) -> PythonSource:
+def _python_source(root: Path) -> CodeSource:
+    """The text of every Python installation: the standard library's sources, then the topics of `help()`."""
     files: list[Path] = []
     total = 0
     for path in _walk(root, _PYTHON_SKIPPED):
@@ -335,18 +320,15 @@ def _python_source(root: Path) -> PythonSource:
             f"data.dataset (python) needs the standard library's sources, and {root} has none: "
             "set data.dataset=tiny, or data.path to your own text"
         )
-    return PythonSource(root, tuple(files))
 
+    def texts() -> Iterator[str]:
+        for path in files:
+            with readable(path), contextlib.suppress(UnicodeDecodeError):
+                yield path.read_text(encoding="utf-8")
+        yield from _python_topics()
 
-def _installed_python() -> PythonSource:
-    """The source `python` of the Python that runs this process."""
-    root = Path(sysconfig.get_path("stdlib"))
-    with readable(root):
-        return _python_source(root)
-
-
-_MADE_BY_CODE: dict[str, Callable[[], Source]] = {"stories": StorySource, "python": _installed_python}
-"""Built-in text without a file → what makes its source."""
+    topics = [root / _TOPICS] if (root / _TOPICS).is_file() else []
+    return CodeSource("python", tuple(files), (*files, *topics), texts)
 
 
 def _python_topics() -> list[str]:
@@ -378,17 +360,16 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
 
 def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
     """A digest of `identity` and of the paths, sizes and times of files; None if one has just changed."""
-    digest = hashlib.sha256(json.dumps(identity).encode())
+    facts: list[Any] = [identity]
     newest = 0.0
     for path in files:
         with readable(path):
             status = path.stat()
         newest = max(newest, status.st_mtime, status.st_ctime)
-        facts = [str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-        digest.update(json.dumps(facts).encode())
+        facts.append([str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
     if newest >= time.time() - _SETTLED_SECONDS:
         return None
-    return digest.hexdigest()
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def cut_document(blocks: Iterable[str]) -> Iterator[TextPiece]:
