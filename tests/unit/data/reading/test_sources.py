@@ -4,11 +4,9 @@ import gzip
 import itertools
 import json
 import os
-import struct
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +15,7 @@ from shardwise.base.errors import DataError
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedFile
-from shardwise.data.reading.raw_tokens import RawTokens, is_raw_tokens
+from shardwise.data.reading.raw_tokens import is_raw_tokens
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, TextPiece, open_shard, open_source
 
 
@@ -272,42 +270,21 @@ def test_fault_15_a_column_within_another_one(tmp_path: Path) -> None:
     assert read(tmp_path / "b.parquet", text_key="m.body") == ["first", "second"]
 
 
-def test_raw_tokens_in_a_folder_are_told_how_to_convert_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["train.bin", "a.npy", "a.ds"])
+def test_raw_tokens_are_told_how_to_convert_them(name: str, tmp_path: Path) -> None:
     """Small ids are valid UTF-8, and would even be read as text."""
     (tmp_path / "notes.txt").write_text("text")
-    file = tmp_path / "train.bin"
+    file = tmp_path / name
     file.write_bytes(b"\x05\x00\x20\x00")
-    command = f"`shardwise data prepare {file} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx of raw tokens"
-    assert failure(tmp_path) == f"{file} holds raw tokens, not text: {command}"
-    with pytest.raises(DataError) as caught:
-        IndexedFile.open(file)
-    assert str(caught.value).endswith(f"reads train.bin and train.idx together; {command}")
-    (tmp_path / "train.idx").touch()
-    assert failure(tmp_path) == f"{file} holds tokens, not text: name the data by their prefix, {tmp_path / 'train'}"
-
-
-@pytest.mark.parametrize("name", ["a.npy", "a.ds"])
-def test_raw_tokens_of_any_name_are_told_how_to_convert_them(name: str, tmp_path: Path) -> None:
-    np.save(tmp_path / "saved.npy", np.arange(9, dtype=np.uint16))
-    (tmp_path / "saved.npy").rename(tmp_path / name)
-    assert failure(tmp_path) == failure(tmp_path / name)
-    assert f"`shardwise data prepare {tmp_path / name} PREFIX --format megatron` makes" in failure(tmp_path)
-    assert is_raw_tokens(tmp_path / name)
-
-
-def test_chunks_of_samples_are_not_sent_to_the_command_for_raw_tokens(tmp_path: Path) -> None:
-    """A chunk as litdata 0.2.76 writes it: the number of items, where they begin and the last ends, and the items."""
-    for name in ("chunk-0-0.bin", "shard.00000.mds"):
-        file = tmp_path / name
-        file.write_bytes(struct.pack("<I3I5H", 2, 16, 20, 26, *range(5)))
-        said = "it begins with a table of its items, as a chunk of litdata or a shard of streaming does; prepare the"
-        assert failure(tmp_path).startswith(f"{file} holds raw tokens, not text: {said}")
-        with pytest.raises(DataError, match=rf"{name} holds no raw tokens: {said}"):
-            RawTokens.open(file, "uint16")
-        if file.suffix == ".bin":
-            with pytest.raises(DataError, match=said):
-                IndexedFile.open(file)
-        file.unlink()
+    assert is_raw_tokens(file)
+    command = f"`shardwise data prepare {file} PREFIX` makes PREFIX.bin and PREFIX.idx of raw tokens"
+    assert failure(tmp_path) == failure(file) == f"{file} holds raw tokens, not text: {command}"
+    if file.suffix == ".bin":
+        with pytest.raises(DataError) as caught:
+            IndexedFile.open(file)
+        assert str(caught.value).endswith(f"reads train.bin and train.idx together; {command}")
+    file.with_suffix(".idx").touch()
+    assert failure(tmp_path) == f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}"
 
 
 def test_token_ids_in_a_table_are_told_how_to_read_them(tmp_path: Path) -> None:
