@@ -31,7 +31,7 @@ from shardwise.data.prepare.work_folder import PREFIX, WorkFolder
 from shardwise.data.reading.megatron_files import UnfinishedIndex, written_dtype
 from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.rows import IntArray, Part
-from shardwise.data.tokens import encoding, windows
+from shardwise.data.tokens import encoding
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import PARENT_PID
 from shardwise.launch.local import die_with_parent
@@ -60,50 +60,40 @@ class SourcePosition:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Texts, each of which is tokenized by itself: windows of documents, or sentences.
+    """Texts, each of which is tokenized by itself: documents, or sentences.
 
     Attributes:
-        contexts: number of tokens at the beginning of each text that belong to the text before.
         ends: number of texts before the end of each document that ends in this batch.
         stop: position at which the batch ends.
     """
 
     texts: list[str]
-    contexts: list[int]
     ends: list[int]
     stop: SourcePosition
 
 
-def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Iterator[TextBatch]:
-    """All text of a source; the same source and tokenizer always give the same batches.
-
-    Args:
-        tokenizer: tokenizer that the windows of documents are for.
-        sentences: True if the texts are sentences, False if they are windows of documents.
-    """
+def text_batches(source: Source, sentences: bool) -> Iterator[TextBatch]:
+    """All text of a source, which always gives the same batches: documents, or `sentences`."""
     digest = encoding.ContentDigest()
     position = SourcePosition()
     # `digest` is that of the text up to the end of a batch, or of one piece more if it ends within a document.
     for batch in encoding.group_by_size(
-        _pieces(source, digest, tokenizer, sentences), lambda piece: piece.characters, BATCH_CHARACTERS
+        _pieces(source, digest, sentences), lambda piece: piece.characters, BATCH_CHARACTERS
     ):
         texts = [text for piece in batch for text in piece.texts]
-        contexts = [tokens for piece in batch for tokens in piece.contexts]
         counts = accumulate(len(piece.texts) for piece in batch)
         ends = [count for count, piece in zip(counts, batch, strict=True) if piece.ends_document]
         documents = position.documents + len(ends)
         characters = position.characters + sum(piece.characters for piece in batch)
         position = SourcePosition(position.batches + 1, documents, characters, digest.bytes, digest.hexdigest())
-        yield TextBatch(texts, contexts, ends, position)
+        yield TextBatch(texts, ends, position)
 
 
-def _pieces(
-    source: Source, digest: encoding.ContentDigest, tokenizer: Tokenizer, sentences: bool
-) -> Iterator[encoding.PieceTexts | windows.TextWindow]:
+def _pieces(source: Source, digest: encoding.ContentDigest, sentences: bool) -> Iterator[encoding.PieceTexts]:
     pieces: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
     if sentences:
         return (piece for _, piece in encoding.sentence_pieces(pieces))
-    return (window for _, window in windows.text_windows(pieces, tokenizer))
+    return (text for _, text in encoding.document_texts(pieces))
 
 
 TokenRow = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
@@ -178,7 +168,7 @@ class Workers:
 def tokenize(batch: TextBatch, literally: bool) -> TokenRow:
     """The tokens of a batch; called in a process or thread of `Workers.for_tokenizing`."""
     assert _tokenizer is not None
-    return _tokenizer.encode_rows(batch.texts, contexts=batch.contexts, literally=literally)
+    return _tokenizer.encode_rows(batch.texts, literally=literally)
 
 
 def _begin(path: str | None, threads: int, parent: int) -> None:
@@ -265,7 +255,7 @@ def write_tokens(
             index = open_index(files, work.folder, tokenizer.vocab_size, begin.written)
         progress = begin
         saved = time.monotonic()
-        batches = _after(text_batches(source, tokenizer, sequences.sentences), begin.read, advance)
+        batches = _after(text_batches(source, sequences.sentences), begin.read, advance)
         for batch, row in workers.each(functools.partial(tokenize, literally=sequences.sentences), batches):
             advance(batch.stop.bytes - progress.read.bytes)
             with work.writing():

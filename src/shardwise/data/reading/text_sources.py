@@ -403,7 +403,7 @@ def _cut_point(text: str, limit: int) -> int:
     """The last place at or before `limit` between a word and white space, else `limit`.
 
     Most tokenizers never join a word to the white space after it; after punctuation some join a line end, so a word is
-    preferred. `tokens.windows` joins the pieces again if their tokens would not be those of the document.
+    preferred.
     """
     after_punctuation = 0
     for at in range(limit, max(limit - _BACKTRACK, 0), -1):

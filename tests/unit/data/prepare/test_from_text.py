@@ -27,8 +27,6 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 400)
     monkeypatch.setattr(tokenizing, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr("shardwise.data.reading.text_sources.PIECE_CHARACTERS", 150)
-    monkeypatch.setattr("shardwise.data.tokens.windows.MARGINS", (60,))
-    monkeypatch.setattr("shardwise.data.tokens.windows.SHIFT", 13)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 
 
@@ -140,7 +138,7 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
     told = Told()
     folder.run(folder.job("out"), told=told)
     source = _TextConversion(folder.job("x"), print, told.bar).source
-    expected = len(list(batches.text_batches(source, folder.tokenizer, False)))
+    expected = len(list(batches.text_batches(source, False)))
     assert len(encoded) - 1 == expected - 8, "one call for the estimate, one for each batch that was not done"
     assert any("continuing after" in line for line in told.lines)
 
