@@ -361,9 +361,7 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
         and config.model.vocab_size in _BUILT_IN_VOCABULARIES
         and not config.data.packs_documents
     ):
-        from shardwise.data.held_out import BUILT_IN, held_out_text
-
-        rows.append(("held out", held_out_text(config.data, config.train, BUILT_IN)))
+        rows.append(("held out", config.held_out_text))
     else:
         from shardwise.data.describe import glance
 

@@ -24,14 +24,14 @@ from shardwise.config import DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, datasets, inspecting
 from shardwise.data.formats.record import DataFormat
-from shardwise.data.held_out import HeldOut
+from shardwise.data.formats.text import plan_split
 from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations, conversations_of_table
 from shardwise.data.reading.dataset_tables import names_data_set
-from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, is_small, open_source
+from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, open_source
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
-from shardwise.data.split import describe_sizes, plan_split
+from shardwise.data.split import describe_sizes
 from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
 from shardwise.data.tokens.encoding import group_by_size, token_writers
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
@@ -383,34 +383,6 @@ def glance(request: DataRequest) -> str:
     )
 
 
-def has_vocabulary(request: DataRequest) -> bool:
-    """True if a tokenizer with the model's vocabulary can be trained on the messages; False if only a run can tell.
-
-    Raises:
-        DataError: there are few messages, which yield fewer tokens.
-    """
-    if names_data_set(request.data):
-        return False
-    source = _source(request.data)
-    if not is_small(source):
-        return False
-    _train_tokenizer(source, _held_out(_scan(source), request.data.split_weights), request)
-    return True
-
-
-def held_out(request: DataRequest) -> HeldOut:
-    """The conversations that are held out, counted if their files are small."""
-    place = "whole conversations"
-    if names_data_set(request.data):
-        return HeldOut(place)
-    source = _source(request.data)
-    with contextlib.suppress(DataError):  # a fault behind the first conversation
-        if is_small(source):
-            is_held_out = _held_out(_scan(source), request.data.split_weights)
-            return HeldOut(place, conversations=(int(is_held_out.sum()), len(is_held_out)))
-    return HeldOut(place)
-
-
 def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     """Files of conversations, as training reads them; in those that are shown, answers stand in ⟦ ⟧."""
     source = _source(data)
@@ -477,6 +449,4 @@ FORMAT = DataFormat(
     open_data=open_data,
     glance=glance,
     inspect=inspect,
-    has_vocabulary=has_vocabulary,
-    held_out=held_out,
 )

@@ -20,13 +20,14 @@ from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, inspecting, packed, text
 from shardwise.data.formats.record import DataFormat
+from shardwise.data.formats.text import TextSplit, plan_split
 from shardwise.data.reading.dataset_tables import DataSet, is_saved, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.text_files import TOKENS, require_sound
 from shardwise.data.reading.text_sources import ColumnSource
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, Part
-from shardwise.data.split import TextSplit, describe_sizes, plan_split
+from shardwise.data.split import describe_sizes
 from shardwise.data.tokens.encoding import token_writers
 
 # An inspection takes seconds: the most rows that it looks at.

@@ -13,7 +13,6 @@ from typing import Literal, Protocol
 from shardwise.config import DataConfig
 from shardwise.data.formats.common import Announce, PreparedData
 from shardwise.data.formats.inspecting import FirstDocuments, Inspection
-from shardwise.data.held_out import HeldOut
 from shardwise.data.request import DataRequest
 
 Contents = Literal["tokens", "masked pairs", "text", "text or tokens", "conversations"]
@@ -43,9 +42,6 @@ class DataFormat:
         manifests: the files that may say which tokenizer made tokens; they need not be there.
         most_tokens: the number that the tokens of the data cannot exceed, in a moment; None if it takes longer, or if
             the number is above a limit, which is given.
-        has_vocabulary: True if a tokenizer with the model's vocabulary can be trained on the data, which raises a
-            DataError if it cannot; False if a glance cannot tell.
-        held_out: the held-out part, as far as a glance can tell.
         first_documents: the first documents, whose packed samples an inspection shows; None if it shows no samples of
             the model.
     """
@@ -59,8 +55,6 @@ class DataFormat:
     has_splits: bool = False
     manifests: Callable[[DataConfig], Sequence[Path]] = lambda _data: ()
     most_tokens: Callable[[DataRequest, int], int | None] = lambda _request, _limit: None
-    has_vocabulary: Callable[[DataRequest], bool] = lambda _request: False
-    held_out: Callable[[DataRequest], HeldOut] = lambda _request: HeldOut()
     first_documents: Callable[[DataConfig], FirstDocuments] | None = None
 
     @property

@@ -23,21 +23,19 @@ from shardwise.config import DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, inspecting, packed
 from shardwise.data.formats.record import DataFormat
-from shardwise.data.held_out import END_OF_TEXT, WHOLE_DOCUMENTS, WHOLE_DOCUMENTS_OR_END, HeldOut
 from shardwise.data.reading.text_sources import (
     ColumnSource,
     FileSource,
     Source,
     TextPiece,
     announce_empty,
-    is_small,
     open_source,
 )
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, Part, Sentences
 from shardwise.data.samples.causal import DocumentEnds
-from shardwise.data.samples.order import mix_integer
-from shardwise.data.split import TextSplit, describe_sizes, plan_split
+from shardwise.data.samples.order import mix, mix_integer
+from shardwise.data.split import describe_sizes
 from shardwise.data.tokens.encoding import RULE, ContentDigest, DocumentMarks, encode_documents, encode_sentences
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
@@ -49,10 +47,75 @@ from shardwise.data.tokens.tokenizer import (
 # Characters that a tokenizer is trained on: more text changes the merges of a small vocabulary little and costs memory
 # and time.
 _TOKENIZER_CHARACTERS = 1 << 25
-_ONE_PART = TextSplit(None, sys.maxsize)
+# A document larger than this fraction of the held-out share is never held out: whether the last one still fits then
+# changes the share by a quarter at most.
+_LARGEST_HELD_OUT = 1 / 4
+# Below this fraction of the share the documents are too few or too long, and the end of the text is held out instead.
+# Documents of at most a quarter of the share always reach it, unless there are too few of them.
+_LEAST_HELD_OUT = 3 / 4
 # An inspection takes seconds: the most bytes that it reads and encodes.
 _TEXT_BYTES = 1 << 26
 _ENCODED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class TextSplit:
+    """The division of a text into a training and an evaluation part.
+
+    Attributes:
+        held_out: True for each document that is evaluated, [documents]; None if the end of the text is evaluated.
+        boundary: character of the text at which the held-out end begins, if `held_out` is None.
+    """
+
+    held_out: npt.NDArray[np.bool_] | None
+    boundary: int
+
+    def parts(self, pieces: Iterable[TextPiece]) -> Iterator[tuple[Part, TextPiece]]:
+        """Each piece with its part; the piece with the boundary becomes two, cut at the next line if there is one."""
+        if self.held_out is not None:
+            document = 0
+            for piece in pieces:
+                yield ("eval" if self.held_out[document] else "train"), piece
+                document += piece.ends_document
+            return
+        start = 0
+        for piece in pieces:
+            end = start + len(piece.text)
+            if end <= self.boundary:
+                yield "train", piece
+            elif start >= self.boundary:
+                yield "eval", piece
+            else:
+                cut = self.boundary - start
+                line = piece.text.find("\n", cut) + 1
+                if 0 < line < len(piece.text):
+                    cut = line
+                yield "train", TextPiece(piece.text[:cut], ends_document=False)
+                yield "eval", TextPiece(piece.text[cut:], piece.ends_document)
+            start = end
+
+
+def plan_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> TextSplit:
+    """The split that holds out the evaluation share, the second weight's, of documents of these lengths.
+
+    Documents are taken in the order of a hash of their number, so that the choice is spread over the text and is the
+    same on every machine, for as long as the sum of their lengths stays within the share.
+    """
+    total = int(characters.sum())
+    share = int(total * (weights[1] / sum(weights)))
+    if share == 0:
+        return TextSplit(None, total)
+    order = np.argsort(mix(np.arange(len(characters), dtype=np.uint64)), kind="stable")
+    order = order[characters[order] <= _LARGEST_HELD_OUT * share]
+    taken = order[np.cumsum(characters[order]) <= share]
+    if int(characters[taken].sum()) < _LEAST_HELD_OUT * share:
+        return TextSplit(None, total - share)
+    held_out = np.zeros(len(characters), dtype=np.bool_)
+    held_out[taken] = True
+    return TextSplit(held_out, total)
+
+
+_ONE_PART = TextSplit(None, sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -267,42 +330,6 @@ def most_tokens(request: DataRequest, limit: int) -> int | None:
     return source.bytes_within(limit)
 
 
-def has_vocabulary(request: DataRequest) -> bool:
-    """True if a tokenizer with the model's vocabulary can be trained on the text; False if only a run can tell.
-
-    Raises:
-        DataError: the text is small, and yields fewer tokens.
-    """
-    if _prepared_entry(request, cache_root()) is not None:
-        return True
-    source = open_source(request.data)
-    if not is_small(source):
-        return False
-    scan = _scan(source)
-    _train_tokenizer(source, scan, plan_split(scan.characters, request.data.split_weights), request)
-    return True
-
-
-def held_out(request: DataRequest) -> HeldOut:
-    """The part of the text that is held out."""
-    if request.data.streaming:
-        return HeldOut()
-    with contextlib.suppress(DataError):  # a tokenizer of the hub may not be here yet
-        source = open_source(request.data)
-        entry = _prepared_entry(request, cache_root())
-        return HeldOut(_held_out_place(source, request), None if entry is None else entry.manifest["eval"]["tokens"])
-    return HeldOut()
-
-
-def _held_out_place(source: Source, request: DataRequest) -> str:
-    if is_small(source):
-        is_end = plan_split(_scan(source).characters, request.data.split_weights).held_out is None
-        return END_OF_TEXT if is_end else WHOLE_DOCUMENTS
-    if isinstance(source, FileSource) and [reading.kind for reading in source.readings] == ["text"]:
-        return END_OF_TEXT
-    return WHOLE_DOCUMENTS_OR_END
-
-
 def _prepared_entry(request: DataRequest, root: Path) -> cache.CacheEntry | None:
     """The tokens of the text, if the cache has them; nothing is prepared."""
     content = cache.known_content(root, open_source(request.data).stamp())
@@ -455,8 +482,6 @@ FORMAT = DataFormat(
     glance=glance,
     inspect=inspect,
     most_tokens=most_tokens,
-    has_vocabulary=has_vocabulary,
-    held_out=held_out,
     first_documents=first_documents,
 )
 

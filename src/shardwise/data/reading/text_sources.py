@@ -35,8 +35,6 @@ from shardwise.data.reading.dataset_tables import DataSet, names_data_set, requi
 from shardwise.data.reading.file_kinds import LINES, FileReading, Kind, chosen_kind, described, reading_of
 
 PIECE_CHARACTERS = BLOCK
-SMALL_BYTES = 1 << 22
-"""Bytes of a text that a dry run reads as a whole: a tokenizer is trained on them in about two seconds."""
 # Characters before the end of a piece among which white space is looked for; words are much shorter.
 _BACKTRACK = 1 << 12
 # A bound, as installations differ in size: with it they give about the same amount of text.
@@ -233,13 +231,6 @@ def announce_empty(source: Source, announce: Callable[[str], None] | None, kind:
     """Tells the user how many documents of a text that was read are left out, as they are empty."""
     if announce is not None and isinstance(source, FileSource | ColumnSource) and (empty := sum(source.empty.values())):
         announce(f"{source.name}: {counted(empty, kind)} left out")
-
-
-def is_small(source: Source) -> bool:
-    """Return whether all of a text can be read in a moment."""
-    if isinstance(source, FileSource):
-        return source.bytes_within(SMALL_BYTES) is not None
-    return isinstance(source, StorySource)
 
 
 def open_source(data: DataConfig) -> Source:
