@@ -422,7 +422,7 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
         rows,
         counts,
         lengths,
-        [inspecting.InspectedSample(n, text[: inspecting.SAMPLE_CHARACTERS], None) for n, text in enumerate(shown)],
+        inspecting.text_samples(shown),
         notes=notes,
     )
 

@@ -257,12 +257,8 @@ def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: i
         lengths = inspecting.Lengths.of(
             f"characters of {column}", arrow.utf8_length(looked_at).fill_null(0).to_numpy(), total
         )
-        texts = enumerate(leading.to_pylist())
-        samples_of_text = [
-            inspecting.InspectedSample(number, (text or "")[: inspecting.SAMPLE_CHARACTERS], None)
-            for number, text in texts
-        ]
-        return replace(inspection, lengths=lengths, samples=samples_of_text)
+        texts = inspecting.text_samples(text or "" for text in leading.to_pylist())
+        return replace(inspection, lengths=lengths, samples=texts)
     lengths = inspecting.Lengths.of(
         f"tokens of {column}", arrow.list_value_length(looked_at).fill_null(0).to_numpy(), total
     )

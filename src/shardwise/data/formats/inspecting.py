@@ -25,7 +25,7 @@ _Tokens = npt.NDArray[np.integer[Any]]
 _MOST_BINS = 12
 # Two lines of a terminal hold no more of a sample.
 _SAMPLE_TOKENS = 64
-SAMPLE_CHARACTERS = 400
+_SAMPLE_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class InspectedSample:
     number: int
     text: str | None
     ids: Sequence[int] | None
+
+
+def text_samples(texts: Iterable[str]) -> list[InspectedSample]:
+    """Samples that show the beginning of each text."""
+    return [InspectedSample(number, text[:_SAMPLE_CHARACTERS], None) for number, text in enumerate(texts)]
 
 
 @dataclass(frozen=True)

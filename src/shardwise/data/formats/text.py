@@ -9,7 +9,7 @@ import contextlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,11 @@ from shardwise.data.reading.text_sources import (
     open_source,
 )
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, Part, Sentences
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part, Sentences
 from shardwise.data.samples.causal import DocumentEnds
 from shardwise.data.samples.order import mix, mix_integer
 from shardwise.data.split import describe_sizes
-from shardwise.data.tokens.encoding import RULE, ContentDigest, DocumentMarks, encode_documents, encode_sentences
+from shardwise.data.tokens.encoding import RULE, ContentDigest, encode_documents, encode_sentences
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
     Tokenizer,
@@ -53,9 +53,9 @@ _LARGEST_HELD_OUT = 1 / 4
 # Below this fraction of the share the documents are too few or too long, and the end of the text is held out instead.
 # Documents of at most a quarter of the share always reach it, unless there are too few of them.
 _LEAST_HELD_OUT = 3 / 4
-# An inspection takes seconds: the most bytes that it reads and encodes.
-_TEXT_BYTES = 1 << 26
-_ENCODED_BYTES = 1 << 20
+# An inspection takes seconds: about the most characters that it reads and encodes.
+_TEXT_CHARACTERS = 1 << 26
+_ENCODED_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -345,90 +345,63 @@ def when_read(request: DataRequest) -> str:
     return "prepared when the run starts, unless the cache has it"
 
 
-@dataclass
-class _BeginningOfText:
-    """Counts of a text, or of its beginning if it is large.
-
-    Attributes:
-        lengths: characters of each document.
-        beginnings: beginnings of the first documents.
-        bytes: size of the text that was read.
-        encoded_bytes: size of the text in it that was encoded, in `tokens` tokens.
-        is_complete: True if the text has no more.
-    """
-
-    lengths: list[int] = field(default_factory=list)
-    beginnings: list[str] = field(default_factory=list)
-    bytes: int = 0
-    encoded_bytes: int = 0
-    tokens: int = 0
-    is_complete: bool = True
-
-
-def _read_beginning(
-    source: Source, samples: int, tokenizer: Tokenizer | None, marks: DocumentMarks | None
-) -> _BeginningOfText:
-    """Reads `_TEXT_BYTES` of a text, and keeps the beginnings of its first `samples` documents."""
-    text = _BeginningOfText()
-    begins_document = True
+def _beginning(source: Source, characters: int) -> tuple[list[str], bool]:
+    """The first documents of a text, of about so many characters, and True if it has no more; the last may be cut."""
+    documents: list[str] = []
+    blocks: list[str] = []
+    seen = 0
     for piece in source.pieces():
-        if text.bytes >= _TEXT_BYTES:
-            text.is_complete = False
-            break
-        if begins_document:
-            text.lengths.append(0)
-            if len(text.lengths) <= samples:
-                text.beginnings.append("")
-        text.lengths[-1] += len(piece.text)
-        if len(text.lengths) <= samples:
-            text.beginnings[-1] += piece.text[: inspecting.SAMPLE_CHARACTERS - len(text.beginnings[-1])]
-        nbytes = len(piece.text.encode())
-        if tokenizer is not None and marks is not None and text.encoded_bytes < _ENCODED_BYTES:
-            row = tokenizer.encode_rows([piece.text])
-            text.tokens += len(marks.put(*row, [piece.ends_document], begun=not begins_document)[0])
-            text.encoded_bytes += nbytes
-        text.bytes += nbytes
-        begins_document = piece.ends_document
-    return text
+        if seen >= characters:
+            return [*documents, *filter(None, ["".join(blocks)])], False
+        blocks.append(piece.text)
+        seen += len(piece.text)
+        if piece.ends_document:
+            documents.append("".join(blocks))
+            blocks = []
+    return documents, True
+
+
+def _tokens(documents: list[str], tokenizer: Tokenizer, data: DataConfig) -> tuple[IntArray, IntArray]:
+    """The tokens of documents with their marks, and the number of each one's."""
+    marks = common.document_marks(data, tokenizer)
+    tokens, sizes = marks.put(*tokenizer.encode_rows(documents), [True] * len(documents), begun=False)
+    return tokens.astype(np.int64), sizes
 
 
 def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     """Files of text, as training reads them: all of them, or the beginning of large ones."""
-    source = open_source(data)
-    tokenizer = None
-    marks = None
-    if data.tokenizer is not None:
-        tokenizer = Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
-        marks = common.document_marks(data, tokenizer)
-    elif given := [f"data.{key}" for key in ("append_eod", "prepend_bos") if getattr(data, key) is not None]:
+    given = [f"data.{key}" for key in ("append_eod", "prepend_bos") if getattr(data, key) is not None]
+    if given and data.tokenizer is None:
         raise DataError(f"{given[0]} needs data.tokenizer, by which tokens are counted")
-    text = _read_beginning(source, samples, tokenizer, marks)
-    files: Sequence[Path] = ()
-    described = ""
-    if isinstance(source, FileSource):
-        files = source.files
-        described = source.described()
+    source = open_source(data)
+    documents, is_complete = _beginning(source, _TEXT_CHARACTERS)
+    files = source.files if isinstance(source, FileSource) else ()
+    described = source.described() if isinstance(source, FileSource) else ""
     notes: list[str] = []
     announce_empty(source, notes.append)
-    number = len(text.lengths) if text.is_complete else None
-    limit = "" if text.is_complete else f" in the first {size(text.bytes)} of text"
+    lengths = np.array([*map(len, documents)])
+    nbytes = sum(len(document.encode()) for document in documents)
+    number = len(documents) if is_complete else None
+    limit = "" if is_complete else f" in the first {size(nbytes)} of text"
     counts: dict[str, Any] = {
         "files": len(files),
         "documents": number,
-        "looked_at": len(text.lengths),
-        "bytes_looked_at": text.bytes,
+        "looked_at": len(documents),
+        "bytes_looked_at": nbytes,
     }
     rows = [
         ("files", f"{len(files):,}, {described}"),
-        ("documents", f"{len(text.lengths):,}{limit}"),
-        ("characters", f"{count(sum(text.lengths))}{limit}"),
+        ("documents", f"{len(documents):,}{limit}"),
+        ("characters", f"{count(int(lengths.sum()))}{limit}"),
     ]
-    if text.encoded_bytes and text.tokens:
-        bytes_per_token = text.encoded_bytes / text.tokens
-        tokens = text.bytes * text.tokens / text.encoded_bytes
+    if data.tokenizer is not None:
+        tokenizer = Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
+        first = documents[: 1 + int(np.searchsorted(np.cumsum(lengths), _ENCODED_CHARACTERS))]
+        first[-1] = first[-1][:_ENCODED_CHARACTERS]
+        bytes_per_token = sum(len(text.encode()) for text in first) / len(_tokens(first, tokenizer, data)[0])
         counts["bytes_per_token"] = bytes_per_token
-        rows.append(("tokens", f"about {count(tokens)}{limit}, {bytes_per_token:.2f} bytes each"))
-    if tokenizer is not None and marks is not None:
+        rows.append(("tokens", f"about {count(nbytes / bytes_per_token)}{limit}, {bytes_per_token:.2f} bytes each"))
+        marks = common.document_marks(data, tokenizer)
         verbs = {"begins with": marks.begin, "ends with": marks.end}
         shown = [f"{verb} {tokenizer.decode([token])}" for verb, token in verbs.items() if token is not None]
         rows.append(("a document", listing(shown) or "has no tokens of its own around it"))
@@ -438,40 +411,23 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
         sum(path.stat().st_size for path in files),
         rows,
         counts,
-        inspecting.Lengths.of("characters of a document", np.array(text.lengths), number),
-        [inspecting.InspectedSample(number, beginning, None) for number, beginning in enumerate(text.beginnings)],
+        inspecting.Lengths.of("characters of a document", lengths, number),
+        inspecting.text_samples(documents[:samples]),
         notes=notes,
     )
 
 
 def first_documents(data: DataConfig) -> inspecting.FirstDocuments:
-    """The first documents of a text, about `_ENCODED_BYTES` of it, by the tokenizer that `data` names.
+    """The first documents of a text, a million characters or more, by the tokenizer that `data` names.
 
     Raises:
         DataError: it names none.
     """
     if data.tokenizer is None:
         raise DataError(f"{data.name} is text, whose samples need data.tokenizer")
-    tokenizer = Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
-    marks = common.document_marks(data, tokenizer)
-    rows = []
-    bounds = [0]
-    nbytes = 0
-    tokens = 0
-    begun = False
-    is_all = True
-    for piece in open_source(data).pieces():
-        if nbytes >= _ENCODED_BYTES and not begun:
-            is_all = False
-            break
-        row, _ = marks.put(*tokenizer.encode_rows([piece.text]), [piece.ends_document], begun=begun)
-        rows.append(row)
-        tokens += len(row)
-        nbytes += len(piece.text.encode())
-        begun = not piece.ends_document
-        if piece.ends_document:
-            bounds.append(tokens)
-    return inspecting.FirstDocuments(np.concatenate(rows), np.array(bounds), is_all)
+    documents, is_all = _beginning(open_source(data), _ENCODED_CHARACTERS)
+    tokens, sizes = _tokens(documents, Tokenizer.load(hub.resolve_tokenizer(data.tokenizer)), data)
+    return inspecting.FirstDocuments(tokens, np.concatenate([[0], np.cumsum(sizes)]), is_all)
 
 
 # Any path may be text, which is what no other format is at.
