@@ -13,12 +13,13 @@ from shardwise.config import CHAT, Config, data_from, tokens_of_run
 from shardwise.data import hub
 from shardwise.data.evaluation_sets import config_of_set, problem_of_set
 from shardwise.data.formats import common, inspecting, user_samples
-from shardwise.data.formats.record import Contents
+from shardwise.data.formats.record import Contents, Inspection
 from shardwise.data.open_data import checked_format, format_named, format_of
 from shardwise.data.reading import dataset_tables
 from shardwise.data.request import DataRequest
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT
 from shardwise.data.tokens.chat_template import ChatTemplate
+from shardwise.data.tokens.encoding import document_marks
 from shardwise.data.tokens.tokenizer import trained_special_tokens
 
 TRAINED_AT_START = "trained on the data when the run starts"
@@ -147,13 +148,11 @@ def _glance_at_user_tokenizer(request: DataRequest, name: str, contents: Content
         template = ChatTemplate.or_built_in(hub.resolve_tokenizer(name, cached=True), name)
         note += f"; chat template: {template.name}"
     else:
-        common.document_marks(request.data, tokenizer)
+        document_marks(request.data, tokenizer)
     return f"{name}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({request.vocab_size:,}){note}"
 
 
-def inspect(
-    path: str, samples: int, keys: Mapping[str, Any], packed_length: int | None = None
-) -> inspecting.Inspection:
+def inspect(path: str, samples: int, keys: Mapping[str, Any], packed_length: int | None = None) -> Inspection:
     """An inspection of the data at a path, of any format.
 
     Args:

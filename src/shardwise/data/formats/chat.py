@@ -23,13 +23,13 @@ from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, datasets, inspecting
-from shardwise.data.formats.record import DataFormat
+from shardwise.data.formats.record import DataFormat, Inspection, Lengths
 from shardwise.data.formats.text import plan_split
 from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations, conversations_of_table
 from shardwise.data.reading.dataset_tables import names_data_set
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, open_source
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part, digest_of
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
 from shardwise.data.split import describe_sizes
 from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
@@ -88,7 +88,7 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
     _require_fitting(request)
     source = _source(request.data)
     stamp = source.stamp()
-    known = None if stamp is None else cache.digest_of({"chat": stamp})
+    known = None if stamp is None else digest_of({"chat": stamp})
     content = cache.known_content(root, known)
     scan = None
     if content is None:
@@ -383,7 +383,7 @@ def glance(request: DataRequest) -> str:
     )
 
 
-def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
+def inspect(data: DataConfig, samples: int) -> Inspection:
     """Files of conversations, as training reads them; in those that are shown, answers stand in ⟦ ⟧."""
     source = _source(data)
     if isinstance(source, FileSource):
@@ -399,14 +399,12 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     total = sum(path.stat().st_size for path in files)
     number = len(scan.characters)
     rows = [("files", f"{len(files):,}, {described}"), ("conversations", f"{number:,}")]
-    lengths = inspecting.Lengths.of("characters of a conversation", scan.characters, number)
+    lengths = Lengths.of("characters of a conversation", scan.characters, number)
     counts: dict[str, Any] = {"files": len(files), "conversations": number}
     if template is not None:
         batches = group_by_size(_conversations(source), _characters, _BATCH_CHARACTERS)
         encoded = [chat for batch in batches for chat in encode_chats(template, batch)]
-        lengths = inspecting.Lengths.of(
-            "tokens of a conversation", np.array([len(chat.ids) for chat in encoded]), number
-        )
+        lengths = Lengths.of("tokens of a conversation", np.array([len(chat.ids) for chat in encoded]), number)
         counts["tokens"] = sum(len(chat.ids) for chat in encoded)
         counts["trained"] = sum(int(np.diff(chat.answers).sum()) for chat in encoded)
         rows += [
@@ -415,7 +413,7 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
         ]
     rows.append(("shown in ⟦ ⟧", "what is trained on"))
     shown = [_shown(chat, template) for _, chat in islice(_conversations(source), samples)]
-    return inspecting.Inspection(
+    return Inspection(
         source.name,
         "chat",
         total,

@@ -8,18 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import DataError, see
+from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.reading.manifest import read_manifest
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, Part, Sentences, TokenArray
+from shardwise.data.rows import PART_NAMES, PairTokens, Part, Sentences, TokenArray
 from shardwise.data.samples import batch, causal, packing, sentence_pairs
 from shardwise.data.samples.sentences import ChunkIndex
-from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
-    PairTokens,
     Tokenizer,
     export_user_tokenizer,
     open_user_tokenizer,
@@ -133,7 +131,7 @@ def row_batches(
     shortest = 1 if tail else length * together
     if len(row) <= shortest:
         return None
-    ends = causal.DocumentEnds.of(request.data, tokenizer)
+    ends = document_ends(request.data, tokenizer)
     return causal.TokenBatches(row, length, seed, tail=tail, ends=ends, together=together)
 
 
@@ -169,14 +167,41 @@ def pair_batches(
     )
 
 
-def document_marks(data: DataConfig, tokenizer: Tokenizer) -> DocumentMarks:
-    """The tokens that each document of text begins and ends with; DataError if the tokenizer lacks one."""
-    return DocumentMarks.of(tokenizer, append_eod=data.append_eod, prepend_bos=data.prepend_bos)
+def document_ends(data: DataConfig, tokenizer: Path | None) -> causal.DocumentEnds | None:
+    """The changes at ends of documents that `data` asks for; None if it asks for none: a sample is a row of tokens.
+
+    Raises:
+        ConfigError: neither a key nor a tokenizer says which token ends a document.
+    """
+    if not data.document_options:
+        return None
+    token = data.eod_token
+    if token is None and tokenizer is not None:
+        token = Tokenizer.load(tokenizer).end_of_document_id
+    if token is None:
+        raise ConfigError(without_end(data))
+    return causal.DocumentEnds(token, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
+
+
+def without_end(data: DataConfig) -> list[str]:
+    """The problem of data that need the id of the end of a document, which no tokenizer says."""
+    if data.needs_document_ends is None or data.eod_token is not None:
+        return []
+    return [
+        f"{data.needs_document_ends} needs the id of the token that ends a document: set data.eod_token, or "
+        "data.tokenizer to the one that made the data"
+    ]
 
 
 def mark_problems(data: DataConfig) -> list[str]:
     """The problems of keys that ask for marks of documents, as the data are tokens."""
     return data.refused_marks(f"{data.key} ({data.name}), whose tokens are read as they are")
+
+
+def require_room_for_pairs(request: DataRequest) -> None:
+    """Raises ConfigError if samples are pairs of sentences, and too short for one."""
+    if request.in_pairs:
+        sentence_pairs.chunk_room(request.sequence_length)
 
 
 def require_sentence_pairs(request: DataRequest) -> int:
@@ -198,7 +223,7 @@ def without_tokenizer(request: DataRequest, *, has_documents: bool = False) -> l
     if request.data.tokenizer is not None:
         return []
     needs = f"needs data.tokenizer, as {request.data.key} {request.data.name} holds tokens alone: name what made them"
-    problems = [] if has_documents and request.data.packs_documents else causal.without_end(request.data)
+    problems = [] if has_documents and request.data.packs_documents else without_end(request.data)
     if request.in_pairs:
         problems.append(f"model.family ({request.family}) {needs}, for its [CLS], [SEP], [MASK] and [PAD]")
     if request.sample_prompt is not None:

@@ -21,8 +21,8 @@ from shardwise.base.files import cache_root
 from shardwise.base.units import count, counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache, hub
-from shardwise.data.formats import common, inspecting, packed
-from shardwise.data.formats.record import DataFormat
+from shardwise.data.formats import common, inspecting, packed, stream
+from shardwise.data.formats.record import DataFormat, FirstDocuments, Inspection, Lengths
 from shardwise.data.reading.text_sources import (
     ColumnSource,
     FileSource,
@@ -32,13 +32,11 @@ from shardwise.data.reading.text_sources import (
     open_source,
 )
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part, Sentences
-from shardwise.data.samples.causal import DocumentEnds
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, Sentences
 from shardwise.data.samples.order import mix, mix_integer
 from shardwise.data.split import describe_sizes
-from shardwise.data.tokens.encoding import RULE, ContentDigest, encode_documents, encode_sentences
+from shardwise.data.tokens.encoding import RULE, ContentDigest, document_marks, encode_documents, encode_sentences
 from shardwise.data.tokens.tokenizer import (
-    PairTokens,
     Tokenizer,
     keep_user_tokenizer,
     train_tokenizer,
@@ -136,6 +134,8 @@ def open_data(
     request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool, source: Source | None = None
 ) -> common.PreparedText:
     """Opens `source`, or the text of `request`, tokenizing it first if the cache `root` has no tokens of it."""
+    if request.data.streaming:
+        return stream.open_data(request, root, announce, any_size=any_size)
     source = source or open_source(request.data)
     content, scan = _content(root, source, announce)
     entry = common.open_text_tokens(
@@ -232,7 +232,7 @@ def _build(
     if pairs:
         parts = encode_sentences(pieces, tokenizer, folder)
     else:
-        parts = encode_documents(pieces, tokenizer, common.document_marks(request.data, tokenizer), folder)
+        parts = encode_documents(pieces, tokenizer, document_marks(request.data, tokenizer), folder)
     # The text was read twice: to find its content and lengths, and to encode it.
     common.require_unchanged(source.name, digest.hexdigest(), scan.content)
     digests = [scan.content]
@@ -316,7 +316,7 @@ def _packing(request: DataRequest) -> str:
     keys = []
     with contextlib.suppress(DataError):  # a tokenizer of the hub may not be here yet
         entry = None if request.data.streaming else _prepared_entry(request, cache_root())
-        ends = None if entry is None else DocumentEnds.of(request.data, entry.tokenizer_path)
+        ends = None if entry is None else common.document_ends(request.data, entry.tokenizer_path)
         if entry is not None and ends is not None:
             keys.append(packed.key_of_text(entry.manifest["fingerprint"], ends.token, request))
     return packed.glance_text(request, keys)
@@ -363,12 +363,12 @@ def _beginning(source: Source, characters: int) -> tuple[list[str], bool]:
 
 def _tokens(documents: list[str], tokenizer: Tokenizer, data: DataConfig) -> tuple[IntArray, IntArray]:
     """The tokens of documents with their marks, and the number of each one's."""
-    marks = common.document_marks(data, tokenizer)
+    marks = document_marks(data, tokenizer)
     tokens, sizes = marks.put(*tokenizer.encode_rows(documents), [True] * len(documents), begun=False)
     return tokens.astype(np.int64), sizes
 
 
-def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
+def inspect(data: DataConfig, samples: int) -> Inspection:
     """Files of text, as training reads them: all of them, or the beginning of large ones."""
     given = [f"data.{key}" for key in ("append_eod", "prepend_bos") if getattr(data, key) is not None]
     if given and data.tokenizer is None:
@@ -401,23 +401,23 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
         bytes_per_token = sum(len(text.encode()) for text in first) / len(_tokens(first, tokenizer, data)[0])
         counts["bytes_per_token"] = bytes_per_token
         rows.append(("tokens", f"about {count(nbytes / bytes_per_token)}{limit}, {bytes_per_token:.2f} bytes each"))
-        marks = common.document_marks(data, tokenizer)
+        marks = document_marks(data, tokenizer)
         verbs = {"begins with": marks.begin, "ends with": marks.end}
         shown = [f"{verb} {tokenizer.decode([token])}" for verb, token in verbs.items() if token is not None]
         rows.append(("a document", listing(shown) or "has no tokens of its own around it"))
-    return inspecting.Inspection(
+    return Inspection(
         source.name,
         "text",
         sum(path.stat().st_size for path in files),
         rows,
         counts,
-        inspecting.Lengths.of("characters of a document", lengths, number),
+        Lengths.of("characters of a document", lengths, number),
         inspecting.text_samples(documents[:samples]),
         notes=notes,
     )
 
 
-def first_documents(data: DataConfig) -> inspecting.FirstDocuments:
+def first_documents(data: DataConfig) -> FirstDocuments:
     """The first documents of a text, a million characters or more, by the tokenizer that `data` names.
 
     Raises:
@@ -427,7 +427,7 @@ def first_documents(data: DataConfig) -> inspecting.FirstDocuments:
         raise DataError(f"{data.name} is text, whose samples need data.tokenizer")
     documents, is_all = _beginning(open_source(data), _ENCODED_CHARACTERS)
     tokens, sizes = _tokens(documents, Tokenizer.load(hub.resolve_tokenizer(data.tokenizer)), data)
-    return inspecting.FirstDocuments(tokens, np.concatenate([[0], np.cumsum(sizes)]), is_all)
+    return FirstDocuments(tokens, np.concatenate([[0], np.cumsum(sizes)]), is_all)
 
 
 # Any path may be text, which is what no other format is at.

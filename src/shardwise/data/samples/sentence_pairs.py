@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError
 from shardwise.data.reading.hdf5_files import ShardRows, in_list
-from shardwise.data.rows import IntArray, Sentences
+from shardwise.data.rows import IntArray, PairTokens, Sentences
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
 from shardwise.data.samples.order import Draws, below
 from shardwise.data.samples.sentences import ChunkIndex
-from shardwise.data.tokens.tokenizer import PairTokens
 
 # [CLS] A [SEP] B [SEP]
 _ADDED = 3

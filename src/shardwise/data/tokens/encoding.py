@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError
+from shardwise.config import DataConfig
 from shardwise.data.cache import BOUNDS, BOUNDS_DTYPE, ArrayWriter, TokenWriter, token_dtype
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, TextPiece
 from shardwise.data.rows import PARTS, Part
@@ -283,3 +284,8 @@ class DocumentMarks:
         places = np.stack([stops - sizes, stops], axis=1)
         # Row by row, so that marks at one place keep the order of their documents.
         return np.insert(tokens, places[marked], ids[marked]), sizes + marked.sum(axis=1)
+
+
+def document_marks(data: DataConfig, tokenizer: Tokenizer) -> DocumentMarks:
+    """The tokens that each document of text begins and ends with; DataError if the tokenizer lacks one."""
+    return DocumentMarks.of(tokenizer, append_eod=data.append_eod, prepend_bos=data.prepend_bos)

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from shardwise.base.errors import ConfigError, DataError, listing, see
 from shardwise.base.model_folder import TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data import hub
+from shardwise.data.rows import PairTokens
 from shardwise.data.tokens.tokenizer_files import (
     BEGIN_MESSAGE,
     END_MESSAGE,
@@ -44,17 +44,6 @@ PLAIN_CLASS: Mapping[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 Others take its vocabulary and merges alone, and split text by rules of their own, so that a text may have other ids.
 """
-
-
-@dataclass(frozen=True)
-class PairTokens:
-    """Ids of the special tokens that sentence pairs are made with."""
-
-    pad: int
-    unk: int
-    cls: int
-    sep: int
-    mask: int
 
 
 class Tokenizer:

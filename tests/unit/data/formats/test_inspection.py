@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from shardwise.base.errors import DataError
 from shardwise.data.describe import inspect
 from shardwise.data.formats import megatron, text
-from shardwise.data.formats.inspecting import Inspection, Lengths, spread
+from shardwise.data.formats.inspecting import spread
+from shardwise.data.formats.record import Inspection, Lengths
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from tests.unit.data.prepare.jobs import Folder, write_jsonl
 
