@@ -12,6 +12,7 @@ from shardwise.base.files import user_path
 from shardwise.config import CHAT, Config, data_from, tokens_of_run
 from shardwise.data import hub
 from shardwise.data.evaluation_sets import config_of_set, problem_of_set
+from shardwise.data.evaluation_tasks import require_lm_eval
 from shardwise.data.formats import common, inspecting, user_samples
 from shardwise.data.formats.record import Contents, Inspection
 from shardwise.data.open_data import checked_format, format_named, format_of
@@ -91,8 +92,8 @@ def _glance_at_source(request: DataRequest) -> Glance:
     return Glance(rows, [*dict.fromkeys(problems)])
 
 
-def glance_at_sets(config: Config) -> Glance:
-    """The rows of a dry run about `evaluation.sets`; nothing is fetched or prepared."""
+def glance_at_evaluation(config: Config) -> Glance:
+    """The rows of a dry run about the sets and the tasks of `evaluation`; nothing is fetched or prepared."""
     rows = []
     problems: list[str] = []
     for name in config.evaluation.sets:
@@ -101,6 +102,11 @@ def glance_at_sets(config: Config) -> Glance:
             rows.append((f"set, {name}", f"{request.data.name}: {checked_format(request).glance(request)}"))
         except ConfigError as error:
             problems += [problem_of_set(text, name) for text in error.problems]
+    if config.evaluation.tasks_every:
+        try:
+            require_lm_eval(config.evaluation)
+        except ConfigError as error:
+            problems += error.problems
     return Glance(rows, problems)
 
 

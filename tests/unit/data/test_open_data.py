@@ -14,8 +14,8 @@ from shardwise.config import Config, config_from
 from shardwise.data import hub
 from shardwise.data.describe import Glance, glance, inspect
 from shardwise.data.formats import stream as stream_data
+from shardwise.data.formats.common import random_text
 from shardwise.data.formats.record import DataFormat, Inspection
-from shardwise.data.formats.text import random_text
 from shardwise.data.open_data import FORMATS, format_of, prepare
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.reading.text_sources import open_source

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.units import counted
@@ -16,7 +18,6 @@ from shardwise.data.reading.manifest import read_manifest
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PairTokens, Part, Sentences, TokenArray
 from shardwise.data.samples import batch, causal, packing, sentence_pairs
-from shardwise.data.samples.sentences import ChunkIndex
 from shardwise.data.tokens.tokenizer import (
     Tokenizer,
     export_user_tokenizer,
@@ -153,7 +154,7 @@ def pair_batches(
     """
     length = request.sequence_length
     # A chunk is what one sample takes its tokens from.
-    if ChunkIndex(sentences, sentence_pairs.chunk_room(length)).num_chunks < 2:
+    if sentence_pairs.ChunkIndex(sentences, sentence_pairs.chunk_room(length)).num_chunks < 2:
         return None
     return sentence_pairs.SentencePairBatches(
         tokens,
@@ -320,7 +321,7 @@ def shortage(
             least = f"what the lengths of data.stages keep together ({length + 1:,} tokens)"
     else:
         room = sentence_pairs.chunk_room(length)
-        chunks = ChunkIndex(sentences, room).num_chunks
+        chunks = sentence_pairs.ChunkIndex(sentences, room).num_chunks
         is_enough = chunks >= 2
         size += f" in {chunks} samples"
         least = f"two samples of about train.sequence_length - 3 ({room:,} tokens)"
@@ -378,3 +379,33 @@ def require_unchanged(name: str, digest: str, content: str) -> None:
         raise DataError(
             f"{name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
         )
+
+
+def random_text(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedText:
+    """Tokens, four in five of which follow from their predecessor.
+
+    Args:
+        pairs: True if the tokens are in sentences, for samples of sentence pairs.
+    """
+    generator = np.random.default_rng(0)
+    tokens = [1]
+    for noise in generator.random(samples * length):
+        if noise < 0.8:
+            tokens.append((tokens[-1] * 7 + 3) % vocabulary)
+        else:
+            tokens.append(int(noise * 1000) % vocabulary)
+    row = np.asarray(tokens, cache.token_dtype(vocabulary))
+    evaluation = row[: 8 * length + 1]
+    data = PreparedText(Path(), "test", "test", {"train": row, "eval": evaluation, "test": row[:0]}, vocabulary)
+    if not pairs:
+        return data
+    parts: tuple[tuple[Part, int], ...] = (("train", len(row)), ("eval", len(evaluation)))
+    sentences = {part: _sentences(tokens) for part, tokens in parts}
+    return replace(data, sentences=sentences, pair_tokens=PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4))
+
+
+def _sentences(tokens: int) -> Sentences:
+    """Sentences of 5 tokens and documents of 10 sentences; the last ones take the remainder and are longer."""
+    bounds = np.append(np.arange(0, tokens - 4, 5), tokens)
+    documents = np.append(np.arange(0, len(bounds) - 10, 10), len(bounds) - 1)
+    return Sentences(bounds, documents)

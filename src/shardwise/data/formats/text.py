@@ -1,7 +1,4 @@
-"""Text: tokenized once, cached by its content, and mapped into memory.
-
-Also random text with structure, from which a model learns in few steps and which needs no download.
-"""
+"""Text: tokenized once, cached by its content, and mapped into memory."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import contextlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,7 @@ from shardwise.data.reading.text_sources import (
     open_source,
 )
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, Sentences
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part
 from shardwise.data.samples.order import mix, mix_integer
 from shardwise.data.split import describe_sizes
 from shardwise.data.tokens.encoding import RULE, ContentDigest, document_marks, encode_documents, encode_sentences
@@ -440,35 +437,3 @@ FORMAT = DataFormat(
     most_tokens=most_tokens,
     first_documents=first_documents,
 )
-
-
-def random_text(
-    vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False
-) -> common.PreparedText:
-    """Tokens, four in five of which follow from their predecessor.
-
-    Args:
-        pairs: True if the tokens are in sentences, for samples of sentence pairs.
-    """
-    generator = np.random.default_rng(0)
-    tokens = [1]
-    for noise in generator.random(samples * length):
-        if noise < 0.8:
-            tokens.append((tokens[-1] * 7 + 3) % vocabulary)
-        else:
-            tokens.append(int(noise * 1000) % vocabulary)
-    row = np.asarray(tokens, cache.token_dtype(vocabulary))
-    evaluation = row[: 8 * length + 1]
-    data = common.PreparedText(Path(), "test", "test", {"train": row, "eval": evaluation, "test": row[:0]}, vocabulary)
-    if not pairs:
-        return data
-    parts: tuple[tuple[Part, int], ...] = (("train", len(row)), ("eval", len(evaluation)))
-    sentences = {part: _sentences(tokens) for part, tokens in parts}
-    return replace(data, sentences=sentences, pair_tokens=PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4))
-
-
-def _sentences(tokens: int) -> Sentences:
-    """Sentences of 5 tokens and documents of 10 sentences; the last ones take the remainder and are longer."""
-    bounds = np.append(np.arange(0, tokens - 4, 5), tokens)
-    documents = np.append(np.arange(0, len(bounds) - 10, 10), len(bounds) - 1)
-    return Sentences(bounds, documents)

@@ -140,7 +140,7 @@ class Documents(Tokens, Protocol):
     @property
     def count(self) -> int: ...
 
-    def starts(self, numbers: IntArray, /) -> IntArray:
+    def starts(self, numbers: npt.NDArray[np.integer[Any]], /) -> IntArray:
         """The place of the first token of each of these documents."""
         ...
 
