@@ -155,7 +155,7 @@ def _held(recipe: str, world: int, keys: dict[str, Any]) -> dict[str, Any]:
 
 def _trainer(recipe: str, overrides: list[str]) -> Any:
     from shardwise.config import load_config
-    from shardwise.data.formats.text import random_text
+    from shardwise.data.formats.common import random_text
     from shardwise.distributed.mesh import Mesh
     from shardwise.train.build import build_trainer
 

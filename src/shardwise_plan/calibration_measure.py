@@ -11,7 +11,7 @@ import torch
 
 from shardwise.base import units
 from shardwise.config import DtypeName
-from shardwise.data.formats.text import random_text
+from shardwise.data.formats.common import random_text
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.train.build import build_trainer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.config import check_layout
-from shardwise.data.formats.text import random_text
+from shardwise.data.formats.common import random_text
 from shardwise.distributed import collectives
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.train.build import build_trainer

@@ -15,10 +15,13 @@ GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZERS = (
-    (TOKENIZER,), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",),
+    (TOKENIZER,), ("vocab.json", "merges.txt"), ("vocab.txt",),
     ("gpt2-vocab.json", "gpt2-merges.txt"),
 )  # fmt: skip
 """Sets of files that are a tokenizer, in the order in which they are looked for; the last is Megatron-LM's names."""
+PIECES = "tokenizer.model"
+"""A model of SentencePiece, or a vocabulary of tiktoken; neither is read."""
+CONVERT = "write its tokenizer.json by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 CHAT_TEMPLATES = "additional_chat_templates"
 """The folder of the chat templates that have names."""
 TOKENIZER_FILES = (
@@ -54,10 +57,11 @@ def tokenizer_names() -> str:
     return listing([" with ".join(kind) for kind in TOKENIZERS], "or")
 
 
-def without_tokenizer(shown: str, names: Iterable[str]) -> str:
+def without_tokenizer(shown: str, names: Collection[str]) -> str:
     """The message for a folder, called `shown`, whose files `names` include no tokenizer."""
     contents = f"it has {listing(sorted(names), most=_SHOWN)}" if names else "it is empty"
-    return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {contents}"
+    convert = f"; {CONVERT}" if PIECES in names else ""
+    return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {contents}{convert}"
 
 
 def without_weights(shown: str, names: Iterable[str]) -> str:

@@ -361,26 +361,19 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
         and config.model.vocab_size in _BUILT_IN_VOCABULARIES
         and not config.data.packs_documents
     ):
-        from shardwise.data.held_out import BUILT_IN, held_out_text
-
-        rows.append(("held out", held_out_text(config.data, config.train, BUILT_IN)))
+        rows.append(("held out", config.held_out_text))
     else:
         from shardwise.data.describe import glance
 
         glanced = glance(config)
         rows += glanced.rows
         problems.texts = [*glanced.problems, *problems.texts]
-    if config.evaluation.sets:
-        from shardwise.data.describe import glance_at_sets
+    if config.evaluation.sets or config.evaluation.tasks_every:
+        from shardwise.data.describe import glance_at_evaluation
 
-        sets = glance_at_sets(config)
-        rows += sets.rows
-        problems.texts += sets.problems
-    if config.evaluation.tasks_every:
-        from shardwise.data.evaluation_tasks import require_lm_eval
-
-        with problems:
-            require_lm_eval(config.evaluation)
+        glanced = glance_at_evaluation(config)
+        rows += glanced.rows
+        problems.texts += glanced.problems
     if config.log.trackers:
         from shardwise.train.experiment_trackers import require_trackers
 

@@ -201,6 +201,28 @@ class Config(Section):
         return self.train.eval_every > 0 and self.data.holds_out
 
     @property
+    def held_out_text(self) -> str:
+        """The part that is held out of the training, and how much of it the evaluations of the run read, for a user."""
+        data = self.data
+        if not data.holds_out:
+            return f"nothing (data.split={data.split}): `shardwise evaluate` needs a text of its own"
+        share = f"{100 * data.split_weights[1] / sum(data.split_weights):.3g}%"
+        place = f"{share} of the data"
+        if data.mixture:
+            place = "a share of each source, as its split says"
+        elif data.split_names:
+            place = f"the split {data.split_names[1]}"
+        elif data.streaming:
+            place = f"{share} of the first {units.counted(data.shuffle_buffer, 'document')}"
+        if not self.train.eval_every:
+            return f"{place}; the run evaluates nothing (train.eval_every=0), `shardwise evaluate` all of it"
+        most = self.train.eval_batches * self.train.global_batch
+        return (
+            f"{place}; an evaluation of the run reads its first {most:,} sequences at most (train.eval_batches × "
+            "train.global_batch), `shardwise evaluate` all of it"
+        )
+
+    @property
     def lacks_evaluation_part(self) -> bool:
         """True if evaluations are wanted, and no data are there for them."""
         return self.train.eval_every > 0 and not self.evaluates_held_out and not self.evaluation.sets

@@ -41,7 +41,7 @@ from shardwise.base.files import (
     write_atomic,
 )
 from shardwise.base.parsing import json_value
-from shardwise.data.rows import PARTS, Part, Sentences, TokenArray
+from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, digest_of
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 2
@@ -254,11 +254,6 @@ def open_or_build_tokens(
         return build(folder)
 
     return open_or_build(root, "tokens", key, _are_sound_tokens, announced)
-
-
-def digest_of(described: Any) -> str:
-    """A digest of a value that JSON can describe."""
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def key_of(described: dict[str, Any]) -> str:

@@ -95,14 +95,10 @@ def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys
     assert "\n# memory " in captured.out
     assert captured.err.startswith("shardwise: 2 errors\n- data.path (corpus.jsonl) does not exist in ")
     Path("corpus.jsonl").write_text('{"text": "some text"}\n')
-    assert main(["train", "llama2-tiny", wrong[0], "--dry-run"]) == 2
-    captured = capsys.readouterr()
-    assert "\n# memory " in captured.out
-    assert captured.err.startswith("shardwise: model.vocab_size (512) must be at most 257, the vocabulary that corpus")
     assert main(["train", "llama2-tiny", wrong[0], "model.vocab_size=257", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "\n# data           corpus.jsonl: 1 file, 22 B, read as JSON lines, prepared when the run starts" in out
-    assert "\n# tokenizer      byte-level BPE of 257 tokens, trained on the data when the run starts\n" in out
+    assert "\n# tokenizer      byte-level BPE of 257 tokens if the text yields as many, trained on the data" in out
     assert (
         "\n# warning        train.steps (20) read 10,240 tokens, and the data have at most 22: each is read at least "
         "465 times, and a text that is repeated more than four times teaches little (arXiv:2305.16264): lower " in out

@@ -23,15 +23,15 @@ from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, datasets, inspecting
-from shardwise.data.formats.record import DataFormat
-from shardwise.data.held_out import HeldOut
+from shardwise.data.formats.record import DataFormat, Inspection, Lengths
+from shardwise.data.formats.text import plan_split
 from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations, conversations_of_table
 from shardwise.data.reading.dataset_tables import names_data_set
-from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, is_small, open_source
+from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, open_source
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part, digest_of
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
-from shardwise.data.split import describe_sizes, plan_split
+from shardwise.data.split import describe_sizes
 from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
 from shardwise.data.tokens.encoding import group_by_size, token_writers
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
@@ -88,7 +88,7 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
     _require_fitting(request)
     source = _source(request.data)
     stamp = source.stamp()
-    known = None if stamp is None else cache.digest_of({"chat": stamp})
+    known = None if stamp is None else digest_of({"chat": stamp})
     content = cache.known_content(root, known)
     scan = None
     if content is None:
@@ -383,35 +383,7 @@ def glance(request: DataRequest) -> str:
     )
 
 
-def has_vocabulary(request: DataRequest) -> bool:
-    """True if a tokenizer with the model's vocabulary can be trained on the messages; False if only a run can tell.
-
-    Raises:
-        DataError: there are few messages, which yield fewer tokens.
-    """
-    if names_data_set(request.data):
-        return False
-    source = _source(request.data)
-    if not is_small(source):
-        return False
-    _train_tokenizer(source, _held_out(_scan(source), request.data.split_weights), request)
-    return True
-
-
-def held_out(request: DataRequest) -> HeldOut:
-    """The conversations that are held out, counted if their files are small."""
-    place = "whole conversations"
-    if names_data_set(request.data):
-        return HeldOut(place)
-    source = _source(request.data)
-    with contextlib.suppress(DataError):  # a fault behind the first conversation
-        if is_small(source):
-            is_held_out = _held_out(_scan(source), request.data.split_weights)
-            return HeldOut(place, conversations=(int(is_held_out.sum()), len(is_held_out)))
-    return HeldOut(place)
-
-
-def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
+def inspect(data: DataConfig, samples: int) -> Inspection:
     """Files of conversations, as training reads them; in those that are shown, answers stand in ⟦ ⟧."""
     source = _source(data)
     if isinstance(source, FileSource):
@@ -427,14 +399,12 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     total = sum(path.stat().st_size for path in files)
     number = len(scan.characters)
     rows = [("files", f"{len(files):,}, {described}"), ("conversations", f"{number:,}")]
-    lengths = inspecting.Lengths.of("characters of a conversation", scan.characters, number)
+    lengths = Lengths.of("characters of a conversation", scan.characters, number)
     counts: dict[str, Any] = {"files": len(files), "conversations": number}
     if template is not None:
         batches = group_by_size(_conversations(source), _characters, _BATCH_CHARACTERS)
         encoded = [chat for batch in batches for chat in encode_chats(template, batch)]
-        lengths = inspecting.Lengths.of(
-            "tokens of a conversation", np.array([len(chat.ids) for chat in encoded]), number
-        )
+        lengths = Lengths.of("tokens of a conversation", np.array([len(chat.ids) for chat in encoded]), number)
         counts["tokens"] = sum(len(chat.ids) for chat in encoded)
         counts["trained"] = sum(int(np.diff(chat.answers).sum()) for chat in encoded)
         rows += [
@@ -443,14 +413,14 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
         ]
     rows.append(("shown in ⟦ ⟧", "what is trained on"))
     shown = [_shown(chat, template) for _, chat in islice(_conversations(source), samples)]
-    return inspecting.Inspection(
+    return Inspection(
         source.name,
         "chat",
         total,
         rows,
         counts,
         lengths,
-        [inspecting.InspectedSample(n, text[: inspecting.SAMPLE_CHARACTERS], None) for n, text in enumerate(shown)],
+        inspecting.text_samples(shown),
         notes=notes,
     )
 
@@ -477,6 +447,4 @@ FORMAT = DataFormat(
     open_data=open_data,
     glance=glance,
     inspect=inspect,
-    has_vocabulary=has_vocabulary,
-    held_out=held_out,
 )

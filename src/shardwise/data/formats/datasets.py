@@ -18,15 +18,16 @@ from shardwise.base.libraries import first_line
 from shardwise.base.units import counted, size
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import cache, hub
-from shardwise.data.formats import common, inspecting, packed, text
-from shardwise.data.formats.record import DataFormat
+from shardwise.data.formats import common, inspecting, packed, stream, text
+from shardwise.data.formats.record import DataFormat, Inspection, Lengths
+from shardwise.data.formats.text import TextSplit, plan_split
 from shardwise.data.reading.dataset_tables import DataSet, is_saved, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.text_files import TOKENS, require_sound
 from shardwise.data.reading.text_sources import ColumnSource
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, Part
-from shardwise.data.split import TextSplit, describe_sizes, plan_split
+from shardwise.data.split import describe_sizes
 from shardwise.data.tokens.encoding import token_writers
 
 # An inspection takes seconds: the most rows that it looks at.
@@ -40,6 +41,8 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
     The data set itself is opened as late as possible, as its library takes seconds to import and asks the hub: the
     cache knows the content of a text, or has an entry of tokens.
     """
+    if request.data.streaming:
+        return stream.open_data(request, root, announce, any_size=any_size)
     dataset = ColumnSource.open(request.data)
     is_known_text = cache.known_content(root, dataset.stamp()) is not None
     if not is_known_text:
@@ -201,7 +204,7 @@ def glance(request: DataRequest) -> str:
     return f"a data set of {counted(number, 'file')}, {text.when_read(request)}{packed.glance_text(request, ())}"
 
 
-def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
+def inspect(data: DataConfig, samples: int) -> Inspection:
     """A folder that `datasets.load_from_disk` opens: tokens or text."""
     assert data.path is not None
     path = user_path(data.path)
@@ -219,7 +222,7 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
         ) from None
 
 
-def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: int) -> inspecting.Inspection:
+def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: int) -> Inspection:
     """An inspection of the columns of all splits, and of the lengths and samples of the longest split."""
     table = max(splits.values(), key=len)
     total = sum(map(len, splits.values()))
@@ -229,7 +232,7 @@ def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: i
         by_split = f"{total:,}"
     else:
         by_split = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
-    inspection = inspecting.Inspection(
+    inspection = Inspection(
         str(path),
         "arrow",
         sum(file.stat().st_size for file in path.rglob("*.arrow")),
@@ -253,18 +256,10 @@ def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: i
     for array in (*looked_at.chunks, *leading.chunks):
         require_sound(array, str(path), column)
     if not has_tokens:
-        lengths = inspecting.Lengths.of(
-            f"characters of {column}", arrow.utf8_length(looked_at).fill_null(0).to_numpy(), total
-        )
-        texts = enumerate(leading.to_pylist())
-        samples_of_text = [
-            inspecting.InspectedSample(number, (text or "")[: inspecting.SAMPLE_CHARACTERS], None)
-            for number, text in texts
-        ]
-        return replace(inspection, lengths=lengths, samples=samples_of_text)
-    lengths = inspecting.Lengths.of(
-        f"tokens of {column}", arrow.list_value_length(looked_at).fill_null(0).to_numpy(), total
-    )
+        lengths = Lengths.of(f"characters of {column}", arrow.utf8_length(looked_at).fill_null(0).to_numpy(), total)
+        texts = inspecting.text_samples(text or "" for text in leading.to_pylist())
+        return replace(inspection, lengths=lengths, samples=texts)
+    lengths = Lengths.of(f"tokens of {column}", arrow.list_value_length(looked_at).fill_null(0).to_numpy(), total)
     inspection = replace(inspection, lengths=lengths)
     ids = [np.array(row or []) for row in leading.to_pylist()]
     seen = arrow.list_flatten(looked_at).drop_null().to_numpy()

@@ -17,7 +17,6 @@ from shardwise.data import cache
 from shardwise.data.formats import common
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, IntArray, Part, TokenArray
-from shardwise.data.samples import causal
 from shardwise.data.samples.packing import WINDOW, PackedSamples, PackingFacts, document_bounds, packed_windows
 
 _RULE = 1
@@ -98,7 +97,7 @@ def packed_text(request: DataRequest, root: Path, data: _Text, announce: common.
     """
     if not request.data.packs_documents:
         return data
-    ends = causal.DocumentEnds.of(request.data, data.tokenizer_path)
+    ends = common.document_ends(request.data, data.tokenizer_path)
     assert ends is not None, "documents are told apart"
     packed = open_packed(
         root,

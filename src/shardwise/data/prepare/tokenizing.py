@@ -28,7 +28,7 @@ from shardwise.data.prepare.output import Output
 from shardwise.data.reading.megatron_files import ChangedError, UnfinishedIndex
 from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.rows import IntArray, Part
-from shardwise.data.tokens import encoding, windows
+from shardwise.data.tokens import encoding
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import PARENT_PID
 from shardwise.launch.local import die_with_parent
@@ -78,31 +78,24 @@ class Progress:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Texts, each of which is tokenized by itself: windows of documents, or sentences.
+    """Texts, each of which is tokenized by itself: documents, or sentences.
 
     Attributes:
-        contexts: number of tokens at the beginning of each text that belong to the text before.
         ends: number of texts before the end of each document that ends in this batch.
         stop: position at which the batch ends.
     """
 
     texts: list[str]
-    contexts: list[int]
     ends: list[int]
     stop: SourcePosition
 
 
-def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Iterator[TextBatch]:
-    """All text of a source; the same source and tokenizer always give the same batches.
-
-    Args:
-        tokenizer: tokenizer that the windows of documents are for.
-        sentences: True if the texts are sentences, False if they are windows of documents.
-    """
+def text_batches(source: Source, sentences: bool) -> Iterator[TextBatch]:
+    """All text of a source, which always gives the same batches: documents, or `sentences`."""
     digest = encoding.ContentDigest()
     watched: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
-    cut = encoding.sentence_pieces(watched) if sentences else windows.text_windows(watched, tokenizer)
-    pieces: Iterator[encoding.PieceTexts | windows.TextWindow] = (piece for _, piece in cut)
+    cut = encoding.sentence_pieces(watched) if sentences else encoding.document_texts(watched)
+    pieces = (piece for _, piece in cut)
     position = SourcePosition()
     # `digest` is that of the text up to the end of a batch, or of one piece more if it ends within a document.
     for batch in encoding.group_by_size(pieces, lambda piece: piece.characters, BATCH_CHARACTERS):
@@ -115,9 +108,7 @@ def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Itera
             digest.bytes,
             digest.hexdigest(),
         )
-        texts = [text for piece in batch for text in piece.texts]
-        contexts = [tokens for piece in batch for tokens in piece.contexts]
-        yield TextBatch(texts, contexts, ends, position)
+        yield TextBatch([text for piece in batch for text in piece.texts], ends, position)
 
 
 TokenRow = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
@@ -192,7 +183,7 @@ class Workers:
 def tokenize(batch: TextBatch, literally: bool) -> TokenRow:
     """The tokens of a batch; called in a process or thread of `Workers.for_tokenizing`."""
     assert _tokenizer is not None
-    return _tokenizer.encode_rows(batch.texts, contexts=batch.contexts, literally=literally)
+    return _tokenizer.encode_rows(batch.texts, literally=literally)
 
 
 def _begin(path: str | None, threads: int, parent: int) -> None:
@@ -246,7 +237,7 @@ def write_tokens(
         index = UnfinishedIndex(output.made, tokenizer.vocab_size, progress.tokens, progress.sequences, read.documents)
     with index:
         saved = time.monotonic()
-        batches = _after(text_batches(source, tokenizer, sequences.sentences), read, advance)
+        batches = _after(text_batches(source, sequences.sentences), read, advance)
         for batch, row in workers.each(functools.partial(tokenize, literally=sequences.sentences), batches):
             advance(batch.stop.bytes - progress.read.bytes)
             with output.writing():

@@ -44,8 +44,6 @@ from shardwise.data.reading.content import (
 from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
 
 PIECE_CHARACTERS = BLOCK
-SMALL_BYTES = 1 << 22
-"""Bytes of a text that a dry run reads as a whole: a tokenizer is trained on them in about two seconds."""
 # Characters before the end of a piece among which white space is looked for; words are much shorter.
 _BACKTRACK = 1 << 12
 # A bound, as installations differ in size: with it they give about the same amount of text.
@@ -232,13 +230,6 @@ def announce_empty(source: Source, announce: Callable[[str], None] | None, kind:
         announce(f"{source.name}: {counted(empty, kind)} left out")
 
 
-def is_small(source: Source) -> bool:
-    """Return whether all of a text can be read in a moment."""
-    if isinstance(source, FileSource):
-        return source.bytes_within(SMALL_BYTES) is not None
-    return isinstance(source, CodeSource) and not source.files
-
-
 def open_source(data: DataConfig) -> Source:
     """The text that the `data` section names; DataError if it is missing or holds no files."""
     if names_data_set(data):
@@ -389,7 +380,7 @@ def _cut_point(text: str, limit: int) -> int:
     """The last place at or before `limit` between a word and white space, else `limit`.
 
     Most tokenizers never join a word to the white space after it; after punctuation some join a line end, so a word is
-    preferred. `tokens.windows` joins the pieces again if their tokens would not be those of the document.
+    preferred.
     """
     after_punctuation = 0
     for at in range(limit, max(limit - _BACKTRACK, 0), -1):

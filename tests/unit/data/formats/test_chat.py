@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, check_layout, config_from, data_from
-from shardwise.data.describe import glance, glance_at_sets, inspect
+from shardwise.data.describe import glance, glance_at_evaluation, inspect
 from shardwise.data.evaluation_sets import prepare_sets
 from shardwise.data.formats.chat import PreparedChat
 from shardwise.data.formats.common import make_batches
@@ -362,7 +362,7 @@ def test_an_evaluation_set_of_conversations_has_each_answer_once(
     counted = sum(int(batch.counts[0]) for batch in batches.eval_batches(9, 4, 0, 1, 2))
     assert counted == 5 * len(tokenizer.encode("A model.<|im_end|>"))
     loads = settings.checkpoint.model_copy(update={"load": "runs/base"})
-    glanced = glance_at_sets(settings.model_copy(update={"checkpoint": loads}))
+    glanced = glance_at_evaluation(settings.model_copy(update={"checkpoint": loads}))
     assert not glanced.problems
     assert glanced.rows[0][1].startswith(f"{path}: conversations, 1 file")
 

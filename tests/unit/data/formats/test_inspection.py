@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from shardwise.base.errors import DataError
 from shardwise.data.describe import inspect
 from shardwise.data.formats import megatron, text
-from shardwise.data.formats.inspecting import Inspection, Lengths, spread
+from shardwise.data.formats.inspecting import spread
+from shardwise.data.formats.record import Inspection, Lengths
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from tests.unit.data.prepare.jobs import Folder, write_jsonl
 
@@ -58,7 +59,7 @@ def test_packed_samples_are_shown_in_place_of_documents(tmp_path: Path, monkeypa
                 assert any(document.startswith(beginning) for document in folder.documents)
     of_text = looked(tmp_path / "text.jsonl", tmp_path / "tokenizer", length)
     assert of_text.counts["packing"] == facts, "text and the tokens made of it"
-    monkeypatch.setattr(text, "_ENCODED_BYTES", 1)
+    monkeypatch.setattr(text, "_ENCODED_CHARACTERS", 1)
     row = dict(looked(tmp_path / "text.jsonl", tmp_path / "tokenizer", length).rows)["samples"]
     assert row.endswith("; looked at: the first 1 document")
     with pytest.raises(DataError, match=r"is text, whose samples need data\.tokenizer"):
@@ -83,7 +84,7 @@ def test_large_data_are_looked_at_in_parts(tmp_path: Path, monkeypatch: pytest.M
 
 def test_long_text_is_looked_at_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "text.jsonl", ["a line of text"] * 1000)
-    monkeypatch.setattr(text, "_TEXT_BYTES", 1400)
+    monkeypatch.setattr(text, "_TEXT_CHARACTERS", 1400)
     found = looked(tmp_path / "text.jsonl")
     assert (found.counts["documents"], found.counts["looked_at"]) == (None, 100)
     assert ("documents", "100 in the first 1.4 KiB of text") in found.rows

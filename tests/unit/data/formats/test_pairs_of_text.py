@@ -14,11 +14,12 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, config_from
 from shardwise.data.formats.common import PreparedData, make_batches
 from shardwise.data.open_data import prepare
+from shardwise.data.rows import PairTokens
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
 from shardwise.data.tokens.encoding import cut_sentences
-from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer, train_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.build import build_trainer
 from tests.unit.data.formats.test_text import config as causal

@@ -32,8 +32,6 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tokenizing, "BATCH_CHARACTERS", 400)
     monkeypatch.setattr(tokenizing, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr("shardwise.data.reading.text_sources.PIECE_CHARACTERS", 150)
-    monkeypatch.setattr("shardwise.data.tokens.windows.MARGINS", (60,))
-    monkeypatch.setattr("shardwise.data.tokens.windows.SHIFT", 13)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 
 
@@ -157,7 +155,7 @@ def test_finished_work_is_not_done_again(
     told = Told()
     folder.run(folder.job("out"), told=told)
     source = _TextConversion(folder.job("x"), print, told.bar).source
-    expected = len(list(tokenizing.text_batches(source, folder.tokenizer, False)))
+    expected = len(list(tokenizing.text_batches(source, False)))
     assert len(encoded) - 1 == expected - done, "one call for the estimate, one for each batch that was not done"
     assert any("continuing after" in line for line in told.lines)
 

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.rows import Sentences
+from shardwise.data.rows import PairTokens, Sentences
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.order import Draws
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, _Segments
-from shardwise.data.tokens.tokenizer import PairTokens
 from tests.unit.data.samples.test_masking import within
 
 SPECIAL = PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)

@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import load_config
-from shardwise.data.samples.causal import DocumentEnds
+from shardwise.data.formats.common import document_ends
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
     END_OF_DOCUMENT,
@@ -139,7 +139,7 @@ def test_fault_10_a_tokenizer_may_have_no_end_of_a_document(tmp_path: Path) -> N
         DocumentMarks.of(tokenizer, append_eod=None, prepend_bos=None)
     config = load_config("gpt-tiny", ["data.eod_mask_loss=true", "data.path=x"])
     with pytest.raises(ConfigError, match=r"needs the id of the token that ends a document: set data\.eod_token"):
-        DocumentEnds.of(config.data, tmp_path)
+        document_ends(config.data, tmp_path)
     export_user_tokenizer(str(tmp_path), tokenizer, tmp_path / "export")
     assert special_token_ids(tmp_path / "export") == {"bos_token_id": None, "eos_token_id": None}
     named = json.loads((tmp_path / "export/special_tokens_map.json").read_text(encoding="utf-8"))
