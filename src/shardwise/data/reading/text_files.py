@@ -229,22 +229,39 @@ def require_characters(text: str, where: Callable[[], str], key: str) -> None:
 
 def _rows(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, Iterable[str]]]:
     arrow = _arrow("pyarrow")
+
+    def columns(schema: Any) -> list[str]:
+        require_text(path, schema, key)
+        return [key]
+
+    for row, batch in parquet_batches(path, columns, start):
+        skipped = min(max(start - row, 0), len(batch))
+        values = with_column(arrow.Table.from_batches([batch]), key).column(key).slice(skipped)
+        for number, value in enumerate(values, start=row + skipped):
+            yield number + 1, slices(row_text(value, f"{path}: row {number}", key))
+
+
+def parquet_batches(
+    path: Path | HubFile, columns: Callable[[Any], list[str]], start: int = 0
+) -> Iterator[tuple[int, Any]]:
+    """Arrow batches of the rows of a parquet file, each after the number of its first row.
+
+    Args:
+        columns: function that returns the columns that are read of a table with a schema.
+        start: first row that is needed: the row groups before it are not read.
+    """
     parquet = _arrow("pyarrow.parquet")
     with _sound_parquet(path), path.open("rb") as opened:
         file = parquet.ParquetFile(opened, buffer_size=_PAGE_BYTES, pre_buffer=False)
-        require_text(path, file.schema_arrow, key)
+        read = columns(file.schema_arrow)
         sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
         begins = list(accumulate(sizes, initial=0))
         first = bisect_right(begins, start) - 1
         row = begins[first]
         groups = list(range(first, file.num_row_groups))
-        for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[key]):
-            skipped = min(max(start - row, 0), len(batch))
-            row += skipped
-            for value in with_column(arrow.Table.from_batches([batch]), key).column(key).slice(skipped):
-                text = row_text(value, f"{path}: row {row}", key)
-                row += 1
-                yield row, slices(text)
+        for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=read):
+            yield row, batch
+            row += len(batch)
 
 
 @contextlib.contextmanager
