@@ -170,9 +170,8 @@ def inspect(path: str, samples: int, keys: Mapping[str, Any], packed_length: int
         DataError: there are no data at the path, or they are damaged.
     """
     place = user_path(path)
-    # A folder without its description of columns is still inspected as a data set, whose reader says what is missing.
     folder = place.parent if place.suffix == ".arrow" else place
-    if keys.get("format") != CHAT and dataset_tables.is_saved(folder, damaged=True):
+    if keys.get("format") != CHAT and dataset_tables.is_saved(folder):
         data = data_from({"path": str(folder), **keys})
         record = format_named("datasets")
     else:

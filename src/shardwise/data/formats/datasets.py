@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import DataError, ShardwiseError
+from shardwise.base.errors import DataError
 from shardwise.base.files import user_path
-from shardwise.base.libraries import first_line
 from shardwise.base.units import counted, size
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, inspecting, packed, stream, text
 from shardwise.data.formats.record import DataFormat, Inspection, Lengths
 from shardwise.data.formats.text import TextSplit, plan_split
-from shardwise.data.reading.dataset_tables import DataSet, is_saved, library, require_library
+from shardwise.data.reading.dataset_tables import DataSet, SavedTables, is_saved, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.text_files import TOKENS, require_sound
 from shardwise.data.reading.text_sources import ColumnSource
@@ -194,8 +193,8 @@ def manifests(data: DataConfig) -> list[Path]:
 
 def glance(request: DataRequest) -> str:
     """The number of files of a saved data set; for a data set on the hub, the place where it was found."""
-    require_library(request.data)
     if request.data.is_hub_dataset:
+        require_library(request.data)
         place = hub.FOUND[hub.find(hub.place_of_dataset(request.data.name, BUILT_IN_TEXTS))]
         return place + packed.glance_text(request, ())
     dataset = DataSet.open(request.data)
@@ -205,29 +204,17 @@ def glance(request: DataRequest) -> str:
 
 
 def inspect(data: DataConfig, samples: int) -> Inspection:
-    """A folder that `datasets.load_from_disk` opens: tokens or text."""
+    """A folder that `save_to_disk` of the library wrote: tokens or text.
+
+    The columns of all splits are shown, and the lengths and samples of the longest split.
+    """
     assert data.path is not None
     path = user_path(data.path)
-    datasets = library()
-    try:
-        opened = datasets.load_from_disk(str(path))
-        splits = dict(opened) if isinstance(opened, datasets.DatasetDict) else {"": opened}
-        return _inspect(path, splits, data, samples)
-    except ShardwiseError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        reason = first_line(error) or type(error).__name__
-        raise DataError(
-            f"{path} cannot be opened as an arrow folder ({reason}): it is damaged, copy it again"
-        ) from None
-
-
-def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: int) -> Inspection:
-    """An inspection of the columns of all splits, and of the lengths and samples of the longest split."""
+    splits = SavedTables(path).load()
     table = max(splits.values(), key=len)
     total = sum(map(len, splits.values()))
     columns = list(table.column_names)
-    types = {name: str(table.features.arrow_schema.field(name).type) for name in columns}
+    types = {name: str(table.schema.field(name).type) for name in columns}
     if "" in splits:
         by_split = f"{total:,}"
     else:
@@ -249,12 +236,13 @@ def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: i
     if column is None or not len(table):
         return inspection
     arrow = importlib.import_module("pyarrow.compute")
-    table = table.select_columns([column]).with_format("arrow")
-    looked_at = table[inspecting.spread(len(table), _ARROW_ROWS).tolist()].column(0)
-    leading = table[: min(samples, len(table))].column(0)
+    values = table.column(column)
+    leading = values.slice(0, samples)
+    rows = [chunk for at in inspecting.spread(len(table), _ARROW_ROWS).tolist() for chunk in values.slice(at, 1).chunks]
     # A damaged file is refused before its values are touched.
-    for array in (*looked_at.chunks, *leading.chunks):
+    for array in (*rows, *leading.chunks):
         require_sound(array, str(path), column)
+    looked_at = importlib.import_module("pyarrow").chunked_array(rows)
     if not has_tokens:
         lengths = Lengths.of(f"characters of {column}", arrow.utf8_length(looked_at).fill_null(0).to_numpy(), total)
         texts = inspecting.text_samples(text or "" for text in leading.to_pylist())

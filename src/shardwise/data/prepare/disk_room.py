@@ -14,8 +14,6 @@ from shardwise.data.reading.text_sources import PIECE_CHARACTERS, ColumnSource, 
 from shardwise.data.tokens.encoding import ContentDigest, cut_sentences, group_by_size
 from shardwise.data.tokens.tokenizer import Tokenizer
 
-# Bytes of text for each byte of a compressed file: more than most files have.
-_PACKED = 6.0
 # An estimate from the beginning of a text is not exact; a quarter more rarely refuses what would fit.
 _MARGIN = 1.25
 # Room for the state; a smaller shortage is not reported.
@@ -31,34 +29,30 @@ class Estimate:
 
     Attributes:
         bytes: size of the text.
-        exact: True if `bytes` is the size of the text itself, and not of files that pack or wrap it.
-        packed: True if files compress the text, at a ratio that is known only after they were read.
+        exact: True if `bytes` is the size of the text itself, and not of files that wrap it.
         output_bytes: size of the data set and of the files that it is made of.
     """
 
     bytes: int
     exact: bool
-    packed: bool
     output_bytes: int
 
 
 def estimate(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Estimate | None:
-    """An estimate from the sizes of the files and the beginning of the text; None if there are no files."""
-    packed: set[Path] = set()
+    """An estimate from the sizes of files and the beginning of the text; None without files, or if one is packed."""
     if isinstance(source, ColumnSource):
         path = source.data.path
         files = [] if path is None else [file for file in user_path(path).rglob("*") if file.is_file()]
         exact = False
     else:
         files = list(source.files)
-        exact = True
-        if isinstance(source, FileSource):
-            readings = zip(files, source.readings, strict=True)
-            packed = {file for file, reading in readings if reading.packing or reading.kind == "parquet"}
-            exact = all(reading.kind == "text" for reading in source.readings)
+        readings = source.readings if isinstance(source, FileSource) else ()
+        if any(reading.packing or reading.kind == "parquet" for reading in readings):
+            return None
+        exact = all(reading.kind == "text" for reading in readings)
     if not files:
         return None
-    total = sum(round(file.stat().st_size * (_PACKED if file in packed else 1.0)) for file in files)
+    total = sum(file.stat().st_size for file in files)
     digest = ContentDigest()
     pieces = next(group_by_size(digest.watch(source.pieces()), lambda piece: piece.characters, PIECE_CHARACTERS), [])
     texts = []
@@ -70,34 +64,27 @@ def estimate(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Estima
     documents = max(len(files), round(sum(piece.ends_document for piece in pieces) * scale))
     sequences = round(len(texts) * scale) + documents
     output_bytes = (round(tokens * scale) + documents) * written_dtype(tokenizer.vocab_size).itemsize
-    output_bytes += _INDEX_BYTES * (sequences + documents)
-    return Estimate(total, exact and not packed, bool(packed), output_bytes)
+    return Estimate(total, exact, output_bytes + _INDEX_BYTES * (sequences + documents))
 
 
-def check_room(estimate: Estimate | None, written: int, output: Path, announce: Callable[[str], None]) -> None:
+def check_room(needed: int | None, written: int, output: Path, announce: Callable[[str], None]) -> None:
     """Announces how much disk `output` needs.
 
     Args:
-        estimate: estimate of its source; None if there is none.
+        needed: bytes that it needs; None if nobody knows.
         written: bytes that are on the disk already.
 
     Raises:
-        DataError: the disk has less, and the estimate is no rough one of a compressed text.
+        DataError: the disk has less.
     """
-    if estimate is None:
+    if needed is None:
         announce(f"preparing {output}: its size is known only after the text was read")
         return
     free = free_bytes(output)
-    missing = max(estimate.output_bytes - written, 0)
-    if missing <= max(free, _LEAST):
-        announce(f"preparing {output}: takes about {size(missing)} of the {size(free)} that are free")
-    elif estimate.packed:
-        announce(
-            f"preparing {output}: may take {size(missing)}, as its text is packed, and {size(free)} are free: if the "
-            "disk becomes full, make room, and the same command continues"
-        )
-    else:
+    missing = max(needed - written, 0)
+    if missing > max(free, _LEAST):
         raise DataError(
             f"the disk under {output} ({size(free)} free) must have about {size(missing)} free: make room, or name "
             "another place"
         )
+    announce(f"preparing {output}: takes about {size(missing)} of the {size(free)} that are free")

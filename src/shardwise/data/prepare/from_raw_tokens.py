@@ -90,9 +90,8 @@ class _RawConversion:
     def make(self, _progress: None) -> Mapping[str, Any]:
         vocab_size = self._vocab_size()
         output = self.output
-        nbytes = self.tokens.nbytes
         needed = len(self.tokens) * written_dtype(vocab_size).itemsize
-        disk_room.check_room(disk_room.Estimate(nbytes, True, False, needed), 0, output.path, self.announce)
+        disk_room.check_room(needed, 0, output.path, self.announce)
         with output.writing(), UnfinishedIndex(output.made, vocab_size) as index:
             self._copy(index)
             index.finish()
@@ -100,7 +99,7 @@ class _RawConversion:
                 "name": str(self.job.path),
                 "sha256": self.content,
                 "documents": index.documents,
-                "bytes": nbytes,
+                "bytes": self.tokens.nbytes,
             }
             counts = {"dtype": index.dtype.name, "sequences": index.sequences, "tokens": len(self.tokens)}
             return output.complete(source, vocab_size, closes=True, **counts)

@@ -41,7 +41,7 @@ from shardwise.data.reading.content import (
     reading_of,
     unpacked_name,
 )
-from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
+from shardwise.data.reading.dataset_tables import DataSet, names_data_set, open_table
 
 PIECE_CHARACTERS = BLOCK
 # Characters before the end of a piece among which white space is looked for; words are much shorter.
@@ -439,9 +439,7 @@ class TableShard:
 
     @cached_property
     def _values(self) -> Any:
-        require_whole(self.path)
-        arrow = importlib.import_module("pyarrow")
-        table = arrow.ipc.open_stream(arrow.memory_map(str(self.path))).read_all()
+        table = open_table([self.path])
         text_files.require_text(self.path, table.schema, self.column)
         return text_files.with_column(table, self.column).column(self.column)
 

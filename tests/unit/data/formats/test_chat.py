@@ -154,7 +154,7 @@ LINES = {
     '{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}': "and it is list of others: mend",
     '{"prompt": "a", "completion": 1}': "the field 'completion' must hold a list of messages, each with a role and a",
     '{"conversations": [{"from": "bot", "value": "a"}]}': "line 2: conversations.0 has the role 'bot', and it must be",
-    '{"messages": [{"role": "assistant", "content": "a"}], "tools": "["}': "'tools' must hold a list of objects, or its",
+    '{"messages": [{"role": "assistant", "content": "a"}], "tools": "["}': "'tools' must hold a list of objects, or",
     '{"messages": [{"role": "assistant", "content": "a"}], "tools": [1]}': "'tools' must hold a list of objects",
     '{"messages": [{"role": "assistant", "content": "a"}], "chat_template_kwargs": {"messages": 1}}': "must be without",
     '{"messages": [{"role": "assistant", "content": "\\ud800"}]}': "the field 'messages.0' has half a surrogate pair",

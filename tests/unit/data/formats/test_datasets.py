@@ -151,14 +151,12 @@ def test_one_long_row_holds_its_end_out(tmp_path: Path) -> None:
     assert len(data.tokens["eval"]) == len(joined) // 10
 
 
-def test_the_second_call_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_data_set_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, tokens = save(tmp_path / "text", text=TEXTS), save(tmp_path / "tokens", input_ids=ROWS)
-    first = [prepared(path).fingerprint for path in (text, tokens)]
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert [prepared(path).fingerprint for path in (text, tokens)] == first
-    problem = failure(text, text_key="other")
-    assert "the library datasets (" in problem
-    assert problem.endswith("pip install 'shardwise[datasets]'")
+    assert prepared(tokens).tokens["train"].tolist()[:50] == [*ROWS[0], *ROWS[1]][:50]
+    assert prepared(text).fingerprint == prepared(text).fingerprint
+    assert "has no column 'other'" in failure(text, text_key="other")
 
 
 def test_another_table_is_prepared_anew(tmp_path: Path) -> None:
@@ -204,7 +202,7 @@ def test_a_damaged_cache_of_the_library_is_named(tmp_path: Path, monkeypatch: py
     builder = SimpleNamespace(
         cache_dir=str(tmp_path),
         download_and_prepare=lambda: None,
-        as_dataset=lambda: {"train": [1]},
+        as_dataset=lambda: {"train": SimpleNamespace(data=SimpleNamespace(table=[1]))},
         info=SimpleNamespace(splits={"train": SimpleNamespace(num_examples=2)}),
     )
     monkeypatch.setattr(_HubTables, "_builder", lambda *_: builder)
@@ -305,9 +303,6 @@ def test_damaged_and_odd_folders(tmp_path: Path) -> None:
     assert failure(path) == f"{path}/state.json must list the data set's files: save it again"
     (path / "state.json").write_text("{", encoding="utf-8")
     assert failure(path).startswith(f"{path}/state.json is no JSON (")
-    path = save(tmp_path / "other", text=TEXTS)
-    (path / "dataset_info.json").unlink()
-    assert failure(path, format="datasets").startswith(f"{path} cannot be opened as a data set (")
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits/dataset_dict.json").write_text('{"splits": []}', encoding="utf-8")
     assert failure(tmp_path / "splits") == (

@@ -22,7 +22,7 @@ from shardwise.data.prepare.output import Output
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.reading.text_sources import open_source
 from shardwise.data.tokens.encoding import cut_sentences
-from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.unit.data.prepare.jobs import Folder, Told, write_jsonl
 
 
@@ -230,31 +230,18 @@ def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.Mon
     assert not list(folder.at.glob(".*preparing"))
 
 
-def test_what_a_packed_text_takes_is_a_guess_that_refuses_nothing(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Usage:
-        free = 1000
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage)
-    monkeypatch.setattr(disk_room, "_LEAST", 0)
-    (folder.at / "text.jsonl.gz").write_bytes(gzip.compress((folder.at / "text.jsonl").read_bytes()))
-    told = Told()
-    folder.run(folder.job("out", source="text.jsonl.gz"), told=told)
-    assert any("as its text is packed, and 1000 B are free" in line for line in told.lines)
-
-
-def test_a_text_that_code_makes_has_no_estimate() -> None:
+def test_a_text_that_code_makes_or_that_is_packed_has_no_estimate(folder: Folder) -> None:
     """The sizes of files are what an estimate is made of."""
-    tokenizer = train_tokenizer(["a b"], 257, "text")
-    names = ("stories", "tiny")
-    found = [disk_room.estimate(open_source(DataConfig(dataset=n)), tokenizer, sentences=False) for n in names]
-    assert [each is None for each in found] == [True, False]
+    (folder.at / "a.gz").write_bytes(gzip.compress((folder.at / "text.jsonl").read_bytes()))
+    chosen = [{"dataset": "stories"}, {"dataset": "tiny"}, {"path": str(folder.at / "a.gz")}]
+    sources = [open_source(DataConfig(**keys)) for keys in chosen]
+    found = [disk_room.estimate(source, folder.tokenizer, sentences=False) is None for source in sources]
+    assert found == [True, False, True]
 
 
 def test_the_estimate_is_enough(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = []
-    monkeypatch.setattr(disk_room, "check_room", lambda estimate, *_: needed.append(estimate.output_bytes))
+    monkeypatch.setattr(disk_room, "check_room", lambda amount, *_: needed.append(amount))
     most = 0
     save = Output.save
 
