@@ -59,8 +59,7 @@ class HubFiles:
         repository: hub id.
         revision: branch, tag or commit; None: the main branch.
         patterns: patterns of the files to fetch.
-        is_there: function that tells whether files with these names are enough.
-        lacking: function that returns the message if they are not.
+        lacking: function that returns the message if files with these names are not enough, else None.
         check: function that raises ConfigError for a folder with enough names that lacks something else.
         repo_type: kind of repository, in the hub's word.
         hint: end of a message, with another name that may have been meant.
@@ -71,8 +70,7 @@ class HubFiles:
     repository: str
     revision: str | None
     patterns: tuple[str, ...]
-    is_there: Callable[[Collection[str]], bool] = lambda names: True
-    lacking: Callable[[Collection[str]], str] = lambda names: ""
+    lacking: Callable[[Collection[str]], str | None] = lambda names: None
     check: Callable[[Path], None] = lambda folder: None
     repo_type: Literal["model", "dataset"] = "model"
     hint: str = ""
@@ -84,9 +82,13 @@ class HubFiles:
 
     def require(self, folder: Path) -> None:
         """Raises ConfigError if the folder lacks needed files."""
-        if not self.is_there(names := _names(folder)):
-            raise ConfigError(self.lacking(names))
+        self.require_names(_names(folder))
         self.check(folder)
+
+    def require_names(self, names: Collection[str]) -> None:
+        """Raises ConfigError if files with these names are not enough."""
+        if (problem := self.lacking(names)) is not None:
+            raise ConfigError(problem)
 
     def download(self, *, local_files_only: bool = False) -> Path:
         from huggingface_hub import snapshot_download
@@ -139,8 +141,7 @@ def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
     return HubFiles(
         "checkpoint.load", load, revision,
         ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS),
-        is_there=lambda names: SINGLE in names or INDEX in names,
-        lacking=lambda names: without_weights(load, names),
+        lacking=lambda names: None if SINGLE in names or INDEX in names else without_weights(load, names),
         check=check_weights,
     )  # fmt: skip
 
@@ -161,8 +162,7 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
     _check_id(repository, path, f"{key} must be a tokenizer's file or folder", is_file=is_file)
     return HubFiles(
         "data.tokenizer", repository, revision, (*TOKENIZER_FILES, *LICENCES),
-        is_there=holds_tokenizer,
-        lacking=lambda names: without_tokenizer(key, names),
+        lacking=lambda names: None if holds_tokenizer(names) else without_tokenizer(key, names),
     )  # fmt: skip
 
 
@@ -230,9 +230,7 @@ def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
         raise ConfigError(_refusal(error, files)) from None
     except Exception:  # noqa: BLE001  the client's transport decides on the type
         return "unknown"
-    names = [file.rfilename for file in answer.siblings or [] if "/" not in file.rfilename]
-    if not files.is_there(names):
-        raise ConfigError(files.lacking(names))
+    files.require_names([file.rfilename for file in answer.siblings or [] if "/" not in file.rfilename])
     return "hub"
 
 
@@ -294,9 +292,9 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
     try:
         folder = files.download()
         folder.mkdir(parents=True, exist_ok=True)  # the client makes none if it fetches nothing
-        if not files.is_there(_names(folder)):
+        if files.lacking(_names(folder)) is not None:  # what the repository has instead is told
             names = HfApi().list_repo_files(files.repository, revision=folder.name, repo_type=files.repo_type)
-            raise ConfigError(files.lacking([name for name in names if "/" not in name]))
+            files.require_names([name for name in names if "/" not in name])
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  the client's transport decides on the type; the user reads a sentence
