@@ -361,9 +361,9 @@ def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Me
     if copies is not None and opened.config.checkpoint.resume == "auto":
         copy = copies.restore(newest)
         if copy is not None:
-            continue_from(copy.manifest, opened.progress, opened.config)
-            seconds = time.perf_counter() - start
-            return Resumed(copy.manifest, Root.of(copy.folder), (), copy.received, seconds)
+            manifest, received = copy
+            continue_from(manifest, opened.progress, opened.config)
+            return Resumed(manifest, Root.of(copies.folder), (), received, time.perf_counter() - start)
     resumed = restore_first(
         candidates, opened.config, trainer.model, trainer.optimizer, opened.mesh, opened.progress, reporter
     )
