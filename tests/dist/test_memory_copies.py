@@ -62,7 +62,7 @@ def train(
     os.environ.update(LOCAL_WORLD_SIZE="2", SLURMD_NODENAME=f"n{world.rank // 2}")
     starts = ((0,) if before == 0 else ()) if began is None else began
     described = {"layout": {"ranks": 4}, "data": {"fingerprint": data}}
-    copies = MemoryCopies(run, described, trainer.model, trainer.optimizer, config, trainer.mesh, memory, starts)
+    copies = MemoryCopies(run, described, trainer, memory, starts)
     loaded = copies.restore(0)
     if loaded is not None:
         trainer.progress.step, trainer.progress.position = loaded[0].step, loaded[0].position

@@ -25,22 +25,22 @@ from typing import Any
 import psutil
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise import __version__
 from shardwise.base import units
 from shardwise.base.files import reason_of
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import local_pieces
-from shardwise.config import Config
+from shardwise.config.sections import CheckpointConfig
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import Pending
-from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.mesh import Group
 from shardwise.launch.environment import NODE
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_bytes, state_numbers, state_tensors
-from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.train.memory_copy_files import CopyFiles, CopyPart, is_in_use
+from shardwise.train.training import Training
 
 MEMORY = Path("/dev/shm")
 _KEPT = 2
@@ -84,10 +84,7 @@ class MemoryCopies:
         self,
         run: str,
         described: Mapping[str, Any],
-        model: nn.Module,
-        optimizer: ZeroRedundancyOptimizer,
-        config: Config,
-        mesh: Mesh,
+        training: Training,
         memory: Path = MEMORY,
         began: Sequence[int] = (),
     ) -> None:
@@ -101,14 +98,13 @@ class MemoryCopies:
         self.count = 0
         self.seconds = 0.0
         self._described = described
-        self._every = steps_between(config)
-        self._model = model
-        self._optimizer = optimizer
-        self._config = config
-        self._mesh = mesh
-        self._nodes = NodeLayout.of_job(mesh.world.size)
+        self._model = training.model
+        self._optimizer = training.optimizer
+        self._config = training.config
+        self._mesh = training.mesh
+        self._nodes = NodeLayout.of_job(self._mesh.world.size)
         self._began = tuple(began)
-        self._group: Group = mesh.host_group("memory copies")
+        self._group: Group = self._mesh.host_group("memory copies")
         self._run = run
         # Why a part of another node is not kept, until the ranks agree on it.
         self._receive_problem: str | None = None
@@ -129,7 +125,8 @@ class MemoryCopies:
         """A line for the user at the start."""
         if self.problem is not None:
             return f"copies in memory: none: {self.problem}"
-        return f"copies in memory: every {self._every:,} steps, {units.size(self.node_bytes)} of each node"
+        every = steps_between(self._config.checkpoint)
+        return f"copies in memory: every {every:,} steps, {units.size(self.node_bytes)} of each node"
 
     @property
     def folder(self) -> Path:
@@ -364,12 +361,11 @@ class MemoryCopies:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def steps_between(config: Config) -> int:
-    """Steps between copies, as the configuration says; 0: none. By default they are those of a job's checkpoints."""
-    every = config.checkpoint.memory_every
-    if every is None and NODE in os.environ:
-        return config.checkpoint.every
-    return every or 0
+def steps_between(settings: CheckpointConfig) -> int:
+    """Steps between copies; 0: none. By default they are those of a job's checkpoints."""
+    if settings.memory_every is None and NODE in os.environ:
+        return settings.every
+    return settings.memory_every or 0
 
 
 def is_of_history(step: int, copied: Sequence[int], began: Sequence[int]) -> bool:

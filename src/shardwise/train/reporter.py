@@ -36,15 +36,14 @@ from shardwise.train.model_checks import mean_text
 from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_notebook, parts_of_loss
 from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
 from shardwise.train.start_screen import print_pipeline, print_summary
+from shardwise.train.step_meters import STRAGGLER_STEPS
 from shardwise.train.step_record import (
     SMOOTHED_STEPS,
     StartTotals,
     StepRecord,
     Throughput,
     end_of_run,
-    end_of_stage,
 )
-from shardwise.train.straggler import STRAGGLER_STEPS
 from shardwise.train.summary import start_rows
 from shardwise.train.trace import trace_text, traced_steps
 
@@ -93,7 +92,6 @@ class Reporter:
         self.memory = memory
         train = config.train
         self._steps_before = 0
-        self._end = end_of_stage(config, 0)
         length = train.sequence_length
         self._token_flops = flops_per_token(config.model, length, config.data.predictions(length))
         self._peak_flops = peak_flops(device_name, precision.parameter)
@@ -145,7 +143,6 @@ class Reporter:
         """
         began = time.perf_counter()
         self._steps_before = steps_before
-        self._end = end_of_stage(self.config, steps_before)
         end_of_all = end_of_run(self.config, steps_before)
         if totals is None:
             # Up to the checkpoint that is continued from, as recorded: the time of steps that were lost does not count.
@@ -258,10 +255,6 @@ class Reporter:
             f"of which training waited {saved.blocked:.2f} s"
         )
 
-    def is_logged(self, step: int) -> bool:
-        """Return whether files and progress show this step; the same on every rank."""
-        return step % (self.config.log.every or 1) == 0 or step == self._end
-
     def step(self, record: StepRecord) -> None:
         """Record a finished step; called after every step, of which those of `log.every` are written."""
         self.totals.throughput.add(record.seconds)
@@ -273,7 +266,7 @@ class Reporter:
         steps = self.config.log.profile_steps
         if steps is not None and record.step == steps[-1]:
             self._report_trace()
-        if not self.is_logged(record.step):
+        if not record.is_logged:
             return
         self._rank_file.step(record)
         if self._metrics is None:

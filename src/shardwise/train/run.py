@@ -299,7 +299,7 @@ def _begin(
     """
     config = opened.config
     if resumed is not None:
-        continue_data(resumed.manifest, opened.data, trainer.feed.batches, opened.progress, config)
+        continue_data(resumed.manifest, opened.data, trainer)
     reporter.start(
         loaded=None if opened.weights is None else str(opened.weights),
         steps_before=opened.progress.step,
@@ -364,9 +364,7 @@ def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Me
             manifest, received = copy
             continue_from(manifest, opened.progress, opened.config)
             return Resumed(manifest, Root.of(copies.folder), (), received, time.perf_counter() - start)
-    resumed = restore_first(
-        candidates, opened.config, trainer.model, trainer.optimizer, opened.mesh, opened.progress, reporter
-    )
+    resumed = restore_first(candidates, trainer, reporter)
     return None if resumed is None else replace(resumed, seconds=time.perf_counter() - start)
 
 

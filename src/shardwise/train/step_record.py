@@ -11,7 +11,6 @@ from statistics import fmean, pstdev
 from shardwise.config import Config
 from shardwise.pipeline.clock import StepTiming
 from shardwise.train.source_losses import SourceRecord
-from shardwise.train.straggler import Straggler
 
 THROUGHPUT_STEPS = 10
 """Steps over which throughput is averaged."""
@@ -83,6 +82,20 @@ def end_of_stage(config: Config, steps_before: int) -> int:
 
 
 @dataclass(frozen=True)
+class Straggler:
+    """The slowest rank.
+
+    Attributes:
+        relative: work of this rank divided by that of the fastest rank of its stage.
+        own: work of this rank divided by its own best.
+    """
+
+    rank: int
+    relative: float
+    own: float
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One finished optimizer step.
 
@@ -102,7 +115,7 @@ class StepRecord:
         peak_memory_bytes: most memory that this rank has used since its start.
         losses: mean loss of each objective, where there are several; `loss` is their sum.
         timing: timing of a pipeline's step, in steps that are logged.
-        split: seconds of this rank by part (`train/step_clock.py`); empty where it was not measured.
+        split: seconds of this rank by part (`train/step_meters.py`); empty where it was not measured.
         checkpoint_seconds: time for which training waited for checkpoints and copies after the steps before this one,
             since the last step that is logged.
         communication_bytes: bytes that this rank sent in the step, by axis of the mesh; `pp` has the messages between
@@ -112,6 +125,7 @@ class StepRecord:
         straggler: slowest rank.
         allocator: bytes by `devices.allocator_bytes`, on an accelerator.
         sources: numbers of each source of a mixture, in steps that are logged.
+        is_logged: files and progress show this step; the same on every rank.
         agreed_flags: largest of all ranks' flags, which were read with the step's numbers (`Trainer.step`); None where
             there were none, or where much time has passed since then.
     """
@@ -139,6 +153,7 @@ class StepRecord:
     allocator: Mapping[str, int] = field(default_factory=dict)
     sources: Mapping[str, SourceRecord] = field(default_factory=dict)
     agreed_flags: tuple[float, ...] | None = None
+    is_logged: bool = True
 
     @property
     def work_seconds(self) -> float | None:

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from shardwise.train.evaluation import Evaluation
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import StepRecord, Throughput
 from shardwise.train.summary import dry_run
+from shardwise.train.trainer import Trainer
 
 MODEL_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 STEP_FIELDS = [
@@ -242,10 +244,11 @@ def test_a_pipeline_tells_what_it_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("every", "steps"), [(30, [30, 60, 90, 100]), (1, [*range(1, 101)])])
 def test_log_every_is_the_distance_of_lines_and_records(tmp_path: Path, every: int, steps: list[int]) -> None:
     made, stream = reporter(tmp_path, config(every=every, tensorboard=False))
+    trainer: Any = SimpleNamespace(log_every=every, _last=100)
     with made:
         made.start()
         for step in range(1, 101):
-            made.step(record(step))
+            made.step(record(step, is_logged=Trainer.is_logged(trainer, step)))
     for name in ("metrics.jsonl", "ranks/rank-0000.jsonl"):
         events = lines(tmp_path / "run" / name)
         assert [event["step"] for event in events if event.get("event", "step") == "step"] == steps, name

@@ -20,7 +20,7 @@ from shardwise.config import Config
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import experiment_trackers
 from shardwise.train.experiment_trackers import ExperimentTrackers, require_trackers
-from shardwise.train.straggler import Straggler
+from shardwise.train.step_record import Straggler
 from tests.unit.train.test_report import config, record, reporter
 
 SECRET = "s3://me:hunter2@bucket/text"

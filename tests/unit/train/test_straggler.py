@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shardwise.train.rank_file import Occurrence
-from shardwise.train.step_record import SMOOTHED_STEPS, loss_spike
-from shardwise.train.straggler import STRAGGLER_STEPS, Straggler, Stragglers
+from shardwise.train.step_meters import STRAGGLER_STEPS, Stragglers
+from shardwise.train.step_record import SMOOTHED_STEPS, Straggler, loss_spike
 
 
 def played(
