@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,15 +107,6 @@ def test_a_process_that_leaves_hears_nothing(tmp_path: Path) -> None:
     assert stop_requests.requested(tmp_path) is None
 
 
-def test_off_the_main_thread_nothing_is_installed() -> None:
-    before = {number: signal.getsignal(number) for number in stop_requests.SIGNALS}
-    for install in (stop_requests.install, stop_requests.end_at_once, stop_requests.ignore):
-        thread = threading.Thread(target=install)
-        thread.start()
-        thread.join()
-    assert {number: signal.getsignal(number) for number in stop_requests.SIGNALS} == before
-
-
 def test_a_file_asks_and_is_forgotten(tmp_path: Path) -> None:
     stop_requests.install()
     stop_requests.request(tmp_path, "`shardwise stop`")
@@ -139,8 +127,3 @@ def test_only_rank_0_of_a_launched_run_tells_that_it_trains(tmp_path: Path, monk
             monkeypatch.setenv(name, value)
         stop_requests.install()
         assert stop_requests.training_mark(tmp_path).exists() == told
-
-
-def test_a_closed_terminal_hears_nothing() -> None:
-    code = "import os; from shardwise.launch import stop_requests as stopping; os.close(2); stopping.say('gone')"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

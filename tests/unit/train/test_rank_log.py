@@ -1,7 +1,6 @@
 """Rank 0's own log: what the terminal is told, as plain lines, and why a run failed."""
 
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -86,12 +85,3 @@ def test_the_log_says_why_the_run_failed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         fail()
     assert (tmp_path / "logs/rank-0000.log").read_text().endswith("failed: RuntimeError: loss is nan\nat layer 3\n")
-
-
-def test_another_rank_leaves_its_log_to_the_launcher(tmp_path: Path) -> None:
-    made, stream = reporter(tmp_path, rank=1)
-    train(made)
-    assert stream.getvalue() == ""
-    assert not (tmp_path / "logs").exists(), "rank 1's output is redirected to its log: the reporter adds nothing"
-    (_, line, *_) = (tmp_path / "ranks/rank-0001.jsonl").read_text().splitlines()
-    assert json.loads(line)["step"] == 1

@@ -166,13 +166,6 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
         resume.continue_data(manifest, replace(data, fingerprint="other"), training(config(), batches=batches))
 
 
-def test_a_copy_in_memory_has_no_configuration_to_compare(tmp_path: Path) -> None:
-    manifest = replace(Manifest.read(write_checkpoint(tmp_path, 100)), config={})
-    chosen = make_config(data={"stages": [{"at": 2, "sequence_length": 32}]}, train={"steps": 200})
-    batches = TokenBatches(np.arange(99), 16, seed=1)
-    resume.continue_data(manifest, replace(make_data(), fingerprint="tiny"), training(chosen, batches=batches))
-
-
 def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_path: Path) -> None:
     """A stream has a state of its own, which means nothing to a mixture."""
     manifest = Manifest.read(write_checkpoint(tmp_path, 100, rng={"stream": {"samples": 8, "epoch": 0}}))

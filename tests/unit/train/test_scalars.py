@@ -163,23 +163,6 @@ def require_no_secret(folder: Path) -> None:
         assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
 
 
-def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing:
-        def log(self, values: dict[str, float], step: int) -> None:
-            raise OSError("https://me:hunter2@host is not reachable\nand more")
-
-    monkeypatch.setattr(experiment_trackers, "_start_tracker", lambda *_: Failing())
-    told: list[str] = []
-    chosen: Any = config(tensorboard=False, trackers=["wandb"])
-    curves = ExperimentTrackers(chosen, RunDirectory(tmp_path), None, 1, told.append)
-    for step in (1, 2):
-        curves.add(step, {"train": {"loss": 1.0}})
-    curves.close()
-    assert len(told) == 1
-    assert told[0].startswith("log.trackers: wandb failed and records no more of this run (https://")
-    assert "hunter2" not in told[0]
-
-
 def test_a_return_to_an_earlier_step_counts_for_all_later_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

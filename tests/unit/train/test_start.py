@@ -43,16 +43,6 @@ def test_a_failure_on_another_rank_ends_the_wait(monkeypatch: pytest.MonkeyPatch
     assert rank_agreement.while_others_wait(lambda: "done", PAIR) == "done"
 
 
-def test_a_failure_on_this_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_agreement.collectives, "reduce_numbers", lambda mine, group: [True, mine[1]])
-
-    def fail() -> None:
-        raise OSError("no such file")
-
-    with pytest.raises(OSError, match="no such file"):
-        rank_agreement.while_others_wait(fail, PAIR)
-
-
 def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.data.hub.resolve", lambda *_, **__: tmp_path / "0123")
     monkeypatch.setattr(rank_agreement.collectives, "any_rank", lambda is_true, group: True)
