@@ -40,11 +40,9 @@ class Evaluator:
         assert batches is not None, "where train.eval_every asks for evaluations, data without them are refused"
         self._begin("evaluation")
         result = self._evaluate(batches)
-        token_perplexity = perplexity(result.losses[batches.objectives[0]])
         if self.reporter is not None:
-            losses = result.losses if len(result.losses) > 1 else {}
-            self.reporter.evaluation(self.training.progress.step, result.loss, token_perplexity, losses)
-        return result.loss, token_perplexity
+            self.reporter.evaluation(self.training.progress.step, result)
+        return result.loss, perplexity(result.losses[batches.objectives[0]])
 
     def texts(self) -> None:
         """Evaluate the held-out part, and each of `evaluation.sets`."""
@@ -55,7 +53,7 @@ class Evaluator:
         for name, batches in sets.batches.items():
             result = self._evaluate(batches, sets.bytes_V)
             if self.reporter is not None:
-                self.reporter.evaluation_set(self.training.progress.step, name, result)
+                self.reporter.evaluation(self.training.progress.step, result, name)
 
     def before_steps(self) -> None:
         """Evaluate the texts before the first step."""

@@ -101,7 +101,7 @@ def _train(stage: _OpenedStage) -> str | None:
     """Train to the last step of a stage; returns who asked the run to stop before it."""
     config = stage.opened.config
     trainer = stage.trainer
-    with closing(Trace.of(config, trainer.mesh, stage.reporter.run)) as trace, SteppedCollection() as garbage:
+    with closing(Trace.of(config.log, trainer.mesh, stage.reporter.run)) as trace, SteppedCollection() as garbage:
         observers = [
             Observer(1, lambda *_: garbage.after_step()),
             *build_observers(config, trainer, stage.reporter, stage.checkpoints, stage.graphs),

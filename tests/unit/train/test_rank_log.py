@@ -11,6 +11,7 @@ from shardwise.estimates.memory import expected_memory
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import reporter as report
+from shardwise.train.evaluation import Evaluation
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import StepRecord
 
@@ -43,7 +44,7 @@ def train(made: Reporter) -> None:
         made.start()
         for step in range(1, STEPS + 1):
             made.step(record(step))
-        made.evaluation(STEPS, 1.5, 4.48)
+        made.evaluation(STEPS, Evaluation({"lm": 1.5}, {"lm": 8}, {}, 8, 1.0))
         made.warning("slow disk")
         made.finish()
 

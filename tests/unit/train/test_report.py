@@ -17,7 +17,7 @@ from shardwise.base import units
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, check_layout, config_from, stages_of
 from shardwise.estimates.device_peaks import peak_flops
-from shardwise.estimates.memory import expected_memory, invariant_dropout, neediest_rank
+from shardwise.estimates.memory import expected_memory, neediest_rank
 from shardwise.models.parameter_counts import flops_per_token, parameter_count
 from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.runs.folder import RunDirectory
@@ -76,6 +76,10 @@ def record(step: int, **changes: Any) -> StepRecord:
         "peak_memory_bytes": 1000,
     }
     return StepRecord(**(values | changes))
+
+
+def held_out(loss: float) -> Evaluation:
+    return Evaluation({"lm": loss}, {"lm": 8}, {}, 8, 1.0)
 
 
 def reporter(
@@ -138,15 +142,11 @@ def test_the_summary_of_a_pipeline_is_that_of_the_rank_that_needs_most(tmp_path:
     with made:
         made.start()
     most = neediest_rank(chosen, layout)
-    memory, masks = expected_memory(chosen, layout), invariant_dropout(chosen, layout, pipeline_rank=most)
+    memory = expected_memory(chosen, layout)
     assert most == 1
     assert memory is not None
-    assert masks is not None
-    said = stream.getvalue()
     text = f"{units.size(memory.total)} on pipeline rank 1, which needs most, plus about 300 MiB for Python and torch: "
-    assert text in said
-    assert f"{units.size(masks.bytes_held)} of attention probabilities and masks on pipeline rank 1, " in said
-    assert f"{units.count(masks.elements_hashed)} elements of masks hashed by pipeline rank 1 per step" in said
+    assert text in stream.getvalue()
     assert text[:-2] in dry_run("recipe", chosen, layout, "cpu", False)
 
 
@@ -155,7 +155,7 @@ def test_metrics_have_the_contracts_fields(tmp_path: Path) -> None:
     with made:
         made.start()
         made.step(record(1))
-        made.evaluation(1, 2.5, math.exp(2.5))
+        made.evaluation(1, held_out(2.5))
         made.warning("slow disk")
         made.step(record(2, loss=math.nan))
         made.stop("signal SIGTERM")
@@ -186,7 +186,7 @@ def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> No
     with made:
         made.start()
         made.step(record(1))
-        made.evaluation(1, 2.5, 12.2)
+        made.evaluation(1, held_out(2.5))
         made.warning("slow disk")
         made.message("hello")
         made.finish()
@@ -277,7 +277,7 @@ def test_a_terminal_gets_lines_that_fit(tmp_path: Path, monkeypatch: pytest.Monk
         "Console",
         lambda file, **options: Console(file=file, **({"force_terminal": True, "width": width} | options)),
     )
-    made, stream = reporter(tmp_path)
+    made, _ = reporter(tmp_path)
     with made:
         made.start()
         shown = Console(width=width, file=io.StringIO(), record=True)
@@ -291,7 +291,6 @@ def test_a_terminal_gets_lines_that_fit(tmp_path: Path, monkeypatch: pytest.Monk
     assert max(map(len, printed)) <= width
     assert printed[0].startswith("step  50/100")
     assert "loss 0.3333" in printed[-1]
-    assert all(drawn in stream.getvalue() for drawn in ("╭─", " shardwise ", "╰─"))
 
 
 def test_results(tmp_path: Path) -> None:
@@ -300,7 +299,7 @@ def test_results(tmp_path: Path) -> None:
         made.start()
         for step in range(1, 101):
             made.step(record(step, seconds=1.0 if step <= 50 else 0.25))
-        made.evaluation(100, 1.5, math.exp(1.5))
+        made.evaluation(100, held_out(1.5))
         returned = made.finish({"sample": "def f():"})
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert results == json.loads(json.dumps(returned))
@@ -363,8 +362,8 @@ def test_results_of_a_run_that_had_taken_its_steps(tmp_path: Path) -> None:
         made.start()
         for step in (99, 100):
             made.step(record(step, loss=step / 7))
-        made.evaluation(100, 1.5, math.exp(1.5))
-        made.evaluation_set(100, "code", evaluation)
+        made.evaluation(100, held_out(1.5))
+        made.evaluation(100, evaluation, "code")
         made.tasks(100, {"places": {"alias": "places", "acc,none": 0.75, "acc_stderr,none": "N/A"}})
         first = made.finish()
     again, _ = reporter(tmp_path)
