@@ -197,17 +197,13 @@ def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_record_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    pytest.importorskip("mlflow")
-    for name in [name for name in os.environ if name.startswith(("WANDB", "MLFLOW"))]:
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     (note,) = require_trackers(config(trackers=["wandb"]))
     assert note.startswith("log.trackers: wandb has no key on this machine, so it records in the run's folder, and")
-    with pytest.raises(ConfigError, match=r"^log\.trackers \(mlflow\) must have a server or a database, and sqlite:"):
-        require_trackers(config(trackers=["mlflow"]))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    assert require_trackers(config(trackers=["wandb", "mlflow"])) == ()
+    assert require_trackers(config(trackers=["wandb"])) == ()
 
 
 def test_tensorboard_has_memory_and_the_slowest_rank(tmp_path: Path) -> None:
