@@ -54,16 +54,6 @@ def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch:
         start._find_weights(make_config(checkpoint={"load": "acme/tiny"}), None, Mesh(device="cpu"))
 
 
-def test_a_folder_is_no_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = make_config(checkpoint={"load": "acme/tiny"})
-    assert start._base_model(config) == "acme/tiny"
-    Path("acme/tiny").mkdir(parents=True)
-    assert start._base_model(config) is None
-    assert start._base_model(make_config(checkpoint={"load": "s3://acme/tiny"})) is None
-    assert start._base_model(make_config()) is None
-
-
 def test_fault_09_a_resumed_run_has_what_lies_beside_its_newest_checkpoint(tmp_path: Path) -> None:
     """The file of `model.config` may be gone by then; what the user names anew counts before."""
     saved, model = tmp_path / "step-00000001", tmp_path / "model"
