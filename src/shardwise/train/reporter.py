@@ -46,7 +46,7 @@ from shardwise.train.step_record import (
     end_of_run,
 )
 from shardwise.train.summary import start_rows
-from shardwise.train.trace import trace_text, traced_steps
+from shardwise.train.trace import no_trace_text, trace_text
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""
@@ -180,11 +180,8 @@ class Reporter:
         self._show_start(steps_before, end_of_all, epochs)
         if self.config.log.tensorboard:
             self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
-        traced = self.config.log.profile_steps
-        if totals is None and traced is not None and not traced_steps(traced, steps_before, end_of_all):
-            taken = f"the steps {steps_before + 1:,} to {end_of_all:,}" if end_of_all > steps_before else "no step"
-            profile = self.config.log.profile
-            self.message(f"no trace: log.profile ({profile}) has no step of this run, which takes {taken}")
+        if totals is None and (text := no_trace_text(self.config.log, steps_before, end_of_all)) is not None:
+            self.message(text)
 
     def _show_start(self, done: int, end: int, epochs: str) -> None:
         """Print the summary of a run that goes on from `done` steps up to `end`, and begin the progress line."""

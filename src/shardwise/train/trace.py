@@ -17,21 +17,29 @@ from shardwise.pipeline.clock import message_name
 from shardwise.runs.folder import RunDirectory
 
 
-def traced_steps(steps: range | None, before: int, done: int) -> range:
-    """The steps of `log.profile` that a run does: after step `before`, up to step `done`."""
-    steps = steps or range(0)
-    return range(max(steps.start, before + 1), min(steps.stop, done + 1))
-
-
 def trace_text(settings: LogConfig, before: int, done: int, world: int, run: RunDirectory) -> str | None:
-    """A line for the user with the path of the trace; None where no step was traced."""
-    steps = traced_steps(settings.profile_steps, before, done)
+    """A line for the user with the path of the trace; None where the run, from `before` to `done`, traced no step."""
+    steps = _traced_steps(settings, before, done)
     if not steps:
         return None
     ranks = sorted(set(settings.profile_ranks or range(world)))
     named = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
     suffix = f" and so on for each of {len(ranks):,} ranks" if len(ranks) > 1 else ""
     return f"trace of {named}: {run.trace(ranks[0])}{suffix}; ui.perfetto.dev shows it"
+
+
+def no_trace_text(settings: LogConfig, before: int, end: int) -> str | None:
+    """A line for the user where `log.profile` has no step of the run, which goes from `before` to `end`; else None."""
+    if settings.profile_steps is None or _traced_steps(settings, before, end):
+        return None
+    taken = f"the steps {before + 1:,} to {end:,}" if end > before else "no step"
+    return f"no trace: log.profile ({settings.profile}) has no step of this run, which takes {taken}"
+
+
+def _traced_steps(settings: LogConfig, before: int, done: int) -> range:
+    """The steps of `log.profile` that a run does: after step `before`, up to step `done`."""
+    steps = settings.profile_steps or range(0)
+    return range(max(steps.start, before + 1), min(steps.stop, done + 1))
 
 
 class Trace:

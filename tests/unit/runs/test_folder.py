@@ -271,7 +271,7 @@ def test_fault_21_what_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     for path in (run.config, run.metrics, run.path / "stop.json"):
         path.mkdir()
     writers = {
-        "config.yaml cannot be made": lambda: run.write_config("a: 1\n"),
+        "config.yaml cannot be made: .*; start in a folder that can be written": lambda: run.write_config("a: 1\n"),
         "metrics.jsonl cannot be made: Is a directory": lambda: AppendedFile(run.metrics),
         "stop.json, by which an earlier run was asked to stop, must be removed": lambda: clear(run.path),
         "metrics.jsonl cannot be read: Is a directory": lambda: list(run.events("step")),
