@@ -81,11 +81,8 @@ class Passes:
 
         group_length = len(micro_batches) // self._groups
 
-        def ends_group(number: int) -> bool:
-            return (number + 1) % group_length == 0 and number + 1 < len(micro_batches)
-
-        def end_group(number: int, leaves: Iterable[Tensor]) -> None:
-            if ends_group(number):
+        def end_group(number: int, leaves: Iterable[Tensor] | None = None) -> None:
+            if (number + 1) % group_length == 0 and number + 1 < len(micro_batches):
                 self._optimizer.end_group(leaves)
 
         with nullcontext() if self._weight_scales is None else self._weight_scales.kept():
@@ -103,8 +100,8 @@ class Passes:
                         loss = compute(self._model, None, number).sum()
                     with record_function(f"backward, micro-batch {number}"), self._clock.phase(BACKWARD):
                         loss.backward()
-                    if ends_group(number):
-                        self._optimizer.end_group()
+                    if self._groups > 1:
+                        end_group(number)
             return self._loss_terms(sums, counts.wait(), len(micro_batches))
 
     def over_ranks(self, losses_NK: Tensor) -> Tensor:

@@ -103,8 +103,7 @@ class Checkpoints:
     _reported_name: Path | None = field(default=None, init=False)
 
     def flags(self) -> SaveFlags:
-        """This rank's flags after the present step. On rank 0 this also follows the run's folder."""
-        self.follow()
+        """This rank's flags after the present step."""
         minutes = self.training.config.checkpoint.every_minutes
         is_due = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         return SaveFlags(
@@ -117,12 +116,16 @@ class Checkpoints:
 
         Args:
             agreed_flags: largest of all ranks' `flags` during the step; None exchanges them now.
+
+        Raises:
+            RunError: the run's folder is not found; on rank 0.
         """
         mesh = self.training.mesh
         settings = self.training.config.checkpoint
         progress = self.training.progress
         progress.phase = "checkpoint"
         start = time.perf_counter()
+        self.follow()
         # A save of an earlier step may have ended since, in the thread that writes.
         self._report()
         if agreed_flags is None:

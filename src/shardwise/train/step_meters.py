@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
@@ -174,8 +174,6 @@ class Stragglers:
         They are the longest work of each stage, its shortest work as a negative number, so that the maximum finds it,
         and this rank's claim to be the slowest: its number + 1, its `relative` and its `own` of `Straggler`.
         """
-        if self._mesh.world.size == 1:
-            return []
         longest = [0.0] * self._stages
         shortest = [_NO_TIME] * self._stages
         self._reported = 0.0
@@ -192,8 +190,6 @@ class Stragglers:
 
         Sets this rank's claim for the next step.
         """
-        if not reduced:
-            return None
         longest = reduced[: self._stages]
         shortest = reduced[self._stages : 2 * self._stages]
         relative = []
@@ -243,7 +239,7 @@ class StepMeters:
         pipeline = training.pipeline
         self.clock = StepClock(mesh, None if pipeline is None else pipeline.clock)
         self.sources = SourceLosses(batches, mesh) if isinstance(batches, BlendedBatches) else None
-        self._stragglers = Stragglers(mesh)
+        self._stragglers = Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(
         self, losses_NK: Tensor, norms: tuple[Tensor, ...], flags: Sequence[float] | None, *, is_logged: bool
@@ -264,21 +260,27 @@ class StepMeters:
             parts.append(self.sources.take().flatten())
         if flags is not None:
             mesh = self._training.mesh
-            own = torch.tensor([*flags, *self._stragglers.numbers()])
+            own = torch.tensor([*flags, *(() if self._stragglers is None else self._stragglers.numbers())])
             parts.append(collectives.all_reduce_(devices.to_device(own, mesh.device), mesh.world, op="max"))
         lengths = [len(part) for part in parts]
         read = [part.tolist() for part in torch.cat(parts).cpu().split(lengths)]
         # The host has waited for the device, so the marks around the passes can be read without another wait.
         self.clock.read()
-        agreed = None if flags is None else read.pop()
+        agreed: tuple[float, ...] | None = None
+        straggler = None
+        if flags is not None:
+            numbers = read.pop()
+            agreed = tuple(numbers[: len(flags)])
+            if self._stragglers is not None:
+                straggler = self._stragglers.take(numbers[len(flags) :])
         losses, (gradient_norm, *parameter_norm), *source_sums = read
         objectives = losses_NK.shape[1]
         return StepNumbers(
             gradient_norm=gradient_norm,
             parameter_norm=parameter_norm[0] if parameter_norm else None,
             losses=tuple([math.fsum(losses[number::objectives]) for number in range(objectives)]),
-            agreed_flags=None if agreed is None or flags is None else tuple(agreed[: len(flags)]),
-            straggler=None if agreed is None or flags is None else self._stragglers.take(agreed[len(flags) :]),
+            agreed_flags=agreed,
+            straggler=straggler,
             source_sums=tuple(source_sums[0]) if source_sums else (),
         )
 
@@ -302,7 +304,7 @@ class StepMeters:
         device = self._training.mesh.device
         losses = numbers.losses
         split, sent = self.clock.end(seconds)
-        if split:
+        if split and self._stragglers is not None:
             self._stragglers.add(seconds - split[COMMUNICATION])
         memory: dict[str, int] = {}
         if is_logged:
@@ -313,7 +315,7 @@ class StepMeters:
         return StepRecord(
             step=progress.step,
             loss=sum(losses),
-            mean_loss=progress.mean_loss,
+            mean_loss=fmean(progress.losses),
             mean_steps=len(progress.losses),
             lr=lr,
             grad_norm=numbers.gradient_norm,

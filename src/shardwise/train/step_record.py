@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
@@ -42,32 +42,28 @@ class Progress:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SMOOTHED_STEPS))
     phase: str = "start"
 
-    @property
-    def mean_loss(self) -> float:
-        """The mean of `losses`."""
-        return fmean(self.losses)
-
     def end_position(self, config: Config) -> int:
         """The place in the order of the data after the last step with these sizes."""
         return self.position + (config.last_step - self.step) * config.train.global_batch
 
-    def advance(self, loss: float, samples: int, length: int) -> None:
-        """Count a step that was done, on `samples` samples of `length` tokens."""
+    def advance(self, loss: float, samples: int, length: int) -> float | None:
+        """Count a step that was done, on `samples` samples of `length` tokens.
+
+        Returns:
+            standard deviations by which the loss is above the mean of the steps before it; None after too few steps.
+        """
         self.step += 1
         self.position += samples
         self.samples += samples
         self.tokens += samples * length
+        spike = None
+        if len(self.losses) == SMOOTHED_STEPS:
+            mean = fmean(self.losses)
+            # The last bound keeps the division defined where all losses are 0.
+            deviation = max(pstdev(self.losses, mean), _LEAST_DEVIATION * abs(mean), sys.float_info.min)
+            spike = (loss - mean) / deviation
         self.losses.append(loss)
-
-
-def loss_spike(loss: float, earlier_losses: Sequence[float]) -> float | None:
-    """Standard deviations by which a loss is above the mean of the steps before it; None after too few steps."""
-    if len(earlier_losses) < SMOOTHED_STEPS:
-        return None
-    mean = fmean(earlier_losses)
-    # The last bound keeps the division defined where all losses are 0.
-    deviation = max(pstdev(earlier_losses, mean), _LEAST_DEVIATION * abs(mean), sys.float_info.min)
-    return (loss - mean) / deviation
+        return spike
 
 
 def end_of_run(config: Config, steps_before: int) -> int:

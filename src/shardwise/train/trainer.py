@@ -20,7 +20,7 @@ from shardwise.train.passes import Passes
 from shardwise.train.reporter import Reporter
 from shardwise.train.saving import Checkpoints
 from shardwise.train.step_meters import DATA, OPTIMIZER, StepMeters
-from shardwise.train.step_record import StepRecord, end_of_stage, loss_spike
+from shardwise.train.step_record import StepRecord, end_of_stage
 from shardwise.train.training import Training
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Trainer(Training):
         self.passes = Passes(self, self.meters)
         self.log_every = None if self.reporter is None else self.config.log.every or 1
         self._last = end_of_stage(self.config, 0)
+        self._stage_starts = {stage.at for stage in self.config.data.stages}
 
     def run(
         self,
@@ -131,11 +132,10 @@ class Trainer(Training):
         # The loss and the norms are finite: from here on the parameters change.
         with record_function("optimizer"), clock.phase(OPTIMIZER):
             self.optimizer.step()
-        if any(stage.at == self.progress.step for stage in self.config.data.stages):
+        if self.progress.step in self._stage_starts:
             # Other data have another loss: its first steps are no spike.
             self.progress.losses.clear()
-        spike = loss_spike(loss, self.progress.losses)
-        self.progress.advance(loss, self.config.train.global_batch, self.config.train.sequence_length)
+        spike = self.progress.advance(loss, self.config.train.global_batch, self.config.train.sequence_length)
         seconds = time.perf_counter() - start
         return self.meters.record(
             numbers,

@@ -71,7 +71,7 @@ def test_fault_23_a_run_goes_on_in_its_folder_when_that_is_renamed(tmp_path: Pat
             place.parent.mkdir(exist_ok=True)
             run.path.resolve().rename(place)
             for _ in range(2):
-                saving.flags()
+                saving.follow()
             told.append(f"the run's folder was renamed to {place}: the run goes on there, and a link of the old name")
             (run.path / place.name).write_text("")
         (tmp_path / "runs").rename(tmp_path / "old")
@@ -86,11 +86,11 @@ def test_fault_23_a_run_goes_on_in_its_folder_when_that_is_renamed(tmp_path: Pat
         run.path.unlink()
         run.path.mkdir()
         with pytest.raises(RunError, match=r"a link of the old name cannot be made \(File exists\): start again with"):
-            saving.flags()
+            saving.follow()
         saving.followed = FollowedFolder(tmp_path / "e")
         shutil.rmtree(tmp_path / "e")
         with pytest.raises(RunError, match="was removed or moved to another disk while the run trained: start again"):
-            saving.flags()
+            saving.follow()
 
 
 def test_fault_23_a_folder_that_another_machine_renamed_is_found_beside(tmp_path: Path) -> None:
