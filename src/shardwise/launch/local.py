@@ -255,7 +255,7 @@ class _Stop:
             kill_with_children(agent)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        first = self._requests.is_first()
+        first = self._requests.by is None
         # Without the mark no rank has taken a step: there is nothing to save, and none would look for a request.
         if self._requests.hear(number) or not stop_requests.training_mark(self._logs).exists():
             self.ended_by = self.ended_by or signal_name(number)

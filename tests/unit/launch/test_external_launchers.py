@@ -81,13 +81,6 @@ def test_where_rank_0_need_not_be_on_the_first_node_its_address_is_asked_for(cau
     external_launchers.adopt_task({**variables, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"})
 
 
-def test_processes_of_mpirun_on_one_machine() -> None:
-    variables = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "1234"}
-    external_launchers.adopt_task(variables)
-    assert joined(variables) == Rank(rank=1, local_rank=1, world=2)
-    assert variables["MASTER_ADDR"] == "127.0.0.1"
-
-
 def test_two_jobs_of_one_machine_have_ports_of_their_own_where_mpiexec_names_no_job() -> None:
     """The tasks of a job share mpiexec, whatever scripts stand between, and no number that it passes on."""
     code = (

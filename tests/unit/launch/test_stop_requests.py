@@ -68,23 +68,6 @@ def test_a_signal_before_the_time_limit_leaves_the_first_sigterm_its_meaning(mon
     assert requests.by == "SIGUSR1"
 
 
-def test_a_signal_within_the_handler_of_another_is_not_the_first_too(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """`timeout` sends two at once: the handler of the second may run within that of the first."""
-    stop_requests.install()
-    hear = stop_requests.Requests.hear
-
-    def interrupted(requests: stop_requests.Requests, number: int) -> bool:
-        if number == signal.SIGUSR1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return hear(requests, number)
-
-    monkeypatch.setattr(stop_requests.Requests, "hear", interrupted)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert capfd.readouterr().err == f"{stop_requests.NOTICE}\n", "the user is told once"
-
-
 def test_before_training_a_signal_ends_at_once() -> None:
     stop_requests.end_at_once()
     for number in stop_requests.SIGNALS:

@@ -210,12 +210,6 @@ def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, t
     )
 
 
-def test_a_callback_that_cannot_be_made_names_its_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"hooks\.callbacks \({HERE}:Broken\) cannot be made: RuntimeError: no room"):
-        MetricsWithCallbacks(tmp_path / "metrics.jsonl", make_config(hooks={"callbacks": [f"{HERE}:Broken"]}))
-    assert list(tmp_path.iterdir()) == [], "a run's folder with metrics is in use"
-
-
 # ---- what is refused before ranks start
 
 

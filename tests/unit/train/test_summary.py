@@ -253,9 +253,3 @@ def test_the_memory_of_the_machine_has_python_and_torch_of_each_rank(
     assert told.startswith(f"{units.size(expected)} expected for 2 ranks on one machine, ")
     assert ", with about 300 MiB for Python and torch on each; " in told
     assert ("the system may kill a rank here" in told) == (not has_room)
-
-
-def test_arguments_of_a_model_of_your_own_are_all_shown() -> None:
-    model = {"family": "a.b:C", "vocab_size": 9, "own": 3}
-    chosen = config_from({**config("package.module:Own").recorded(), "model": model})
-    assert chosen.without_defaults(chosen.recorded())["model"] == model
