@@ -105,9 +105,19 @@ def open_run(
     data = while_others_wait(lambda: prepare(with_model_tokenizer(config, model)), mesh.world)
     sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
-    base_model = _base_model(config)
-    folder, companions = _open_folder(config, run_path, recipe, mesh, weights, data.tokenizer_path)
-    followed = FollowedFolder(folder.directory.path) if mesh.world.rank == 0 else None
+    load = config.checkpoint.load
+    base_model = load if load is not None and hub.is_hub_id(load) else None
+    folder: RunFolder | None = None
+    companions = Companions()
+    rank = mesh.world.rank
+    with raised_on_every_rank(mesh.world):
+        if rank == 0:
+            folder, companions = _open(config, run_path or new_run_path(recipe), mesh, weights, data.tokenizer_path)
+    folder = collectives.broadcast_object(folder, mesh.world)
+    assert folder is not None
+    # Only now is there a folder for the logs: what ranks above 0 print goes there from here on.
+    output.redirect(rank, folder.directory.log(rank))
+    followed = FollowedFolder(folder.directory.path) if rank == 0 else None
     return OpenedRun(config, layout, mesh, progress, data, sets, folder, weights, followed, companions, base_model)
 
 
@@ -140,31 +150,6 @@ def _find_weights(config: Config, run_path: Path | None, mesh: Mesh) -> tuple[Ro
             f"checkpoint.load ({load}) must be one commit on every machine: set checkpoint.revision={commits[0]}"
         )
     return Root.of(folder), Root.of(folder)
-
-
-def _base_model(config: Config) -> str | None:
-    """The hub id in `checkpoint.load`; None where it names a folder, a URL or nothing."""
-    load = config.checkpoint.load
-    return load if load is not None and hub.is_hub_id(load) else None
-
-
-def _open_folder(
-    config: Config, run_path: Path | None, recipe: str, mesh: Mesh, weights: Root | None, tokenizer: Path | None
-) -> tuple[RunFolder, Companions]:
-    """Rank 0 makes the folder, or opens that of an earlier run; all ranks have the same, or all fail.
-
-    Only rank 0 has the companions.
-    """
-    folder: RunFolder | None = None
-    companions = Companions()
-    with raised_on_every_rank(mesh.world):
-        if mesh.world.rank == 0:
-            folder, companions = _open(config, run_path or new_run_path(recipe), mesh, weights, tokenizer)
-    folder = collectives.broadcast_object(folder, mesh.world)
-    assert folder is not None
-    # Only now is there a folder for the logs: what ranks above 0 print goes there from here on.
-    output.redirect(mesh.world.rank, folder.directory.log(mesh.world.rank))
-    return folder, companions
 
 
 def _open(
