@@ -16,7 +16,7 @@ from shardwise.base.hardware import accelerators
 from shardwise.launch.environment import joined
 from shardwise.verify.rank_calls import call_on_ranks, process_group
 from shardwise_plan.calibration_fit import Measurements, device_file, rows
-from shardwise_plan.device_files import require_suffix
+from shardwise_plan.device_specs import require_suffix
 
 _CPU_RANKS = 2
 _SECONDS = 60

@@ -10,9 +10,8 @@ import yaml
 
 from shardwise_plan import device_seconds
 from shardwise_plan.calibration_fit import PRODUCTS, Measurements, device_file, probes, rows, undisturbed
-from shardwise_plan.device_files import dump, figure
 from shardwise_plan.device_seconds import constants_of
-from shardwise_plan.device_specs import Cluster, Device, load_device, parse_device
+from shardwise_plan.device_specs import Cluster, Device, dump, figure, load_device, parse_device
 from shardwise_plan.step_time import step_time
 
 DAY = datetime.date(2026, 1, 2)
@@ -54,9 +53,10 @@ def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
         time = step_time(probe.config(), probe.layout(ranks), Cluster(device, 1, ranks))
         assert time is not None
         assert time.total == pytest.approx(seconds, rel=0.1), probe
-    sources = dict(device.sources)
-    assert sources["float32_tflops"] == f"measured 2026-01-02: torch 2.13.0, 1 thread(s), {ranks} rank(s)"
-    assert ("assumption" in sources["node_link.latency_us"]) == (ranks == 1)
+    assert (
+        device.figures["float32_tflops"]["source"] == f"measured 2026-01-02: torch 2.13.0, 1 thread(s), {ranks} rank(s)"
+    )
+    assert ("assumption" in device.figures["node_link.latency_us"]["source"]) == (ranks == 1)
     if ranks == 2:
         assert device.node.bandwidth == pytest.approx(machine().node.bandwidth, rel=0.02)
         assert device.node.latency == pytest.approx(machine().node.latency, rel=0.02)
