@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from shardwise_plan import device_seconds
-from shardwise_plan.calibration_fit import PRODUCTS, Measurements, device_file, probes, rows, undisturbed
+from shardwise_plan.calibration_fit import PRODUCTS, Measurements, device_file, probes, undisturbed
 from shardwise_plan.device_seconds import constants_of
 from shardwise_plan.device_specs import Cluster, Device, dump, figure, load_device, parse_device
 from shardwise_plan.step_time import step_time
@@ -38,7 +38,7 @@ def found(device: Device, ranks: int) -> Measurements:
     return Measurements(
         "a processor", "cpu", "2.13.0", 1, ranks, device.memory, 1, PRODUCTS,
         {"float32": products, "bfloat16": products}, (2.0**29, 2.0**29 / device.memory_bandwidth), constants.host,
-        sums if ranks > 1 else [], seconds, [],
+        sums if ranks > 1 else [], seconds,
     )  # fmt: skip
 
 
@@ -60,14 +60,6 @@ def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
     if ranks == 2:
         assert device.node.bandwidth == pytest.approx(machine().node.bandwidth, rel=0.02)
         assert device.node.latency == pytest.approx(machine().node.latency, rel=0.02)
-
-
-def test_a_device_file_tells_what_was_measured_less_often() -> None:
-    short = replace(found(machine(), 1), fewer=["all-reduces 5 times in place of 20"])
-    text = device_file(short, DAY)
-    assert "; all-reduces 5 times in place of 20" in yaml.safe_load(text)["constants"]["matmul"]["source"]
-    assert ("time was short", "all-reduces 5 times in place of 20") in rows(short)
-    assert "in place of" not in device_file(replace(short, fewer=[]), DAY)
 
 
 def test_what_else_runs_makes_no_figure() -> None:
