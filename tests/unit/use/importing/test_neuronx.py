@@ -88,9 +88,7 @@ def problems(folder: Path) -> list[str]:
 def test_copies_of_heads_must_agree_unless_drift_is_allowed(shards: Path) -> None:
     rewrite(shards, 3, lambda state: state["model.layers.1.self_attn.qkv_proj.weight_k"].add_(0.25))
     (found,) = problems(shards)
-    assert re.match(
-        r"FOLDER: .*1\.self_attn\.qkv_proj must hold each of its 2 key/value heads .* 2 times", found
-    )
+    assert re.match(r"FOLDER: .*1\.self_attn\.qkv_proj must hold each of its 2 key/value heads .* 2 times", found)
     opened = open_neuronx(shards, shards.parent / "saved", allow_drift=True)
     assert re.match(r"replicas of 1 tensor differ, at most by \d\d\.\d\d% of their norm", opened.notes[0])
     read = {weight.name: b"".join(map(bytes, weight.read())) for weight in opened.weights}
