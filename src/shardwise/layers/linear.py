@@ -8,7 +8,7 @@ sequence-first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,13 @@ from torch import Tensor, nn
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Ranks
 from shardwise.distributed.placement import Init
-from shardwise.layers.arguments import by_name, features_per_head, refuse_unknown, sharing_group, two_sizes
+from shardwise.layers.arguments import features_per_head, refuse_unknown, sharing_group, two_sizes
 from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.execution import execution
 from shardwise.layers.fp8 import Scaling, fp8_linear
 from shardwise.layers.matmul import Overlap, can_regather, gather_and_multiply, linear, multiply_and_sum, usable
 
 DEFAULT_INIT = Init.normal(0.02)
-_POSITIONAL = ("dtype", "device", "stride", "init_method")
-"""Arguments of neuronx-distributed's linear layers from the fifth position on."""
-_POSITIONAL_OF_GQA = ("dtype", "device", "init_method")
 
 
 class LayerOptions(TypedDict, total=False):
@@ -261,7 +258,6 @@ class ColumnParallelLinear(_ColumnParallel):
         output_size: O of the whole layer.
         bias: true if there is a b.
         gather_output: true if each rank gets all of y.
-        further: `dtype` and `device` by position, as neuronx-distributed has them.
         sequence_parallel_enabled: true if the sequence is cut over the group between layers.
         name: canonical name of the layer, without `.weight`.
         options: see `LayerOptions` and `LinearOptions`.
@@ -276,7 +272,7 @@ class ColumnParallelLinear(_ColumnParallel):
         output_size: int,
         bias: bool = True,
         gather_output: bool = True,
-        *further: Any,
+        *,
         sequence_parallel_enabled: bool = False,
         name: str | None = None,
         **options: Unpack[LinearOptions],
@@ -287,7 +283,7 @@ class ColumnParallelLinear(_ColumnParallel):
             bias=bias,
             gather_output=gather_output,
             sequence_parallel_enabled=sequence_parallel_enabled,
-            **by_name(type(self).__name__, further, _POSITIONAL, options),
+            **options,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -347,7 +343,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
     whole with `gather_output`.
 
     Args:
-        input_size, bias, gather_output, further, sequence_parallel_enabled, options: as in `ColumnParallelLinear`.
+        input_size, bias, gather_output, sequence_parallel_enabled, options: as in `ColumnParallelLinear`.
         output_sizes: features of the queries, and features of the keys, which the values have too, in the whole model.
         head_dim: features of a head. Without it, the keys are cut into parts of KV · `kv_size_multiplier` / g features,
             wherever a head begins: give it, or the multiplier, where the ranks outnumber the K/V heads.
@@ -368,14 +364,13 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         output_sizes: Sequence[int],
         bias: bool = True,
         gather_output: bool = True,
-        *further: Any,
+        *,
         head_dim: int | None = None,
         kv_size_multiplier: int = 1,
         names: Sequence[str | None] = (None, None, None),
         sequence_parallel_enabled: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
-        options = by_name(type(self).__name__, further, _POSITIONAL_OF_GQA, options)
         # Sizes are checked before the base class sees the keywords: a wrong keyword is the first to be reported.
         refuse_unknown(type(self), options, LinearOptions.__optional_keys__)
         group = sharing_group(type(self).__name__, options.get("group"))
@@ -442,7 +437,6 @@ class RowParallelLinear(placement.PlacedModule):
         output_size: O of the whole layer.
         bias: true if there is a b.
         input_is_parallel: true if x is already cut along I, as a column-parallel layer leaves it.
-        further: `dtype` and `device` by position, as neuronx-distributed has them.
         sequence_parallel_enabled: true if the sequence is cut over the group between layers.
         name: canonical name of the layer, without `.weight`.
         options: see `LayerOptions` and `LinearOptions`.
@@ -463,13 +457,12 @@ class RowParallelLinear(placement.PlacedModule):
         output_size: int,
         bias: bool = True,
         input_is_parallel: bool = False,
-        *further: Any,
+        *,
         sequence_parallel_enabled: bool = False,
         name: str | None = None,
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        options = by_name(type(self).__name__, further, _POSITIONAL, options)
         maker = ParameterMaker(self, options, LinearOptions.__optional_keys__)
         self.group = group = maker.group
         if input_size % group.size:

@@ -73,8 +73,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         optimizer_dtype: dtype of masters and state; None: float32. If parameters have another dtype, each rank keeps a
             master copy of its part (float64 parameters keep theirs).
         grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm` (None: no clipping).
-        further: torch_xla's next positional arguments (pin_layout, sharding_groups, grad_norm_groups, lazy_init). Here
-            and by keyword, the arguments of other libraries are accepted if their values change nothing.
         group: the ranks that have the same part of the model; default: `mesh.replicas`, else the world.
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
         gradient_dtype: dtype of accumulated gradients (default: the parameter's).
@@ -102,8 +100,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         defaults: options of the wrapped class.
 
     Raises:
-        TypeError: an argument that neither class takes and that would change something, with what replaces it where
-            another library's ZeroRedundancyOptimizer takes it.
+        TypeError: an argument that neither class takes, with what replaces it where another library's
+            ZeroRedundancyOptimizer takes it.
         ValueError: a class that is not elementwise, LAMB or Muon; parameters that DDP or FSDP already manage, or that
             are others, or in another order, on another rank; a cut model without `mesh`.
         RuntimeError: a launcher started several ranks, but no process group was initialised.
@@ -124,7 +122,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         optimizer_dtype: torch.dtype | None = None,
         grad_clipping: bool = True,
         max_norm: float | None = 1.0,
-        *further: object,
+        *,
         group: Group | dist.ProcessGroup | None = None,
         mesh: Mesh | None = None,
         gradient_dtype: torch.dtype | None = None,
@@ -149,7 +147,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._dtypes = Dtypes(
             gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32, state_dtype, rounding, rounding_seed
         )
-        defaults = checks.known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
+        checks.require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults)
         self._inner_class = wrapped_class.class_for_slices(optimizer_class, defaults)
         _require_suitable(self._inner_class, self._sharding, self._dtypes, model)
         self.optimizer_class = optimizer_class
