@@ -69,7 +69,7 @@ def refuse_unknown(
     Raises:
         ArgumentError: some are unknown; the message says what replaces each.
     """
-    known = list(known)
+    known = sorted(known)
     unknown = [name for name in given if name not in known]
     if not unknown:
         return

@@ -225,6 +225,11 @@ class ParallelLMHead(placement.PlacedModule):
         # The last ranks' rows end with padding, which comes last in the gathered logits.
         return collectives.gather_last(self._multiply(enter(x, self.group)), self.group)[..., : self.vocab_size]
 
+    @property
+    def _used_weight(self) -> Tensor:
+        """The tensor to whose gradient the head's is added."""
+        return self.weight
+
     def _multiply(self, x: Tensor) -> Tensor:
         """x `[…, H]`, whole on every rank → this rank's logits `[…, v]`."""
         return linear(x, self.weight, self.bias)
@@ -317,12 +322,9 @@ class ParallelLMHead(placement.PlacedModule):
         return loss
 
     def _loss(self, x: Tensor, targets_SB: Tensor, ignore_index: int, context_group: Group | None) -> Tensor:
-        return self._loss_by(self.weight, x, targets_SB, ignore_index)
-
-    def _loss_by(self, weight: Tensor, x: Tensor, targets_SB: Tensor, ignore_index: int) -> Tensor:
         return linear_cross_entropy(
             x,
-            weight,
+            self._used_weight,
             targets_SB,
             group=self.group,
             sequence_parallel_enabled=self.sequence_parallel_enabled,

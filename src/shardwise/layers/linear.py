@@ -203,18 +203,13 @@ class _ColumnParallel(placement.PlacedModule):
 
     def joined(self, x: Tensor) -> Tensor:
         """x, as in `project` → all parts side by side, `[S, B, Σ local outputs]`."""
-        overlap = usable(self.overlap, x, self.group)
-        regathers = self._regathers(x)
-        if regathers or overlap is not None:
-            return gather_and_multiply(
-                x,
-                self.weight,
-                self.bias,
-                self.group,
-                overlap,
-                sequence_parallel=self.sequence_parallel_enabled,
-                regathers=regathers,
-            )
+        if self.overlap is not None or self.regathers:
+            overlap = usable(self.overlap, x, self.group)
+            regathers = self._regathers(x)
+            if regathers or overlap is not None:
+                is_cut = self.sequence_parallel_enabled
+                arguments = (x, self.weight, self.bias, self.group, overlap)
+                return gather_and_multiply(*arguments, sequence_parallel=is_cut, regathers=regathers)
         return _product(self, self._enter(x), self.bias)
 
     def _regathers(self, x: Tensor) -> bool:
@@ -225,10 +220,8 @@ class _ColumnParallel(placement.PlacedModule):
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
         return enter(x, self.group)
 
-    def _outputs(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the layer's outputs, which are its local parts, or with `gather_output` those of all ranks."""
-        if not self.gather_output:
-            return parts
+    def _gathered(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the parts of all ranks."""
         return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies, strict=True))
 
     def _gather(self, part: Tensor, copies: int) -> Tensor:
@@ -291,7 +284,7 @@ class ColumnParallelLinear(_ColumnParallel):
 
     def finish(self, local: tuple[Tensor, ...]) -> Tensor:
         """`local`, one part `[…, O/g]` → the layer's output, which is the same, or whole with `gather_output`."""
-        return self._outputs(local)[0]
+        return (self._gathered(local) if self.gather_output else local)[0]
 
 
 class MergedColumnParallelLinear(_ColumnParallel):
@@ -330,7 +323,8 @@ class MergedColumnParallelLinear(_ColumnParallel):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x, as in `ColumnParallelLinear` → the output of each part, `[S, B, O/g]` or whole."""
-        return self._outputs(self.project(x))
+        parts = self.project(x)
+        return self._gathered(parts) if self.gather_output else parts
 
 
 class GQAQKVColumnParallelLinear(_ColumnParallel):
@@ -419,7 +413,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         placement.mark_heads(self.weight, given_dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self._outputs(self.project(x))
+        parts = self.project(x)
+        q, k, v = self._gathered(parts) if self.gather_output else parts
         return q, k, v
 
 
@@ -517,7 +512,7 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
     # The sum is linear: products of all layers are added on each rank first, and the ranks sum only once.
     first, x = terms[0]
     sequence_parallel = first.sequence_parallel_enabled
-    overlap = usable(first.overlap, x, first.group)
+    overlap = first.overlap and usable(first.overlap, x, first.group)
     if overlap is not None:
         products = [(x, layer.weight) for layer, x in terms]
         y = multiply_and_sum(products, first.group, overlap, sequence_parallel=sequence_parallel)
@@ -533,8 +528,9 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
 
 def _product(layer: _ColumnParallel | RowParallelLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x weightᵀ + bias`."""
-    scaling = scaling_in_training(layer)
-    return linear(x, layer.weight, bias) if scaling is None else fp8_linear(x, layer.weight, bias, scaling)
+    if layer.scaling is not None and layer.training:
+        return fp8_linear(x, layer.weight, bias, layer.scaling)
+    return linear(x, layer.weight, bias)
 
 
 def scaling_in_training(layer: _ColumnParallel | RowParallelLinear) -> Scaling | None:

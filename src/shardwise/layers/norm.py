@@ -99,12 +99,12 @@ class RMSNorm(_Norm):
         self.unit_offset = unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, factor(self.weight, unit_offset=self.unit_offset), self.eps)
+        return rms_norm(x, one_more(self.weight) if self.unit_offset else self.weight, self.eps)
 
 
-def factor(weight: Tensor, *, unit_offset: bool) -> Tensor:
-    """Return what a normalised x is multiplied with; 1 + weight at least in float32, as bfloat16 would round it."""
-    return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if unit_offset else weight
+def one_more(weight: Tensor) -> Tensor:
+    """Return 1 + weight, at least in float32, as bfloat16 would round it."""
+    return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 class Sums:
@@ -278,7 +278,7 @@ class QueryKeyNorm(placement.PlacedModule):
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalise each head by itself."""
-        return rms_norm(x, factor(weight, unit_offset=self.unit_offset), self.eps)
+        return rms_norm(x, one_more(weight) if self.unit_offset else weight, self.eps)
 
     def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise over the heads of all ranks."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -285,10 +285,8 @@ class Block(nn.Module):
     Each token goes through the layers before and behind by itself, and meets other tokens in attention alone.
     """
 
-    @property
-    def inner_attention(self) -> Attention:
-        """The block's attention."""
-        raise NotImplementedError
+    attention_name: ClassVar[str] = "attention"
+    """Name of the module that is the block's `Attention`."""
 
     def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, each `[S, B, heads, d]`."""
@@ -301,10 +299,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if context.parts:
             return self._forward_by_part(x, context)
-        return self.behind_attention(x, self.inner_attention.attend(*self.before_attention(x), context), context)
+        attention: Attention = getattr(self, self.attention_name)
+        return self.behind_attention(x, attention.attend(*self.before_attention(x), context), context)
 
     def _forward_by_part(self, x: Tensor, context: Context) -> Tensor:
-        attention = self.inner_attention
+        attention: Attention = getattr(self, self.attention_name)
         layers = SequenceParts(self, attention.core.context_group)
         count = len(context.parts)
         xs = x.chunk(count)

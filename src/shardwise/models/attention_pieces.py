@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
-from shardwise.layers.vectors import in_vectors
+from shardwise.layers.bitwise.functions import in_vectors
 from shardwise.models.masks import AttentionMask, PiecesMask
 
 MANY = 4096

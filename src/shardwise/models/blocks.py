@@ -27,7 +27,6 @@ from shardwise.layers.bitwise.functions import activate_by_part, head_products
 from shardwise.layers.dropout import AnyKey, Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
 from shardwise.layers.execution import Execution, execution, made_with
-from shardwise.layers.gated import Gate, gated
 from shardwise.layers.linear import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
@@ -118,10 +117,6 @@ class LayerFactory:
         if self.group.has_parts:
             return partial(activate_by_part, function=function, count=self.group.parts)
         return function
-
-    def gated(self, config: FamilyConfig) -> Callable[[Tensor], Tensor] | None:
-        """Return the function of gate and up side by side; None where the gate's width decides on bits."""
-        return None if self.group.has_parts else partial(gated, act=cast(Gate, config.activation))
 
     @property
     def head_products(self) -> Callable[[Tensor, Tensor], Tensor]:

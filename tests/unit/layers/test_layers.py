@@ -17,7 +17,6 @@ from shardwise.distributed.placement import Init
 from shardwise.layers import loss
 from shardwise.layers.dropout import Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
-from shardwise.layers.gated import Gate, gated
 from shardwise.layers.linear import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
@@ -25,10 +24,11 @@ from shardwise.layers.linear import (
     RowParallelLinear,
 )
 from shardwise.layers.loss import SampleLosses, linear_cross_entropy, parallel_cross_entropy
+from shardwise.layers.matmul import let_products_add
 from shardwise.layers.norm import LayerNorm, RMSNorm
 from shardwise.layers.recompute import compose
-from shardwise.layers.weight_gradients import let_products_add
 from shardwise.models.blocks import ACTIVATIONS
+from shardwise.models.llama import Gate, gated
 from shardwise.models.rotary import rotate
 from tests.unit.layers.groups import pretend_group
 
