@@ -139,12 +139,15 @@ class ParameterWatch:
 
     Modules' parameters are replaced by `load_state_dict(assign=True)` or `module.weight = …`, or a
     DistributedDataParallel wraps them.
+
+    Attributes:
+        is_due: False while nothing happened that a check could find.
     """
 
     def __init__(self, parameters: Collection[nn.Parameter]) -> None:
         self._parameters = parameters
         self._places: dict[tuple[weakref.ref[nn.Module], str], None] = {}  # in order, so that ranks report the same
-        self._has_looked_for_wrappers = False
+        self.is_due = True
         _watch_assignments()
         _watching.add(self)
 
@@ -153,12 +156,11 @@ class ParameterWatch:
         replaced = _direct_parameter(module, name)
         if replaced is not None and replaced in self._parameters:
             self._places[weakref.ref(module), name] = None
+            self.is_due = True
 
     def check(self) -> None:
         """Raise if a trainable parameter that is not watched has replaced a watched one, or a wrapper took them."""
-        if not self._has_looked_for_wrappers:
-            refuse_wrapped(self._parameters)
-            self._has_looked_for_wrappers = True
+        refuse_wrapped(self._parameters)
         for reference, name in self._places:
             module = reference()
             current = None if module is None else _direct_parameter(module, name)
@@ -168,6 +170,7 @@ class ParameterWatch:
                     "the optimizer and would not be trained: load weights without assign=True, or make the optimizer "
                     "again"
                 )
+        self.is_due = False
 
 
 _watching: weakref.WeakSet[ParameterWatch] = weakref.WeakSet()

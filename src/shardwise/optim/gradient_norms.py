@@ -179,7 +179,9 @@ class _Norms:
         sums = [0] * (len(takes) * self.count)
         for share in shares:
             for column, take in enumerate(takes):
-                for number, runs in share.tensors.items() if take is not None else ():
+                if take is None:
+                    continue
+                for number, runs in share.tensors.items():
                     total = _exact_sum_of_squares(runs, take, share.atoms[number])
                     if total != exact_sums.NOT_A_NUMBER:
                         # `copies` ranks together have it 2 · world times, a whole number of times each.

@@ -23,15 +23,15 @@ from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import named_pieces, of_or_whole
 from shardwise.distributed.torch_private import WithoutCompiler
 from shardwise.optim import checks, gradient_norms, stochastic_rounding, wrapped_class
+from shardwise.optim.bucket_collectives import Gathers, PartialGradients, Reductions
 from shardwise.optim.buckets import Bucket, weak_hook
 from shardwise.optim.flat_memory import draw_in_place
 from shardwise.optim.freed_buckets import make_buckets
-from shardwise.optim.gathers import Gathers, UnitWeights, places_in
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.master_update import HostUpdate, Update, options_of
-from shardwise.optim.reductions import PartialGradients, Reductions
 from shardwise.optim.sharding import Dtypes, Ranks, Sharding
 from shardwise.optim.slice_optimizer import ModelSlices, SliceOptimizer
+from shardwise.optim.unit_weights import UnitWeights, places_in
 from shardwise.optim.unsharded_parameters import UncutGradients, take_first_values
 
 
@@ -114,6 +114,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     _inner: torch.optim.Optimizer | None = None
     _before_changes: torch.Event | None = None
     _weights: UnitWeights | None = None
+    _uncut: UncutGradients | None = None
 
     def __init__(
         self,
@@ -198,7 +199,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                     self._inner_class.require_tensor(shape, options)
         take_first_values(groups, self._ranks, device)
         self._partial.append(PartialGradients([bucket for options in groups for bucket in self._move(options)]))
-        self._uncut = UncutGradients(self.param_groups, self.buckets, self._ranks, device)
+        if self.tensor.size > 1:
+            self._uncut = UncutGradients(self.param_groups, self.buckets, self._ranks, device)
         sum_dtype = gradient_norms.sum_dtype(self._dtypes, self.group, device)
         self._model = ModelNorms(self.buckets, device, self._ranks, sum_dtype)
         # Norms that were measured before lack the gradients of the new buckets.
@@ -310,7 +312,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                 )
         self._reductions.overlaps = False
         self.gathers.wait()
-        self._watch.check()
+        if self._watch.is_due:
+            self._watch.check()
         if self._before_changes is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._before_changes)
             self._before_changes = None
@@ -318,7 +321,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._reductions.finish()
         for gradients in self._partial:
             gradients.sum_()
-        self._uncut.take_first()
+        if self._uncut is not None:
+            self._uncut.take_first()
         # Two numbers in any case: the order in which an all-reduce adds may depend on its length.
         self._norms = self._model.measure(ElementRun.gradient, ElementRun.weights if measures_weights else None)
         self._norms[0] *= self._scale
