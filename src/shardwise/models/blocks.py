@@ -83,12 +83,7 @@ class LayerFactory:
     """Makes the layers of a model from its configuration: holds all their other arguments.
 
     Attributes:
-        group: the tensor-parallel ranks.
-        sequence_parallel: true if the residual stream is cut along the sequence between blocks.
-        recompute: part that the backward pass computes again: results that are cheap to compute, and the attention
-            core where no fused kernel computes it (`selective`), or each block (`full`).
-        part: the pipeline stage.
-        vocab_multiple: number that divides each rank's rows of embedding and head.
+        group, sequence_parallel, recompute, part, vocab_multiple: as in `Family`.
         options: arguments that all layers take.
         in_blocks: how the layers of blocks compute.
     """
@@ -348,7 +343,8 @@ class Family(nn.Module, Generic[_Config]):
         config: sizes by their Hugging Face names.
         group: the tensor-parallel ranks.
         sequence_parallel: true if the residual stream is cut along the sequence between blocks.
-        recompute: part that the backward pass computes again (`LayerFactory`).
+        recompute: part that the backward pass computes again: results that are cheap to compute, and the attention
+            core where no fused kernel computes it (`selective`), or each block (`full`).
         part: the pipeline stage; None: the whole model.
         vocab_multiple: number that divides each rank's rows of embedding and head.
         context_group: the ranks that share each sample, for a causal model (`layers/context.py`).

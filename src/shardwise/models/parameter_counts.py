@@ -253,16 +253,16 @@ class _StageParameters:
         if model.norms_input:
             yield from self.norm()
         # Queries come first: only shared K/V heads are partial.
-        shared = {"partial_from": local.query, "partial_over": local.key_value_copies}
         fused = 1 if model.fused_query_key_value else 3
         outputs = local.query + 2 * local.key_value
-        yield from self.columns(outputs, model.attention_bias, tensors=fused, **shared)
+        copies = local.key_value_copies
+        yield from self.columns(outputs, model.attention_bias, fused, partial_from=local.query, partial_over=copies)
         if model.query_key_norm == "head":
             # A rank sees only its own heads, so that its gradient is a part of the sum.
             yield from 2 * [LocalParameter(model.head_dim, matrix=False, partial_over=self.tensor)]
         elif model.query_key_norm == "all_heads":
             yield LocalParameter(local.query, matrix=False)
-            yield LocalParameter(local.key_value, matrix=False, partial_over=local.key_value_copies)
+            yield LocalParameter(local.key_value, matrix=False, partial_over=copies)
         yield from self.rows(local.query, model.attention_bias and model.attention_output_bias)
         yield from self.norm()
         if model.norm_place == "both":

@@ -25,8 +25,7 @@ from shardwise.distributed.torch_private import WithoutCompiler
 from shardwise.optim import checks, gradient_norms, stochastic_rounding, wrapped_class
 from shardwise.optim.bucket_collectives import Gathers, PartialGradients, Reductions
 from shardwise.optim.buckets import Bucket, weak_hook
-from shardwise.optim.flat_memory import draw_in_place
-from shardwise.optim.freed_buckets import make_buckets
+from shardwise.optim.freed_buckets import draw_in_place, make_buckets
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.master_update import HostUpdate, Update, options_of
 from shardwise.optim.sharding import Dtypes, Ranks, Sharding

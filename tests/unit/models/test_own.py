@@ -165,7 +165,7 @@ def test_a_misspelt_key_is_reported_as_far_as_names_are_known(write: Write) -> N
         self.layer, self.given = nn.Linear(3, width), kwargs
     """
     chosen = config(write(takes_all), widht=3, color="red")
-    assert problem(chosen) == "model.widht: mine:Model names no such argument; did you mean model.width?"
+    assert problem(chosen) == "model.widht: mine:Model takes no such argument; did you mean model.width?"
     assert build(config("mine:Model", widht=3, width=5, color="red")).given == {"color": "red", "widht": 3}
 
 
