@@ -20,7 +20,7 @@ from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.chunks import loss_chunk_elements, vocabulary_rows
 from shardwise.layers.execution import execution
 from shardwise.layers.linear import LayerOptions, ParameterMaker
-from shardwise.layers.loss import IGNORE_INDEX, VocabularyShard, chunk_losses, linear_cross_entropy
+from shardwise.layers.loss import IGNORE_INDEX, VocabularyShard, chunk_losses, summed_losses
 from shardwise.layers.matmul import linear
 
 
@@ -322,14 +322,7 @@ class ParallelLMHead(placement.PlacedModule):
         return loss
 
     def _loss(self, x: Tensor, targets_SB: Tensor, ignore_index: int, context_group: Group | None) -> Tensor:
-        return linear_cross_entropy(
-            x,
-            self._used_weight,
-            targets_SB,
-            group=self.group,
-            sequence_parallel_enabled=self.sequence_parallel_enabled,
-            ignore_index=ignore_index,
-            vocab_size=self.vocab_size,
-            bias=self.bias,
-            losses=self.chunk_losses,
-        )
+        weight = self._used_weight
+        shard = VocabularyShard.make(self.group, len(weight), self.vocab_size, ignore_index, 0.0)
+        is_cut = self.sequence_parallel_enabled
+        return summed_losses(x, weight, targets_SB, shard, is_cut, self.bias, losses=self.chunk_losses)

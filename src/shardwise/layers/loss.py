@@ -419,12 +419,27 @@ def linear_cross_entropy(
     """
     ranks = sharing_group("linear_cross_entropy", group)
     shard = VocabularyShard.make(ranks, weight.shape[0], vocab_size, ignore_index, label_smoothing)
+    return summed_losses(x, weight, target, shard, sequence_parallel_enabled, bias, chunk_elements, losses)
+
+
+def summed_losses(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    shard: VocabularyShard,
+    sequence_parallel: bool,
+    bias: Tensor | None,
+    chunk_elements: int | None = None,
+    losses: ChunkLosses = chunk_losses,
+) -> Tensor:
+    """Return what `linear_cross_entropy` does, for the columns of a shard."""
     if chunk_elements is None:
         chunk_elements = loss_chunk_elements(shard.chunk_width(weight), x.device.type != "cpu")
     shard.check(target)
     is_trained = torch.is_grad_enabled()
-    needed = tuple(is_trained and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    needs_bias = bias is not None and bias.requires_grad
+    needed = (is_trained and x.requires_grad, is_trained and weight.requires_grad, is_trained and needs_bias)
     result = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, target, shard, sequence_parallel_enabled, chunk_elements, needed, losses
+        x, weight, bias, target, shard, sequence_parallel, chunk_elements, needed, losses
     )
     return cast(Tensor, result)

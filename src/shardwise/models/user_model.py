@@ -49,17 +49,17 @@ def check_user_model(config: Config) -> type[nn.Module]:
     Raises:
         ConfigError: it cannot be imported, is no `torch.nn.Module`, or cannot be called as the configuration says.
     """
-    own = _OwnClass.of(config.model.family)
+    user_class = _OwnClass.of(config.model.family)
     sources = [config.data, *config.evaluation.sets.values()]
     given = {
         "positions_SB": any(source.reset_position_ids for source in sources),
         "starts_SB": any(source.reset_attention_mask for source in sources),
     }
-    problems = own.constructor_problems(_keys(config.model), config.parallel, config.recompute)
-    problems += own.forward_problems([name for name, is_given in given.items() if is_given])
+    problems = user_class.constructor_problems(_keys(config.model), config.parallel, config.recompute)
+    problems += user_class.forward_problems([name for name, is_given in given.items() if is_given])
     if problems:
         raise ConfigError(problems)
-    return own.model_class
+    return user_class.model_class
 
 
 def can_be_cut(family: str) -> bool:
@@ -86,25 +86,25 @@ def build_user_model(
             this layout.
     """
     family = config.model.family
-    own = _OwnClass.of(check_user_model(config), family)
+    user_class = _OwnClass.of(check_user_model(config), family)
     values_of_run = (group, sequence_parallel, config.recompute, config.train.seed, device, dtype)
-    run = {name: value for name, value in zip(RUN, values_of_run, strict=True) if name in own.names}
+    run = {name: value for name, value in zip(RUN, values_of_run, strict=True) if name in user_class.names}
     # A class that takes no seed draws the same weights on every rank.
     torch.manual_seed(config.train.seed)
     chosen = execution()
     try:
         # Which layers are in blocks is known later, and only these multiply in fp8.
         with made_with(replace(chosen, fp8=False)):
-            model = own.model_class(**own.section_arguments(config.model), **run)
+            model = user_class.model_class(**user_class.section_arguments(config.model), **run)
     except RAISED as error:
         if devices.is_out_of_memory(error) or isinstance(error, dist.DistError):
             raise  # no fault of the class: the callers say what to do
         raise ConfigError(
             f"model.family ({family}) cannot be built: {error_text(error)}{see('runs#own-code-fails')}"
         ) from error
-    if "device" not in own.names:
+    if "device" not in user_class.names:
         _move(model, device=device)
-    if "dtype" not in own.names:
+    if "dtype" not in user_class.names:
         _move(model, dtype=dtype)
     problems = [*_parameter_problems(model, group), *_dropout_problems(model, group)]
     if problems:

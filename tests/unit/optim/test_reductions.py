@@ -81,9 +81,8 @@ def test_a_second_gradient_in_a_pass_begins_a_new_round(monkeypatch: pytest.Monk
 def test_a_pass_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     bucket = Recorded("A", calls)
-    monkeypatch.setattr(
-        bucket_collectives, "after_backward", lambda function: None
-    )  # an error ends a pass without its end
+    # An error ends a pass without its end.
+    monkeypatch.setattr(bucket_collectives, "after_backward", lambda function: None)
     monkeypatch.setattr(bucket_collectives, "backward_number", lambda: 1)
     step = made({"A": bucket, "B": Recorded("B", calls)})
     step.take("A")  # type: ignore[arg-type]

@@ -88,10 +88,10 @@ def _has_bits_of(exact: _Form, form: _Form, count: int, shapes: _Shapes) -> bool
         operands = []
         for shape, stride, dtype, device in shapes:
             operands.append(torch.empty_strided(shape, stride, dtype=dtype, device=device).normal_(generator=generator))
-        wanted = exact(count, *operands)
-        if not torch.equal(form(count, *operands), wanted):
+        exact_result = exact(count, *operands)
+        if not torch.equal(form(count, *operands), exact_result):
             return False
-        compared += wanted.numel() or _COMPARED_ELEMENTS
+        compared += exact_result.numel() or _COMPARED_ELEMENTS
     return True
 
 
