@@ -108,23 +108,13 @@ def test_alone_layers_are_torchs() -> None:
 
 
 def test_arguments_come_in_the_tutorials_order() -> None:
-    column = ColumnParallelLinear(8, 12, False, True)
-    assert column.weight.shape == (12, 8)
-    assert column.bias is None
+    column, row = (kind(8, 12, False, True) for kind in (ColumnParallelLinear, RowParallelLinear))
+    assert column.weight.shape == row.weight.shape == (12, 8)
+    assert column.bias is row.bias is None
     assert column.gather_output
-    row = RowParallelLinear(8, 12, False, True)
-    assert row.weight.shape == (12, 8)
-    assert row.bias is None
     assert row.input_is_parallel
-    assert ParallelEmbedding(10, 4, 3).padding_idx == 3
-    assert ParallelEmbedding(10, 4, -1).padding_idx == 9
+    assert [ParallelEmbedding(10, 4, index).padding_idx for index in (3, -1)] == [3, 9]
     assert LayerNorm(4, 0.5).eps == RMSNorm(4, 0.5).eps == 0.5
-
-
-def test_a_process_group_or_none_is_taken_as_a_group() -> None:
-    assert Group.of(None).size == 1
-    assert Group.of(FOUR) is FOUR
-    assert ColumnParallelLinear(4, 4, group=None).group.size == 1
 
 
 WITHOUT_GROUP: dict[str, Callable[[Group | None], object]] = {
