@@ -1,7 +1,6 @@
 """The requirements of `ZeroRedundancyOptimizer`: refusals before the damage of a wrong call.
 
-Parameters must be plain, the same on all ranks, and still those of the model. Arguments of other libraries' ZeRO
-optimizers are taken if they change nothing, and else the message says what replaces them.
+Parameters must be plain, the same on all ranks, and still those of the model.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.base.errors import ConfigError
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.layers.arguments import by_name, refuse_unless_neutral
+from shardwise.layers.arguments import refuse_unknown
 
 # ---- plain parameters
 
@@ -140,12 +139,15 @@ class ParameterWatch:
 
     Modules' parameters are replaced by `load_state_dict(assign=True)` or `module.weight = …`, or a
     DistributedDataParallel wraps them.
+
+    Attributes:
+        is_due: False while nothing happened that a check could find.
     """
 
     def __init__(self, parameters: Collection[nn.Parameter]) -> None:
         self._parameters = parameters
         self._places: dict[tuple[weakref.ref[nn.Module], str], None] = {}  # in order, so that ranks report the same
-        self._has_looked_for_wrappers = False
+        self.is_due = True
         _watch_assignments()
         _watching.add(self)
 
@@ -154,12 +156,11 @@ class ParameterWatch:
         replaced = _direct_parameter(module, name)
         if replaced is not None and replaced in self._parameters:
             self._places[weakref.ref(module), name] = None
+            self.is_due = True
 
     def check(self) -> None:
         """Raise if a trainable parameter that is not watched has replaced a watched one, or a wrapper took them."""
-        if not self._has_looked_for_wrappers:
-            refuse_wrapped(self._parameters)
-            self._has_looked_for_wrappers = True
+        refuse_wrapped(self._parameters)
         for reference, name in self._places:
             module = reference()
             current = None if module is None else _direct_parameter(module, name)
@@ -169,6 +170,7 @@ class ParameterWatch:
                     "the optimizer and would not be trained: load weights without assign=True, or make the optimizer "
                     "again"
                 )
+        self.is_due = False
 
 
 _watching: weakref.WeakSet[ParameterWatch] = weakref.WeakSet()
@@ -190,35 +192,17 @@ def _direct_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     return dict(module.named_parameters(recurse=False, remove_duplicate=False)).get(name)
 
 
-# ---- arguments of other libraries
-
-_POSITIONAL = ("pin_layout", "sharding_groups", "grad_norm_groups", "lazy_init")
-"""The arguments of torch_xla's class after `max_norm`, in its order."""
-
-
-def known_options(
-    sharded: type[torch.optim.Optimizer],
-    optimizer_class: Callable[..., torch.optim.Optimizer],
-    given: Mapping[str, object],
-    further: Sequence[object] = (),
-) -> dict[str, Any]:
-    """Return the arguments of a call that are for the wrapped class.
-
-    Args:
-        given: keyword arguments of the call that `sharded` does not name.
-        further: torch_xla's positional arguments after `max_norm`.
+def require_known_options(
+    sharded: type[torch.optim.Optimizer], wrapped: Callable[..., torch.optim.Optimizer], options: Mapping[str, object]
+) -> None:
+    """Refuse keyword arguments of a call of `sharded` that neither its own signature has nor the wrapped class's.
 
     Raises:
-        ArgumentError: neither class takes an argument; the message says what replaces it.
+        ArgumentError: there are some; the message says what replaces those of other libraries.
     """
-    taken = inspect.signature(optimizer_class).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
-    passed_on = [*taken, *given] if takes_any else [*taken]
-    options = by_name(sharded.__name__, further, _POSITIONAL, given)
-    unknown = {name: value for name, value in options.items() if name not in passed_on}
-    named = [name for name in inspect.signature(sharded).parameters if name not in ("further", "defaults")]
-    refuse_unless_neutral(sharded.__name__, unknown, dict.fromkeys([*named, *passed_on]), "optimizer")
-    return {name: value for name, value in options.items() if name in passed_on}
+    taken = inspect.signature(wrapped).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
+        refuse_unknown(sharded, options, taken, "optimizer")
 
 
 # ---- a torch.amp.GradScaler

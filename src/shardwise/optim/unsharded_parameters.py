@@ -81,8 +81,6 @@ class UncutGradients:
         self._parameters: list[nn.Parameter] = []
         self._views: list[tuple[int, Tensor]] = []
         """Parts of the gradients that this rank owns, each with the number of its parameter."""
-        if self._tensor.size == 1:
-            return
         uncut = set(uncut_of(groups))
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):

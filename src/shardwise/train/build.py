@@ -27,7 +27,7 @@ from shardwise.distributed.placement import of_or_whole, placements
 from shardwise.estimates.memory import expected_memory
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
-from shardwise.layers.weight_gradients import add_without_cast, let_products_add
+from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.models.blocks import Stages, block_matrices
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.optim.state import kept_bytes, state_bytes
