@@ -11,7 +11,6 @@ import pytest
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config, config_from
-from shardwise.data.describe import glance
 from shardwise.data.formats.common import PreparedData, make_batches, make_evaluation
 from shardwise.data.open_data import prepare
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
@@ -157,19 +156,6 @@ def test_an_evaluation_has_every_token_and_a_blend_every_data_set(at: Path, tmp_
     assert batches is not None
     parts = batches.eval_batches(99, 4, 0, 1, 4)
     assert sorted(piece for part in parts for piece in documents_in(part)) == expected([*TEXTS, *TEXTS[:20]], at)
-
-
-@pytest.mark.parametrize("kind", ["text", "megatron"])
-def test_a_dry_run_tells_what_the_cache_has(
-    kind: str, at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
-    settings = config(**{"text": {"dataset": "tiny"}, "megatron": {"path": str(at / "all")}}[kind])
-    row = dict(glance(settings).rows)["data"]
-    assert row.endswith("; its documents are packed by best fit when the run starts")
-    data = prepare(settings)
-    row = dict(glance(settings).rows)["data"]
-    assert row.endswith(data.summary[data.summary.index("; packed by best fit: ") :])
 
 
 KEYS: dict[str, tuple[dict[str, Any], str]] = {
