@@ -24,7 +24,7 @@ from shardwise.config import DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, datasets, inspecting
 from shardwise.data.formats.record import DataFormat, Inspection, Lengths
-from shardwise.data.formats.text import plan_split
+from shardwise.data.formats.text import files_of, plan_split
 from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations, conversations_of_table
 from shardwise.data.reading.dataset_tables import names_data_set
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, open_source
@@ -386,11 +386,7 @@ def glance(request: DataRequest) -> str:
 def inspect(data: DataConfig, samples: int) -> Inspection:
     """Files of conversations, as training reads them; in those that are shown, answers stand in ⟦ ⟧."""
     source = _source(data)
-    if isinstance(source, FileSource):
-        files, described = source.files, source.described()
-    else:
-        files = tuple(Path(file) for names in source.files_by_split().values() for file in names)
-        described = "a data set"
+    files, described = files_of(source)
     template = None
     if data.tokenizer is not None:
         template = ChatTemplate.or_built_in(hub.resolve_tokenizer(data.tokenizer), data.tokenizer)

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing
-from shardwise.base.files import cache_root
 from shardwise.base.units import count, counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache, hub
@@ -302,21 +301,10 @@ def glance(request: DataRequest) -> str:
     source = open_source(request.data)
     time = when_read(request)
     if not isinstance(source, FileSource):
-        return f"built-in, {time}{_packing(request)}"
+        return f"built-in, {time}"
     source.require_text()
     total = sum(file.stat().st_size for file in source.files)
-    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}{_packing(request)}"
-
-
-def _packing(request: DataRequest) -> str:
-    """The facts of packed documents for a dry run; empty unless they are packed."""
-    keys = []
-    with contextlib.suppress(DataError):  # a tokenizer of the hub may not be here yet
-        entry = None if request.data.streaming else _prepared_entry(request, cache_root())
-        ends = None if entry is None else common.document_ends(request.data, entry.tokenizer_path)
-        if entry is not None and ends is not None:
-            keys.append(packed.key_of_text(entry.manifest["fingerprint"], ends.token, request))
-    return packed.glance_text(request, keys)
+    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}"
 
 
 def most_tokens(request: DataRequest, limit: int) -> int | None:
@@ -325,14 +313,6 @@ def most_tokens(request: DataRequest, limit: int) -> int | None:
     if not isinstance(source, FileSource) or request.in_pairs:
         return None
     return source.bytes_within(limit)
-
-
-def _prepared_entry(request: DataRequest, root: Path) -> cache.CacheEntry | None:
-    """The tokens of the text, if the cache has them; nothing is prepared."""
-    content = cache.known_content(root, open_source(request.data).stamp())
-    if content is None:
-        return None
-    return cache.open_tokens(root, cache.entry_key(root, _key(content, request, request.data.tokenizer)))
 
 
 def when_read(request: DataRequest) -> str:
@@ -365,6 +345,15 @@ def _tokens(documents: list[str], tokenizer: Tokenizer, data: DataConfig) -> tup
     return tokens.astype(np.int64), sizes
 
 
+def files_of(source: Source) -> tuple[Sequence[Path], str]:
+    """The files of a text that is the user's, and the way in which they are read."""
+    if isinstance(source, FileSource):
+        return source.files, source.described()
+    if not isinstance(source, ColumnSource):
+        return (), "built-in"
+    return [Path(file) for names in source.files_by_split().values() for file in names], "a data set"
+
+
 def inspect(data: DataConfig, samples: int) -> Inspection:
     """Files of text, as training reads them: all of them, or the beginning of large ones."""
     given = [f"data.{key}" for key in ("append_eod", "prepend_bos") if getattr(data, key) is not None]
@@ -372,8 +361,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         raise DataError(f"{given[0]} needs data.tokenizer, by which tokens are counted")
     source = open_source(data)
     documents, is_complete = _beginning(source, _TEXT_CHARACTERS)
-    files = source.files if isinstance(source, FileSource) else ()
-    described = source.described() if isinstance(source, FileSource) else ""
+    files, described = files_of(source)
     notes: list[str] = []
     announce_empty(source, notes.append)
     lengths = np.array([*map(len, documents)])

@@ -381,15 +381,6 @@ def test_files_that_were_emptied_are_told(tokenizer: Path, tmp_path: Path) -> No
         global_batch(batches, 0)
 
 
-@pytest.mark.parametrize(
-    ("split", "says"),
-    [("90,5,5", "must be two weights, training and"), ("train,test", "is no data set with splits")],
-)
-def test_parts_that_a_stream_has_not(split: str, says: str, whole: Path, tokenizer: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=says):
-        prepare(config(whole, tokenizer, split=split), tmp_path)
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "datasets"])
 def test_another_folder_and_another_name_of_the_path_find_the_same_files(
     kind: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
