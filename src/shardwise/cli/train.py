@@ -474,7 +474,7 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
 
     earlier = None if run_path is None else earlier_run(RunDirectory(run_path), config)
     # The run keeps the batch with which it began, on any number of ranks: its schedule counts steps of that size.
-    kept = None if earlier is None else kept_batch(earlier.config, config)
+    kept = None if earlier is None else kept_batch(earlier, config)
     if kept is None:
         return config.with_batch_for(world)
     return config.with_batch(kept)

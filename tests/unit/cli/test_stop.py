@@ -86,8 +86,8 @@ def test_a_run_whose_folder_takes_no_request_is_told(capsys: pytest.CaptureFixtu
     run = RunDirectory("run").create()
     (run.path / stop_requests.STOP_FILE).mkdir()
     with RunLock(run.path):
-        assert main(["stop", "run"]) == 1
-    assert capsys.readouterr().err == "shardwise: run cannot be asked to stop: Is a directory\n"
+        assert main(["stop", "run"]) == 2
+    assert capsys.readouterr().err == "shardwise: the path run/stop.json cannot be used: Is a directory\n"
 
 
 @pytest.mark.parametrize("name", ["nothing", "file"])

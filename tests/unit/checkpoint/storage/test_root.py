@@ -129,7 +129,6 @@ def test_a_full_disk_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(StoreError) as caught:
         file.close()
     file.abandon()
-    assert caught.value.out_of_space
     text = str(caught.value)
     assert text.startswith(f"{tmp_path}/a cannot be written: the disk is full; it needs 3.0 MiB (3,145,728 bytes)")
     assert re.search(r"; it needs 3\.0 MiB .*, free is .*: make room on that disk", text)
@@ -160,10 +159,9 @@ def test_a_disk_that_fills_up_on_the_way_says_so(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "fsync", full)
     file = (Root.of(tmp_path) / "a").open()
     file.write(bytes(1000))
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(StoreError, match="the disk is full"):
         file.write(bytes(1000))
     file.abandon()
-    assert caught.value.out_of_space
     assert len(calls) == 1, "the second window must not be written once the first has failed"
     assert list(tmp_path.iterdir()) == []
 
