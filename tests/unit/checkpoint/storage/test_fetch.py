@@ -96,7 +96,7 @@ def test_a_length_that_a_server_reports_and_does_not_send(server: Server, tmp_pa
 def test_another_file_is_not_overwritten(server: Server, tmp_path: Path) -> None:
     target = tmp_path / "data.bin"
     target.write_text("mine")
-    with pytest.raises(ConfigError, match="data.bin is there, and its size .* replace it by --force"):
+    with pytest.raises(ConfigError, match=r"data.bin is there, and its size .* replace it by --force"):
         get(server.url, target)
     assert target.read_text() == "mine"
     get(server.url, target, force=True)
