@@ -139,7 +139,7 @@ def rewrite(folder: Path, changed: dict[tuple[str, str], tuple[PieceEntry, ...]]
 def test_a_gap_is_found(copy: Path) -> None:
     pieces = Manifest.read(Root.of(copy)).tensors["exp_avg"]["wide.weight"].pieces
     assert len(pieces) > 1
-    rewrite(copy, {("exp_avg", "wide.weight"): pieces[1:]})
+    rewrite(copy, {("exp_avg", "wide.weight"): list(pieces)[1:]})
     assert any("exp_avg/wide.weight leave a gap: they cover" in problem for problem in verify(Root.of(copy)).problems)
     tensors = StoredTensors.of(Root.of(copy))
     shape = tensors.states["exp_avg"]["wide.weight"].shape
