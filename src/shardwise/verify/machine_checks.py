@@ -62,11 +62,11 @@ def ok(name: str, found: str) -> Check:
 
 
 def warning(name: str, found: str, mend: str) -> Check:
-    return warning(name, found, mend)
+    return Check(name, "warning", found, mend)
 
 
 def wrong(name: str, found: str, mend: str) -> Check:
-    return wrong(name, found, mend)
+    return Check(name, "wrong", found, mend)
 
 
 def machine(run_path: Path) -> Iterator[Check]:
@@ -93,12 +93,10 @@ def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
     is_listed = any(device.kind != "cpu" for device in listed.devices)
     has_device_files = any(dev.glob("nvidia[0-9]*")) or any(dev.glob("neuron[0-9]*"))
     if count == 0 and (is_listed or has_device_files):
-        yield warning(
-            "devices",
-            f"{shown}: trainings here run on the CPU, as torch {torch_version() or '(not installed)'} or the "
-            "environment hides them",
-            "install a torch that is built for them, or unset CUDA_VISIBLE_DEVICES or NEURON_RT_VISIBLE_CORES",
-        )
+        torch = torch_version() or "(not installed)"
+        problem = f"{shown}: trainings here run on the CPU, as torch {torch} or the environment hides them"
+        mend = "install a torch that is built for them, or unset CUDA_VISIBLE_DEVICES or NEURON_RT_VISIBLE_CORES"
+        yield warning("devices", problem, mend)
     else:
         usable = f"{count} × {kind}" if count else "no accelerator, so ranks run on the CPU"
         yield ok("devices", f"{shown}: {usable}")
