@@ -270,19 +270,6 @@ def test_an_unknown_event_is_refused(event: Any, text: str, tmp_path: Path) -> N
         shardwise.Run(tmp_path).metrics(event)
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be a run's folder"):
-        shardwise.Run(tmp_path)
-
-
-@pytest.mark.parametrize("path", ["", 3], ids=repr)
-def test_a_run_has_a_path(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=re.escape(f"path ({path!r}) must be a folder's path, such as 'runs/latest'")):
-        shardwise.Run(path)
-
-
 @pytest.mark.parametrize("content", [b'{"final_loss": 5', b"[]", b"\xff\xfe"], ids=repr)
 @pytest.mark.parametrize("name", ["results", "environment"])
 def test_a_damaged_file_is_none_that_is_missing(name: str, content: bytes, tmp_path: Path) -> None:
@@ -292,15 +279,6 @@ def test_a_damaged_file_is_none_that_is_missing(name: str, content: bytes, tmp_p
     (tmp_path / f"{name}.json").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"/{name}\.json is damaged: it must "):
         read()
-
-
-@pytest.mark.parametrize("content", [None, b"train: {steps: 4}  # \xff", b"3"], ids=repr)
-def test_a_configuration_that_cannot_be_read_is_a_sentence(content: bytes | None, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    if content is not None:
-        (tmp_path / "config.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read \("):
-        shardwise.Run(tmp_path).config()
 
 
 def test_packages_that_are_functions_have_their_signatures() -> None:
@@ -337,14 +315,6 @@ def test_a_plan_ranks_layouts_and_keeps_what_is_fixed() -> None:
 def test_wrong_arguments_of_a_plan_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         shardwise.plan(**{"config": shardwise.load_recipe("llama2-7b"), "device": "h100:8", **arguments})
-
-
-def test_all_wrong_arguments_of_a_plan_are_told_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        shardwise.plan("a", 1, "2", best=0, fixed="")  # type: ignore[arg-type]
-    assert [problem.partition(" ")[0] for problem in caught.value.problems] == [
-        "config", "device", "nodes", "best", "fixed",
-    ]  # fmt: skip
 
 
 def test_each_key_that_a_plan_keeps_is_kept() -> None:

@@ -12,19 +12,14 @@ from shardwise.cli import main, output
 
 COMMANDS = [
     "",
-    "data",
-    "recipes",
     "explain",
     "explain loss-spike",
     "train gpt3-23b --dry-run --device h100:8 --nodes 16",
-    "train llama2-7b --dry-run --full --nproc 128",
     "plan llama2-tiny --device h100:2",
     "plan llama2-tiny --device h100:2 --why 1 2",
     "train llama2-7b",
     "train llama2-tiny parallel.tensor=3 train.global_batch=7 train.zzz=1 zzz.a=1",
-    "train llama2-tiny --lr 1 --zzz",
     "trian",
-    "plan llama2-tiny --device h100x8",
     "plan llama2-70b --device h100:1",
 ]
 
