@@ -4,7 +4,6 @@ The notebook's cells are executed in their order in this process, as a kernel wo
 are no dependency of the tests.
 """
 
-import json
 import re
 import shutil
 import sys
@@ -27,20 +26,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.slow
-def test_the_notebook_runs() -> None:
-    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
-    assert notebook["nbformat"] == 4
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for number, cell in enumerate(notebook["cells"]):
-        assert cell.get("outputs", []) == [], f"cell {number} has outputs: clear them before a commit"
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
-    assert len(names["losses"]) == names["config"].train.steps
-    assert names["losses"][-1] < names["losses"][0]
-    assert (Path(names["folder"]) / "model.safetensors").exists()
 
 
 def test_the_command_of_the_page_on_hooks_trains(tmp_path: Path) -> None:
