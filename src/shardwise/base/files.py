@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -345,6 +346,14 @@ def write_new(path: Path, text: str, option: str) -> None:
         raise ConfigError(f"{option} {path}: the file exists already; choose another name or remove it") from None
     except OSError as error:
         raise ConfigError(f"{option} {path}: {reason_of(error)}") from None
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder of this process; `files`: name, which may have folders of its own → content."""
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
 
 
 def require_writable(folder: Path) -> None:
