@@ -52,41 +52,6 @@ def test_accelerate_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert final_loss(capsys.readouterr().out) < 0.1
 
 
-@pytest.mark.slow
-def test_accelerate_in_two_processes_trains_alike_and_its_wrapped_model_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("accelerate")
-    from examples.accelerate_zero1 import main
-
-    main()
-    alone = final_loss(capsys.readouterr().out)
-    script = tmp_path / "both.py"
-    script.write_text(
-        f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import torch
-from accelerate import Accelerator
-from examples.accelerate_zero1 import main
-from shardwise import ZeroRedundancyOptimizer
-accelerator = Accelerator(cpu=True)
-wrapped = accelerator.prepare(torch.nn.Linear(2, 2))
-try:
-    ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=0.1)
-except ValueError as error:
-    assert "wrapped in DistributedDataParallel" in str(error), error
-else:
-    raise AssertionError("a model that Accelerate wrapped was taken")
-main()
-""",
-        encoding="utf-8",
-    )
-    done = run_command(str(script), at=tmp_path, program=TORCHRUN)
-    assert done.code == 0, done.err
-    assert final_loss(done.out) == pytest.approx(alone, rel=1e-4)
-
-
 def test_the_code_of_the_page_runs_in_its_order() -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}

@@ -128,24 +128,6 @@ def test_a_url_is_read_in_place(
     assert "there is nothing of that name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (
-            ["checkpoint.revision=main"],
-            "checkpoint.revision (main) must be left out: {} is a checkpoint, and only a hub",
-        ),
-        (["data.path=own.txt", "--part", "test"], "--part test: data.split has no test part; give it a third weight"),
-    ],
-)
-def test_what_a_checkpoint_cannot_be_asked(
-    arguments: list[str], text: str, imported: Path, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = imported / "step-00000000"
-    assert main(["evaluate", str(folder), *arguments]) == 2
-    assert text.format(folder) in capsys.readouterr().err
-
-
 def test_fault_08_every_command_leaves_out_what_the_user_says(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save("gpt", here / "noted", vocab_size=270)
     train_tokenizer([TEXT], 270, "test").save(here / "noted")

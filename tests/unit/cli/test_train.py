@@ -236,11 +236,6 @@ def test_default_number_of_ranks(
         ),
         (("nvidia", 1), [], "parallel.tensor (2) must be at most the number of accelerators (1)"),
         (
-            ("nvidia", 3),
-            ["parallel.pipeline=2", "train.micro_batch=1"],
-            "parallel.tensor × parallel.pipeline (2 × 2 = 4) must be at most the number of accelerators (3): lower one",
-        ),
-        (
             ("nvidia", 2),
             ["--nproc", "4", "train.micro_batch=1"],
             "--nproc (4) must be at most the number of accelerators",
@@ -309,7 +304,6 @@ def test_a_run_goes_on_without_its_recipe(
     [
         (8, platform.node(), [], 8),
         (8, "another machine", [], 2),
-        (8, platform.node(), ["--nproc", "4"], 4),
         (4, platform.node(), ["parallel.pipeline=4"], 8),
         (None, platform.node(), [], 2),
     ],

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 
@@ -57,20 +56,6 @@ def test_a_transfer_that_breaks_off_leaves_nothing(failure: str, server: Server,
     (tmp_path / ".data.bin.fetch").write_bytes(CONTENT[:1000])  # as a killed process leaves it
     assert get(server.url, tmp_path / "data.bin", DIGEST).is_new
     assert (tmp_path / "data.bin").read_bytes() == CONTENT
-
-
-def test_a_large_file_may_take_longer_than_five_minutes(server: Server, tmp_path: Path, monkeypatch: Any) -> None:
-    """The default of aiohttp is 300 s for a whole file."""
-    timeouts = []
-    request = aiohttp.ClientSession._request
-
-    async def record(self: aiohttp.ClientSession, *arguments: Any, **options: Any) -> Any:
-        timeouts.append((self.timeout.total, self.timeout.sock_read))
-        return await request(self, *arguments, **options)
-
-    monkeypatch.setattr(aiohttp.ClientSession, "_request", record)
-    get(server.url, tmp_path / "data.bin")
-    assert set(timeouts) == {(None, 60.0)}
 
 
 def test_the_digest_that_was_asked_for(server: Server, tmp_path: Path) -> None:
