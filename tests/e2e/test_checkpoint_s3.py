@@ -97,7 +97,7 @@ def test_what_is_wrong_with_an_object_store_is_told(object_store: str, tmp_path:
     assert "s3://no-such-bucket/run must be a checkpoint or a run's folder: there is nothing of that name" in text
     del user["AWS_ACCESS_KEY_ID"], user["AWS_SECRET_ACCESS_KEY"]
     nobody = {"AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "AWS_CONFIG_FILE": "/nowhere", **user}
-    text = shardwise("checkpoint", "inspect", f"s3://{BUCKET}/run", at=tmp_path, **nobody).failed(1)
+    text = shardwise("checkpoint", "inspect", f"s3://{BUCKET}/run", at=tmp_path, **nobody).failed(2)
     assert f"s3://{BUCKET}/run cannot be read: Unable to locate credentials; set AWS_ACCESS_KEY_ID" in text
 
 

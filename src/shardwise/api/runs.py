@@ -12,8 +12,8 @@ from typing import Any
 
 from shardwise.api.arguments import config_problems, require_path
 from shardwise.base.errors import ConfigError, Problems, listing, nearest_name
-from shardwise.base.files import read_plain, reason_of
-from shardwise.base.parsing import json_value
+from shardwise.base.files import read_plain
+from shardwise.base.parsing import json_object
 from shardwise.base.user_code import given, name_of
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.config import Config, config_from
@@ -254,15 +254,4 @@ def _signals_restored() -> Iterator[None]:
 
 def _object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no file."""
-    if not path.exists():
-        return None
-    value: object = None
-    try:
-        value = json_value(read_plain(path).decode())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
-    except ValueError:
-        pass
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is damaged: it must hold one JSON object, as a run writes it")
-    return value
+    return json_object(read_plain(path), str(path)) if path.exists() else None

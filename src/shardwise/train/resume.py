@@ -51,14 +51,11 @@ _ALL_DATA = ""
 _KEYS_OF_MIXTURES = ("data.mixture", "data.stages")
 
 
-def find_checkpoints(
-    config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None, run: str | None = None
-) -> FoundCheckpoints:
+def find_checkpoints(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None) -> FoundCheckpoints:
     """The checkpoints that exist; checks that new ones can be written. On one rank, before the training.
 
     Args:
         stored: configuration of the earlier run in this folder; None where there is none.
-        run: id of that run; None stands for the id that the folder has.
 
     Raises:
         ConfigError: `checkpoint.path` cannot be read or written, or the checkpoints there are not this run's.
@@ -67,7 +64,7 @@ def find_checkpoints(
     try:
         # Before all other looks: at a remote place that does not answer, each of them would hang.
         exists = in_time(root, root.exists)
-        present = look_for_checkpoints(config, root, directory, stored, run)
+        present = look_for_checkpoints(config, root, directory, stored)
         if exists or config.checkpoint.path is not None:
             require_writable(root)
         # Last, as this writes: nothing may change at a place that is refused.

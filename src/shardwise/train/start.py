@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ class RunFolder:
         key: text that tells this folder from copies of it, which may have the same id.
         checkpoints: checkpoints that the run can continue from.
         changes: keys whose values differ from those of the earlier run of this folder, one line each.
-        notes: remarks for the user on files of the earlier run that were rebuilt, and on trackers.
+        notes: remarks for the user on trackers.
         batch_note: remark on a global batch that is kept from the earlier run; None where the configured one is used.
         began: steps that were done when each earlier start of the run began to train.
         former_steps: `train.steps` of the earlier run of this folder; None where there was none.
@@ -158,27 +157,20 @@ def _open(
     """Open the folder on rank 0: check all that is there, then write the run's files."""
     directory = RunDirectory(run_path)
     resolved = config.recorded()
-    earlier = earlier_run(directory, config)
-    stored = None if earlier is None else earlier.config
-    run_id = None if earlier is None else earlier.id
-    tracker_notes = require_trackers(config)
+    stored = earlier_run(directory, config)
+    notes = require_trackers(config)
     # Before anything is written: a folder that is refused must not look like that of a run.
-    checkpoints = find_checkpoints(config, directory, stored, run_id)
+    checkpoints = find_checkpoints(config, directory, stored)
     companions = _companions(config, checkpoints, stored, weights, tokenizer)
     directory.create()
     changes: tuple[str, ...] = ()
-    notes = tracker_notes
     batch_note = None
     former_steps = None
-    if earlier is not None:
-        former_steps = earlier.config["train"]["steps"]
-        changes = tuple(resume_changes(earlier.config, resolved))
-        notes += earlier.notes
-        batch_note = kept_batch_note(earlier.config, config)
-    if checkpoints.original is not None:
-        run_id = uuid.uuid4().hex
-        notes += (f"{run_path} is a copy of {checkpoints.original}: it goes on as a run of its own, with another id",)
-    run_id = directory.id(run_id)
+    if stored is not None:
+        former_steps = stored["train"]["steps"]
+        changes = tuple(resume_changes(stored, resolved))
+        batch_note = kept_batch_note(stored, config)
+    run_id = directory.id()
     began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
     folder = RunFolder(directory, run_id, directory.key(), checkpoints, changes, notes, batch_note, began, former_steps)
     folder.require_room(config, checkpoint_bytes(config, mesh.device.type != "cpu"))

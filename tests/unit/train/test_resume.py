@@ -245,33 +245,20 @@ def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         find_checkpoints(at, theirs, STORED)
 
 
-def test_fault_17_a_copied_run_is_a_run_of_its_own(tmp_path: Path) -> None:
+def test_fault_17_a_copied_run_is_refused_and_a_moved_one_goes_on(tmp_path: Path) -> None:
     run, place = RunDirectory(tmp_path / "a").create(), tmp_path / "place"
     for root in (Root.of(run.checkpoints), Root.of(place)):
         write_checkpoint(root, 100)
         record_owner(root, Owner.here(run.id(), run.path))
     copied = RunDirectory(shutil.copytree(run.path, tmp_path / "b"))
-    found = find_checkpoints(config(), copied, STORED)
-    assert (found.original, [each.step for each in found.candidates]) == (run.path, [100])
-    with pytest.raises(ConfigError, match=rf"{place}\) must be a run's own, and it is that of {run.path} on "):
-        find_checkpoints(config(path=str(place)), copied, STORED)
-    assert find_checkpoints(config(), run, STORED).original is None
-    new = copied.id("0" * 32)
-    assert copied.stored_id() == new == copied.id() == "0" * 32
-    record_owner(Root.of(copied.checkpoints), Owner.here(new, copied.path))
-    assert find_checkpoints(config(), copied, STORED).original is None, "it has an id of its own now"
+    for at in ({}, {"path": str(place)}):
+        with pytest.raises(ConfigError, match=rf"is a copy of {run.path}: .* `shardwise branch {run.path}`"):
+            find_checkpoints(config(**at), copied, STORED)
     moved = RunDirectory(run.path.rename(tmp_path / "c"))
     for at in ({}, {"path": str(place)}):
-        found = find_checkpoints(config(**at), moved, STORED)
-        assert (found.original, [each.step for each in found.candidates]) == (None, [100])
-    for root in (Root.of(moved.checkpoints), Root.of(place)):
-        record_owner(root, Owner.here(moved.id(), moved.path))
-    again = RunDirectory(shutil.copytree(moved.path, tmp_path / "d"))
-    assert find_checkpoints(config(), again, STORED).original == moved.path
-    with pytest.raises(ConfigError, match=rf"{place}\) must be a run's own"):
-        find_checkpoints(config(path=str(place)), again, STORED)
+        assert [each.step for each in find_checkpoints(config(**at), moved, STORED).candidates] == [100]
     run.path.symlink_to(moved.path)  # as a run leaves it whose folder is renamed
-    assert find_checkpoints(config(path=str(place)), moved, STORED).original is None
+    assert find_checkpoints(config(path=str(place)), moved, STORED).candidates
 
 
 def test_a_later_checkpoint_that_cannot_be_renamed_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
