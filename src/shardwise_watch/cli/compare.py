@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any
 from shardwise.base import files, parsing, units
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.cli import output
+from shardwise.runs.events import last_event
+from shardwise.runs.failure import failure_of
 from shardwise.runs.folder import RunDirectory, last_that_counts, read_config
 from shardwise.runs.layout_spans import LayoutSpan, layout_spans, spans_text
-from shardwise_watch.report.numbers import config_differences, difference, failures_of, layout_differences
+from shardwise_watch.report.numbers import config_differences, difference, layout_differences
 
 if TYPE_CHECKING:
     from shardwise.runs.state_records import StateRecords
@@ -97,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     final = {name: {"step": max(curve), "loss": curve[max(curve)]} for name, curve in (("a", a), ("b", b))}
     keys = _differing_keys(*paths)
     layouts = None if keys is None else [layout_spans(RunDirectory(path).events("start", "resume")) for path in paths]
-    failures = dict(zip("ab", failures_of(paths), strict=True))
+    failures = {name: _failure(RunDirectory(path)) for name, path in zip("ab", paths, strict=True)}
     may_be_rounding = bool(beyond) and not arguments.bits and (keys is None or not all(map(_is_bitwise, paths)))
     grows_from = _first_of_growth(differences) if may_be_rounding else None
     if arguments.json:
@@ -199,6 +201,12 @@ def _differing_keys(a: Path, b: Path) -> list[list[Any]] | None:
     if not all(run.config.is_file() for run in runs):
         return None
     return config_differences(*map(read_config, runs))
+
+
+def _failure(run: RunDirectory) -> str | None:
+    """Where and why the last start of a run failed; None without a failure, or if it is no run's folder."""
+    failure = failure_of(run.recorded_failure(), last_event(run.path, "start") or {})
+    return None if failure is None else failure.sentence
 
 
 def _is_bitwise(run: Path) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple
@@ -153,7 +153,7 @@ def line_chart(
         cut = " and ".join(_tick_text(_rounded(value, _DIGITS_OF_ENDS), percent) for value in outside)
         notes = [*notes, f"axis cut: values reach to {cut}"]
     data: dict[str, Any] = {
-        "curves": {name: _column_data(_drawn_columns(curve)) for name, curve in known.items()},
+        "curves": {name: _column_data(curve.known) for name, curve in known.items()},
         "percent": percent,
     }
     breaks = {name: curve.breaks for name, curve in known.items() if curve.breaks}
@@ -259,11 +259,11 @@ def time_ticks(seconds: float) -> list[tuple[float, str]]:
     return [(tick * step, f"{tick * step / units[unit]:g} {unit}") for tick in range(int(seconds / step) + 1)]
 
 
-def bar(parts: Mapping[str, float], label: Mapping[str, str], colours: Sequence[int] = range(8)) -> str:
+def bar(parts: Mapping[str, float], shown: Callable[[float], str], colours: Sequence[int] = range(8)) -> str:
     """Draw a bar of parts of a whole, with a legend.
 
     Args:
-        label: amount of each part, as the reader sees it.
+        shown: function that writes the amount of a part.
         colours: number of each part's colour in the page.
     """
     total = sum(parts.values())
@@ -273,10 +273,10 @@ def bar(parts: Mapping[str, float], label: Mapping[str, str], colours: Sequence[
     keys = []
     for number, (name, amount) in zip(colours, parts.items(), strict=False):
         share = 100 * amount / total
-        text = f"{escape(name)} {escape(label[name])}, {share:.1f} %"
+        text = f"{escape(name)} {shown(amount)}, {share:.1f} %"
         if amount > 0:
             pieces.append(f'<span class="b{number}" style="width:{share:.3f}%" title="{text}"></span>')
-        amounts = f"<b>{escape(label[name])}</b><i>{share:.1f} %</i>"
+        amounts = f"<b>{shown(amount)}</b><i>{share:.1f} %</i>"
         keys.append(f'<li><span class="dot b{number}"></span>{escape(name)}{amounts}</li>')
     return f'<div class="bar">{"".join(pieces)}</div><ul class="keys">{"".join(keys)}</ul>'
 
@@ -316,13 +316,9 @@ def _figure(
     )
 
 
-def _drawn_columns(curve: Curve) -> list[Column]:
-    return [column for column in curve.columns if column is not None]
-
-
 def _with_dots(curve: Curve) -> list[Column]:
     """Return the columns of a curve and its dots, each of these as a column of one value."""
-    return [*_drawn_columns(curve), *(Column(step, value, value, value) for step, value in curve.dots)]
+    return [*curve.known, *(Column(step, value, value, value) for step, value in curve.dots)]
 
 
 def _curve(area: _PlotArea, curve: Curve, number: int) -> str:
@@ -333,7 +329,7 @@ def _curve(area: _PlotArea, curve: Curve, number: int) -> str:
         left = area.x(first)
         width = max(2.0, area.x(last) - left)
         parts.append(f'<rect class="break" x="{left:.1f}" y="{TOP}" width="{width:.1f}" height="{area.height}"/>')
-    columns = _drawn_columns(curve)
+    columns = curve.known
     if any(column.least < column.largest for column in columns):
         edge = [(column.step, column.largest) for column in columns]
         edge += [(column.step, column.least) for column in reversed(columns)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
@@ -15,21 +14,29 @@ import jinja2
 from markupsafe import Markup
 
 from shardwise.base import units
-from shardwise.base.errors import ConfigError
+from shardwise.base.libraries import optional_library
+from shardwise.base.mesh_axes import has_degrees, layout_text
+from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise_watch.report import chart
-from shardwise_watch.report.numbers import columns, layout_of, ranks_picture
+from shardwise_watch.report.numbers import columns
 from shardwise_watch.step_metrics import PARTS, REPORT_CURVES, Curve, StepMetric
 
 # Numbers of the page's colours (page.css), in the order of the parts. Green stands for the steps that count.
 _TIME_COLOURS = (4, 1, 2, 0, 5, 7, 3, 6)
 _AXIS_COLOURS = (3, 1, 2, 7, 5, 0, 4, 6)
 _AXES = {"tp": "TP", "cp": "CP", "dp": "DP", "dp_cp": "DP × CP", "pp": "PP", "world": "all ranks"}
+_LOSS = REPORT_CURVES[0]
 _MOST_TASK_CURVES = 24
 """Curves in a chart of tasks: some groups have dozens of tasks, whose legend would hide the chart."""
 _MOST_NOTES = 3
 """Changes of the layout that are named above a chart."""
 _MOST_STARTS = 30
 """Starts that have marks in a chart, the last ones."""
+_MOST_LABELLED = 128
+"""Largest number of ranks in which each has its number in the picture."""
+_MOST_LISTED = 32
+_HEAT = (1.1, 1.2, 1.3, 1.4)
+"""Limits of a rank's work, relative to the best rank of its stage, from which on it is redder."""
 _MARKS = {"checkpoint": "checkpoints", "eval": "evaluations", "warning": "warnings", "ended": "ends of jobs"}
 
 
@@ -45,14 +52,20 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["pretty"] = lambda value: json.dumps(_counted(value), indent=2, ensure_ascii=False)
-    environment.filters["loss"] = lambda value: _number(value, ".8g")
-    environment.filters["final"] = lambda value: _number(value, ".5f")
+    environment.filters |= {
+        "pretty": lambda value: json.dumps(_counted(value), indent=2, ensure_ascii=False),
+        "loss": lambda value: _number(value, ".8g"),
+        "final": lambda value: _number(value, ".5f"),
+        "size": lambda value: _or_dash(value, units.size),
+        "times": lambda value: _or_dash(value, "{:.2f} ×".format),
+    }
     names = _names(reports)
     return environment.get_template("page.html").render(
         title=" and ".join(str(report["run"]) for report in reports),
         runs=[_run(report, name) for report, name in zip(reports, names, strict=True)],
-        opening=Markup(_common_losses(compared, reports) if compared else _loss_chart(reports, names, chart.LARGE)),
+        opening=Markup(
+            _common_losses(compared, reports) if compared else _metric_chart(reports, names, _LOSS, chart.LARGE)
+        ),
         charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=compared is not None) if drawn],
         compared=compared,
         left=chart.LEFT,
@@ -98,27 +111,19 @@ def _marks(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[chart.
     return notes[-_MOST_NOTES:], marks
 
 
-def _loss_chart(reports: Sequence[Mapping[str, Any]], names: Sequence[str], size: chart.Size) -> str:
-    """Draw the training loss of each run, with its evaluations."""
-    return _metric_chart(reports, names, next(metric for metric in REPORT_CURVES if metric.name == "loss"), size)
-
-
 def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str], *, is_loss_whole: bool) -> list[str]:
     """Draw the curves of the runs.
 
     Args:
         is_loss_whole: True if the loss is drawn here too, as the page opens with a part of it.
     """
-    charts = []
-    for metric in REPORT_CURVES:
-        if metric.name == "loss":
-            charts += [_metric_chart(reports, names, metric)] * is_loss_whole
-            charts.append(chart.line_chart("Training loss by source", _named_curves(reports, names, "source_curves")))
-            charts.append(chart.line_chart("Loss of evaluation sets", _named_curves(reports, names, "set_curves")))
-            charts += _task_charts(reports, names)
-        else:
-            charts.append(_metric_chart(reports, names, metric))
-    return charts
+    return [
+        *([_metric_chart(reports, names, _LOSS)] if is_loss_whole else []),
+        chart.line_chart("Training loss by source", _named_curves(reports, names, "source_curves")),
+        chart.line_chart("Loss of evaluation sets", _named_curves(reports, names, "set_curves")),
+        *_task_charts(reports, names),
+        *(_metric_chart(reports, names, metric) for metric in REPORT_CURVES if metric is not _LOSS),
+    ]
 
 
 def _metric_chart(
@@ -127,19 +132,15 @@ def _metric_chart(
     """Draw a metric of each run; the steps at which it is not finite are shaded, and named below the title."""
     curves: dict[str, Curve] = {}
     layout_notes, marks = _marks(reports)
-    notes = layout_notes if metric.name == "loss" else []
-    is_comparison = len(reports) > 1
+    notes = layout_notes if metric is _LOSS else []
     for name, report in zip(names, reports, strict=True):
-        label = name[:1] if is_comparison else name
-        not_finite = report["not_finite"].get(metric.name)
-        dots = report["evaluations"] if metric.name == "loss" else ()
+        label, prefix = (name[:1], f"{name[:1]}: ") if len(reports) > 1 else (name, "")
         breaks = None
-        if not_finite is not None:
+        if not_finite := report["not_finite"].get(metric.name):
             breaks = (not_finite["first"], not_finite["last"])
-            prefix = f"{label}: " if is_comparison else ""
             steps = units.counted(not_finite["steps"], "step")
             notes.append(f"{prefix}not finite at {steps}, first {not_finite['first']:,}")
-        curves[label] = Curve(report["curves"][metric.name], dots, breaks)
+        curves[label] = Curve(report["curves"][metric.name], report["evaluations"] if metric is _LOSS else (), breaks)
     has_dots = any(curve.dots for curve in curves.values())
     title = f"{metric.title}, dots: evaluation" if has_dots else metric.title
     return chart.line_chart(
@@ -193,18 +194,18 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
         "report": report,
         "tiles": _tiles(report),
         "reason": "" if report["failure"] or report["reason"] == report["state"] else str(report["reason"] or ""),
-        "split": Markup(chart.bar(split, _durations(split))),
+        "split": Markup(chart.bar(split, units.duration)),
         "split_title": _split_title(report),
         "split_by_step": Markup(
             chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"], _marks([report])[1])
         ),
         "goodput": _or_dash(report["goodput"], "{:.1%}".format),
-        "lost": Markup(chart.bar(lost, _durations(lost), _TIME_COLOURS)),
-        "memories": [(title, Markup(chart.bar(memory, _sizes(memory)))) for title, memory in _memories(report)],
+        "lost": Markup(chart.bar(lost, units.duration, _TIME_COLOURS)),
+        "memories": [(title, Markup(chart.bar(memory, units.size))) for title, memory in _memories(report)],
         "memory_by_rank": Markup(_memory_by_rank(report["ranks"])),
-        "sent": Markup(chart.bar(sent, _sizes(sent), _AXIS_COLOURS)),
-        "layout": layout_of(report),
-        "ranks": ranks_picture(report["ranks"]),
+        "sent": Markup(chart.bar(sent, units.size, _AXIS_COLOURS)),
+        "layout": _layout(report),
+        "ranks": _ranks(report["ranks"]),
         "events": report["events"][::-1],
         "timeline": Markup("" if timeline is None else chart.timeline(timeline, _MARKS)),
     }
@@ -226,26 +227,69 @@ def _split_title(report: Mapping[str, Any]) -> str:
     return f"A step on rank 0, mean of steps {first:,} to {last:,} at {report['split_layout']}"
 
 
-def _durations(parts: Mapping[str, float]) -> dict[str, str]:
-    return {name: units.duration(seconds) for name, seconds in parts.items()}
+def _layout(report: Mapping[str, Any]) -> str:
+    """Return the degrees of parallelism as text; empty if the run did not record them."""
+    layout = report["layout"]
+    parallel = report["config"].get("parallel")
+    if not has_degrees(layout):
+        return ""
+    words = [layout_text(layout, sequence=bool(layout.get("sequence")))]
+    if layout.get("zero"):
+        words.append(f"ZeRO-{layout['zero']}")
+    if layout["pipeline"] > 1 and isinstance(parallel, Mapping):
+        virtual = parallel.get("virtual_stages")
+        stages = f" with {virtual} stages on each rank" if isinstance(virtual, int) and virtual > 1 else ""
+        words.append(f"schedule {parallel.get('schedule', DEFAULT_SCHEDULE)}{stages}")
+    return ", ".join(words)
 
 
-def _sizes(parts: Mapping[str, float]) -> dict[str, str]:
-    return {name: units.size(amount) for name, amount in parts.items()}
+def _ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arrange the ranks by pipeline rank and by place in data and context parallelism, for the template.
+
+    The facts of the ranks are in `data` in the order of their cells, as [rank, number of its host, work, GiB, place
+    along each axis …].
+    """
+
+    def group_of(rank: Mapping[str, Any]) -> tuple[int, int, int]:
+        place = rank["place"]
+        return place.get("pp", 0), place.get("dp", 0), place.get("cp", 0)
+
+    ordered = sorted(ranks, key=group_of)
+    stages: dict[int, list[list[Mapping[str, Any]]]] = {}
+    for (stage, _, _), group in itertools.groupby(ordered, group_of):
+        stages.setdefault(stage, []).append(list(group))
+    hosts = sorted({rank["host"] for rank in ranks})
+    number_of = {host: number for number, host in enumerate(hosts)}
+    axes = list(dict.fromkeys(axis for rank in ranks for axis in rank["place"]))
+    facts = []
+    for rank in ordered:
+        work = None if rank["relative"] is None else round(rank["relative"], 2)
+        used = None if rank["memory_bytes"] is None else round(rank["memory_bytes"] / 2**30, 2)
+        places = (rank["place"].get(axis) for axis in axes)
+        facts.append([rank["rank"], number_of[rank["host"]], work, used, *places])
+    return {
+        "count": len(ranks),
+        "hosts": len(hosts),
+        "is_wide": len(ranks) <= _MOST_LABELLED,
+        "heat": _HEAT,
+        "data": Markup(chart.attribute({"hosts": hosts, "axes": axes, "ranks": facts})),
+        "stages": stages,
+        "worst": sorted(ranks, key=lambda rank: -(rank["relative"] or 0.0))[:_MOST_LISTED],
+    }
 
 
 def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
     """Draw the memory of every rank as bars, in the unit of the largest."""
-    known = [(rank["rank"], rank["memory_bytes"]) for rank in ranks if rank["memory_bytes"] is not None]
-    most = max(known, key=lambda pair: pair[1], default=None)
-    if most is None:
+    used = {rank["rank"]: rank["memory_bytes"] for rank in ranks if rank["memory_bytes"] is not None}
+    if not used:
         return ""
-    least = min(known, key=lambda pair: pair[1])
+    least = min(used, key=used.__getitem__)
+    most = max(used, key=used.__getitem__)
     # The power of 1,024 that is the unit of the largest; there are five units.
-    power = max(0, min(4, int(math.log(max(1, most[1]), 1024))))
+    power = max(0, min(4, int(math.log(max(1, used[most]), 1024))))
     suffix = (" B", " KiB", " MiB", " GiB", " TiB")[power]
-    note = f"from {units.size(least[1])} on rank {least[0]:,} to {units.size(most[1])} on rank {most[0]:,}"
-    rows = columns([rank for rank, _ in known], [amount / 1024**power for _, amount in known])
+    note = f"from {units.size(used[least])} on rank {least:,} to {units.size(used[most])} on rank {most:,}"
+    rows = columns([*used], [amount / 1024**power for amount in used.values()])
     return chart.bar_chart("Memory in use by rank", rows, "rank", suffix, note)
 
 
@@ -312,10 +356,7 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ImportError:
-        raise ConfigError("--png needs matplotlib, which is not installed: pip install 'shardwise[plot]'") from None
+    figures = optional_library("matplotlib.figure", "--png needs", "plot")
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     _, marks = _marks(reports)

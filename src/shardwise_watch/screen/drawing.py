@@ -284,7 +284,7 @@ def _range(curve: Curve) -> tuple[float, float]:
 
     A training begins with a steep loss, and with steps that compile.
     """
-    columns = [column for column in curve.columns if column is not None]
+    columns = curve.known
     if not columns:
         return math.nan, math.nan
     later = columns[len(columns) // 20 :]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -150,7 +148,7 @@ def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_histor
         nodes=run.nodes(ranks),
         pipeline=pipeline_views(ranks),
         silent=silent_ranks(ranks, run.step_seconds),
-        events=_events(run),
+        events=run.all_events(),
         # A copy: the run goes on counting in another thread.
         lost=copy.deepcopy(run.lost),
         has_history=has_history,
@@ -177,16 +175,3 @@ def _curve(run: RunView, name: str, count: int, span: Span) -> Curve:
         if isinstance(step, int) and first <= step <= last:
             dots.append((step, number(event.get("loss"))))
     return Curve(columns, dots, span=(first, last))
-
-
-def _events(run: RunView) -> list[Mapping[str, Any]]:
-    """Return the events of the run and the ends of its job's starts, in their order."""
-    ends = []
-    for line in run.restarts():
-        seconds = number(line.get("began")) + number(line.get("seconds"))
-        if math.isfinite(seconds):
-            ends.append({"event": "ended", "time": datetime.fromtimestamp(seconds, UTC).isoformat(), **line})
-    if not ends:
-        # A copy: the run adds events in another thread.
-        return [*run.events]
-    return sorted([*run.events, *ends], key=lambda event: str(event.get("time", "")))

@@ -254,7 +254,7 @@ def test_damaged_files_beside_the_metrics(tmp_path: Path) -> None:
     (path / "restarts.jsonl").write_text('{"how": "failed"}\n{"how"')
     run = RunView(path, all_steps=False)
     assert run.config == run.environment == run.results == {}
-    assert (run.state, run.steps, run.restarts()) == ("finished", 20, [{"how": "failed"}])
+    assert (run.state, run.steps, run.ends()) == ("finished", 20, [{"event": "ended", "how": "failed"}])
 
 
 VIEWS = (["top", "--once"], ["monitor", "--once"], ["report", "--json"], ["report"])
