@@ -176,10 +176,6 @@ def work_style(relative: float) -> str:
     return "#5f9db8" if relative >= 1.05 else "#46708a"
 
 
-def memory_style(_: float) -> str:
-    return "#514d73"
-
-
 def use_style(share: float) -> str:
     """Return the colour of the share of a device's time in which it was busy."""
     return WARN if share < 0.7 else "#3f5d47"
