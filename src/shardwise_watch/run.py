@@ -450,6 +450,10 @@ class Unreadable:
     def name(self) -> str:
         return self.path.resolve().name
 
+    @property
+    def problems(self) -> list[str]:
+        return [self.reason]
+
 
 def runs_at(folder: str) -> list[RunView | Unreadable]:
     """Read the runs in a folder, the one that wrote last first; of a run's own folder, that run.
