@@ -97,7 +97,9 @@ def comparison(a: RunView, b: RunView) -> dict[str, Any]:
     step that both have.
     """
     losses_of_b = dict(_losses(b))
-    common = [{"step": step, "a": loss, "b": losses_of_b[step]} for step, loss in _losses(a) if step in losses_of_b]
+    common: list[dict[str, Any]] = [
+        {"step": step, "a": loss, "b": losses_of_b[step]} for step, loss in _losses(a) if step in losses_of_b
+    ]
     comparable = []
     not_finite = []
     for pair in common:
