@@ -9,7 +9,6 @@ from shardwise_jobs import commands
 from shardwise_jobs.script import JobPlan, job_script, ranks_per_node
 from shardwise_jobs.submission import (
     check_counts,
-    check_disk,
     check_memory,
     check_run_folder,
     reserved,
@@ -53,8 +52,6 @@ def test_numbers_of_nodes_that_the_layout_does_not_fill_are_told() -> None:
     assert notes == ["the layout fills 2 and 4 nodes; of another number from 3 to 4 a part is used"]
     with pytest.raises(ConfigError, match=r"train\.global_batch \(8\) must be a multiple"):
         check_counts(config("train.global_batch=8"), (5, 7), 1, as_it_is)
-    with pytest.raises(ConfigError, match=r"train\.global_batch \(8\) must be a multiple"):
-        check_counts(config("train.global_batch=8"), (3, 3), 1, as_it_is)
 
 
 def test_a_folder_whose_log_slurm_could_not_write_is_refused(tmp_path: Path) -> None:
@@ -67,12 +64,6 @@ def test_a_folder_whose_log_slurm_could_not_write_is_refused(tmp_path: Path) -> 
     check_run_folder(tmp_path / "a #b", config())
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda _path, _mode: False)  # root may write everywhere
-    with pytest.raises(ConfigError, match=rf"must be in a folder that can be written: {tmp_path} cannot"):
-        check_disk(tmp_path / "run", config())
-
-
 def job(tmp_path: Path, *overrides: str, ranks: int) -> tuple[JobPlan, Layout]:
     one = load_config("llama2-7b", overrides)
     planned = JobPlan(one, "llama2-7b", overrides, tmp_path / "run", tmp_path, (1, 1), ranks, one.launch.gres)
@@ -80,12 +71,9 @@ def job(tmp_path: Path, *overrides: str, ranks: int) -> tuple[JobPlan, Layout]:
 
 
 def test_a_model_that_no_rank_can_hold_is_not_submitted(tmp_path: Path) -> None:
-    told = (
-        r"expected on each rank \(\d+.*GiB\) must be at most that of the device of launch\.gres \(\d+.* GiB\): raise p"
-    )
     keys = ("parallel.tensor=1", "train.global_batch=1", "train.micro_batch=1")
     planned, layout = job(tmp_path, "launch.gres=gpu:h100:1", *keys, ranks=1)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=r"on each rank \(\d+.*GiB\) must be at most .* launch\.gres \(\d+.* GiB\)"):
         check_memory(planned.config, layout, planned.gres)
     assert "on its device" in dict(rows(planned, layout, ()))["memory"]
     check_memory(planned.config, layout, "gpu:1")
@@ -95,18 +83,11 @@ def test_what_costs_steps_or_time_is_told_before_the_job(tmp_path: Path, monkeyp
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr(commands, "configuration", lambda: "PreemptMode             = REQUEUE\n")
     planned, layout = job(tmp_path, "parallel.tensor=8", "train.global_batch=8", "train.micro_batch=1", ranks=8)
-    told = rows(replace(planned, ranks_per_node=4, nodes=(2, 2)), layout, ())
-    assert (
-        "warning",
-        "parallel.tensor (8) does not divide the ranks of a node (4): tensor parallelism crosses nodes in each layer, "
-        "which is slow",
-    ) in told
-    assert told[-1][0] == "note"
-    assert told[-1][1].startswith("this cluster preempts jobs, and its SlurmctldParameters lack preempt_send_user_s")
-    settings = "PreemptMode = REQUEUE\nSlurmctldParameters = preempt_send_user_signal\n"
-    for said in ("PreemptMode = OFF\n", settings):
-        monkeypatch.setattr(commands, "configuration", lambda said=said: said)
-        assert "note" not in dict(rows(planned, layout, ()))
+    told = dict(rows(replace(planned, ranks_per_node=4, nodes=(2, 2)), layout, ()))
+    assert told["warning"].startswith("parallel.tensor (8) does not divide the ranks of a node (4)")
+    assert "lack preempt_send_user_signal" in told["note"]
+    monkeypatch.setattr(commands, "configuration", lambda: "PreemptMode = OFF\n")
+    assert "note" not in dict(rows(planned, layout, ()))
 
 
 def test_fault_15_a_script_has_the_bytes_of_paths_under_any_locale(tmp_path: Path) -> None:

@@ -69,13 +69,3 @@ def test_a_folder_that_stays_in_use_is_told(
     with lock:
         assert main(COMMAND) == 2
     assert "--run-dir (run) is in use by another run" in capsys.readouterr().err
-
-
-def test_a_folder_that_is_gone_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
-    assert main(COMMAND) == 2
-    assert "--run-dir (run) is gone, with all that this job has trained" in capsys.readouterr().err

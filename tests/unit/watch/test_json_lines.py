@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +97,3 @@ def test_the_last_start_of_a_rank_is_found_wherever_it_is(steps: int, tmp_path: 
     assert (rank.host, rank.last) == ("moved", records[-1])
     works = sorted(record["work_seconds"] for record in records[-min(steps, 20) :])
     assert rank.work_seconds == works[len(works) // 2], "the steps of the former start do not count"
-
-
-def test_what_may_not_be_read_is_an_error(tmp_path: Path) -> None:
-    folder = tmp_path / "metrics.jsonl"
-    folder.mkdir()
-    with pytest.raises(OSError, match="directory"):
-        list(GrowingFile(folder, all_steps=True).new())
-    if os.geteuid():  # who may read everything is refused nothing
-        file = tmp_path / "secret.jsonl"
-        file.touch(mode=0)
-        with pytest.raises(PermissionError):
-            list(GrowingFile(file, all_steps=True).new())
