@@ -70,6 +70,9 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         compared=compared,
         left=chart.LEFT,
         right=chart.RIGHT,
+        duration=units.duration,
+        size=units.size,
+        colours={"time": _TIME_COLOURS, "axes": _AXIS_COLOURS},
     )
 
 
@@ -184,31 +187,41 @@ def _counted(value: Any) -> Any:
 
 def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Collect the texts and pictures that the template shows of one run."""
-    split = report["split_seconds"]
     useful = report["useful_seconds"]
     lost = {} if useful is None else {"steps that count": useful, **report["lost_seconds"]}
     sent = {_AXES.get(axis, axis): amount for axis, amount in report["communication_bytes"].items() if amount}
-    timeline = report["timeline"]
     return {
         "name": name,
         "report": report,
         "tiles": _tiles(report),
         "reason": "" if report["failure"] or report["reason"] == report["state"] else str(report["reason"] or ""),
-        "split": Markup(chart.bar(split, units.duration)),
         "split_title": _split_title(report),
         "split_by_step": Markup(
             chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"], _marks([report])[1])
         ),
         "goodput": _or_dash(report["goodput"], "{:.1%}".format),
-        "lost": Markup(chart.bar(lost, units.duration, _TIME_COLOURS)),
-        "memories": [(title, Markup(chart.bar(memory, units.size))) for title, memory in _memories(report)],
+        "lost": lost,
+        "memories": _memories(report),
         "memory_by_rank": Markup(_memory_by_rank(report["ranks"])),
-        "sent": Markup(chart.bar(sent, units.size, _AXIS_COLOURS)),
+        "sent": sent,
         "layout": _layout(report),
         "ranks": _ranks(report["ranks"]),
         "events": report["events"][::-1],
-        "timeline": Markup("" if timeline is None else chart.timeline(timeline, _MARKS)),
+        "timeline": _timeline(report["timeline"]),
     }
+
+
+def _timeline(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Add to the timeline of a report the ticks of its axis, and rows of marks: [kind, name, places in percent]."""
+    if facts is None or facts["seconds"] <= 0:
+        return None
+    rows = []
+    for kind, name in _MARKS.items():
+        # Thousands of checkpoints would fall on the same pixels: each place is drawn once.
+        places = dict.fromkeys(f"{100 * seconds / facts['seconds']:.1f}" for seconds in facts["marks"].get(kind, []))
+        if places:
+            rows.append((kind, name, [*places]))
+    return {**facts, "ticks": chart.time_ticks(facts["seconds"]), "rows": rows}
 
 
 def _memories(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
