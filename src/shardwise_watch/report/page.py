@@ -56,8 +56,13 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         "pretty": lambda value: json.dumps(_counted(value), indent=2, ensure_ascii=False),
         "loss": lambda value: _number(value, ".8g"),
         "final": lambda value: _number(value, ".5f"),
+        "number": _number,
+        "percent": lambda value: _or_dash(value, "{:.1%}".format),
+        "count": lambda value: _or_dash(value, units.count),
+        "duration": lambda value: _or_dash(value, units.duration),
         "size": lambda value: _or_dash(value, units.size),
         "times": lambda value: _or_dash(value, "{:.2f} ×".format),
+        "whole": "{:,}".format,
     }
     names = _names(reports)
     return environment.get_template("page.html").render(
@@ -72,6 +77,8 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         right=chart.RIGHT,
         duration=units.duration,
         size=units.size,
+        counted=units.counted,
+        is_odd=lambda value: value is not None and not math.isfinite(value),
         colours={"time": _TIME_COLOURS, "axes": _AXIS_COLOURS},
     )
 
@@ -193,20 +200,14 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {
         "name": name,
         "report": report,
-        "tiles": _tiles(report),
-        "reason": "" if report["failure"] or report["reason"] == report["state"] else str(report["reason"] or ""),
-        "split_title": _split_title(report),
         "split_by_step": Markup(
             chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"], _marks([report])[1])
         ),
-        "goodput": _or_dash(report["goodput"], "{:.1%}".format),
         "lost": lost,
-        "memories": _memories(report),
         "memory_by_rank": Markup(_memory_by_rank(report["ranks"])),
         "sent": sent,
         "layout": _layout(report),
         "ranks": _ranks(report["ranks"]),
-        "events": report["events"][::-1],
         "timeline": _timeline(report["timeline"]),
     }
 
@@ -222,22 +223,6 @@ def _timeline(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
         if places:
             rows.append((kind, name, [*places]))
     return {**facts, "ticks": chart.time_ticks(facts["seconds"]), "rows": rows}
-
-
-def _memories(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the memory of rank 0 by kind, with a title; of a run with several layouts that of each."""
-    by_layout = report["memory_by_layout"]
-    if len(by_layout) < 2:
-        return [("Memory of rank 0", report["memory_bytes"])]
-    return [(f"Memory of rank 0 at {layout}", memory) for layout, memory in by_layout.items()]
-
-
-def _split_title(report: Mapping[str, Any]) -> str:
-    """Say which steps the mean is of, if the run took steps at several layouts."""
-    if len(report["layouts"]) < 2 or report["split_steps"] is None:
-        return "A step on rank 0, mean"
-    first, last = report["split_steps"]
-    return f"A step on rank 0, mean of steps {first:,} to {last:,} at {report['split_layout']}"
 
 
 def _layout(report: Mapping[str, Any]) -> str:
@@ -304,53 +289,6 @@ def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
     note = f"from {units.size(used[least])} on rank {least:,} to {units.size(used[most])} on rank {most:,}"
     rows = columns([*used], [amount / 1024**power for amount in used.values()])
     return chart.bar_chart("Memory in use by rank", rows, "rank", suffix, note)
-
-
-def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return the numbers at the top: name, value, note, and style, which is "bad" for a value that tells of a fault."""
-    numbers = report["numbers"]
-    total = "" if report["steps"] is None else f"of {report['steps']:,}"
-    final = numbers["final_loss"]
-    evaluated = numbers["final_eval_loss"]
-    not_finite = report["not_finite"].get("loss")
-    loss_notes = []
-    if evaluated is not None:
-        loss_notes.append(f"evaluation {_number(evaluated)}")
-    if not_finite is not None:
-        loss_notes.append(f"first not finite at step {not_finite['first']:,}")
-    is_loss_bad = _is_not_finite(final) or _is_not_finite(evaluated)
-    peak = _or_dash(numbers["peak_tokens_per_second"], units.count)
-    tiles = [
-        ("state", str(report["state"]), "", "bad" if report["state"] in ("failed", "killed") else ""),
-        ("steps", f"{report['step']:,}", total, ""),
-        ("loss", _number(final), ", ".join(loss_notes), "bad" if is_loss_bad else ""),
-        (
-            "tokens/s",
-            _or_dash(numbers["tokens_per_second"], units.count),
-            f"mean of the last 10 steps, at most {peak}",
-            "",
-        ),
-        ("MFU", _or_dash(numbers["mfu"], "{:.1%}".format), _mfu_note(numbers), ""),
-        ("a step", _or_dash(numbers["step_seconds"], units.duration), "mean of the last 20", ""),
-        ("time", _or_dash(report["seconds"], units.duration), units.counted(report["starts"], "start"), ""),
-        ("goodput", _or_dash(numbers["goodput"], "{:.1%}".format), "time in steps that count", ""),
-    ]
-    if numbers["parameters"]:
-        many = f"{numbers['world']:,} × " if isinstance(numbers["world"], int) and numbers["world"] > 1 else ""
-        device = f"{many}{numbers['device']}" if numbers["device"] else ""
-        tiles.insert(0, ("parameters", units.count(numbers["parameters"]), device, ""))
-    return tiles
-
-
-def _mfu_note(numbers: Mapping[str, Any]) -> str:
-    peak = numbers["peak_flops_per_device"]
-    if peak is None:
-        return "the device's peak is not known"
-    return f"of {peak / 1e12:,.1f} TFLOP/s, {numbers['mfu_attention']} attention"
-
-
-def _is_not_finite(value: float | None) -> bool:
-    return value is not None and not math.isfinite(value)
 
 
 def _number(value: float | None, form: str = ".4f") -> str:
