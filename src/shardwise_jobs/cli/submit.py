@@ -106,12 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise a ConfigError where options exclude each other, or something that submitting needs is missing."""
     if arguments.write_only:
-        others = {
+        excluded = {
             "--dry-run": arguments.dry_run,
             "--precompile": arguments.precompile,
             "--rehearse-preemption": arguments.rehearse_preemption,
         }
-        given = [option for option, is_given in others.items() if is_given]
+        given = [option for option, is_given in excluded.items() if is_given]
         if given:
             raise ConfigError(f"--write-only must go without {listing(given)}: it writes the files of one job")
     elif not arguments.dry_run:
@@ -160,7 +160,7 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
         checked = _with_layout(arguments, config, folder)
         submission.check_memory(config, checked.layout, checked.job.gres)
     with problems:
-        submission.check_time_limit(config)
+        submission.check_time_limit(config.launch.time, config.launch.warning_seconds)
     with problems:
         if config.shapes is None:
             from shardwise.models.user_model import check_user_model
@@ -168,7 +168,7 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
             check_user_model(config)
     warnings: list[tuple[str, str]] = []
     with problems:
-        submission.check_run_folder(folder, config)
+        submission.check_run_folder(folder)
         warnings = _disk_warnings(folder, config, is_elsewhere)
     inputs, input_problems = glance_at_inputs(recipe, config, run_path)
     if not is_elsewhere:
@@ -189,11 +189,14 @@ def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) ->
     nodes = config.launch.node_range
     if nodes is None:
         raise ConfigError("--nodes must be given, or launch.nodes in the recipe: a number of machines, or such as 2-4")
-    gres = submission.reserved(config)
+    gres = submission.reserved(config.launch)
     machines = None if arguments.device is None else cluster(arguments.device, nodes[1])
     # Where neither the recipe nor SLURM tells the number, `--device h100:8` does.
     is_unknown = config.launch.ranks_per_node is None and gres is None
-    ranks = machines.per_node if machines is not None and is_unknown else ranks_per_node(config, nodes, gres)
+    if machines is not None and is_unknown:
+        ranks = machines.per_node
+    else:
+        ranks = ranks_per_node(config.launch.ranks_per_node, config.parallel.ranks, nodes[0], gres)
     layout, notes = submission.check_counts(
         config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, arguments.run_dir)
     )
@@ -219,7 +222,7 @@ def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tup
 
 
 def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
-    """What the user reads before the script."""
+    """Collect the rows that the user reads before the script."""
     layout = checked.layout
     machines = checked.machines
     accelerator = None if machines is None else machines.device.is_accelerator

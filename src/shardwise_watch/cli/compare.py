@@ -207,7 +207,7 @@ def _growth(differences: Mapping[int, float], grows_from: int) -> str:
 
 
 def _failure(run: RunDirectory) -> str | None:
-    """Where and why the last start of a run failed; None without a failure, or if it is no run's folder."""
+    """Say where and why the last start of a run failed; None without a failure, or if it is no run's folder."""
     failure = failure_of(run.recorded_failure(), last_event(run.path, "start") or {})
     return None if failure is None else failure.sentence
 

@@ -5,6 +5,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, load_config
+from shardwise.config.launch import LaunchConfig
 from shardwise_jobs import commands
 from shardwise_jobs.script import JobPlan, job_script, ranks_per_node
 from shardwise_jobs.submission import (
@@ -21,6 +22,10 @@ def config(*overrides: str) -> Config:
     return load_config("llama2-tiny", overrides)
 
 
+def launch(*overrides: str) -> LaunchConfig:
+    return config(*overrides).launch
+
+
 def as_it_is(one: Config, _world: int) -> Config:
     return one
 
@@ -28,19 +33,19 @@ def as_it_is(one: Config, _world: int) -> Config:
 def test_a_job_asks_for_the_gpus_of_the_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "gpus_per_node", lambda partition: {"gpu": 8, None: 0}[partition])
     monkeypatch.setattr("shutil.which", lambda name: name)
-    assert reserved(config()) is None
-    assert reserved(config("launch.partition=gpu")) == "gpu:8"
-    assert reserved(config("launch.partition=gpu", "launch.gres=gpu:4")) == "gpu:4"
+    assert reserved(launch()) is None
+    assert reserved(launch("launch.partition=gpu")) == "gpu:8"
+    assert reserved(launch("launch.partition=gpu", "launch.gres=gpu:4")) == "gpu:4"
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert reserved(config("launch.partition=gpu")) is None, "where SLURM is not at hand nothing is known"
+    assert reserved(launch("launch.partition=gpu")) is None, "where SLURM is not at hand nothing is known"
 
 
 def test_ranks_are_those_that_are_given_else_gpus_else_a_copy_of_the_model() -> None:
-    assert ranks_per_node(config("launch.ranks_per_node=3"), (2, 2), "gpu:8") == 3
-    assert ranks_per_node(config(), (2, 2), "gpu:h100:8") == 8
-    assert ranks_per_node(config("parallel.tensor=4"), (2, 2), None) == 2
+    assert ranks_per_node(3, 1, 2, "gpu:8") == 3
+    assert ranks_per_node(None, 1, 2, "gpu:h100:8") == 8
+    assert ranks_per_node(None, 4, 2, None) == 2
     with pytest.raises(ConfigError, match=r"launch\.ranks_per_node must be set, .*\(2 ranks\) cannot be cut into 3"):
-        ranks_per_node(config("parallel.tensor=2"), (3, 3), None)
+        ranks_per_node(None, 2, 3, None)
 
 
 def test_numbers_of_nodes_that_the_layout_does_not_fill_are_told() -> None:
@@ -58,10 +63,10 @@ def test_a_folder_whose_log_slurm_could_not_write_is_refused(tmp_path: Path) -> 
     with pytest.raises(
         ConfigError, match=r"must be without '%' and '\\\\': SLURM replaces them in the path of the log"
     ):
-        check_run_folder(tmp_path / "50%\\x", config())
+        check_run_folder(tmp_path / "50%\\x")
     with pytest.raises(ConfigError, match=r"^--run-dir \('.*a\\nb'\) must be without line breaks"):
-        check_run_folder(tmp_path / "a\nb", config())
-    check_run_folder(tmp_path / "a #b", config())
+        check_run_folder(tmp_path / "a\nb")
+    check_run_folder(tmp_path / "a #b")
 
 
 def job(tmp_path: Path, *overrides: str, ranks: int) -> tuple[JobPlan, Layout]:
