@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from json import dumps
 from typing import Any
 
 from shardwise.base.errors import visible
@@ -22,21 +21,11 @@ def raw(text: str) -> None:
 
 
 def json(value: Any, *, indent: int | None = 2) -> None:
-    """Print a value as JSON, with escapes for what a terminal would obey or, where it is not UTF-8, could not show.
-
-    `indent` None: in one line.
-    """
+    """Print a value as JSON in ASCII, which every terminal shows; `indent` None: in one line."""
     # Only a command that prints JSON pays for this import.
     from shardwise.runs.folder import json_text
 
-    encoding = sys.stdout.encoding or "utf-8"
-    text = json_text(value, indent=indent, ascii=not encoding.lower().startswith("utf"))
-    raw("\n".join(map(_escaped, text.split("\n"))))
-
-
-def _escaped(line: str) -> str:
-    """A line of JSON with an escape for each character that is not printable: these stand in texts alone."""
-    return line if line.isprintable() else "".join(c if c.isprintable() else dumps(c)[1:-1] for c in line)
+    raw(json_text(value, indent=indent, ascii=True))
 
 
 def text(text: str) -> str:

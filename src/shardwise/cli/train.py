@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = with_batch(config, world, run_path)
     check_layout(config, world, is_new=run_path is None)
     require_data(config, recipe)
-    _check_user_code(config)
+    check_user_code(config)
     if place is None:
         from shardwise.launch.rank_process import check_accelerators
 
@@ -187,7 +187,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
     return cluster
 
 
-def _check_user_code(config: Config) -> None:
+def check_user_code(config: Config) -> None:
     """Import code of the user's own before any rank starts, so that its errors are told once.
 
     Raises:
@@ -224,7 +224,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
             config = with_batch(given, world, run_path)
         layout = check_layout(config, world, is_new=run_path is None)
     with problems:
-        _check_user_code(config)
+        check_user_code(config)
     with problems:
         _check_products(config, cluster)
     chosen = config
