@@ -222,15 +222,6 @@ class Placement:
         """Elements that belong to the model: the local tensor without its padding."""
         return sum(piece.box.numel for piece in self.pieces)
 
-    @property
-    def cuts_columns(self) -> bool:
-        """True if the ranks hold different columns of a matrix, such as the inputs of a linear layer."""
-        return any(
-            piece.box.size[column] < piece.shape[column]
-            for piece in self.pieces
-            for column in [0 if piece.transposed else 1]
-        )
-
 
 # ---- the record on a parameter
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
-from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import call_forward_hooks, call_forward_pre_hooks, has_data
 from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.chunks import loss_chunk_elements, vocabulary_rows
@@ -114,11 +113,7 @@ class ReplicatedEmbedding(placement.PlacedModule):
     gradient of the table is then partial over the group, which its placement says. No communication.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: H.
-        sequence_parallel_enabled: true if the sequence is cut over the group between layers.
-        name: canonical name of the layer, without `.weight`.
-        options: see `LayerOptions`.
+        num_embeddings, embedding_dim, sequence_parallel_enabled, name, options: as in `ParallelEmbedding`.
 
     Attributes:
         context_group, shares_samples: as in `ParallelEmbedding`.
@@ -172,10 +167,7 @@ class ParallelLMHead(placement.PlacedModule):
         vocab_size: V.
         tied_weight: local weight of the embedding, which has the same rows; None: the head makes a weight.
         bias_name: full canonical name of the bias, such as `cls.predictions.bias`; None: the head has no bias.
-        row_multiple: number to a multiple of which a rank's rows are rounded up.
-        sequence_parallel_enabled: true if the sequence is cut over the group between layers.
-        name: canonical name of the layer, without `.weight`.
-        options: see `LayerOptions`.
+        row_multiple, sequence_parallel_enabled, name, options: as in `ParallelEmbedding`.
 
     Attributes:
         chunk_losses: function that `linear_cross_entropy` takes as `losses`.
@@ -215,7 +207,7 @@ class ParallelLMHead(placement.PlacedModule):
             self.weight = maker.parameter((rows, hidden_size), piece)
         self.bias = None
         if bias_name is not None:
-            piece = placement.Piece.rows(bias_name, (vocab_size,), group, Init.constant(0.0), per_rank=rows)
+            piece = placement.Piece.rows(bias_name, (vocab_size,), group, placement.Init.constant(0.0), per_rank=rows)
             self.bias = maker.parameter((rows,), piece)
         choose_class(self)
 

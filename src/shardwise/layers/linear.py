@@ -428,13 +428,8 @@ class RowParallelLinear(placement.PlacedModule):
     (arXiv:1909.08053 §3, arXiv:2205.05198 §4.2).
 
     Args:
-        input_size: I of the whole layer.
-        output_size: O of the whole layer.
-        bias: true if there is a b.
+        input_size, output_size, bias, sequence_parallel_enabled, name, options: as in `ColumnParallelLinear`.
         input_is_parallel: true if x is already cut along I, as a column-parallel layer leaves it.
-        sequence_parallel_enabled: true if the sequence is cut over the group between layers.
-        name: canonical name of the layer, without `.weight`.
-        options: see `LayerOptions` and `LinearOptions`.
 
     Attributes:
         overlap, scaling: as in the column-parallel layers.

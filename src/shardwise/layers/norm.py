@@ -188,11 +188,8 @@ class LayerNorm(_Norm):
     """`y = (x - mean) / sqrt(var + eps) · weight + bias` (arXiv:1607.06450). x, y: `[…, H]`; no communication.
 
     Args:
-        normalized_shape: H, or a shape of this one size, as torch takes it.
+        normalized_shape, sequence_parallel_enabled, name, options: as in `RMSNorm`.
         eps: number added to the variance.
-        sequence_parallel_enabled: true if each rank has a part of the sequence; the gradients are then partial.
-        name: canonical name of the layer, without `.weight`.
-        options: see `LayerOptions`.
     """
 
     weight: nn.Parameter

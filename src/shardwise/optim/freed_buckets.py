@@ -296,7 +296,7 @@ def make_buckets(
     sizes = []
     for i, p in enumerate(parameters):
         place = places.get(p, FIRST_PLACE)
-        is_alone = bool(_ranks_beyond(p)) or placement.head_leaf(p) is not None
+        is_alone = _is_held_elsewhere(p) or placement.head_leaf(p) is not None
         kind = (p.dtype, p.device, place.stage, is_alone and i + 1)
         dtypes.of_master(p.dtype)  # it refuses some, while no parameter has moved
         sizes.append((kind, p.numel() * (dtypes.gradient or p.dtype).itemsize, place.unit))
@@ -321,10 +321,8 @@ def _class_of(cut: Cut, parameters: Sequence[nn.Parameter]) -> type[Bucket]:
     return FreedWeights if cut.stage == 3 and has_matrices(parameters) else FreedGradients
 
 
-def _ranks_beyond(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the ranks that hold copies of a parameter beyond the group that it is cut over, if there are any."""
+def _is_held_elsewhere(parameter: nn.Parameter) -> bool:
+    """Return whether ranks beyond the group that a parameter is cut over hold copies of it."""
     record = placement.of_or_whole(parameter)
-    for piece in record.pieces:
-        if piece.copies.size > 1 and not set(piece.copies.ranks) <= set(record.group.ranks):
-            return piece.copies.ranks
-    return ()
+    copies = (piece.copies for piece in record.pieces if piece.copies.size > 1)
+    return any(not set(group.ranks) <= set(record.group.ranks) for group in copies)

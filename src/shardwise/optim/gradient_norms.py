@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError
-from shardwise.distributed import collectives, placement
-from shardwise.distributed.devices import widest_dtype
+from shardwise.distributed import collectives, devices, placement
 from shardwise.distributed.mesh import Group
-from shardwise.distributed.placement import Piece, Pieces
 from shardwise.layers.chunks import rounding_chunk_elements
 from shardwise.optim import exact_sums
 from shardwise.optim.buckets import Bucket
@@ -111,7 +109,7 @@ def _norm(runs: Sequence[ElementRun], take: Take, dtype: torch.dtype) -> Tensor:
     return norm
 
 
-def _owners(bucket: Bucket, index: int, tensor: Group) -> Iterator[tuple[Piece, int]]:
+def _owners(bucket: Bucket, index: int, tensor: Group) -> Iterator[tuple[placement.Piece, int]]:
     """Yield the pieces of a bucket's parameter, each with the number of ranks that own the same elements."""
     for piece in placement.of_or_whole(bucket.parameters[index], tensor=tensor).pieces:
         yield piece, bucket.copies.size * piece.copies.size
@@ -125,7 +123,7 @@ def sum_dtype(dtypes: Dtypes, data: Group, device: torch.device) -> torch.dtype 
     """
     if data.grain is not None:
         return None
-    return widest_dtype(device) if dtypes.is_stochastic else torch.float32
+    return devices.widest_dtype(device) if dtypes.is_stochastic else torch.float32
 
 
 @dataclass(frozen=True)
@@ -230,7 +228,7 @@ class ModelNorms(_Norms):
         return self._measured(self._shares, takes, self._device).flatten()
 
 
-def _atom(bucket: Bucket, index: int, piece: Piece, tensor: Group) -> int:
+def _atom(bucket: Bucket, index: int, piece: placement.Piece, tensor: Group) -> int:
     """Return the elements of an atom of a bucket's parameter (`exact_sums`)."""
     dims = bucket.orders[index]
     if dims != tuple(range(len(dims))):
@@ -267,7 +265,7 @@ class CanonicalNorms(_Norms):
     def __init__(
         self,
         groups: Sequence[Sequence[Bucket]],
-        pieces: Pieces,
+        pieces: placement.Pieces,
         device: torch.device,
         ranks: Ranks,
         dtype: torch.dtype | None,

@@ -31,7 +31,6 @@ from shardwise.optim.master_update import HostUpdate, Update, options_of
 from shardwise.optim.sharding import Dtypes, Ranks, Sharding
 from shardwise.optim.slice_optimizer import ModelSlices, SliceOptimizer
 from shardwise.optim.unit_weights import UnitWeights, places_in
-from shardwise.optim.unsharded_parameters import UncutGradients, take_first_values
 
 
 class ZeroRedundancyOptimizer(WithoutCompiler):
@@ -113,7 +112,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     _inner: torch.optim.Optimizer | None = None
     _before_changes: torch.Event | None = None
     _weights: UnitWeights | None = None
-    _uncut: UncutGradients | None = None
+    _uncut: checks.UncutGradients | None = None
 
     def __init__(
         self,
@@ -196,10 +195,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             for options in groups:
                 for shape in {piece.shape for p in options["params"] for piece in of_or_whole(p).pieces}:
                     self._inner_class.require_tensor(shape, options)
-        take_first_values(groups, self._ranks, device)
+        checks.take_first_values(groups, self._ranks, device)
         self._partial.append(PartialGradients([bucket for options in groups for bucket in self._move(options)]))
         if self.tensor.size > 1:
-            self._uncut = UncutGradients(self.param_groups, self.buckets, self._ranks, device)
+            self._uncut = checks.UncutGradients(self.param_groups, self.buckets, self._ranks, device)
         sum_dtype = gradient_norms.sum_dtype(self._dtypes, self.group, device)
         self._model = ModelNorms(self.buckets, device, self._ranks, sum_dtype)
         # Norms that were measured before lack the gradients of the new buckets.
@@ -208,7 +207,11 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     @property
     def _device(self) -> torch.device:
-        return checks.device_of(self.param_groups, self._ranks.mesh)
+        """That of the parameters, trained or frozen; without any, the mesh's."""
+        mesh = self._ranks.mesh
+        otherwise = torch.device("cpu") if mesh is None else mesh.device
+        first = next((p.device for options in self.param_groups for p in options["params"]), otherwise)
+        return torch.device("cpu") if first.type == "meta" else first
 
     def _move(self, options: dict[str, Any]) -> list[Bucket]:
         """Give a group's parameters the first rank's values, and move those that are trained into buckets."""
