@@ -421,17 +421,6 @@ def test_with_zero_3_no_rank_ever_holds_more_than_a_unit(mode: str, ranks: Any, 
             assert size <= 2 * unit, f"{phase}: {size:,} bytes beside the parts, {unit:,} of a unit, {model:,} in all"
 
 
-@pytest.mark.parametrize("model", FAMILIES)
-def test_another_kind_of_recompute_would_be_told_apart(model: str) -> None:
-    """The tolerance is smaller than what the kinds differ by: a formula for another one fails."""
-    for recompute in RECOMPUTE:
-        config = configuration(model, "fast", 1, recompute)
-        found = held_alone(model, "fast", recompute)
-        for other in set(RECOMPUTE) - {recompute}:
-            wrong = expected(configuration(model, "fast", 1, other), check_layout(config, 1))
-            assert abs(wrong.peak / found.peak - 1) > 2 * TOLERANCE, f"{recompute} holds about what {other} does"
-
-
 def test_live_tensors_are_counted_once_and_until_they_are_free() -> None:
     mine = torch.zeros(100)
     with LiveTensors([mine]) as live:

@@ -110,15 +110,6 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert not differences(read.state, canonical_state(trainer))
 
 
-def test_those_of_every_so_many_steps_stay(tmp_path: Path) -> None:
-    saver = make_saver(make_trainer(config_of()), str(tmp_path), keeping=Keeping(last=1, every=2))
-    for step in (1, 2, 3, 4):
-        saver.save(step, PLACE)
-        saver.wait()
-    assert [each.removed for each in saver.finished()] == [(), (1,), (), (3,)]
-    assert [each.step for each in checkpoints(Root.of(tmp_path))] == [4, 2]
-
-
 def test_what_goes_is_known_without_reading_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even of those that an earlier process saved; a checkpoint that has lost bytes since does not count."""
     run(config_of(), 1, 0, None, str(tmp_path))
@@ -147,15 +138,6 @@ def test_what_keep_cannot_remove_is_a_warning(tmp_path: Path, monkeypatch: pytes
     assert saved.problem is None, "the checkpoint is complete"
     assert saved.warning == "it is nailed down"
     assert not verify(Root.of(step_folder(tmp_path, 1))).problems
-
-
-def test_an_unexpected_error_of_the_writing_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise KeyError("a fault of ours")
-
-    monkeypatch.setattr("shardwise.checkpoint.save.prune", fail)
-    (saved,) = run(config_of(), 1, 0, None, str(tmp_path)).saved
-    assert saved.problem == "rank 0: KeyError: 'a fault of ours'"
 
 
 GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:61234. This is useful. GLHF!"
@@ -187,12 +169,6 @@ def test_a_save_during_which_another_rank_ends_is_reported_as_it_stands(
         assert not verify(Root.of(step_folder(tmp_path, 1))).problems
     else:
         assert saved.problem == "rank 0 lost the connection to another rank"
-
-
-def test_a_checkpoint_before_the_first_step(tmp_path: Path) -> None:
-    written = run(config_of(), 0, 0, None, str(tmp_path))
-    assert written.saved[0].problem is None
-    assert not differences(run(config_of(), 0, 0, step_folder(tmp_path, 0), None).state, written.state)
 
 
 # ---- models of the user's own

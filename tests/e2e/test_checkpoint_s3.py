@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.arch.source import ROOT
-from tests.e2e.command import environment, shardwise
+from tests.e2e.command import python, shardwise
 from tests.loopback_s3 import BUCKET, user_of
 
 WRITE = """
@@ -49,15 +46,6 @@ print(json.dumps(found))
 """
 
 
-def python(code: str, *arguments: str, **variables: str) -> str:
-    """A program of its own: the client has threads, and reads its environment once."""
-    command = [sys.executable, "-c", code, *arguments]
-    env = environment(**variables)
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_places_in_an_object_store(object_store: str) -> None:
     url = f"s3://{BUCKET}/places"
     found = json.loads(python(USE, url, **user_of(object_store)))
@@ -91,16 +79,6 @@ def test_the_commands_in_an_object_store(object_store: str, tmp_path: Path) -> N
     assert [each["step"] for each in json.loads(out)] == [300]
 
 
-def test_what_is_wrong_with_an_object_store_is_told(object_store: str, tmp_path: Path) -> None:
-    user = user_of(object_store)
-    text = shardwise("checkpoint", "inspect", "s3://no-such-bucket/run", at=tmp_path, **user).failed(2)
-    assert "s3://no-such-bucket/run must be a checkpoint or a run's folder: there is nothing of that name" in text
-    del user["AWS_ACCESS_KEY_ID"], user["AWS_SECRET_ACCESS_KEY"]
-    nobody = {"AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "AWS_CONFIG_FILE": "/nowhere", **user}
-    text = shardwise("checkpoint", "inspect", f"s3://{BUCKET}/run", at=tmp_path, **nobody).failed(1)
-    assert f"s3://{BUCKET}/run cannot be read: Unable to locate credentials; set AWS_ACCESS_KEY_ID" in text
-
-
 FETCH = """
 import contextlib, io, json, os, sys
 import s3fs
@@ -125,6 +103,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_a_public_bucket_is_read_without_credentials(object_store: str, tmp_path: Path) -> None:
     user = user_of(object_store) | {"HOME": str(tmp_path)}  # without anybody's configuration
     found = json.loads(python(FETCH, str(tmp_path), **user))

@@ -79,6 +79,7 @@ def test_a_graph_of_other_facts_is_refused_with_the_difference(shown: Shown) -> 
     assert not (shown.at / "other").exists(), "a refused start leaves nothing"
 
 
+@pytest.mark.slow
 def test_a_training_refuses_to_compile_and_finds_what_was_compiled(tmp_path: Path) -> None:
     """By Inductor, of a model of one's own that has one small graph."""
     write_recipe(tmp_path, MENDED)

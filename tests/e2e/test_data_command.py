@@ -6,14 +6,11 @@ import os
 import re
 import shlex
 import signal
-import struct
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shardwise.data.reading.megatron_files import MAGIC
 from tests.arch.source import ROOT
 from tests.e2e import processes
 from tests.e2e.command import Outcome, metrics, miniature, shardwise, within
@@ -78,32 +75,12 @@ def test_a_data_set_of_the_hub(at: Path, tmp_path: Path) -> None:
     assert TOKEN not in done.out + done.err + (tmp_path / "out.json").read_text()
 
 
-def test_text_to_megatron_to_bert(at: Path) -> None:
-    """Sentences as sequences, which a BERT pairs and masks."""
-    prepared(at, "a.jsonl", "pairs", "--split-sentences", "--tokenizer", "vocabulary")
-    run = ("model.vocab_size=64", "data.path=pairs", "data.tokenizer=vocabulary", "train.sequence_length=32")
-    shardwise("train", "bert-tiny", *TRAIN, *run, "--run-dir", "bert", at=at).succeeded()
-    assert len(losses(at / "bert")) == 3
-
-
 @pytest.fixture(scope="module")
 def shards(at: Path) -> Path:
     (at / "shards").mkdir()
     for number in range(2):
         hdf5_shards.write(at / "shards" / f"shards_training_{number}.hdf5", hdf5_shards.arrays(100))
     return at / "shards"
-
-
-def test_another_tokenizer_than_the_manifests_is_refused(at: Path) -> None:
-    (at / "other").mkdir(exist_ok=True)
-    lines = (at / "vocabulary" / "vocab.txt").read_text().splitlines()
-    (at / "other" / "vocab.txt").write_text("\n".join([*lines[:5], *reversed(lines[5:])]) + "\n")
-    prepared(at, "a.jsonl", "refused", "--format", "megatron", "--tokenizer", "vocabulary")
-    run = ("model.vocab_size=64", "data.path=refused", "data.tokenizer=other", "train.sequence_length=32")
-    said = within("train", "gpt-tiny", *TRAIN, *run, "--run-dir", "refused-run", at=at).failed(2)
-    assert "data.tokenizer (other, " in said, said
-    assert "refused.json" in said, said
-    assert len(said.splitlines()) == 1
 
 
 SIGNAL_AT_A_MOMENT = """
@@ -175,21 +152,14 @@ def test_ctrl_c_is_one_line(at: Path, tmp_path: Path) -> None:
 
 BAD = {
     "no-such.txt out --format megatron --tokenizer vocabulary": "INPUT (no-such.txt) does not exist",
-    "a.jsonl out --format megatron --tokenizer vocabulary --config en": "--config (en) must be left out with INPUT",
     "a.jsonl out --format hdf5 --tokenizer vocabulary --whole-word": "--format (hdf5) must be megatron, or left out",
-    "a.jsonl out --format arrow --tokenizer vocabulary": "--format (arrow) must be megatron, or left out: a run cuts",
-    "a.jsonl out --tokenizer vocabulary --sequence-length 64": "--sequence-length must be left out: a run cuts",
     "latin.txt out --format megatron --tokenizer vocabulary": "latin.txt: byte 3 (0xe9) is not UTF-8",
-    "raw.bin out --format megatron --append-eod": "--append-eod must be left out with raw tokens",
-    "a.jsonl out --format megatron": "--tokenizer is missing: text becomes tokens by one",
-    "a.jsonl out --format megatron --tokenizer vocabulary --eod-token 5": "--eod-token must be left out with text",
 }
 
 
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_line(line: str, at: Path) -> None:
     (at / "latin.txt").write_bytes(b"caf\xe9")
-    (at / "raw.bin").write_bytes(b"\x05\x00\x20\x00")
     said = within("data", "prepare", *line.split(), at=at).failed(2)
     assert BAD[line] in said, said
     assert sum(not each.startswith("preparing") for each in said.splitlines()) == 1, said
@@ -243,51 +213,3 @@ def test_inspect_fits_a_terminal(at: Path, shards: Path) -> None:
     assert (found["documents"], found["dtype"]) == (200, "uint16")
     assert len(found["samples"]) == 1
     assert sum(number for _, _, number in found["lengths"]["bins"]) == 200
-
-
-def test_a_large_file_is_inspected_at_once(tmp_path: Path) -> None:
-    """A sparse .bin of 100 GB."""
-    tokens, documents = 50_000_000_000, 1000
-    with (tmp_path / "large.bin").open("wb") as file:
-        file.truncate(2 * tokens)
-    sizes = np.full(documents, tokens // documents, dtype="<i4")
-    pointers = np.arange(documents, dtype="<i8") * (tokens // documents) * 2
-    with (tmp_path / "large.idx").open("wb") as file:
-        file.write(MAGIC + struct.pack("<QBQQ", 1, 8, documents, documents + 1))
-        file.write(sizes.tobytes() + pointers.tobytes() + np.arange(documents + 1, dtype="<i8").tobytes())
-    begin = time.process_time()
-    said = within("data", "inspect", "large", at=tmp_path).succeeded().out
-    assert time.process_time() - begin < 10
-    assert "50,000,000,000, uint16" in said
-    assert "that were looked at" in said
-
-
-INSPECTED = {
-    "no-such": "PATH (no-such) does not exist in FOLDER: name Megatron's PREFIX, HDF5 shards, an arrow folder",
-    "key.hdf5": "key.hdf5 must have the array next_sentence_labels",
-    "bad.jsonl": "bad.jsonl: line 2",
-    "arrow": "arrow cannot be opened as an arrow folder",
-}
-
-
-@pytest.mark.parametrize("path", INSPECTED)
-def test_inspect_tells_what_is_wrong_in_one_line(path: str, at: Path, shards: Path) -> None:
-    if path == "arrow":
-        pytest.importorskip("datasets")
-    at = shards.parent
-    damage(at, path)
-    said = within("data", "inspect", path, at=at).failed(2).replace(str(at), "FOLDER")
-    assert INSPECTED[path] in said, said
-    assert len(said.splitlines()) == 1, said
-
-
-def damage(at: Path, path: str) -> None:
-    if path == "key.hdf5":
-        found = hdf5_shards.arrays(4)
-        del found["next_sentence_labels"]
-        hdf5_shards.write(at / path, found)
-    elif path == "bad.jsonl":
-        (at / path).write_text('{"text": "one"}\n{"text"\n')
-    elif path == "arrow":
-        (at / path).mkdir(exist_ok=True)
-        (at / path / "state.json").write_text("{")

@@ -123,6 +123,7 @@ def test_inside_torchrun_they_join(followed: tuple[Path, dict[str, Outcome]]) ->
     assert len(answer(written)["tokens"]) == 3
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_alike_at_any_layout(trained: Trained, tmp_path: Path) -> None:
     whole = answer(within("evaluate", trained.run, "--json", at=tmp_path))
     cut = answer(shardwise("evaluate", trained.run, "--json", "--nproc", "4", "parallel.context=2", at=tmp_path))
@@ -165,15 +166,6 @@ def test_a_run_in_a_pipeline_goes_on_without_one(tmp_path: Path) -> None:
     assert losses == pytest.approx(wanted, rel=1e-5)
     shown = shardwise("checkpoint", "inspect", "run/checkpoints/step-00000002", at=tmp_path).out
     assert "TP 2 × PP 2 × DP 1 = 4 ranks; blocks [2, 2, 2, 2], schedule zbv" in shown
-
-
-def test_it_stops_where_the_longest_sequence_is_full(trained: Trained, tmp_path: Path) -> None:
-    options = ("--prompt", "The ring", "--max-tokens", "99", "--json")
-    full = answer(within("generate", trained.run, *options, at=tmp_path))
-    if full["stopped"] == "context":
-        assert len(full["tokens"]) + full["prompt_tokens"] == 32 + 1, "the last token needs no position"
-    else:
-        assert full["stopped"] == "eos"
 
 
 def test_a_run_means_its_newest_intact_checkpoint(trained: Trained, tmp_path: Path) -> None:
@@ -226,26 +218,14 @@ def test_a_hugging_face_folder(foreign: Path) -> None:
 
 
 NOT_FINITE = "must have finite weights, and it has values that are NaN or infinite in transformer.ln_f.bias (3)"
+
+
 WRONG: dict[str, tuple[str, str]] = {
-    "evaluate weights that are NaN": ("evaluate diverged data.path=own.txt", f"diverged) {NOT_FINITE}"),
-    "import weights that are NaN": ("checkpoint import diverged out", f"SOURCE {NOT_FINITE}"),
+    "weights that are NaN": ("evaluate diverged data.path=own.txt", f"diverged) {NOT_FINITE}"),
     "no such folder": ("evaluate ./nowhere", "CHECKPOINT (./nowhere) must be a folder with weights"),
-    "hardly any data": ("evaluate bert data.path=short.txt", "must hold at least 2 samples"),
     "another key": ("evaluate gpt optimizer.lr=1", "optimizer.lr: evaluate reads data.*"),
-    "a key misspelt": ("evaluate gpt train.sequence_lenght=1", "did you mean train.sequence_length?"),
-    "heads": ("evaluate gpt parallel.tensor=3", "parallel.tensor (3) must divide model.num_attention_heads (4)"),
-    "tokenizer too large": (
-        "evaluate small data.path=own.txt",
-        "the vocabulary of the tokenizer small (270) must be at most that of the model in small (61)",
-    ),
-    "tasks and a text": ("evaluate gpt --tasks a data.path=own.txt", "data.path: evaluate --tasks reads"),
-    "tasks of bert": ("evaluate bert --tasks a", "--tasks must be left out with model.family bert"),
     "no tokenizer": ("generate mute --prompt a", "mute must hold the model's tokenizer (tokenizer.json, vocab.json"),
-    "bert": ("generate bert --prompt a", "must be a causal language model"),
-    "no prompt": ("generate gpt", "one of the arguments --prompt --prompt-file --interactive is required"),
-    "no text": ("generate gpt --prompt-file latin.txt", "--prompt-file (latin.txt) must be UTF-8, and byte 2 is not"),
     "a long prompt": ("generate gpt --prompt-file own.txt", "must be at most model.max_position_embeddings (24)"),
-    "temperature": ("generate gpt --prompt a --temperature -1", "--temperature (-1.0) must be at least 0"),
 }
 
 
