@@ -112,7 +112,7 @@ def test_a_public_bucket_is_read_without_credentials(object_store: str, tmp_path
     assert not (tmp_path / "nobody/closed.txt").exists()
     refusals = {
         "nobody open.txt": (
-            "Unable to locate credentials; set AWS_ACCESS_KEY_ID",
+            "open.txt cannot be read: Unable to locate credentials; set AWS_ACCESS_KEY_ID",
             "it is public, read it by --anonymous",
         ),
         "nobody closed.txt --anonymous": ("Forbidden; it is not public: leave out --anonymous; set AWS_ACC",),

@@ -191,8 +191,9 @@ def test_out_of_memory_names_phase_rank_bytes_and_remedies(tmp_path: Path) -> No
     assert said[0] == f"FAILED before the first step: {told}."
     for kind in ("parameters", "gradients", "optimizer", "activations", "loss", "buffers"):
         assert f" {kind} " in said[2], f"the expected bytes of {kind} are missing: {said[2]}"
-    assert said[3].startswith(f"what would help: train.micro_batch={samples // 2} (")
-    assert "parallel.tensor=2 on 2 ranks (" in said[3]
+    assert said[3].startswith("what would help: ")
+    for remedy in (f"train.micro_batch={samples // 2} (", "parallel.tensor=2 on 2 ranks ("):
+        assert remedy in said[3]
     assert said[-1] == "see: shardwise explain out-of-memory"
     assert said[-2].startswith("resume: shardwise train ")
     assert len(said) == 8, f"more than the message, its log, the command and the address: {said}"

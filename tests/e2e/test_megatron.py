@@ -126,6 +126,11 @@ def test_a_blend_with_its_tokenizer(data: Data) -> None:
     assert 'data.blend ([1.0, "a", 1.0, "b"]) must be [0.7, "a", 0.3, "b"]' in changed
 
 
+def test_a_token_beyond_the_vocabulary_is_named(data: Data) -> None:
+    said = shardwise("train", *COMMAND, "model.vocab_size=200", "data.path=a", "--run-dir", "small", at=data.at)
+    assert ", must be in 0 … 199: set model.vocab_size to that of the tokenizer that made the data" in said.failed(2)
+
+
 @pytest.mark.slow
 def test_the_page_runs(tmp_path: Path) -> None:
     """docs/data.md: its program makes the data that its commands read."""
