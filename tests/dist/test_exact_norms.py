@@ -151,7 +151,12 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("world", "case"), LAYOUTS, ids=str)
+OFTEN = (LAYOUTS[1], LAYOUTS[3], LAYOUTS[6], LAYOUTS[7])
+
+
+@pytest.mark.parametrize(
+    ("world", "case"), [pytest.param(*one, marks=() if one in OFTEN else pytest.mark.slow) for one in LAYOUTS], ids=str
+)
 def test_norms_have_the_bits_of_one_process(world: int, case: Case, ranks: Any) -> None:
     for found in run(ranks, world, measure, case):
         assert found == one_process(case.scale)

@@ -82,7 +82,7 @@ def folder(memory: Path, node: int) -> Path:
     return memory / f"shardwise-{os.getuid()}-{RUN}-n{node}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("TP 2, ZeRO off", marks=pytest.mark.slow), "PP 2, mixed, ZeRO-3"])
 def test_the_run_goes_on_from_memory_to_the_bit(layout: str, tmp_path: Path, ranks: Any) -> None:
     config = config_of(**LAYOUTS[layout])
     everywhere = ranks(4).run(train, config, tmp_path, 3, 2)
@@ -131,6 +131,7 @@ def test_a_part_that_does_not_fit_ends_the_copies_and_no_training(tmp_path: Path
     assert seen.problem == f"{folder(tmp_path, 0)}: No space left on device"
 
 
+@pytest.mark.slow
 def test_damaged_parts_count_as_missing(tmp_path: Path, ranks: Any) -> None:
     config = config_of()
     ranks(4).run(train, config, tmp_path, 3, 0, "*/rank-0001-step-00000003")
@@ -173,6 +174,7 @@ def test_a_folder_that_is_not_this_users_alone_gets_no_copies(trap: str, tmp_pat
     assert [path.name for path in (*target.iterdir(), *there.iterdir())] == ["in-use"] * (1 + (trap == "a link"))
 
 
+@pytest.mark.slow
 def test_steps_that_were_undone_are_not_continued_from(tmp_path: Path, ranks: Any) -> None:
     """A run has copies of steps 2 and 3, goes back to step 1, does one step again, and starts once more."""
     config = config_of()
@@ -192,6 +194,7 @@ def test_a_step_is_undone_by_a_later_start_before_it() -> None:
     assert is_of_history(14, (0,), (0, 10, 14))
 
 
+@pytest.mark.slow
 def test_copies_of_another_configuration_or_number_of_ranks_are_left_alone(tmp_path: Path, ranks: Any) -> None:
     config = config_of()
     ranks(4).run(train, config, tmp_path, 2, 0)
@@ -202,6 +205,7 @@ def test_copies_of_another_configuration_or_number_of_ranks_are_left_alone(tmp_p
     assert ranks(4).run(train, longer, tmp_path, 0, 0)[0].step == 2, "as from a checkpoint on the disk"
 
 
+@pytest.mark.slow
 def test_only_what_no_run_uses_is_removed_after_an_hour(tmp_path: Path, ranks: Any) -> None:
     config = config_of()
     names = {name: tmp_path / f"shardwise-{os.getuid()}-{name}-n0" for name in ("used", "left", "new")}

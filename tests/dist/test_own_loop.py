@@ -221,7 +221,7 @@ def scaled(overlap: bool, options: dict[str, Any]) -> list[Any]:
     [{}, {"stage": 0}, {"optimizer_class": LAMB, "lr": 0.01}, {"gradient_dtype": torch.float16}],
     ids=["sharded", "whole", "lamb", "half gradients"],
 )
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_ranks_skip_a_scaled_step_whose_gradient_is_not_finite_on_one(
     overlap: bool, options: dict[str, Any], ranks: Any
 ) -> None:

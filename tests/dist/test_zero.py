@@ -533,7 +533,7 @@ def plain_step(average: bool, max_norm: float | None) -> tuple[list[float], floa
 
 
 @pytest.mark.parametrize(("average", "gradient"), [(True, 1.5), (False, 3.0)])
-@pytest.mark.parametrize("max_norm", [None, 100.0, 1.0])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_gradients_of_the_replicas_are_averaged_or_summed(
     average: bool, gradient: float, max_norm: float | None, ranks: Any
 ) -> None:
