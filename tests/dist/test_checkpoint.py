@@ -21,6 +21,7 @@ from tests.dist.checkpoints import (
     PLACE,
     Result,
     State,
+    canonical_state,
     load,
     make_saver,
     make_trainer,
@@ -339,6 +340,14 @@ def test_weights_are_read_once_over_all_ranks(tensor: int, ranks: Any, tmp_path:
         assert not differences(each.state, {"model": written})
     whole = sum(4 * weight.numel() for weight in written.values())
     assert whole * 0.99 <= sum(each.bytes_read for each in results) <= whole * 1.1
+
+
+def test_weights_alone_come_from_the_masters(tmp_path: Path) -> None:
+    trained = run(config_of(mode="mixed"), 3, 0, None, str(tmp_path))
+    trainer = make_trainer(config_of(mode="mixed"))
+    load(trainer, step_folder(tmp_path, 3), weights_only=True)
+    wanted = {name: trained.state[name] for name in ("model", "master")}
+    assert not differences(canonical_state(trainer), wanted), "no moments, same weights"
 
 
 def refusal(config: Config, folder: str) -> str:

@@ -247,18 +247,13 @@ ATTENTION_ALONE = {"vocab_size": 32, "intermediate_size": 16, "num_key_value_hea
 """Most memory is that of keys and values."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recompute", "context", "keys", "grain"),
     [
-        ("none", 4, "ring", None),
-        pytest.param("none", 4, "gather", None, marks=pytest.mark.slow),
-        *(
-            pytest.param(kind, 4, keys, None, marks=pytest.mark.slow)
-            for kind in RECOMPUTE[1:]
-            for keys in ("gather", "ring")
-        ),
-        pytest.param("none", 2, "gather", 4, marks=pytest.mark.slow),
-        pytest.param("none", 1, "gather", 4, marks=pytest.mark.slow),
+        *((kind, 4, keys, None) for kind in RECOMPUTE for keys in ("gather", "ring")),
+        ("none", 2, "gather", 4),
+        ("none", 1, "gather", 4),
     ],
 )
 def test_ranks_that_share_samples_hold_what_cost_has(
@@ -408,7 +403,8 @@ def bytes_beside_the_parts(config: Config, root: str) -> tuple[dict[str, int], i
     return most, max(whole), sum(whole)
 
 
-@pytest.mark.parametrize("mode", ["float32", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["float32", "mixed"])
 def test_with_zero_3_no_rank_ever_holds_more_than_a_unit(mode: str, ranks: Any, tmp_path: Path) -> None:
     train = {"global_batch": 4, "micro_batch": 1, "sequence_length": 16}
     config = make_config(

@@ -110,6 +110,15 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert not differences(read.state, canonical_state(trainer))
 
 
+def test_those_of_every_so_many_steps_stay(tmp_path: Path) -> None:
+    saver = make_saver(make_trainer(config_of()), str(tmp_path), keeping=Keeping(last=1, every=2))
+    for step in (1, 2, 3, 4):
+        saver.save(step, PLACE)
+        saver.wait()
+    assert [each.removed for each in saver.finished()] == [(), (1,), (), (3,)]
+    assert [each.step for each in checkpoints(Root.of(tmp_path))] == [4, 2]
+
+
 def test_what_goes_is_known_without_reading_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even of those that an earlier process saved; a checkpoint that has lost bytes since does not count."""
     run(config_of(), 1, 0, None, str(tmp_path))
