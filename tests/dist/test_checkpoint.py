@@ -298,18 +298,6 @@ def test_a_pipeline_writes_and_reads_each_byte_once(ranks: Any, tmp_path: Path) 
     assert weights * 0.99 <= read <= weights * 1.1, f"{read / weights:.3f} of the weights' bytes are read"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [0, 1])
-def test_frozen_weights_are_read_once(zero: int, ranks: Any, tmp_path: Path) -> None:
-    model = {"family": "tests.dist.own_models:Plain", "vocab_size": 131, "width": 1024, "rows": 2048}
-    config = config_of(zero=zero, model=model)
-    written = on_ranks(ranks, 4, run, config, 1, 0, None, str(tmp_path))[0].state
-    results = on_ranks(ranks, 4, run, config, 0, 0, step_folder(tmp_path, 1), None)
-    assert not differences(results[0].state, written)
-    table, *trained = (4 * written["model"][name].numel() for name in ("table", "embedding.weight", "gain"))
-    assert sum(each.bytes_read for each in results) <= 1.1 * (table + 3 * sum(trained))
-
-
 class Counted(CheckpointReader):
     """`last`: the reader that was made last."""
 
@@ -327,19 +315,6 @@ def load_weights(config: Config, folder: str) -> Result:
         load_checkpoint(trainer.model, config.model.family, trainer.mesh, Root.of(folder))
     weights = canonical_weights(trainer.model, trainer.mesh.pp, optimizer=trainer.optimizer)
     return Result(state={"model": {name: t.cpu() for name, t in weights.items()}}, bytes_read=Counted.last.bytes_read)
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_weights_are_read_once_over_all_ranks(tensor: int, ranks: Any, tmp_path: Path) -> None:
-    """By data parallelism too, which holds them alike."""
-    model = {**make_config().model.model_dump(), **WIDE}
-    written = run(config_of(model=model), 0, 0, None, str(tmp_path)).state["model"]
-    config = config_of(tensor, tensor > 1, model=model)
-    results = on_ranks(ranks, 4, load_weights, config, step_folder(tmp_path, 0))
-    for each in results:
-        assert not differences(each.state, {"model": written})
-    whole = sum(4 * weight.numel() for weight in written.values())
-    assert whole * 0.99 <= sum(each.bytes_read for each in results) <= whole * 1.1
 
 
 def test_weights_alone_come_from_the_masters(tmp_path: Path) -> None:

@@ -232,14 +232,3 @@ def test_a_text_that_leaves_another_is_read_again_where_the_window_forgot_it() -
     for prompt in ([4, 2, 7, 9, 11, 3], [4, 2, 7], [4, 2, 7, 30, 31, 32, 33, 34]):
         wanted = list(generate(model, mesh(1), prompt, 6, Sampler(0.0)))
         assert list(generate(model, mesh(1), prompt, 6, Sampler(0.0), reader=reader)) == wanted
-
-
-def test_a_cache_refuses_what_it_has_no_room_for() -> None:
-    model = build(folder("gpt")[0], 1)
-    cache = KeyValueCache(4)
-    with torch.no_grad():
-        model.logits(ids(3, 1), cache)
-        with pytest.raises(
-            ValueError, match=r"the tokens \(6\) must be at most those that the cache has room for \(4\)"
-        ):
-            model.logits(ids(3, 1), cache)

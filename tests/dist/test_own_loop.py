@@ -167,25 +167,6 @@ def test_clips_the_whole_models_gradient_by_hand_with_and_without_overlap(ranks:
                 assert difference(weights, [p.detach() for p in model.parameters()]) <= 1e-6
 
 
-def clipped_by_torch() -> str:
-    model = make_model()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
-    with optimizer.accumulate(last=True):
-        loss_of(model, 0, dist.get_rank(), 2).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.2)
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_clipping_half_reduced_gradients_by_torch_is_refused(ranks: Any) -> None:
-    pool: RankPool = ranks(2)
-    for said in pool.run(clipped_by_torch):
-        assert said.startswith("gradients were changed after their reduction over the ranks began: clip them by")
-
-
 # ---- a scaled loss
 
 FLAWED = {1: 1, 4: 0}

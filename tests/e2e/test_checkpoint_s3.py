@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import python, shardwise
+from tests.e2e.command import python
 from tests.loopback_s3 import BUCKET, user_of
 
-WRITE = """
-import sys
-from shardwise.checkpoint.storage.root import Root
-from tests.stored import small_tensors, write_checkpoint
-for step in (100, 200, 300):
-    write_checkpoint(Root.of(sys.argv[1]), step, small_tensors(1), ranks=2)
-write_checkpoint(Root.of(sys.argv[2]), 300, small_tensors(1), ranks=1)
-"""
 USE = """
 import json, sys
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -57,26 +49,6 @@ def test_places_in_an_object_store(object_store: str) -> None:
         assert text.startswith(f"{url}/odd [name] */gone cannot be read: ")
     assert found[10][0].startswith("s3://no-such-bucket/x/y cannot be written: ")
     assert "AWS_ENDPOINT_URL" in found[10][0]
-
-
-@pytest.mark.slow
-def test_the_commands_in_an_object_store(object_store: str, tmp_path: Path) -> None:
-    url, user = f"s3://{BUCKET}/commands", user_of(object_store)
-    local = tmp_path / "local"
-    python(WRITE, url, str(local), **user)
-    out = shardwise("checkpoint", "inspect", url, at=tmp_path, **user).succeeded().out
-    assert out.startswith(f"{url}: 3 checkpoints\n")
-    assert out.count("complete") == 3
-    out = shardwise("checkpoint", "inspect", f"{url}/step-00000300", at=tmp_path, **user).succeeded().out
-    assert "step        300 of 1,000" in out
-    out = shardwise("checkpoint", "verify", url, at=tmp_path, **user).succeeded().out
-    assert out.count("intact; 4 files, 16 tensors") == 3
-    out = shardwise("checkpoint", "diff", url, local, at=tmp_path, **user).succeeded().out
-    assert out.endswith("equal: the same tensors to the bit\n")
-    out = shardwise("checkpoint", "prune", url, "--keep", "1", at=tmp_path, **user).succeeded().out
-    assert f"removed {url}/step-00000100" in out
-    out = shardwise("checkpoint", "inspect", url, "--json", at=tmp_path, **user).succeeded().out
-    assert [each["step"] for each in json.loads(out)] == [300]
 
 
 FETCH = """

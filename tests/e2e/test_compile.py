@@ -111,18 +111,6 @@ def test_a_graph_break_names_file_line_and_module(tmp_path: Path) -> None:
     assert "set compile.enabled=false" in said, said
 
 
-@pytest.mark.slow
-def test_what_failed_is_compiled_again_once_it_is_mended(tmp_path: Path) -> None:
-    write_recipe(tmp_path, BREAKING)
-    command = ("compile", "recipe.yaml", "compile.backend=aot_eager", "--cache-dir", "graphs")
-    compiled = shardwise(*command, at=tmp_path)
-    assert "mine.py:8: " in compiled.out, compiled.out
-    assert compiled.code == 1
-    (tmp_path / "mine.py").write_text(MENDED)
-    mended = shardwise(*command, at=tmp_path)
-    assert "(aot_eager) keeps nothing of it that another process can use" in mended.out, mended.out
-
-
 BREAKING = """\
 import torch
 from torch import nn

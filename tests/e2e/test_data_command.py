@@ -13,10 +13,8 @@ import pytest
 
 from tests.arch.source import ROOT
 from tests.e2e import processes
-from tests.e2e.command import Outcome, metrics, miniature, shardwise, within
-from tests.loopback_hub import TOKEN, serve, user_of
+from tests.e2e.command import Outcome, metrics, shardwise, within
 from tests.unit.data import hdf5_shards
-from tests.unit.data.formats.test_datasets_of_the_hub import FILES
 from tests.unit.data.prepare.jobs import WORDS, texts, write_jsonl
 
 TRAIN = ("train.steps=3", "train.global_batch=4", "train.micro_batch=2", "train.eval_every=0", "log.tensorboard=false")
@@ -52,27 +50,6 @@ def test_text_to_megatron_to_a_blend(at: Path) -> None:
     run = ("model.vocab_size=64", "data.blend=[0.7,a,0.3,b]", "data.tokenizer=vocabulary", "train.sequence_length=32")
     shardwise("train", "gpt-tiny", *TRAIN, *run, "--run-dir", "blend", at=at).succeeded()
     assert len(losses(at / "blend")) == 3
-
-
-@pytest.mark.slow
-def test_a_data_set_of_the_hub(at: Path, tmp_path: Path) -> None:
-    given = ("out", "--format", "megatron", "--tokenizer", at / "vocabulary")
-    with serve(FILES) as site:
-        variables = user_of(site.address, str(tmp_path / "hf"))
-        named = ("acme/gated", "--config", "en", "--split", "train,validation")
-        said = shardwise("data", "prepare", *named, *given, at=tmp_path, **variables, HF_TOKEN="").failed(2)
-        assert f"is gated: accept its licence on {site.address}/datasets/acme/gated, then set HF_TOKEN" in said
-        done, again = (
-            shardwise("data", "prepare", *named, *given, at=tmp_path, **variables, HF_TOKEN=TOKEN) for _ in range(2)
-        )
-        run = ("miniature.yaml", "data.dataset=acme/gated", "data.config=en", "data.split=train,validation")
-        miniature(tmp_path)
-        trained = shardwise("train", *run, "train.steps=1", at=tmp_path, **variables, HF_TOKEN=TOKEN)
-    assert done.code == 0, done.err
-    assert "; 100 documents" in done.out
-    assert "(there already); 100 documents" in again.out
-    assert trained.code == 0, "a run reads the same data set by itself: " + trained.err
-    assert TOKEN not in done.out + done.err + (tmp_path / "out.json").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -140,34 +140,6 @@ def test_a_run_goes_on_with_a_text_alike_at_any_layout(trained: Trained, tmp_pat
     assert len(alone["tokens"]) == 8
 
 
-@pytest.mark.slow
-def test_a_pipeline_answers_alike(trained: Trained, tmp_path: Path) -> None:
-    evaluate = ("evaluate", trained.run, "--json")
-    whole, cut = (answer(shardwise(*evaluate, *keys, at=tmp_path)) for keys in ((), ("parallel.pipeline=2",)))
-    assert cut["layout"] == {"ranks": 2, "tensor": 1, "sequence": False, "pipeline": 2, "data": 1}
-    assert (cut["loss"], cut["counted"]) == (whole["loss"], whole["counted"]), "no sum is cut: equal to the bit"
-    generate = ("generate", trained.run, "--prompt", "The ring", "--max-tokens", "8", "--json")
-    alone, together = (
-        answer(shardwise(*generate, *keys, at=tmp_path)) for keys in ((), ("parallel.pipeline=2", "parallel.tensor=2"))
-    )
-    assert together["tokens"] == alone["tokens"]
-
-
-@pytest.mark.slow
-def test_a_run_in_a_pipeline_goes_on_without_one(tmp_path: Path) -> None:
-    """From PP 2 in a V with TP 2; each draws its sample."""
-    cut = ("parallel.pipeline=2", "parallel.tensor=2", "parallel.schedule=zbv")
-    sizes = ("train.global_batch=8", "train.micro_batch=2", "train.dropout_mode=invariant", "train.steps=4")
-    for keys in (("train.stop_after=2", *cut), ()):
-        outcome = shardwise("train", "gpt-tiny", "--run-dir", "run", *sizes, *keys, at=tmp_path).succeeded()
-        assert "sample: " in outcome.out + outcome.err
-    shardwise("train", "gpt-tiny", "--run-dir", "alone", *sizes, at=tmp_path).succeeded()
-    losses, wanted = ([line["loss"] for line in metrics(tmp_path / run, "step")] for run in ("run", "alone"))
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    shown = shardwise("checkpoint", "inspect", "run/checkpoints/step-00000002", at=tmp_path).out
-    assert "TP 2 × PP 2 × DP 1 = 4 ranks; blocks [2, 2, 2, 2], schedule zbv" in shown
-
-
 def test_a_run_means_its_newest_intact_checkpoint(trained: Trained, tmp_path: Path) -> None:
     at = tmp_path
     (at / "own.txt").write_text(TEXT[:60])

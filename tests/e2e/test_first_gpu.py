@@ -59,10 +59,3 @@ def test_every_question_has_figures_and_the_report_a_table_for_each(tmp_path: Pa
     rows = compared(tmp_path, tmp_path, tmp_path)
     assert len(rows) == len([line for line in found if "step_ms" in line and line["question"] == "training"])
     assert {row[6] for row in rows} == {"1.000"}
-
-
-@pytest.mark.slow
-def test_a_question_stops_when_its_time_is_over(tmp_path: Path) -> None:
-    outcome = run("--tiny", "--deadline", 0.2, "--out", tmp_path, "matmul")
-    assert outcome.returncode == 0, outcome.stderr
-    assert "its share of the time" in lines(tmp_path)[-1]["stopped"]

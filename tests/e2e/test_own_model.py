@@ -191,19 +191,6 @@ def test_verify_compares_both_models(followed: Followed) -> None:
     assert counts == [[("204,224", "204,224")], [("102,720", "204,224")]], "half of a vocabulary of 302 rows is held"
 
 
-@pytest.mark.slow
-def test_verify_refuses_another_activation(tmp_path: Path) -> None:
-    """An approximation of GELU, which differs from the exact one by less than 5e-4 anywhere."""
-    shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
-    changes = (("plain.py", "F.gelu(self.up(x))"), ("sharded.py", 'F.gelu(self.up(x), approximate="tanh")'))
-    for name, activation in changes:
-        code = (EXAMPLE / name).read_text(encoding="utf-8")
-        assert code.count("F.relu(self.up(x)).square()") == 1
-        (tmp_path / name).write_text(code.replace("F.relu(self.up(x)).square()", activation), encoding="utf-8")
-    refused = shardwise("verify.py", at=tmp_path, program=PROGRAMS["python"]).failed(1)
-    assert refused == "the two models are not the same\n"
-
-
 def test_what_is_known_is_exact_and_the_rest_is_not_invented(followed: Followed) -> None:
     parameters = sum(p.numel() for p in plain(followed.config).parameters())
     for name, replicas in (("one", 1), ("four", 2)):
