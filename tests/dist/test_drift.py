@@ -13,7 +13,7 @@ from shardwise.train import build, trainer
 from shardwise.train.model_checks import check_replicas
 from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import MODEL, make_config, make_data
+from tests.dist.training import make_config, make_data
 from tests.rank_pool import RankPool
 
 NORM = "norm.weight"
@@ -77,11 +77,6 @@ def test_what_is_not_copied_may_differ(ranks: Any) -> None:
     pool: RankPool = ranks(4)
     for name, element in ((QKV, 0), ("layers.0.mlp.down_proj.weight", 5), ("lm_head.weight", 0)):
         assert pool.run(drift, 4, torch.float32, {1: (name, element, 3)}) == [None] * 4
-
-
-def test_head_sizes_are_what_the_cases_assume() -> None:
-    assert MODEL["hidden_size"] == 64
-    assert (MODEL["num_attention_heads"], MODEL["num_key_value_heads"]) == (8, 2)
 
 
 def test_a_run_compares_every_few_steps_and_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,13 +40,13 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 @pytest.mark.parametrize(
     ("world", "sections", "sums"),
     [
-        (2, {"parallel": {"tensor": 2}}, 0),
-        (2, {"parallel": {"tensor": 2, "sequence": True}}, 1),
+        pytest.param(2, {"parallel": {"tensor": 2}}, 0, marks=pytest.mark.slow),
+        pytest.param(2, {"parallel": {"tensor": 2, "sequence": True}}, 1, marks=pytest.mark.slow),
         (2, {"parallel": {"tensor": 2, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 1),
         # Two K/V heads on four ranks: their copies are summed over pairs, norms over all four.
         (4, {"parallel": {"tensor": 4}, "model": BIASED}, 1),
         (4, {"parallel": {"tensor": 4, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 2),
-        (4, {"parallel": {"tensor": 2, "sequence": True}}, 1),
+        pytest.param(4, {"parallel": {"tensor": 2, "sequence": True}}, 1, marks=pytest.mark.slow),
         (4, {"parallel": {"tensor": 2, "sequence": True}, "optimizer": {"zero": 0}, "model": BIASED}, 1),
     ],
 )
