@@ -266,7 +266,7 @@ INSPECTED = {
     "no-such": "PATH (no-such) does not exist in FOLDER: name Megatron's PREFIX, HDF5 shards, an arrow folder",
     "key.hdf5": "key.hdf5 must have the array next_sentence_labels",
     "bad.jsonl": "bad.jsonl: line 2",
-    "arrow": "arrow cannot be opened as an arrow folder",
+    "arrow": "arrow/state.json is no JSON",
 }
 
 
