@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,14 @@ from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part
 from shardwise.data.samples.order import mix, mix_integer
 from shardwise.data.split import describe_sizes
-from shardwise.data.tokens.encoding import RULE, ContentDigest, document_marks, encode_documents, encode_sentences
+from shardwise.data.tokens.encoding import (
+    RULE,
+    ContentDigest,
+    digests_of,
+    document_marks,
+    encode_documents,
+    encode_sentences,
+)
 from shardwise.data.tokens.tokenizer import (
     Tokenizer,
     keep_user_tokenizer,
@@ -113,11 +120,12 @@ _ONE_PART = TextSplit(None, sys.maxsize)
 
 
 @dataclass(frozen=True)
-class _Scan:
-    """The results of reading a text once.
+class Scan:
+    """The results of reading a text, or conversations, once.
 
     Attributes:
         content: digest of the text.
+        bytes: size of the text.
         characters: length of each document, [documents].
     """
 
@@ -133,7 +141,7 @@ def open_data(
     if request.data.streaming:
         return stream.open_data(request, root, announce, any_size=any_size)
     source = source or open_source(request.data)
-    content, scan = _content(root, source, announce)
+    content, scan = content_of(root, source.stamp(), source, lambda: _scan(source, announce), announce)
     entry = common.open_text_tokens(
         root,
         lambda tokenizer: _key(content, request, tokenizer),
@@ -145,11 +153,12 @@ def open_data(
     return packed.packed_text(request, root, _prepared(entry, source, request, any_size), announce)
 
 
-def _content(root: Path, source: Source, announce: common.Announce) -> tuple[str, _Scan | None]:
-    """The digest of a text, and the scan by which it was found; None if the cache knew it."""
+def content_of(
+    root: Path, stamp: str | None, source: Source, scan: Callable[[], Scan], announce: common.Announce
+) -> tuple[str, Scan | None]:
+    """The digest of a text with this stamp, and the scan by which it was found; None if the cache knew it."""
     # Entries are keyed by content, so that a copy of a text finds them too. Files that have not changed since they were
     # read are not read again to find their content.
-    stamp = source.stamp()
     content = cache.known_content(root, stamp)
     if content is not None:
         return content, None
@@ -162,13 +171,12 @@ def _content(root: Path, source: Source, announce: common.Announce) -> tuple[str
                 return content, None
             if announce is not None:
                 announce(f"preparing the data {source.name}: reading them")
-        scan = _scan(source)
-        cache.remember_content(root, stamp, scan.content)
-    announce_empty(source, announce)
-    return scan.content, scan
+        found = scan()
+        cache.remember_content(root, stamp, found.content)
+    return found.content, found
 
 
-def _scan(source: Source) -> _Scan:
+def _scan(source: Source, announce: common.Announce = None) -> Scan:
     digest = ContentDigest()
     document = 0
     characters = array("q")
@@ -177,7 +185,8 @@ def _scan(source: Source) -> _Scan:
         if piece.ends_document:
             characters.append(document)
             document = 0
-    return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
+    announce_empty(source, announce)
+    return Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
 def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
@@ -210,9 +219,7 @@ def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
     return cache.key_of(described)
 
 
-def _build(
-    folder: Path, source: Source, scan: _Scan, request: DataRequest, announce: common.Announce
-) -> dict[str, Any]:
+def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, announce: common.Announce) -> dict[str, Any]:
     if announce is not None and isinstance(source, FileSource) and request.data.path is not None:
         announce(f"preparing the data {source.name}: {source.described()}")
     split = plan_split(scan.characters, request.data.split_weights)
@@ -231,11 +238,8 @@ def _build(
         parts = encode_documents(pieces, tokenizer, document_marks(request.data, tokenizer), folder)
     # The text was read twice: to find its content and lengths, and to encode it.
     common.require_unchanged(source.name, digest.hexdigest(), scan.content)
-    digests = [scan.content]
-    for part, facts in parts.items():
-        if part == "test" and not request.data.split_names:
-            continue  # it is empty, and fingerprints from before there was a test part must stay
-        digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
+    # Without splits the test part is empty, and fingerprints from before there was one must stay.
+    fingerprinted = {part: facts for part, facts in parts.items() if part != "test" or request.data.split_names}
     manifest = {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         "vocab_size": tokenizer.vocab_size,
@@ -244,14 +248,14 @@ def _build(
         "documents": len(scan.characters),
         **parts,
         "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
-        "fingerprint": cache.fingerprint_of(digests),
+        "fingerprint": cache.fingerprint_of([scan.content, *digests_of(fingerprinted)]),
     }
     if pairs:
         manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
     return manifest
 
 
-def _train_tokenizer(source: Source, scan: _Scan, split: TextSplit, request: DataRequest) -> Tokenizer:
+def _train_tokenizer(source: Source, scan: Scan, split: TextSplit, request: DataRequest) -> Tokenizer:
     texts = _tokenizer_texts(_parts(source, split, ContentDigest()), int(scan.characters.sum()))
     return train_tokenizer(texts, request.vocab_size, source.name, pairs=request.in_pairs)
 
