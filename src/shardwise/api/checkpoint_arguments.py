@@ -118,7 +118,7 @@ def require_one_model(model: nn.Module, config: Config | None, mesh: Mesh) -> No
     family = None if config is None else config.shapes
     if family is None:
         return
-    shapes = tensor_shapes(model, mesh.pp)
+    shapes = tensor_shapes(model, mesh)
     config_shapes = canonical_shapes(family)
     # The model may spell its names otherwise, as Hugging Face's folders do.
     canonical_names = weight_names(family.family).canonical(list(shapes), set(config_shapes))

@@ -72,7 +72,8 @@ def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: boo
     """A layout as every text writes it: `TP 2 + SP × PP 2 × DP 2`.
 
     Args:
-        degrees: ranks along each axis, by the name of the degree; other entries do not count.
+        degrees: ranks along each axis, by the name of the degree, and the expert-parallel degree, which divides those
+            of data and context parallelism; other entries do not count.
         sequence: activations are cut along the sequence too (SP).
         ones: name degrees of 1, but for those of optional axes.
     """
@@ -83,7 +84,8 @@ def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: boo
         degree = degrees[axis.degree]
         if ones or degree > 1:
             words.append(f"{axis.name.upper()} {degree}{' + SP' if axis is TENSOR and sequence and degree > 1 else ''}")
-    return " × ".join(words)
+    expert = degrees.get("expert", 1)
+    return " × ".join(words) + (f" (EP {expert})" if expert > 1 else "")
 
 
 def keys_text(degrees: Mapping[str, int]) -> str:

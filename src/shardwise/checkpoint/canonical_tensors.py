@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,8 @@ def canonical_tensors(
     pieces = _pieces_by_rank(local)
     device = next(model.parameters()).device
     described = [
-        (key, ranks.rank, {piece.name: (piece.shape, take(parameter).dtype) for piece in record.pieces})
-        for key, (parameter, record) in local.items()
+        (key, ranks.rank, {piece.name: (piece.shape, take(parameter).dtype) for piece in chain(*pieces[key])})
+        for key, (parameter, _) in local.items()
     ]
     parameters = [entry for entries in collectives.all_gather_objects(described, ranks) for entry in entries]
     parameters.sort(key=lambda parameter: parameter[0])
@@ -57,7 +58,7 @@ def canonical_tensors(
         assembled: dict[str, Tensor] = {}
         if new and rank == ranks.rank:
             parameter, record = local[key]
-            assembled = _assemble(take(parameter), record.group, pieces[key])
+            assembled = _assemble(take(parameter), _holders(record), pieces[key])
         # The other stages receive into empty tensors.
         for name, (shape, dtype) in new.items():
             values = assembled.get(name)
@@ -79,25 +80,36 @@ def _by_key(model: nn.Module) -> dict[ParameterKey, tuple[nn.Parameter, Placemen
 def _pieces_by_rank(
     local: Mapping[ParameterKey, tuple[nn.Parameter, Placement]],
 ) -> dict[ParameterKey, list[list[Piece]]]:
-    """For each parameter the pieces of every rank of its group; one exchange a group."""
+    """For each parameter the pieces of every rank of its groups; one exchange a group."""
     # The ranks of a model go through its groups in the order of its parameters, so that their exchanges match.
-    by_group: dict[Group, dict[ParameterKey, list[Piece]]] = {}
+    by_groups: dict[tuple[Group, Group], dict[ParameterKey, list[Piece]]] = {}
     for key, (_, record) in local.items():
         # A group cannot be sent to another process, and nobody needs it there.
-        pieces = [replace(piece, copies=Group()) for piece in record.pieces]
-        by_group.setdefault(record.group, {})[key] = pieces
+        pieces = [replace(piece, copies=Group(), experts=None) for piece in record.pieces]
+        by_groups.setdefault(_holders(record), {})[key] = pieces
     pieces_by_rank: dict[ParameterKey, list[list[Piece]]] = {}
-    for group, pieces_by_key in by_group.items():
-        gathered = collectives.all_gather_objects(pieces_by_key, group)
-        for key in gathered[0]:
-            pieces_by_rank[key] = [pieces_of_rank[key] for pieces_of_rank in gathered]
+    for (cut, divided), pieces_by_key in by_groups.items():
+        gathered = collectives.all_gather_objects(collectives.all_gather_objects(pieces_by_key, cut), divided)
+        by_rank = [*chain.from_iterable(gathered)]
+        for key in by_rank[0]:
+            pieces_by_rank[key] = [pieces_of_rank[key] for pieces_of_rank in by_rank]
     return pieces_by_rank
 
 
-def _assemble(local: Tensor, group: Group, pieces_by_rank: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
-    """The canonical tensors of a parameter by their names, from the pieces of each rank of the group."""
-    locals_by_rank = collectives.all_gather(local.unsqueeze(0).contiguous(), group)
-    tensors = {piece.name: local.new_empty(piece.shape) for piece in pieces_by_rank[0]}
+def _holders(record: Placement) -> tuple[Group, Group]:
+    """The ranks over which a parameter's tensors are cut, and those that hold tensors of its kind of other experts."""
+    experts = record.pieces[0].experts
+    return record.group, Group() if experts is None else experts.group
+
+
+def _assemble(
+    local: Tensor, groups: tuple[Group, Group], pieces_by_rank: Sequence[Sequence[Piece]]
+) -> dict[str, Tensor]:
+    """The canonical tensors of a parameter by their names, from the pieces of each rank of its groups."""
+    locals_by_rank = local.unsqueeze(0).contiguous()
+    for group in groups:
+        locals_by_rank = collectives.all_gather(locals_by_rank, group)
+    tensors = {piece.name: local.new_empty(piece.shape) for piece in chain(*pieces_by_rank)}
     for pieces, tensor in zip(pieces_by_rank, locals_by_rank, strict=True):
         for piece in pieces:
             tensors[piece.name][piece.box.slices] = piece.of(tensor)

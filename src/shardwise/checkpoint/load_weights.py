@@ -55,7 +55,7 @@ def load_hugging_face(
     tensors, config_problems = _open_hugging_face(config, mesh.world, folder)
     where = f"checkpoint.load ({folder})"
     stored = tensors.states[MODEL]
-    sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh.pp), stored)
+    sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh), stored)
     collectives.agree(config_problems + problems, mesh.world)
     requests: list[ReadRequest] = []
     for piece, piece_box, target, _ in weight_slices(model, optimizer):
@@ -113,7 +113,7 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
     """
     manifest = read_manifest(folder, mesh.world)
     stored = manifest.tensors.get(MODEL, {})
-    _, problems = find_sources(f"checkpoint.load ({folder})", family, tensor_shapes(model, mesh.pp), stored)
+    _, problems = find_sources(f"checkpoint.load ({folder})", family, tensor_shapes(model, mesh), stored)
     collectives.agree(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
     requests: list[ReadRequest] = []
@@ -146,10 +146,9 @@ def require_finite(
         )
 
 
-def tensor_shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...]]:
-    """Canonical name → shape of the tensors of all stages; collective over the pipeline."""
-    local_shapes = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for stage_shapes in collectives.all_gather_objects(local_shapes, pipeline):
-        shapes |= stage_shapes
+def tensor_shapes(model: nn.Module, mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """Canonical name → shape of the tensors of all stages and experts; collective over the ranks that have others."""
+    shapes = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
+    for group in (mesh.experts.group, mesh.pp):
+        shapes = {name: shape for part in collectives.all_gather_objects(shapes, group) for name, shape in part.items()}
     return shapes

@@ -267,6 +267,8 @@ def _sizes(config: Config) -> str:
 def _show_table(device: str, outcomes: Sequence[verification.CellOutcome]) -> None:
     """A row for each layout. Settings that all layouts share stand above; a mark is before those that are broken."""
     rows = [_settings(outcome.cell) for outcome in outcomes]
+    if all(outcome.cell.expert == 1 for outcome in outcomes):
+        rows = [{head: value for head, value in row.items() if head != "EP"} for row in rows]
     shared = {head: value for head, value in rows[0].items() if all(row[head] == value for row in rows)}
     heads = [head for head in rows[0] if head not in shared]
     output.line(f"{device}, the largest differences from one process:")
@@ -282,6 +284,7 @@ def _settings(cell: layouts.Cell) -> dict[str, str]:
     return {
         "TP": f"{cell.tensor}{' SP' if cell.sequence else ''}",
         "CP": str(cell.context),
+        "EP": str(cell.expert),
         "PP": str(cell.pipeline),
         "DP": f"{cell.data}{f' Z{cell.zero}' if cell.zero else ''}",
         "schedule": cell.schedule or "-",

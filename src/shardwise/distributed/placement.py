@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.base.tensor_box import Box
 from shardwise.distributed.collectives import broadcast_object
-from shardwise.distributed.mesh import Group
+from shardwise.distributed.mesh import ExpertRanks, Group
 from shardwise.distributed.random_bits import hashed
 from shardwise.distributed.torch_private import has_data
 
@@ -95,7 +95,7 @@ class Piece:
         transposed: True if the local tensor holds the box with its two dimensions exchanged (GPT-2's `Conv1D` is
             `[in, out]`).
         outputs: outputs of a linear layer that the whole box is a part of; None: all of the canonical tensor.
-        replicas: the data-parallel ranks that hold the same box, as other ranks hold other experts; None: all of them.
+        experts: the ranks over which the experts are divided of which it is a part; None: it is a part of none.
     """
 
     name: str
@@ -107,7 +107,12 @@ class Piece:
     partial: bool = False
     transposed: bool = False
     outputs: Outputs | None = None
-    replicas: Group | None = None
+    experts: ExpertRanks | None = None
+
+    @property
+    def replicas(self) -> Group | None:
+        """The data-parallel ranks that hold the same box; None: all of them."""
+        return None if self.experts is None else self.experts.replicas
 
     @classmethod
     def rows(

@@ -151,10 +151,10 @@ class Experts(placement.PlacedModule):
             for number, tensor in enumerate(tensors[:2]):
                 at = (2 * place + number) * self.width
                 piece = Piece.rows(tensor, (width, hidden_size), group, maker.init, at=at)
-                gate_up.append(replace(piece, replicas=ranks.replicas))
+                gate_up.append(replace(piece, experts=ranks))
             piece = Piece.columns(tensors[2], (hidden_size, width), group, maker.init)
             local = Box((place * hidden_size, 0), (hidden_size, self.width))
-            down.append(replace(piece, local=local, replicas=ranks.replicas))
+            down.append(replace(piece, local=local, experts=ranks))
         self.gate_up = maker.parameter((self.count * 2 * self.width, hidden_size), *gate_up)
         self.down = maker.parameter((self.count * hidden_size, self.width), *down)
 

@@ -316,7 +316,9 @@ class _StageParameters:
             yield LocalParameter(
                 matrices * elements, tensors=matrices * held, per="token", used_share=share, divided_over=ranks
             )
-        yield LocalParameter(routing.experts * model.hidden_size, per="token", partial_over=self.tensor if self.sequence_parallel else 1)
+        yield LocalParameter(
+            routing.experts * model.hidden_size, per="token", partial_over=self.tensor if self.sequence_parallel else 1
+        )
         if routing.has_bias:
             yield LocalParameter(routing.experts, matrix=False)
         if model.shared_expert_width:

@@ -65,11 +65,13 @@ class Reference:
 
 
 @cache
-def _mesh(device: str, ranks: int, degrees: tuple[int, int, int], grains: tuple[tuple[str, int], ...]) -> Mesh:
+def _mesh(device: str, ranks: int, degrees: tuple[int, int, int, int], grains: tuple[tuple[str, int], ...]) -> Mesh:
     """Return the only mesh of all cells with these degrees: gloo keeps threads for each group that was ever made."""
     device_of_mesh = "cpu" if device == "cpu" else None
-    tensor, context, pipeline = degrees
-    mesh = Mesh(tensor=tensor, context=context, pipeline=pipeline, device=device_of_mesh, grains=dict(grains))
+    tensor, context, expert, pipeline = degrees
+    mesh = Mesh(
+        tensor=tensor, context=context, expert=expert, pipeline=pipeline, device=device_of_mesh, grains=dict(grains)
+    )
     assert mesh.world.size == ranks
     return mesh
 
@@ -80,7 +82,7 @@ def make_trainer(config: Config, cell: Cell) -> Trainer:
     train = config.train
     samples = min(_SAMPLES, train.steps * train.global_batch)
     text = random_text(model.vocab_size, samples + 1, train.sequence_length, pairs="nsp" in model.objectives)
-    degrees = (cell.tensor, cell.context, cell.pipeline)
+    degrees = (cell.tensor, cell.context, cell.expert, cell.pipeline)
     mesh = _mesh(cell.device, cell.ranks, degrees, tuple(config.grains.items()))
     return build_trainer(at(config, cell), mesh, text)
 

@@ -19,6 +19,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "parallel.tensor": (),
     "parallel.sequence": (False, True),
     "parallel.context": (),
+    "parallel.expert": (),
     "parallel.pipeline": (),
     "parallel.schedule": get_args(Schedule),
     "optimizer.zero": (0, 1, 2, 3),
@@ -31,7 +32,8 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 class Cell:
     """A training of the verification: its device, layout and recompute.
 
-    `tensor`, `sequence`, `context`, `pipeline`, `zero` and `recompute` are the configuration keys of these names.
+    `tensor`, `sequence`, `context`, `expert`, `pipeline`, `zero` and `recompute` are the configuration keys of these
+    names.
 
     Attributes:
         device: `cpu`, or the kind of accelerator.
@@ -44,6 +46,7 @@ class Cell:
     tensor: int = 1
     sequence: bool = False
     context: int = 1
+    expert: int = 1
     pipeline: int = 1
     schedule: Schedule | None = None
     zero: int = 0
@@ -128,11 +131,13 @@ def candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, lis
     """Return the chosen layouts of exactly `ranks` ranks, each once: a key without effect has its default.
 
     Schedule, recompute and context parallelism are the recipe's unless they are chosen, and stages of ZeRO are 0, 1 and
-    the recipe's.
+    the recipe's. Experts, if there are some, are divided over any number of ranks.
     """
+    shapes = config.shapes
     values: dict[str, Sequence[Any]] = {key: valid or sorted(divisors(ranks)) for key, valid in AXES.items()}
     defaults: dict[str, Sequence[Any]] = {
         "parallel.context": [config.parallel.context],
+        "parallel.expert": sorted(divisors(ranks)) if shapes is not None and shapes.any_routing else [1],
         "parallel.schedule": [config.parallel.schedule],
         "train.recompute": get_args(Recompute) if config.train.recompute == "auto" else [config.recompute],
         "optimizer.zero": sorted({0, 1, config.optimizer.zero}),
@@ -140,15 +145,15 @@ def candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, lis
     values |= {key: default for key, default in defaults.items() if key not in chosen}
     values |= {key: named for key, named in chosen.items() if named is not None}
     cells = []
-    for tensor, sequence, context, pipeline, schedule, zero, recompute in itertools.product(*values.values()):
+    for tensor, sequence, context, expert, pipeline, schedule, zero, recompute in itertools.product(*values.values()):
         data, remainder = divmod(ranks, tensor * context * pipeline)
-        if remainder == 0:
+        if remainder == 0 and data * context % expert == 0:
             sequence = sequence and tensor > 1
             zero = zero if data * context > 1 else 0
             schedule = schedule if pipeline > 1 else None
-            cells.append(Cell(device, ranks, tensor, sequence, context, pipeline, schedule, zero, recompute))
+            cells.append(Cell(device, ranks, tensor, sequence, context, expert, pipeline, schedule, zero, recompute))
     # Cells of one mesh follow each other, as their ranks keep the mesh.
-    return sorted(dict.fromkeys(cells), key=lambda cell: (cell.tensor, cell.context, cell.pipeline))
+    return sorted(dict.fromkeys(cells), key=lambda cell: (cell.tensor, cell.context, cell.expert, cell.pipeline))
 
 
 def common_batch(cells: Iterable[Cell]) -> int:

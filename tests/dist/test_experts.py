@@ -1,0 +1,188 @@
+"""Sparse models at every expert-parallel degree: losses and gradients of one process, and transformers' own."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.checkpoint.canonical_tensors import canonical_tensors
+from shardwise.config.hugging_face import from_hugging_face, to_hugging_face
+from shardwise.config.model import FAMILIES
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.placement import placements
+from shardwise.layers.execution import Execution, made_with
+from shardwise.models.llama import Llama
+from shardwise.models.parameter_counts import local_parameters, matmul_parameter_count, parameter_count
+from tests.dist.dense import run
+
+S, B, V = 16, 4, 61
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+}
+SCALE = 5.0  # of the weights, so that routers choose clearly
+
+
+def make(family: str, mesh: Mesh | None = None, *, sequence: bool = False) -> Llama:
+    config = FAMILIES[family].model_validate({"family": family, **SIZES, **CASES[family]})
+    with made_with(Execution(experts=mesh.experts) if mesh else Execution()):
+        model = Llama(config, mesh.tp if mesh else Group(), sequence_parallel=sequence, seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(SCALE)
+            elif name.endswith("router.bias"):
+                parameter.copy_(torch.linspace(-0.1, 0.1, len(parameter)))
+    return model
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(V, (S + 1, B), generator=torch.Generator().manual_seed(0))
+    return ids[:-1], ids[1:]
+
+
+@functools.cache
+def alone(family: str) -> tuple[float, dict[str, Tensor]]:
+    """The loss of one process, and the gradients by canonical name."""
+    model = make(family)
+    loss = model(*batch())
+    loss.backward()
+    return loss.item(), {
+        name: piece.of(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)).clone()
+        for _, parameter, record in placements(model)
+        for piece in record.pieces
+        for name in [piece.name]
+    }
+
+
+def train(family: str, tensor: int, sequence: bool, expert: int) -> tuple[float, float]:
+    """The sum of the losses of all ranks' samples, and the largest error of a gradient relative to its norm."""
+    mesh = Mesh(tensor=tensor, expert=expert, device="cpu")
+    model = make(family, mesh, sequence=sequence)
+    loss = model(*(part.chunk(mesh.dp.size, dim=1)[mesh.dp.rank] for part in batch()))
+    loss.backward()
+    total = collectives.all_reduce_(loss.detach().clone(), mesh.dp).item()
+    _, wanted = alone(family)
+    worst = 0.0
+    for _, parameter, record in placements(model, mesh.tp):
+        if parameter.grad is None:
+            continue
+        replicas = record.pieces[0].replicas or mesh.dp
+        gradient = collectives.all_reduce_(parameter.grad.clone(), replicas)
+        for piece in record.pieces:
+            part = piece.of(gradient).clone()
+            if piece.partial:
+                collectives.all_reduce_(part, piece.copies)
+            whole = wanted[piece.name]
+            worst = max(worst, ((part - whole[piece.box.slices]).norm() / whole.norm()).item())
+    return total, worst
+
+
+LAYOUTS = [
+    pytest.param(2, 1, False, 2, id="EP 2"),
+    pytest.param(4, 1, False, 4, id="EP 4"),
+    pytest.param(4, 1, False, 2, id="DP 4, EP 2"),
+    pytest.param(4, 2, True, 2, id="TP 2 + SP, EP 2"),
+    pytest.param(2, 2, False, 1, id="TP 2"),
+]
+
+
+@pytest.mark.parametrize(("world", "tensor", "sequence", "expert"), LAYOUTS)
+@pytest.mark.parametrize("family", CASES)
+def test_a_layout_has_the_loss_and_the_gradients_of_one_process(
+    family: str, world: int, tensor: int, sequence: bool, expert: int, ranks: Any
+) -> None:
+    loss, _ = alone(family)
+    for total, worst in run(ranks, world, train, family, tensor, sequence, expert):
+        assert total == pytest.approx(loss, rel=1e-6)
+        assert worst < 1e-5
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import save_file
+
+    model = make(family)
+    weights = {name: tensor.contiguous() for name, tensor in canonical_tensors(model)}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(model.config)))
+    theirs, found = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, dtype=torch.float32, experts_implementation="eager"
+    )
+    assert not any(found.values())
+    ids, targets = batch()
+    logits = theirs(ids.t()).logits.transpose(0, 1)
+    assert (model.logits(ids) - logits).abs().max() < 1e-5
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss.backward()
+    ours, gradients = alone(family)
+    assert ours == pytest.approx(loss.item(), rel=1e-6)
+    router = f"model.layers.2.{model.config.expert_names.layer}.gate.weight"
+    of_theirs = dict(theirs.named_parameters())[router.replace("block_sparse_moe", "mlp")].grad
+    assert (gradients[router] - of_theirs).norm() / of_theirs.norm() < 1e-5
+    described = json.loads((tmp_path / "config.json").read_text())
+    assert from_hugging_face(theirs.config.to_dict(), "it") == from_hugging_face(described, "it")
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_parameters_are_counted_as_they_are_made(family: str) -> None:
+    model = make(family)
+    counted = list(local_parameters(model.config, 1))
+    assert [parameter.elements for parameter in counted] == [parameter.numel() for parameter in model.parameters()]
+    records = [record for _, _, record in placements(model)]
+    assert [parameter.tensors for parameter in counted] == [len(record.pieces) for record in records]
+
+
+def test_active_parameters_of_a_published_model() -> None:
+    """Qwen3-30B-A3B: 30.5 billion parameters, of which 3.3 are active with the embedding, which is only looked up."""
+    model = FAMILIES["qwen3_moe"].model_validate(
+        {
+            "family": "qwen3_moe",
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+        }
+        | {"head_dim": 128}
+    )
+    assert parameter_count(model) == 30_532_122_624
+    embedding = 151936 * 2048
+    assert (matmul_parameter_count(model) + embedding) / 1e9 == pytest.approx(3.35, abs=0.01)

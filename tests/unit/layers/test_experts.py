@@ -1,0 +1,118 @@
+"""Experts on one rank: the choice, the sum, its gradients, and rows that are missing or all at one place."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.config.routing import Routing
+from shardwise.distributed.mesh import Group
+from shardwise.layers.experts import Experts, choose, sum_of_experts
+
+T, H, WIDTH, N, K = 24, 8, 6, 4, 2
+
+
+def plain_sum(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The formula, token by token."""
+    rows = []
+    for token in range(len(x)):
+        terms = []
+        for weight, expert in zip(weights[token], experts[token].tolist(), strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            terms.append(weight * (down[expert] @ (F.silu(gate) * up)))
+        rows.append(torch.stack(terms).sum(0))
+    return torch.stack(rows)
+
+
+def inputs(experts: Tensor) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(len(experts), H), tuple(experts.shape), (N, 2 * WIDTH, H), (N, H, WIDTH)]
+    x, weights, gate_up, down = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [tensor.requires_grad_() for tensor in (x, weights.abs(), gate_up, down)]
+
+
+CHOICES = {
+    "all are used": torch.stack([torch.randperm(N)[:K] for _ in range(T)]).sort(dim=1).values,
+    "one is idle": torch.stack([torch.tensor([0, 2 + number % 2]) for number in range(T)]),
+    "all tokens at one expert": torch.full((T, 1), 3),
+    "one token": torch.tensor([[1, 2]]),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_the_sum_and_its_gradients_are_those_of_the_formula(case: str) -> None:
+    experts = CHOICES[case]
+    x, weights, gate_up, down = inputs(experts)
+    y = sum_of_experts(x, weights, experts, gate_up, down)
+    wanted = plain_sum(x, weights, experts, gate_up, down)
+    torch.testing.assert_close(y, wanted)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
+    found = torch.autograd.grad(y, (x, weights, gate_up, down), dy)
+    for gradient, same in zip(found, torch.autograd.grad(wanted, (x, weights, gate_up, down), dy), strict=True):
+        torch.testing.assert_close(gradient, same)
+    idle = sorted({*range(N)} - {*experts.flatten().tolist()})
+    assert not found[2][idle].any()
+    assert not found[3][idle].any()
+
+
+def test_of_equal_scores_the_first_experts_are_chosen() -> None:
+    scores = torch.tensor([[0.5, 1.0, 1.0, 1.0], [0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.5, 0.5]])
+    assert choose(Routing(N, 2), scores).tolist() == [[1, 2], [0, 1], [0, 2]]
+
+
+def test_experts_are_of_the_groups_with_the_best_two_scores() -> None:
+    """The second group has the best expert, and the first one the better pair."""
+    routing = Routing(6, 2, groups=3, chosen_groups=1)
+    assert choose(routing, torch.tensor([[0.6, 0.5, 0.9, 0.0, 0.1, 0.1]])).tolist() == [[0, 1]]
+
+
+def layer(routing: Routing, **options: Any) -> Experts:
+    return Experts(H, WIDTH, routing, group=Group(), seed=1, name="mlp", **options)
+
+
+def test_a_bias_decides_on_the_choice_and_not_on_the_weights() -> None:
+    experts = layer(Routing(N, 1, scores="sigmoid", normalized=False, has_bias=True))
+    assert experts.router.bias is not None
+    assert not experts.router.bias.requires_grad
+    x = torch.randn(T, H)
+    scores = torch.sigmoid(x @ experts.router.weight.t())
+    with torch.no_grad():
+        experts.router.bias[2] = 10.0
+    weights, chosen = experts.router(x)
+    assert chosen.flatten().tolist() == [2] * T
+    torch.testing.assert_close(weights[:, 0], scores[:, 2])
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_weights_are_divided_by_their_sum_and_scaled(scores: Any) -> None:
+    weights, _ = layer(Routing(N, K, scores=scores, normalized=True, scale=2.5)).router(torch.randn(T, H))
+    torch.testing.assert_close(weights.sum(1), torch.full((T,), 2.5))
+
+
+def test_each_expert_has_tensors_of_its_own_name() -> None:
+    experts = layer(Routing(2, 1, has_bias=True, scores="sigmoid"))
+    names = [piece.name for parameter in experts.parameters() for piece in parameter.placement.pieces]  # type: ignore[attr-defined]
+    assert sorted(names) == [
+        "mlp.experts.0.down_proj.weight",
+        "mlp.experts.0.gate_proj.weight",
+        "mlp.experts.0.up_proj.weight",
+        "mlp.experts.1.down_proj.weight",
+        "mlp.experts.1.gate_proj.weight",
+        "mlp.experts.1.up_proj.weight",
+        "mlp.gate.e_score_correction_bias",
+        "mlp.gate.weight",
+    ]
+
+
+def test_the_router_computes_in_float32() -> None:
+    """Two experts whose logits are equal in bfloat16."""
+    experts = layer(Routing(2, 1), dtype=torch.bfloat16)
+    with torch.no_grad():
+        experts.router.weight.zero_()
+        experts.router.weight[:, 0] = torch.tensor([1.0, 1.0])
+        experts.router.weight[1, 1] = 2.0**-9
+    x = torch.zeros(1, H, dtype=torch.bfloat16)
+    x[0, :2] = 1.0
+    assert experts.router(x)[1].item() == 1
