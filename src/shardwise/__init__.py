@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from shardwise.base.errors import ConfigError, RunError, ShardwiseError, StoppedError
     from shardwise.checkpoint.canonical_tensors import canonical_tensors
     from shardwise.config import Config
+    from shardwise.config.routing import Routing
     from shardwise.distributed.mesh import Group, Mesh
     from shardwise.distributed.placement import Init, Piece, PlacedModule, make_parameter
     from shardwise.layers.dropout import Dropout, DropoutKey
     from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
+    from shardwise.layers.experts import Experts
     from shardwise.layers.linear import (
         ColumnParallelLinear,
         GQAQKVColumnParallelLinear,
@@ -43,6 +45,7 @@ __all__ = [
     "ConfigError",
     "Dropout",
     "DropoutKey",
+    "Experts",
     "GQAQKVColumnParallelLinear",
     "Group",
     "Init",
@@ -60,6 +63,7 @@ __all__ = [
     "RMSNorm",
     "ReplicatedEmbedding",
     "ReplicatedLinear",
+    "Routing",
     "RowParallelLinear",
     "Run",
     "RunError",
@@ -85,6 +89,7 @@ _HOME = {
     "ConfigError": "shardwise.base.errors",
     "Dropout": "shardwise.layers.dropout",
     "DropoutKey": "shardwise.layers.dropout",
+    "Experts": "shardwise.layers.experts",
     "GQAQKVColumnParallelLinear": "shardwise.layers.linear",
     "Group": "shardwise.distributed.mesh",
     "Init": "shardwise.distributed.placement",
@@ -102,6 +107,7 @@ _HOME = {
     "RMSNorm": "shardwise.layers.norm",
     "ReplicatedEmbedding": "shardwise.layers.embedding",
     "ReplicatedLinear": "shardwise.layers.linear",
+    "Routing": "shardwise.config.routing",
     "RowParallelLinear": "shardwise.layers.linear",
     "Run": "shardwise.api.runs",
     "RunError": "shardwise.base.errors",

@@ -56,7 +56,16 @@ def value(config: Config, key: str) -> Any:
 
 
 def test_the_recipes_of_this_version_are_here() -> None:
-    tiny = {"llama2-tiny", "llama3-tiny", "gpt-tiny", "gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny", "gpt3-tiny"}
+    tiny = {
+        "llama2-tiny",
+        "llama3-tiny",
+        "gpt-tiny",
+        "gpt-neox-tiny",
+        "bert-tiny",
+        "gpt2-xl-tiny",
+        "gpt3-tiny",
+        "olmoe-tiny",
+    }
     assert set(RECIPES) == {"quickstart", "llama-small", "sft-tiny", *tiny, *PUBLISHED}
 
 

@@ -30,9 +30,9 @@ class _SparseConfig(DecoderConfig):
 
     def _problems(self) -> list[str]:
         problems = super()._problems()
-        routing = self._routing
-        fields = {key: self.config_file.names.get(key, key) for key in type(self).model_fields}
-        experts_key = next(key for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in fields)
+        routing = self.router_rule
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts_key = next(key for key in names if key in type(self).model_fields)
         if routing.per_token > routing.experts:
             problems.append(
                 f"model.num_experts_per_tok ({routing.per_token}) must not exceed model.{experts_key} "
@@ -41,11 +41,11 @@ class _SparseConfig(DecoderConfig):
         return problems
 
     @property
-    def _routing(self) -> Routing:
+    def router_rule(self) -> Routing:
         raise NotImplementedError
 
     def routing(self, layer: int) -> Routing | None:
-        return self._routing
+        return self.router_rule
 
 
 class OlmoeConfig(_SparseConfig):
@@ -78,7 +78,7 @@ class OlmoeConfig(_SparseConfig):
     norm_topk_prob: _Normalized = False
 
     @property
-    def _routing(self) -> Routing:
+    def router_rule(self) -> Routing:
         return Routing(self.num_experts, self.num_experts_per_tok, normalized=self.norm_topk_prob)
 
 
@@ -119,12 +119,12 @@ class Qwen3MoeConfig(_SparseConfig):
     )
 
     @property
-    def _routing(self) -> Routing:
+    def router_rule(self) -> Routing:
         return Routing(self.num_experts, self.num_experts_per_tok, normalized=self.norm_topk_prob)
 
     def routing(self, layer: int) -> Routing | None:
         is_sparse = layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
-        return self._routing if is_sparse else None
+        return self.router_rule if is_sparse else None
 
     @property
     def expert_width(self) -> int:
@@ -165,7 +165,7 @@ class MixtralConfig(_SparseConfig):
     num_experts_per_tok: _PerToken = 2
 
     @property
-    def _routing(self) -> Routing:
+    def router_rule(self) -> Routing:
         return Routing(self.num_local_experts, self.num_experts_per_tok, normalized=True)
 
     def window(self, layer: int) -> int | None:
@@ -237,7 +237,7 @@ class Glm4MoeConfig(_SparseConfig):
         return int(self.head_dim * self.rotary_pct)
 
     @property
-    def _routing(self) -> Routing:
+    def router_rule(self) -> Routing:
         return Routing(
             self.n_routed_experts,
             self.num_experts_per_tok,
@@ -250,7 +250,7 @@ class Glm4MoeConfig(_SparseConfig):
         )
 
     def routing(self, layer: int) -> Routing | None:
-        return self._routing if layer >= self.first_k_dense_replace else None
+        return self.router_rule if layer >= self.first_k_dense_replace else None
 
     @property
     def expert_width(self) -> int:

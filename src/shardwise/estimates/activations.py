@@ -148,10 +148,8 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     its output in place of its input: without dropout behind it, that is the last layer's input.
     """
     model = workload.model
-    routing = model.routing(layer)
     local = workload.local
     a = workload.a
-    x = workload.x_bytes
     rounds = workload.rounds_inputs
     attended = workload.tokens * local.query
     feed = a * workload.tokens * local.intermediate
@@ -172,7 +170,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
     norms = 2 if model.norm_place == "both" else 1
     drops_rotated = is_rotated and model.query_key_norm is None
-    mlp = _mlp(workload, feed) if routing is None else _experts(workload, routing)
+    mlp = _mlp(workload, layer, feed)
     rotated_keys = 0 if workload.gathers_keys else local.key_value  # gathered ones are kept as before rotation
     return BlockActivations(
         saves_input=saves_input,
@@ -180,16 +178,19 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core_input=core_input,
         core_input_saved=core_input_saved,
         core=core,
-        mlp=mlp + norms * norm_bytes(workload) - (x if model.parallel_residual else 0),
+        mlp=mlp + norms * norm_bytes(workload) - (workload.x_bytes if model.parallel_residual else 0),
         normed=_normed(workload),
         rotated=drops_rotated * a * workload.tokens * (local.query + rotated_keys),
-        activated=0 if routing is not None or rounds or (model.activation == "relu" and not model.gated) else feed,
+        activated=0 if model.routing(layer) or rounds or (model.activation == "relu" and not model.gated) else feed,
     )
 
 
-def _mlp(workload: RankWorkload, feed: int) -> int:
+def _mlp(workload: RankWorkload, layer: int, feed: int) -> int:
     """Return the bytes that the MLP with its dropout saves; feed: bytes of its inner width, [T·F/t]."""
     model = workload.model
+    routing = model.routing(layer)
+    if routing is not None:
+        return _experts(workload, routing)
     inner = (2 + workload.has_parts if model.gated else 1) * feed
     if model.activation == "relu" and not (workload.inner_mask_elements or workload.rounds_inputs):
         inner -= feed

@@ -1,0 +1,98 @@
+"""Forward and backward of one block's experts beside the implementations of transformers: times and equal results."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ranks
+from report import Report, Table, target
+
+EXPERTS, PER_TOKEN, HIDDEN, WIDTH, TOKENS = 64, 8, 512, 256, 4096
+OURS = "shardwise"
+THEIRS = ("eager", "grouped_mm")
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """On one process: seconds of each round, all implementations in turn, and differences from transformers' eager."""
+    import torch
+    from transformers import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
+
+    from shardwise.layers.experts import sum_of_experts
+
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(TOKENS, HIDDEN, generator=generator) for _ in range(2))
+    weights, experts = torch.randn(TOKENS, EXPERTS, generator=generator).softmax(-1).topk(PER_TOKEN)
+    experts, order = experts.sort(dim=-1)
+    weights = weights.gather(1, order)
+    gate_up = 0.02 * torch.randn(EXPERTS, 2 * WIDTH, HIDDEN, generator=generator)
+    down = 0.02 * torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator)
+
+    def theirs(name: str) -> Callable[..., Any]:
+        config = OlmoeConfig(
+            hidden_size=HIDDEN, intermediate_size=WIDTH, num_experts=EXPERTS, num_experts_per_tok=PER_TOKEN
+        )
+        config._experts_implementation = name
+        module = OlmoeExperts(config)
+
+        def call(x: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+            given = {"gate_up_proj": gate_up, "down_proj": down}
+            return torch.func.functional_call(module, given, (x, experts, weights))
+
+        return call
+
+    def ours(x: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+        return sum_of_experts(x, weights, experts, gate_up, down)
+
+    calls = {OURS: ours, **{name: theirs(name) for name in THEIRS}}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    results: dict[str, list[Any]] = {}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            inputs = [tensor.clone().requires_grad_() for tensor in (x, weights, gate_up, down)]
+            start = time.perf_counter()
+            y = call(*inputs)
+            y.backward(dy)
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+            results[name] = [y.detach(), *(tensor.grad for tensor in inputs)]
+    differences = {
+        name: max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(result, results["eager"], strict=True))
+        for name, result in results.items()
+    }
+    return {"seconds": {name: times for name, times in seconds.items() if times}, "differences": differences}
+
+
+def run(rounds: int) -> Report:
+    found = ranks.run("experts", "measure", 1, rounds=max(rounds, 5))[0]
+    medians = {name: statistics.median(times) for name, times in found["seconds"].items()}
+    fastest = min(seconds for name, seconds in medians.items() if name != OURS)
+    label = {OURS: OURS, **{name: f"transformers, {name}" for name in THEIRS}}
+    rows = [
+        [label[name], f"{seconds:.3f} s", f"{seconds / medians[OURS]:.2f}", f"{found['differences'][name]:.1e}"]
+        for name, seconds in medians.items()
+    ]
+    columns = (
+        f"{EXPERTS} experts, {PER_TOKEN} a token, width {HIDDEN} → {WIDTH}, {TOKENS:,} tokens, float32",
+        "median",
+        f"times {OURS}",
+        "largest difference from eager",
+    )
+    return Report(
+        "experts",
+        "Experts of a block",
+        [Table(columns, rows)],
+        found,
+        [
+            target(
+                f"{OURS} over the fastest of transformers: times as fast", fastest / medians[OURS], 1.3, at_least=True
+            )
+        ],
+        [
+            "Forward and backward, one thread, all implementations in turn in one process. transformers' `batched_mm` "
+            "copies the weights of an expert for each row, 32 GiB here, and was left out."
+        ],
+    )
