@@ -15,7 +15,7 @@ from shardwise.checkpoint.format.manifest import MODEL
 from shardwise.checkpoint.format.model_files import differences
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, segments
 from shardwise.checkpoint.format.writing import STREAM_BYTES
-from shardwise.checkpoint.restore import local_pieces, other_ends, read_manifest
+from shardwise.checkpoint.restore import local_pieces, of_all_tensors, other_ends, read_manifest
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import ModelConfig
 from shardwise.distributed import collectives
@@ -149,6 +149,4 @@ def require_finite(
 def tensor_shapes(model: nn.Module, mesh: Mesh) -> dict[str, tuple[int, ...]]:
     """Canonical name → shape of the tensors of all stages and experts; collective over the ranks that have others."""
     shapes = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
-    for group in (mesh.experts.group, mesh.pp):
-        shapes = {name: shape for part in collectives.all_gather_objects(shapes, group) for name, shape in part.items()}
-    return shapes
+    return of_all_tensors(shapes, mesh)

@@ -300,6 +300,14 @@ def _numbers_by_bucket(
     return numbers, problems[:_SHOWN]
 
 
+def of_all_tensors(local: Mapping[str, _Result], mesh: Mesh) -> dict[str, _Result]:
+    """Facts by canonical name with those of other stages and experts; collective over the ranks that have them."""
+    facts = dict(local)
+    for group in (mesh.experts.group, mesh.pp):
+        facts = {name: fact for part in collectives.all_gather_objects(facts, group) for name, fact in part.items()}
+    return facts
+
+
 def _mismatches(
     manifest: Manifest,
     model: nn.Module,
@@ -319,12 +327,9 @@ def _mismatches(
             # A tensor without elements is never written.
             if math.prod(piece.shape):
                 local[piece.name] = (piece.shape, states_of_parameter.get(parameter, set()))
-    shapes: dict[str, tuple[int, ...]] = {}
-    needed_states: dict[str, set[str]] = {}
-    for tensors in collectives.all_gather_objects(local, mesh.pp):
-        for name, (shape, tensor_states) in tensors.items():
-            shapes[name] = shape
-            needed_states[name] = tensor_states
+    tensors = of_all_tensors(local, mesh)
+    shapes = {name: shape for name, (shape, _) in tensors.items()}
+    needed_states = {name: states_of_tensor for name, (_, states_of_tensor) in tensors.items()}
     problems = mismatches(str(folder), shapes, manifest.tensors.get(MODEL, {}))
     for state in dict.fromkeys((MASTER, *states)):
         # A tensor that the model lacks is named once, among the weights.

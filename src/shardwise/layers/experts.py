@@ -95,10 +95,11 @@ class Router(placement.PlacedModule):
 class Experts(placement.PlacedModule):
     """`y = Σ_j w_j · down_j(silu(gate_j(x)) · up_j(x))` over the experts j that a router chooses for each token.
 
-    Forward: x `[S, B, H]`, or `[S/g, B, H]` with `sequence_parallel_enabled` → y of the same shape. Each expert is cut
-    over the group along its width, as a gated MLP is. Communicates: with sequence parallelism an all-gather of x and of
-    the choices, and a reduce-scatter of y (in the backward pass the reverse); without, an all-reduce of y, and in the
-    backward pass one of the gradients of x and of the weights.
+    The layer of arXiv:1701.06538 §2, with gated MLPs. Forward: x `[S, B, H]`, or `[S/g, B, H]` with
+    `sequence_parallel_enabled` → y of the same shape. Each expert is cut over the group along its width, as a gated MLP
+    is. Communicates: with sequence parallelism an all-gather of x and of the choices, and a reduce-scatter of y (in the
+    backward pass the reverse); without, an all-reduce of y, and in the backward pass one of the gradients of x and of
+    the weights. Where ranks divide the experts, rows travel by all-to-all in each direction.
 
     Args:
         hidden_size: H.
