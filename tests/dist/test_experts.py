@@ -17,6 +17,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements
 from shardwise.layers.execution import Execution, made_with
+from shardwise.layers.experts import balance_experts
 from shardwise.models.llama import Llama
 from shardwise.models.parameter_counts import local_parameters, matmul_parameter_count, parameter_count
 from tests.dist.dense import run
@@ -186,3 +187,27 @@ def test_active_parameters_of_a_published_model() -> None:
     assert parameter_count(model) == 30_532_122_624
     embedding = 151936 * 2048
     assert (matmul_parameter_count(model) + embedding) / 1e9 == pytest.approx(3.35, abs=0.01)
+
+
+def biases(expert: int, micro_batches: int, recompute: Any = "none") -> dict[str, Tensor]:
+    """The biases after two steps of a batch that the ranks and the micro-batches divide."""
+    mesh = Mesh(expert=expert, device="cpu")
+    config = FAMILIES["glm4_moe"].model_validate({"family": "glm4_moe", **SIZES, **CASES["glm4_moe"]})
+    with made_with(Execution(experts=mesh.experts)):
+        model = Llama(config, Group(), seed=1, recompute=recompute)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    balance_experts(model, optimizer, mesh.dp, 0.5)
+    for _ in range(2):
+        for part in range(micro_batches):
+            place, parts = mesh.dp.rank * micro_batches + part, mesh.dp.size * micro_batches
+            model(*(tensor.chunk(parts, dim=1)[place] for tensor in batch())).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if name.endswith("router.bias")}
+
+
+def test_biases_depend_on_the_loads_of_the_whole_batch_alone(ranks: Any) -> None:
+    wanted = biases(1, 1)
+    assert any(bias.unique().numel() > 1 for bias in wanted.values())
+    cases = [biases(1, 4), biases(1, 2, "full"), *run(ranks, 2, biases, 2, 1), *run(ranks, 2, biases, 1, 2)]
+    for found in cases:
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)

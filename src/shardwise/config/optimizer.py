@@ -75,6 +75,12 @@ class OptimizerConfig(Section):
         default="linear",
         description="with wsd: shape of the decay, where p goes from 0 to 1: 1 - p, (1 + cos πp) / 2 or 1 - √p",
     )
+    router_bias_rate: float = Field(
+        default=0.001,
+        ge=0,
+        description="with a family whose routers have a correction bias: after each step, the bias of an expert that "
+        "got fewer tokens than the mean rises by this, and that of one that got more falls; 0 = they stay",
+    )
     points: tuple[RatePoint, ...] = Field(
         default=(),
         strict=False,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwise.base.tensor_box import Box
 from shardwise.config.routing import ExpertNames, Routing
 from shardwise.distributed import collectives, placement
+from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
 from shardwise.layers.execution import execution
 from shardwise.layers.linear import LayerOptions, ParameterMaker
@@ -101,6 +102,9 @@ class Experts(placement.PlacedModule):
     backward pass the reverse); without, an all-reduce of y, and in the backward pass one of the gradients of x and of
     the weights. Where ranks divide the experts, rows travel by all-to-all in each direction.
 
+    Attributes:
+        loads: rows of each expert in the backward passes of this rank since `balance_experts` last used them, `[N]`.
+
     Args:
         hidden_size: H.
         width: F of each expert.
@@ -156,6 +160,10 @@ class Experts(placement.PlacedModule):
             piece = Piece.columns(tensors[2], (hidden_size, width), group, maker.init)
             local = Box((place * hidden_size, 0), (hidden_size, self.width))
             down.append(replace(piece, local=local, experts=ranks))
+        self.loads: Tensor
+        self.register_buffer(
+            "loads", torch.zeros(routing.experts, dtype=torch.int64, device=options.get("device")), persistent=False
+        )
         self.gate_up = maker.parameter((self.count * 2 * self.width, hidden_size), *gate_up)
         self.down = maker.parameter((self.count * hidden_size, self.width), *down)
 
@@ -168,22 +176,25 @@ class Experts(placement.PlacedModule):
         else:
             x = collectives.copy_to_group(x, self.group)
             weights = collectives.copy_to_group(weights, self.group)
+        counts = torch.bincount(experts.flatten(), minlength=len(self.loads))
         gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
         tokens = x.flatten(0, -2)
         if self.ranks.group.size == 1:
-            y = sum_of_experts(tokens, weights, experts, gate_up, down).view_as(x)
+            y = sum_of_experts(tokens, weights, experts, gate_up, down)
         else:
-            y = self._sum_elsewhere(tokens, weights, experts, gate_up, down).view_as(x)
+            y = self._sum_elsewhere(tokens, weights, experts, counts, gate_up, down)
+        y = cast(Tensor, _CountedInBackward.apply(y, self.loads, counts)).view_as(x)  # type: ignore[no-untyped-call]
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(y, self.group)
 
-    def _sum_elsewhere(self, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def _sum_elsewhere(
+        self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
         """Return the sum as `sum_of_experts` does, of which each rank of `ranks` computes the rows of its experts."""
         group = self.ranks.group
-        chosen = experts.flatten()
-        rows = chosen.argsort(stable=True)
+        rows = experts.flatten().argsort(stable=True)
         tokens = rows // experts.shape[1]
-        sent = torch.bincount(chosen, minlength=self.count * group.size).view(group.size, self.count)
+        sent = counts.view(group.size, self.count)
         arriving = collectives.all_to_all(sent, group)
         there, here = sent.sum(1).tolist(), arriving.sum(1).tolist()
         arrived = collectives.exchange_rows(x[tokens], there, here, group)
@@ -210,6 +221,26 @@ def sum_of_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor,
     """
     y: Tensor = _SumOfExperts.apply(x, weights, experts, gate_up, down)  # type: ignore[no-untyped-call]
     return y
+
+
+class _CountedInBackward(torch.autograd.Function):
+    """Adds the rows of each expert to the loads of the step, once.
+
+    Recompute repeats a forward pass, and a backward pass that is split in two may come by twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loads: Tensor, counts: Tensor) -> Tensor:
+        ctx.counted = (loads, counts)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.counted is not None:
+            loads, counts = ctx.counted
+            loads.add_(counts)
+            ctx.counted = None
+        return grads[0], None, None
 
 
 class _SumOfExperts(torch.autograd.Function):
@@ -279,3 +310,32 @@ def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
             runs.append((expert, slice(start, start + count)))
         start += count
     return runs
+
+
+def balance_experts(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Group, rate: float) -> None:
+    """After each step of an optimizer, move routers' biases towards equal loads (arXiv:2408.15664, algorithm 1).
+
+    With the loads c of a layer's experts, which are whole numbers of rows of the global batch:
+    b += rate · sign(mean(c) - c). The definition depends neither on the layout nor on the size of micro-batches.
+
+    Args:
+        model: layers whose routing has no bias are left as they are.
+        optimizer: its `step` updates the biases.
+        ranks: the ranks that have other samples or other tokens of them (`Mesh.replicas`): collective over them.
+        rate: step of a bias.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Experts) and module.router.bias is not None]
+    if not layers or not rate:
+        return
+
+    @torch.no_grad()
+    def update(*_: object) -> None:
+        loads = collectives.all_reduce_(torch.stack([layer.loads for layer in layers]), ranks)
+        # In whole numbers: an expert with the mean load stays.
+        signs = (loads.sum(1, keepdim=True) - loads * loads.shape[1]).sign()
+        for layer, sign in zip(layers, signs, strict=True):
+            assert layer.router.bias is not None
+            layer.router.bias.add_(sign, alpha=rate)
+            layer.loads.zero_()
+
+    optimizer.register_step_post_hook(update)

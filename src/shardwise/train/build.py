@@ -26,6 +26,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
 from shardwise.estimates.memory import expected_memory
 from shardwise.layers.embedding import ParallelLMHead
+from shardwise.layers.experts import balance_experts
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.models.blocks import Stages, block_matrices
@@ -337,6 +338,8 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     )
     # A forward pass of the user's own may change parameters through `.data`; no family of ours does.
     optimizer.compares_values = config.model.is_own
+    if config.shapes is not None and config.shapes.any_routing is not None:
+        balance_experts(model, optimizer, mesh.replicas, settings.router_bias_rate)
     return optimizer
 
 
