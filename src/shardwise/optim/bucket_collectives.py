@@ -57,7 +57,7 @@ class Reductions:
     def take(self, parameter: Tensor) -> None:
         """Take the gradient of a parameter that a backward pass has added to."""
         bucket, index = self._places[parameter]  # type: ignore[index]
-        begins_rounds = self.each_pass and not self.is_local
+        begins_rounds = self.each_pass and bucket.group.size > 1 and not self.is_local
         if bucket.reduced and not begins_rounds:
             raise RuntimeError(
                 "backward() came after this step's gradients were reduced: put all but the step's last backward() "
@@ -120,7 +120,10 @@ class Reductions:
         self._passes.clear()
 
     def _round_of(self, stage: int) -> Sequence[Bucket]:
-        return [bucket for bucket in self._buckets if bucket.stage == stage] if self.each_pass else self._buckets
+        if not self.each_pass:
+            return self._buckets
+        # Experts may be cut over fewer ranks than other parameters, down to one: such gradients are summed once a step.
+        return [bucket for bucket in self._buckets if bucket.stage == stage and bucket.group.size > 1]
 
     @torch.no_grad()
     def _end_pass(self, stage: int) -> None:
