@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
+from shardwise.config import Config
 from shardwise.config.hugging_face import from_hugging_face, to_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.distributed import collectives
@@ -20,7 +21,11 @@ from shardwise.layers.execution import Execution, made_with
 from shardwise.layers.experts import balance_experts
 from shardwise.models.llama import Llama
 from shardwise.models.parameter_counts import local_parameters, matmul_parameter_count, parameter_count
+from shardwise.train.build import build_trainer
+from shardwise.train.model_checks import check_replicas
+from tests.dist.checkpoints import load, save
 from tests.dist.dense import run
+from tests.dist.training import make_config, make_data
 
 S, B, V = 16, 4, 61
 SIZES: dict[str, Any] = {
@@ -211,3 +216,54 @@ def test_biases_depend_on_the_loads_of_the_whole_batch_alone(ranks: Any) -> None
     cases = [biases(1, 4), biases(1, 2, "full"), *run(ranks, 2, biases, 2, 1), *run(ranks, 2, biases, 1, 2)]
     for found in cases:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+# ---- training, and going on at another degree
+
+TRAININGS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "EP 2 of DP 2, ZeRO-3": (2, {"parallel": {"expert": 2}, "optimizer": {"zero": 3}}),
+    "EP 2 of DP 4, ZeRO-3": (4, {"parallel": {"expert": 2}, "optimizer": {"zero": 3}}),
+    "EP 2 of DP 4, ZeRO-2 with copies": (4, {"parallel": {"expert": 2, "replicate": 2}, "optimizer": {"zero": 2}}),
+    "EP 2, PP 2 zbv, ZeRO-1": (4, {"parallel": {"expert": 2, "pipeline": 2, "schedule": "zbv"}}),
+    "EP 4 of DP 2, CP 2": (4, {"parallel": {"expert": 4, "context": 2}, "optimizer": {"zero": 0}}),
+    "EP 2, TP 2 + SP, full recompute": (
+        4,
+        {"parallel": {"expert": 2, "tensor": 2, "sequence": True}, "train": {"recompute": "full"}},
+    ),
+}
+
+
+def configuration(sections: dict[str, dict[str, Any]]) -> Config:
+    train = {"micro_batch": 1, "global_batch": 8, "steps": 4, **sections.get("train", {})}
+    model = {"family": "glm4_moe", **SIZES, **CASES["glm4_moe"], "vocab_size": 131, "num_hidden_layers": 4}
+    return make_config(**{**sections, "train": train, "model": model})
+
+
+def go_on(sections: dict[str, dict[str, Any]], folder: str | None, steps: int, target: str | None) -> list[float]:
+    """The losses of some steps, from a checkpoint or from the start."""
+    config = configuration(sections)
+    mesh = Mesh(**config.parallel.degrees, device="cpu")
+    trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
+    if folder is not None:
+        load(trainer, folder)
+    losses = [trainer.step().loss for _ in range(steps)]
+    check_replicas(trainer.model, mesh, trainer.progress.step, trainer.optimizer)
+    if target is not None:
+        save(trainer, target)
+    return losses
+
+
+@functools.cache
+def curve() -> list[float]:
+    return go_on({}, None, 4, None)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_has_the_curve_of_one_process_and_goes_on_in_it(name: str, tmp_path: Path, ranks: Any) -> None:
+    world, sections = TRAININGS[name]
+    halfway = str(tmp_path / "step-00000002")
+    for losses in run(ranks, world, go_on, sections, None, 2, str(tmp_path)):
+        assert losses == pytest.approx(curve()[:2], rel=1e-5)
+    assert go_on({}, halfway, 2, None) == pytest.approx(curve()[2:], rel=1e-5)
+    for losses in run(ranks, world, go_on, sections, halfway, 2, None):
+        assert losses == pytest.approx(curve()[2:], rel=1e-5)
