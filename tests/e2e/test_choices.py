@@ -3,20 +3,9 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.command import json_lines, metrics, miniature, shardwise
-from tests.e2e.page import run_section
 
 TEXT = "".join(f"Line {n}: the {w} of {n * 7} keys — naïve, 键.\n" for n, w in enumerate(["ring", "song", "map"] * 400))
-
-
-@pytest.mark.slow
-def test_the_text_page_runs(tmp_path: Path) -> None:
-    """docs/data.md, "Text files"."""
-    _, (trained,) = run_section("Text files", tmp_path)
-    assert "data: texts: " in trained.out
-    assert " 400 documents" in trained.out
 
 
 def test_own_text(tmp_path: Path) -> None:
