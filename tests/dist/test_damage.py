@@ -73,9 +73,7 @@ class Resumed:
 def resume(config: Config, root: str) -> Resumed:
     trainer, resumed = make_trainer(config), Resumed()
     try:
-        restored = restore_first(
-            survey(Root.of(root)), config, trainer.model, trainer.optimizer, trainer.mesh, trainer.progress, resumed  # type: ignore[arg-type]
-        )  # fmt: skip
+        restored = restore_first(survey(Root.of(root)), trainer, resumed)  # type: ignore[arg-type]
     except ShardwiseError as error:
         resumed.problem = f"{type(error).__name__}: {error}"
         return resumed

@@ -89,7 +89,7 @@ def test_a_run_compares_every_few_steps_and_after_the_last(monkeypatch: pytest.M
 
 def run(trained: Trainer) -> None:
     """A run that records and saves nothing."""
-    reporter: Any = SimpleNamespace(is_logged=lambda _: False, step=lambda _: None)
+    reporter: Any = SimpleNamespace(step=lambda _: None)
     unsaved: Any = SimpleNamespace(flags=None, stopped_by=None, state_hashes=None, after_step=lambda *_: None)
     observers = build.build_observers(trained.config, trained, reporter, unsaved, None)
     trained.run(observers, unsaved, lambda _: nullcontext())

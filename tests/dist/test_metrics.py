@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from shardwise.config import check_layout
-from shardwise.data.formats.text import random_text
+from shardwise.data.formats.common import random_text
 from shardwise.distributed import collectives
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.train.build import build_trainer
+from shardwise.train.step_meters import STRAGGLER_STEPS
 from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord
-from shardwise.train.straggler import STRAGGLER_STEPS
 from tests.dist.checkpoints import make_trainer
 from tests.dist.dense import mesh
 from tests.dist.test_checkpoint import config_of

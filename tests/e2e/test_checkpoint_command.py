@@ -52,12 +52,12 @@ def test_inspect_lists_a_run(run: Path) -> None:
 def test_inspect_shows_a_checkpoint(run: Path) -> None:
     out = within("checkpoint", "inspect", checkpoint(run, 300), "--tensors", at=run).succeeded().out
     for text in (
-        "step        300 of 1,000",
+        "step        300",
         "samples     2,400",
-        "model       llama, 121 parameters (121)",
+        "parameters  llama, 121",
         "layout      TP 1 × PP 1 × DP 2 = 2 ranks",
-        "optimizer   adamw after 300 updates: exp_avg, exp_avg_sq, master",
-        "dtypes      model BF16; exp_avg F32; exp_avg_sq F32; master F32",
+        "optimizer   name adamw",
+        "dtypes      model BF16, exp_avg F32, exp_avg_sq F32, master F32",
         "shardwise 0.1.0",
         "optimizer/rank-00001.safetensors",
         "fingerprint tiny",

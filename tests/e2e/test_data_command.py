@@ -127,21 +127,27 @@ def test_ctrl_c_is_one_line(at: Path, tmp_path: Path) -> None:
     assert err.splitlines()[-1] == "shardwise: stopped by Ctrl-C (SIGINT)"
 
 
+TO_OUT = "out --tokenizer vocabulary"
 BAD = {
-    "no-such.txt out --format megatron --tokenizer vocabulary": "INPUT (no-such.txt) does not exist",
-    "a.jsonl out --format hdf5 --tokenizer vocabulary --whole-word": "--format (hdf5) must be megatron, or left out",
-    "latin.txt out --format megatron --tokenizer vocabulary": "latin.txt: byte 3 (0xe9) is not UTF-8",
+    f"prepare no-such.txt {TO_OUT}": "INPUT (no-such.txt) does not exist",
+    f"prepare a.jsonl {TO_OUT} --config en": "--config (en) must be left out with INPUT",
+    f"prepare a.jsonl {TO_OUT} --format hdf5 --whole-word": "--format (hdf5) must be megatron, or left out: a run cuts",
+    f"prepare a.jsonl {TO_OUT} --sequence-length 64": "--sequence-length must be left out: a run cuts",
+    "prepare raw.bin out --append-eod": "--append-eod must be left out with raw tokens",
+    "prepare a.jsonl out": "--tokenizer is missing: text becomes tokens by one",
+    f"prepare a.jsonl {TO_OUT} --eod-token 5": "--eod-token must be left out with text",
+    "inspect no-such": "PATH (no-such) does not exist in ",
+    "inspect raw.bin": "raw.bin and raw.idx together; `shardwise data prepare ",
 }
 
 
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_line(line: str, at: Path) -> None:
-    (at / "latin.txt").write_bytes(b"caf\xe9")
-    said = within("data", "prepare", *line.split(), at=at).failed(2)
+    (at / "raw.bin").write_bytes(b"\x05\x00\x20\x00")
+    said = within("data", *line.split(), at=at).failed(2)
     assert BAD[line] in said, said
-    assert sum(not each.startswith("preparing") for each in said.splitlines()) == 1, said
-    assert not list(at.glob("*out*"))
-    assert not list(at.glob(".*out*"))
+    assert len(said.splitlines()) == 1, said
+    assert not [*at.glob("*out*"), *at.glob(".*out*")]
 
 
 def commands(heading: str) -> list[str]:

@@ -15,7 +15,7 @@ from shardwise.config import Config, check_layout
 from shardwise.estimates.memory import expected_memory, offloaded_bytes
 from shardwise.optim.lamb import LAMB
 from shardwise.optim.state_hash import StateSums
-from shardwise.train.step_clock import state_by_kind
+from shardwise.train.step_meters import state_by_kind
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.training import make_config
 from tests.rank_pool import RankPool

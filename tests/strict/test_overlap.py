@@ -12,7 +12,7 @@ from shardwise.layers.units import units
 from shardwise.models.llama import LlamaBlock
 from shardwise.optim import bucket_layout
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.flat_memory import has_memory
+from shardwise.optim.freed_buckets import has_memory
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import FAMILIES, MODEL, make_config
 from tests.rank_pool import RankPool
