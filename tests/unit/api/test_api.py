@@ -183,6 +183,7 @@ def test_wrong_arguments_of_a_training_are_refused(case: str, recipe: str) -> No
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     program = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")

@@ -472,6 +472,7 @@ def _plausible(field: FieldInfo) -> list[object]:
     return values
 
 
+@pytest.mark.slow
 def test_fault_21_a_dry_run_takes_each_key(capsys: pytest.CaptureFixture[str]) -> None:
     """Or refuses its value in a sentence; what it prints is a recipe of the same configuration."""
     accepted = {}

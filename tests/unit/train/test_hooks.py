@@ -45,6 +45,7 @@ def losses(run: shardwise.Run) -> list[float]:
     return [event["loss"] for event in run.metrics() + run.metrics("eval")]
 
 
+@pytest.mark.slow
 def test_all_hooks_together_are_recorded_and_continued(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     own_hooks.Recorder.heard.clear()
     hooks = {

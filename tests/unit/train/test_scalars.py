@@ -62,6 +62,7 @@ def test_wandb_records_the_curve_and_no_secret(tmp_path: Path) -> None:
     require_no_secret(tmp_path)
 
 
+@pytest.mark.slow
 def test_wandb_records_in_the_folder_where_its_server_is_away(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     away = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
@@ -71,6 +72,7 @@ def test_wandb_records_in_the_folder_where_its_server_is_away(tmp_path: Path) ->
     assert b"train/loss" in written.read_bytes()
 
 
+@pytest.mark.slow
 def test_trackio_continues_its_own_run_alone(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     record_with("trackio", tmp_path, STARTS)
@@ -86,6 +88,7 @@ def test_trackio_continues_its_own_run_alone(tmp_path: Path) -> None:
     require_no_secret(tmp_path)
 
 
+@pytest.mark.slow
 def test_mlflow_has_each_step_of_a_curve_once(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     store = tmp_path / "store"

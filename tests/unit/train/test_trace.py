@@ -20,6 +20,7 @@ from shardwise.train.trace import Trace
 from tests.dist.training import make_config, make_data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trace", "steps"), [("2:4", {"step 2", "step 3"}), ("3:9", {"step 3", "step 4"})])
 def test_a_run_without_a_pipeline(
     tmp_path: Path, trace: str, steps: set[str], capfd: pytest.CaptureFixture[str]
