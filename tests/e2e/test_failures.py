@@ -16,6 +16,7 @@ from tests.e2e.command import (
     UNDER_TORCHRUN,
     Process,
     environment,
+    imported_first,
     json_lines,
     metrics,
     miniature,
@@ -120,10 +121,8 @@ if os.environ.get("RANK") == "1":
 
 def test_a_rank_that_raises_is_heard_and_not_its_peers_time_outs(tmp_path: Path) -> None:
     hook = tmp_path / "hook"
-    hook.mkdir()
-    (hook / "sitecustomize.py").write_text(FAILING_RANK)
-    path = os.pathsep.join(filter(None, (str(hook), os.environ.get("PYTHONPATH"))))
-    failed = shardwise("train", miniature(tmp_path), *LONG, at=tmp_path, timeout=SECONDS, PYTHONPATH=path)
+    variables = imported_first(FAILING_RANK, hook)
+    failed = shardwise("train", miniature(tmp_path), *LONG, at=tmp_path, timeout=SECONDS, **variables)
     err = failed.failed(1)
     place = f"{hook / 'sitecustomize.py'}, line 8"
     assert err.startswith(
