@@ -204,7 +204,7 @@ def test_under_torchrun_wrong_input_is_told_once(tmp_path: Path) -> None:
     said = shardwise("train", miniature(tmp_path), "data.path=empty.txt", at=tmp_path, program=UNDER_TORCHRUN)
     assert said.code != 0
     assert said.err.count("shardwise: ") == 1, f"the text must appear once, not once a rank:\n{said.err}"
-    assert said.err.count("empty.txt is empty: ") == 1
+    assert said.err.count("empty.txt holds no text: ") == 1
     # The second: torchrun's own error where the other rank ends just as it is to be killed.
     assert "exitcode  : 2" in said.err or "ProcessLookupError" in said.err, "torchrun must see that the input is wrong"
     assert not (tmp_path / "runs").exists()

@@ -194,7 +194,7 @@ TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorials/")]
 
 
 @pytest.mark.parametrize("page", TUTORIALS)
-def test_fault_05_a_tutorial_trains_on_what_its_own_commands_fetch_or_make(page: str) -> None:
+def test_a_tutorial_trains_on_what_its_own_commands_fetch_or_make(page: str) -> None:
     """Or on what a run fetches from the hub by its id."""
     made = set(HUB_IDS)
     for block in blocks(page):
@@ -208,12 +208,12 @@ def test_fault_05_a_tutorial_trains_on_what_its_own_commands_fetch_or_make(page:
 
 
 @pytest.mark.parametrize("page", TUTORIALS)
-def test_fault_05_a_tutorial_begins_small_and_says_what_was_never_tried(page: str) -> None:
+def test_a_tutorial_begins_small_and_says_what_was_never_tried(page: str) -> None:
     text = PAGES[page]
     trained = re.findall(r"^ *shardwise train (\S+)", text, re.MULTILINE)
     assert trained[0].endswith("-tiny")
     introduction = " ".join(text.partition("\n## ")[0].split())
-    assert "Nothing has been run on Trainium so far. TorchNeuron needs trn2 or trn3" in introduction
+    assert "Nothing has been run on Trainium so far" in introduction
     assert "(../devices.md#trainium)" in introduction
     for words in ("shardwise top", "submit --precompile", "shardwise jobs", "squeue", "neuron-top"):
         assert words in text, f"{page} does not say {words}"
