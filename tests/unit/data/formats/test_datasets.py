@@ -170,7 +170,7 @@ def test_another_table_is_prepared_anew(tmp_path: Path) -> None:
         ({"split": "train,eval"}, "data.split (train,eval) must name splits of {}: it has train, valid and test"),
         ({"text_key": "body"}, "{} has no column 'body': set data.text_key to the column that holds the text or the "
          "tokens (text, number and input_ids)"),
-        ({"text_key": "number"}, "the column 'number' of {} must hold text or lists of integers, not int64"),
+        ({"text_key": "number"}, "the column 'number' of {} must hold text in all splits, or lists of integers in"),
         ({"split": "90,5,5"}, "data.split (90,5,5) must be two weights, training and evaluation, where {} is text"),
     ],
 )  # fmt: skip
@@ -184,8 +184,8 @@ def test_a_column_is_text_in_all_splits_or_tokens_in_all(tmp_path: Path) -> None
     tables = {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in (("a", TEXTS), ("b", ROWS))}
     datasets.DatasetDict(tables).save_to_disk(tmp_path / "saved")
     assert failure(tmp_path / "saved", split="a,b") == (
-        f"the column 'text' of data.path ({tmp_path}/saved) must hold text in all splits or tokens in all: it holds "
-        "text in a and tokens in b"
+        f"the column 'text' of data.path ({tmp_path}/saved) must hold text in all splits, or lists of "
+        "integers in all, and it holds text in a and tokens in b (data.text_key)"
     )
 
 
