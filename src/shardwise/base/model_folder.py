@@ -14,13 +14,8 @@ INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-TOKENIZERS = (
-    (TOKENIZER,), ("vocab.json", "merges.txt"), ("vocab.txt",),
-    ("gpt2-vocab.json", "gpt2-merges.txt"),
-)  # fmt: skip
+TOKENIZERS = ((TOKENIZER,), ("vocab.json", "merges.txt"), ("vocab.txt",), ("gpt2-vocab.json", "gpt2-merges.txt"))
 """Sets of files that are a tokenizer, in the order in which they are looked for; the last is Megatron-LM's names."""
-PIECES = "tokenizer.model"
-"""A model of SentencePiece, or a vocabulary of tiktoken; neither is read."""
 CONVERT = "write its tokenizer.json by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 CHAT_TEMPLATES = "additional_chat_templates"
 """The folder of the chat templates that have names."""
@@ -60,7 +55,7 @@ def tokenizer_names() -> str:
 def without_tokenizer(shown: str, names: Collection[str]) -> str:
     """The message for a folder, called `shown`, whose files `names` include no tokenizer."""
     contents = f"it has {listing(sorted(names), most=_SHOWN)}" if names else "it is empty"
-    convert = f"; {CONVERT}" if PIECES in names else ""
+    convert = f"; {CONVERT}" if any(name.endswith(".model") for name in names) else ""
     return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {contents}{convert}"
 
 

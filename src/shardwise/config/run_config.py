@@ -201,6 +201,11 @@ class Config(Section):
         return self.train.eval_every > 0 and self.data.holds_out
 
     @property
+    def names_no_data(self) -> bool:
+        """True if nothing names the data, as in a recipe that is for data of the user's."""
+        return not self.data.is_named and self.hooks.data is None
+
+    @property
     def held_out_text(self) -> str:
         """The part that is held out of the training, and how much of it the evaluations of the run read, for a user."""
         data = self.data

@@ -161,17 +161,13 @@ def _packed(
     ]
     if problems:
         raise DataError(problems)
-    for number, (file, key) in enumerate(zip(files, _packed_keys(files, parts, request), strict=True)):
-        bounds = {part: chosen[number].bounds for part, chosen in parts.items() if len(chosen[number])}
-        yield packed.open_packed(root, key, bounds, request, file.prefix, announce)
-
-
-def _packed_keys(
-    files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents, ...]], request: DataRequest
-) -> list[str]:
-    """The key of the packed samples of each data set."""
-    bounds = [{part: (chosen[n].first, chosen[n].stop) for part, chosen in parts.items()} for n in range(len(files))]
-    return [packed.key_of([file.digest, parts_of], request) for file, parts_of in zip(files, bounds, strict=True)]
+    for number, file in enumerate(files):
+        documents = {part: chosen[number] for part, chosen in parts.items()}
+        numbers = {part: (chosen.first, chosen.stop) for part, chosen in documents.items()}
+        bounds = {part: chosen.bounds for part, chosen in documents.items() if len(chosen)}
+        yield packed.open_packed(
+            root, packed.key_of([file.digest, numbers], request), bounds, request, file.prefix, announce
+        )
 
 
 def manifests(data: DataConfig) -> list[Path]:
@@ -182,11 +178,7 @@ def manifests(data: DataConfig) -> list[Path]:
 def glance(request: DataRequest) -> str:
     """The number of sequences, by the headers of the .idx files."""
     sequences = [count_sequences(prefix) for _, prefix in request.data.weighted_prefixes]
-    text = f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
-    if not request.data.packs_documents:
-        return text
-    files = [IndexedFile.open(prefix) for _, prefix in request.data.weighted_prefixes]
-    return text + packed.glance_text(request, _packed_keys(files, _parts(files, request), request))
+    return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
 
 
 def most_tokens(request: DataRequest, limit: int) -> int | None:

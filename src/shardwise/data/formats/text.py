@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing
-from shardwise.base.files import cache_root
 from shardwise.base.units import count, counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache, hub
@@ -32,7 +31,14 @@ from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part
 from shardwise.data.samples.order import mix, mix_integer
 from shardwise.data.split import describe_sizes
-from shardwise.data.tokens.encoding import RULE, ContentDigest, document_marks, encode_documents, encode_sentences
+from shardwise.data.tokens.encoding import (
+    RULE,
+    ContentDigest,
+    digests_of,
+    document_marks,
+    encode_documents,
+    encode_sentences,
+)
 from shardwise.data.tokens.tokenizer import (
     Tokenizer,
     keep_user_tokenizer,
@@ -114,11 +120,12 @@ _ONE_PART = TextSplit(None, sys.maxsize)
 
 
 @dataclass(frozen=True)
-class _Scan:
-    """The results of reading a text once.
+class Scan:
+    """The results of reading a text, or conversations, once.
 
     Attributes:
         content: digest of the text.
+        bytes: size of the text.
         characters: length of each document, [documents].
     """
 
@@ -134,7 +141,7 @@ def open_data(
     if request.data.streaming:
         return stream.open_data(request, root, announce, any_size=any_size)
     source = source or open_source(request.data)
-    content, scan = _content(root, source, announce)
+    content, scan = content_of(root, source.stamp(), source, lambda: _scan(source, announce), announce)
     entry = common.open_text_tokens(
         root,
         lambda tokenizer: _key(content, request, tokenizer),
@@ -146,11 +153,12 @@ def open_data(
     return packed.packed_text(request, root, _prepared(entry, source, request, any_size), announce)
 
 
-def _content(root: Path, source: Source, announce: common.Announce) -> tuple[str, _Scan | None]:
-    """The digest of a text, and the scan by which it was found; None if the cache knew it."""
+def content_of(
+    root: Path, stamp: str | None, source: Source, scan: Callable[[], Scan], announce: common.Announce
+) -> tuple[str, Scan | None]:
+    """The digest of a text with this stamp, and the scan by which it was found; None if the cache knew it."""
     # Entries are keyed by content, so that a copy of a text finds them too. Files that have not changed since they were
     # read are not read again to find their content.
-    stamp = source.stamp()
     content = cache.known_content(root, stamp)
     if content is not None:
         return content, None
@@ -163,13 +171,12 @@ def _content(root: Path, source: Source, announce: common.Announce) -> tuple[str
                 return content, None
             if announce is not None:
                 announce(f"preparing the data {source.name}: reading them")
-        scan = _scan(source)
-        cache.remember_content(root, stamp, scan.content)
-    announce_empty(source, announce)
-    return scan.content, scan
+        found = scan()
+        cache.remember_content(root, stamp, found.content)
+    return found.content, found
 
 
-def _scan(source: Source) -> _Scan:
+def _scan(source: Source, announce: common.Announce = None) -> Scan:
     digest = ContentDigest()
     document = 0
     characters = array("q")
@@ -178,7 +185,8 @@ def _scan(source: Source) -> _Scan:
         if piece.ends_document:
             characters.append(document)
             document = 0
-    return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
+    announce_empty(source, announce)
+    return Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
 def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
@@ -211,9 +219,7 @@ def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
     return cache.key_of(described)
 
 
-def _build(
-    folder: Path, source: Source, scan: _Scan, request: DataRequest, announce: common.Announce
-) -> dict[str, Any]:
+def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, announce: common.Announce) -> dict[str, Any]:
     if announce is not None and isinstance(source, FileSource) and request.data.path is not None:
         announce(f"preparing the data {source.name}: {source.described()}")
     split = plan_split(scan.characters, request.data.split_weights)
@@ -232,11 +238,8 @@ def _build(
         parts = encode_documents(pieces, tokenizer, document_marks(request.data, tokenizer), folder)
     # The text was read twice: to find its content and lengths, and to encode it.
     common.require_unchanged(source.name, digest.hexdigest(), scan.content)
-    digests = [scan.content]
-    for part, facts in parts.items():
-        if part == "test" and not request.data.split_names:
-            continue  # it is empty, and fingerprints from before there was a test part must stay
-        digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
+    # Without splits the test part is empty, and fingerprints from before there was one must stay.
+    fingerprinted = {part: facts for part, facts in parts.items() if part != "test" or request.data.split_names}
     manifest = {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         "vocab_size": tokenizer.vocab_size,
@@ -245,14 +248,14 @@ def _build(
         "documents": len(scan.characters),
         **parts,
         "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
-        "fingerprint": cache.fingerprint_of(digests),
+        "fingerprint": cache.fingerprint_of([scan.content, *digests_of(fingerprinted)]),
     }
     if pairs:
         manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
     return manifest
 
 
-def _train_tokenizer(source: Source, scan: _Scan, split: TextSplit, request: DataRequest) -> Tokenizer:
+def _train_tokenizer(source: Source, scan: Scan, split: TextSplit, request: DataRequest) -> Tokenizer:
     texts = _tokenizer_texts(_parts(source, split, ContentDigest()), int(scan.characters.sum()))
     return train_tokenizer(texts, request.vocab_size, source.name, pairs=request.in_pairs)
 
@@ -302,21 +305,10 @@ def glance(request: DataRequest) -> str:
     source = open_source(request.data)
     time = when_read(request)
     if not isinstance(source, FileSource):
-        return f"built-in, {time}{_packing(request)}"
+        return f"built-in, {time}"
     source.require_text()
     total = sum(file.stat().st_size for file in source.files)
-    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}{_packing(request)}"
-
-
-def _packing(request: DataRequest) -> str:
-    """The facts of packed documents for a dry run; empty unless they are packed."""
-    keys = []
-    with contextlib.suppress(DataError):  # a tokenizer of the hub may not be here yet
-        entry = None if request.data.streaming else _prepared_entry(request, cache_root())
-        ends = None if entry is None else common.document_ends(request.data, entry.tokenizer_path)
-        if entry is not None and ends is not None:
-            keys.append(packed.key_of_text(entry.manifest["fingerprint"], ends.token, request))
-    return packed.glance_text(request, keys)
+    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}"
 
 
 def most_tokens(request: DataRequest, limit: int) -> int | None:
@@ -325,14 +317,6 @@ def most_tokens(request: DataRequest, limit: int) -> int | None:
     if not isinstance(source, FileSource) or request.in_pairs:
         return None
     return source.bytes_within(limit)
-
-
-def _prepared_entry(request: DataRequest, root: Path) -> cache.CacheEntry | None:
-    """The tokens of the text, if the cache has them; nothing is prepared."""
-    content = cache.known_content(root, open_source(request.data).stamp())
-    if content is None:
-        return None
-    return cache.open_tokens(root, cache.entry_key(root, _key(content, request, request.data.tokenizer)))
 
 
 def when_read(request: DataRequest) -> str:
@@ -365,6 +349,15 @@ def _tokens(documents: list[str], tokenizer: Tokenizer, data: DataConfig) -> tup
     return tokens.astype(np.int64), sizes
 
 
+def files_of(source: Source) -> tuple[Sequence[Path], str]:
+    """The files of a text that is the user's, and the way in which they are read."""
+    if isinstance(source, FileSource):
+        return source.files, source.described()
+    if not isinstance(source, ColumnSource):
+        return (), "built-in"
+    return [Path(file) for names in source.files_by_split().values() for file in names], "a data set"
+
+
 def inspect(data: DataConfig, samples: int) -> Inspection:
     """Files of text, as training reads them: all of them, or the beginning of large ones."""
     given = [f"data.{key}" for key in ("append_eod", "prepend_bos") if getattr(data, key) is not None]
@@ -372,8 +365,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         raise DataError(f"{given[0]} needs data.tokenizer, by which tokens are counted")
     source = open_source(data)
     documents, is_complete = _beginning(source, _TEXT_CHARACTERS)
-    files = source.files if isinstance(source, FileSource) else ()
-    described = source.described() if isinstance(source, FileSource) else ""
+    files, described = files_of(source)
     notes: list[str] = []
     announce_empty(source, notes.append)
     lengths = np.array([*map(len, documents)])

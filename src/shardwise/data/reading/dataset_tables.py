@@ -330,6 +330,11 @@ class DataSet:
             number += len(array)
             yield array
 
+    @property
+    def num_rows(self) -> int:
+        """The rows of the splits that are read."""
+        return sum(map(len, self._splits.values()))
+
     def where(self, split: str) -> str:
         """The beginning of messages about a row of a split."""
         if split == _UNNAMED:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -119,13 +119,7 @@ def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokeniz
     """
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
-        bounds = {
-            part: {
-                name: ArrayWriter(files.enter_context((folder / f"{part}.{name}.bin").open("wb")), BOUNDS_DTYPE)
-                for name in BOUNDS
-            }
-            for part in PARTS
-        }
+        bounds = bounds_writers(files, BOUNDS, folder)
         for part in PARTS:
             for row in bounds[part].values():
                 row.write([0])
@@ -148,10 +142,36 @@ def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokeniz
                     ends["documents"].write([ends["sentences"].length - 1])
                     writer.documents += 1
                     has_sentences[part] = False
+    return facts_with_bounds(writers, bounds)
+
+
+def bounds_writers(files: ExitStack, names: Sequence[str], folder: Path) -> dict[Part, dict[str, ArrayWriter]]:
+    """A file of bounds of each name for each part, which `files` closes."""
+    return {
+        part: {
+            name: ArrayWriter(files.enter_context((folder / f"{part}.{name}.bin").open("wb")), BOUNDS_DTYPE)
+            for name in names
+        }
+        for part in PARTS
+    }
+
+
+def facts_with_bounds(
+    writers: Mapping[Part, TokenWriter], bounds: Mapping[Part, Mapping[str, ArrayWriter]]
+) -> dict[str, Any]:
+    """The manifest's record of each part, once its files are closed."""
     return {
         part: {**writer.facts(), "bounds": {name: row.facts() for name, row in bounds[part].items()}}
         for part, writer in writers.items()
     }
+
+
+def digests_of(parts: Mapping[str, Any]) -> list[str]:
+    """The digests of all files of these records, for a fingerprint."""
+    digests = []
+    for facts in parts.values():
+        digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
+    return digests
 
 
 def token_writers(files: ExitStack, dtype: np.dtype[Any], folder: Path) -> dict[Part, TokenWriter]:

@@ -24,7 +24,6 @@ from shardwise.base.files import reason_of
 from shardwise.base.model_folder import (
     CHAT_TEMPLATES,
     CONVERT,
-    PIECES,
     TOKENIZER,
     TOKENIZER_CONFIG,
     TOKENIZERS,
@@ -84,7 +83,7 @@ class TokenizerFiles:
         names = next((names for names in TOKENIZERS if path.name.endswith(names)), None)
         if names is None:
             if path.suffix == ".model":
-                raise DataError(without_tokenizer(str(path), [PIECES]))
+                raise DataError(without_tokenizer(str(path), [path.name]))
             return cls({WORDS if path.suffix == ".txt" else TOKENIZER: path}, ())
         prefix = path.name.removesuffix(next(name for name in names if path.name.endswith(name)))
         files = {name: path.with_name(prefix + name) for name in names}

@@ -305,12 +305,6 @@ def test_too_little_text_says_how_much_is_needed(tmp_path: Path) -> None:
     assert prepare(sized(270, 1000, 0, path=str(tmp_path / "a.txt")), tmp_path / "cache").vocab_size == 270
 
 
-def test_no_share_for_evaluation(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.split \(1,0\) holds nothing out, and train\.eval_every \(5\)"):
-        prepare(sized(512, 64, 5, split="1,0"), tmp_path)
-    assert len(prepare(config(split="1,0"), tmp_path).tokens["eval"]) == 0
-
-
 def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SHARDWISE_CACHE", raising=False)

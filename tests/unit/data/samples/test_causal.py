@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import Config, check_layout, config_from
+from shardwise.config import Config, config_from
 from shardwise.data.formats.common import document_ends
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches, causal_batch
@@ -90,32 +90,3 @@ def test_the_token_is_the_tokenizers_unless_it_is_named(tmp_path: Path) -> None:
         "data.reset_position_ids (true) needs the id of the token that ends a document: set data.eod_token, or "
         "data.tokenizer to the one that made the data"
     ]
-
-
-@pytest.mark.parametrize(
-    ("family", "data", "problem"),
-    [
-        (
-            "bert",
-            {"eod_mask_loss": True},
-            "data.eod_mask_loss (true) must be false with model.family bert, which masks tokens",
-        ),
-        ("gpt", {"eod_mask_loss": True, "eod_token": 300}, "data.eod_token (300) must be below model.vocab_size (300)"),
-        (
-            "gpt",
-            {"eod_token": 3},
-            "data.eod_token (3) must be left out unless one of data.eod_mask_loss, data.reset_position_ids and "
-            "data.reset_attention_mask is true",
-        ),
-    ],
-)
-def test_what_cannot_be(family: str, data: dict[str, Any], problem: str) -> None:
-    chosen = config(**data)
-    model = chosen.model.model_dump() | {"family": family}
-    if family == "bert":
-        model = {name: model[name] for name in ("family", "vocab_size", "hidden_size", "intermediate_size")}
-        model |= {"num_hidden_layers": 1, "num_attention_heads": 2}
-    changed = config_from(chosen.model_dump(mode="json") | {"model": model})
-    with pytest.raises(ConfigError) as caught:
-        check_layout(changed, 1)
-    assert caught.value.problems == [problem]

@@ -326,27 +326,6 @@ def test_a_long_text_is_several_documents(
     assert sorted(epoch_documents(batches, tokenizer, 0)) == sorted(parts)
 
 
-@pytest.mark.parametrize(
-    ("kind", "content", "says"),
-    [
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": 1}\n', "line 3: the field 'text' must hold text, not int"),
-        ("a.jsonl", b'{"text": "fine text"}\n{"text": "\xe9"}\n', "line 2, byte 10 (0xe9) is not UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100, mtime=0)[:-9], "is cut off"),
-        ("a.txt", b"", "holds no text: it is empty"),
-        ("a.jsonl", b'{"text": "a"}\n', "the training part of data.path"),
-    ],
-)
-def test_bad_data_are_one_sentence_at_the_start(
-    kind: str, content: bytes, says: str, tokenizer: Path, tmp_path: Path
-) -> None:
-    (tmp_path / kind).write_bytes(content)
-    with pytest.raises(DataError) as caught:
-        prepare(config(tmp_path / kind, tokenizer, buffer=1000), tmp_path / "cache")
-    assert says in str(caught.value)
-    assert str(tmp_path / kind) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_bad_line_after_going_on_has_its_number(tokenizer: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
     file = tmp_path / "a.jsonl"
@@ -379,15 +358,6 @@ def test_files_that_were_emptied_are_told(tokenizer: Path, tmp_path: Path) -> No
     datasets.Dataset.from_dict({"text": [""] * 3}).save_to_disk(path, num_shards=3)
     with pytest.raises(DataError, match=r"must have a document to train on, and a whole epoch has none"):
         global_batch(batches, 0)
-
-
-@pytest.mark.parametrize(
-    ("split", "says"),
-    [("90,5,5", "must be two weights, training and"), ("train,test", "is no data set with splits")],
-)
-def test_parts_that_a_stream_has_not(split: str, says: str, whole: Path, tokenizer: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=says):
-        prepare(config(whole, tokenizer, split=split), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "datasets"])
