@@ -63,9 +63,8 @@ def test_a_data_set_of_the_hub(at: Path, tmp_path: Path) -> None:
         variables = user_of(site.address, str(tmp_path / "hf"))
         said = shardwise("data", "prepare", *given, at=tmp_path, **variables, HF_TOKEN="").failed(2)
         assert f"is gated: accept its licence on {site.address}/datasets/acme/gated, then set HF_TOKEN" in said
-        done, again = (
-            shardwise("data", "prepare", *given, at=tmp_path, **variables, HF_TOKEN=TOKEN).succeeded() for _ in range(2)
-        )
+        done, again = (shardwise("data", "prepare", *given, at=tmp_path, **variables, HF_TOKEN=TOKEN) for _ in range(2))
+    assert done.code == again.code == 0, done.err + again.err
     assert "; 100 documents" in done.out
     assert "(there already); 100 documents" in again.out
     assert TOKEN not in done.out + done.err + (tmp_path / "out.json").read_text()
