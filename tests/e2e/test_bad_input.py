@@ -24,7 +24,7 @@ def test_a_finished_run_is_not_overwritten(folder: Path) -> None:
 
 BY_ALL_RANKS: dict[str, tuple[list[str], str]] = {
     "configuration": (["train.global_batch=9"], "train.global_batch (9) must be a multiple of"),
-    "data": (["data.path=empty.txt"], "empty.txt is empty: "),
+    "data": (["data.path=empty.txt"], "empty.txt holds no text: "),
 }
 
 
