@@ -193,7 +193,7 @@ def held(recipe: str, overrides: list[str]) -> dict[str, float]:
     from shardwise.config import check_layout
     from shardwise.distributed.mesh import join
     from shardwise.estimates.memory import expected_memory
-    from shardwise.train.step_clock import state_by_kind
+    from shardwise.train.step_meters import state_by_kind
     from tests.live_tensors import LiveTensors
 
     torch.set_num_threads(1)

@@ -31,7 +31,7 @@ from shardwise_watch.summary import snapshot
 from shardwise.runs.folder import json_text
 
 path, ranks = Path(sys.argv[1]), int(sys.argv[2])
-lines = [last_lines(path / f"ranks/rank-{rank:04d}.jsonl", 4096)[-1] for rank in range(ranks)]
+lines = [next(last_lines(path / f"ranks/rank-{rank:04d}.jsonl", 4096)) for rank in range(ranks)]
 began = time.perf_counter()
 run = RunView(path, all_steps=True)
 found = snapshot(run)

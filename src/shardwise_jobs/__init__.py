@@ -15,7 +15,7 @@ The way of a job, in order:
     4. the end of an attempt
          restarts.py     decides about the next attempt: in the same allocation, after a requeue by SLURM, or none
 
-    jobs.py              the state of submitted jobs for `shardwise jobs`, at any time
+    jobs.py              the state of submitted jobs for `shardwise jobs`, and the end of those that wait
 
 Nothing here imports torch.
 """

@@ -1,9 +1,10 @@
-"""The state of submitted jobs, by the answers of SLURM and the records of their runs."""
+"""The state of submitted jobs, by SLURM and by the records of their runs, and the end of those that wait."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base import units
-from shardwise.runs.events import last_event, seconds_of
+from shardwise.runs.events import how_it_ended, last_event, seconds_of
 from shardwise_jobs import commands
 from shardwise_jobs.restarts import AttemptEnding, history
 from shardwise_jobs.submission import Submitted, submitted
@@ -33,10 +34,10 @@ class JobState:
     state: str
     reason: str
     run: Path
-    step: int | None
-    loss: float | None
-    seconds: float | None
-    job: commands.SlurmJob | None
+    step: int | None = None
+    loss: float | None = None
+    seconds: float | None = None
+    job: commands.SlurmJob | None = None
 
 
 def states(runs: Path) -> list[JobState]:
@@ -49,22 +50,16 @@ def states(runs: Path) -> list[JobState]:
     run_paths = [path.parent for path in runs.glob("*/jobs.jsonl") if not path.parent.is_symlink()]
     job_states = []
     for job in present.values():
-        if job.run is None:
-            continue
-        run_paths.append(Path(job.run))
-        if not Path(job.run).is_dir():
-            job_states.append(_without_folder(job, Path(job.run)))
+        run = Path(job.run or "")
+        run_paths.append(run)
+        if not run.is_dir():
+            # SLURM cannot write its log, so nothing else shows the problem.
+            job_states.append(JobState(job.id, "train", job.state.lower(), "its folder is gone", run, job=job))
     # One folder may come twice, under the name below `runs` and under the absolute one that SLURM has.
     unique_paths = {path.resolve(): path for path in run_paths}.values()
     for path in unique_paths:
         job_states += [state_of(job, path, present.get(job.id)) for job in submitted(path)]
     return sorted(job_states, key=lambda state: int(state.id) if state.id.isdecimal() else 0)
-
-
-def _without_folder(job: commands.SlurmJob, run: Path) -> JobState:
-    """Describe a job whose folder was removed: SLURM cannot write its log, so nothing else shows the problem."""
-    reason = "its folder is gone"
-    return JobState(job.id, "train", job.state.lower(), reason, run, step=None, loss=None, seconds=None, job=job)
 
 
 def state_of(job: Submitted, run: Path, present: commands.SlurmJob | None) -> JobState:
@@ -153,3 +148,25 @@ def span(job: Submitted, run: Path, present: commands.SlurmJob | None) -> tuple[
         return job_endings[0].began, job_endings[-1].began + job_endings[-1].seconds
     submission = seconds_of(asdict(job))
     return submission, min((ending.began for ending in endings if ending.began > submission), default=math.inf)
+
+
+def cancel_waiting_jobs(run_path: Path) -> list[str]:
+    """Cancel the jobs of a run that wait in SLURM's queue, and those that compile for it; a sentence on each."""
+    texts = []
+    for job in _jobs_before_a_start(run_path):
+        commands.cancel(job.id)
+        activity = "waited in SLURM's queue" if job.state == "PENDING" else "compiled for the run"
+        texts.append(f"job {job.id}, which {activity}, is cancelled{how_it_ended(run_path)}")
+    return texts
+
+
+def _jobs_before_a_start(run_path: Path) -> list[commands.SlurmJob]:
+    """The jobs of this run that wait in SLURM's queue, and those that compile for it; none where none waits."""
+    kinds = {job.id: job.kind for job in submitted(run_path)}
+    if not kinds or shutil.which("squeue") is None:
+        return []
+    jobs = [job for job in commands.jobs() if job.id in kinds]
+    is_waiting = any(job.state == "PENDING" for job in jobs)
+    # The training first: it waits for the graphs, and would be found without them.
+    jobs.sort(key=lambda job: kinds[job.id] == "compile")
+    return [job for job in jobs if is_waiting and (job.state == "PENDING" or kinds[job.id] == "compile")]

@@ -51,13 +51,13 @@ class AttemptEnding:
     requeues: int
     nodes: int
     began: float
-    seconds: float
-    until_joined: float | None
-    until_training: float | None
-    after_last_step: float
-    first_step: int | None
-    step: int
-    checkpoint: int
+    seconds: float = 0.0
+    until_joined: float | None = None
+    until_training: float | None = None
+    after_last_step: float = 0.0
+    first_step: int | None = None
+    step: int = 0
+    checkpoint: int = 0
     rank: int | None = None
     text: str = ""
     exit_code: int = 0
@@ -83,42 +83,41 @@ class Decision:
 
 
 def decide(endings: Sequence[AttemptEnding], max_restarts: int) -> Decision:
-    """Decide what follows from the last of the endings of a job, which are in the order of time."""
+    """Decide what follows from the last of the endings of a job, which are in the order of time.
+
+    The last attempt did not finish, and the user did not stop it.
+    """
     last = endings[-1]
-    if last.how in ("finished", "stopped"):
-        return Decision(starts_again=False, why="")
     if last.how in ("preempted", "ended by SLURM"):
         return Decision(starts_again=True, why="what SLURM ends is not counted")
-    if last.exit_code == ConfigError.exit_code:
-        return Decision(
-            starts_again=False,
-            why=f"the job is not started again: its input must be corrected first{see('jobs#input-is-wrong')}",
-        )
-    if last.how == "failed" and _NOT_FINITE in last.text:
-        return Decision(
-            starts_again=False,
-            why=f"the job is not started again: it would meet the same loss{see('jobs#same-loss-again')}",
-        )
-    former = [ending for ending in endings[:-1] if ending.how == "failed"]
-    if last.how == "failed" and former and former[-1].root == last.root:
-        why = (
-            f"the job is not started again: the same failure came twice at step {last.step:,}"
-            f"{see('jobs#same-failure-twice')}"
-        )
-        return Decision(starts_again=False, why=why)
     # Attempts since the one that brought the run to the state that is kept now: a newer state clears the count.
     counted = 0
     for ending in reversed(endings):
         if ending.kept < last.kept:
             break
         counted += ending.how in ("failed", "lost node", "time limit")
-    if counted > max_restarts:
+    problem = _hopeless(endings)
+    if problem is None and counted > max_restarts:
         since = f"since the state of step {last.kept:,} was kept" if last.kept else "without a checkpoint"
-        bound = f"launch.max_restarts ({max_restarts})"
-        return Decision(
-            starts_again=False, why=f"the job is not started again: {counted} restarts {since} exceed {bound}"
-        )
+        problem = f"{counted} restarts {since} exceed launch.max_restarts ({max_restarts})"
+    if problem is not None:
+        return Decision(starts_again=False, why=f"the job is not started again: {problem}")
     return Decision(starts_again=True, why=f"restart {counted} of {max_restarts} (launch.max_restarts)")
+
+
+def _hopeless(endings: Sequence[AttemptEnding]) -> str | None:
+    """Say why another attempt would meet the same failure; None if it may get better."""
+    last = endings[-1]
+    if last.exit_code == ConfigError.exit_code:
+        return f"its input must be corrected first{see('jobs#input-is-wrong')}"
+    if last.how != "failed":
+        return None
+    if _NOT_FINITE in last.text:
+        return f"it would meet the same loss{see('jobs#same-loss-again')}"
+    former = [ending for ending in endings[:-1] if ending.how == "failed"]
+    if former and former[-1].root == last.root:
+        return f"the same failure came twice at step {last.step:,}{see('jobs#same-failure-twice')}"
+    return None
 
 
 def history_file(run_path: Path) -> Path:

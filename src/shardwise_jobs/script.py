@@ -6,7 +6,6 @@ could end the line that holds it, or be taken for an option.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 import sys
@@ -17,7 +16,6 @@ from pathlib import Path
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, see
 from shardwise.config import Config
-from shardwise.config.base_section import utf8_text
 from shardwise_jobs import commands
 from shardwise_jobs.commands import MARK
 
@@ -25,20 +23,20 @@ _REPLACED = '%\\"'
 """Characters that SLURM replaces in the path of a log."""
 
 
-def ranks_per_node(config: Config, nodes: tuple[int, int], gres: str | None) -> int:
+def ranks_per_node(given: int | None, model_ranks: int, fewest: int, gres: str | None) -> int:
     """Return the number of ranks on each node, on which SLURM reserves `gres`.
+
+    Args:
+        given: `launch.ranks_per_node`.
+        model_ranks: ranks that hold one copy of the model.
+        fewest: fewest nodes of the job.
 
     Raises:
         ConfigError: neither the configuration nor SLURM tells the number.
     """
-    launch = config.launch
-    model_ranks = config.parallel.ranks
-    if launch.ranks_per_node is not None:
-        return launch.ranks_per_node
-    gpus = commands.gpus_of(gres or "")
-    if gpus:
-        return gpus
-    fewest, _ = nodes
+    known = given or commands.gpus_of(gres or "")
+    if known:
+        return known
     if model_ranks % fewest:
         raise ConfigError(
             "launch.ranks_per_node must be set, or --gres name the GPUs of a node (gpu:8): the partition has none, and "
@@ -213,8 +211,8 @@ def _name(job: JobPlan) -> str:
     return in_one_line("--run-dir", job.run_path.name)
 
 
-_LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Control characters, other ends of a line, and bytes that are no text."""
+_LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Control characters and other ends of a line."""
 
 
 def in_one_line(name: str, text: str) -> str:
@@ -226,10 +224,7 @@ def in_one_line(name: str, text: str) -> str:
     Raises:
         ConfigError: the text has some.
     """
-    shown = text
-    with contextlib.suppress(UnicodeError):
-        shown = utf8_text(text)
-    if _LINE_ENDS.search(shown):
+    if _LINE_ENDS.search(text):
         raise ConfigError(f"{name} ({text!r}) must be without line breaks and other control characters: rename it")
     return text
 

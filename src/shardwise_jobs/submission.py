@@ -17,6 +17,7 @@ from shardwise.base.hardware import device_memory
 from shardwise.base.parsing import instances
 from shardwise.base.redaction import redacted
 from shardwise.config import Config, Layout, check_layout
+from shardwise.config.launch import LaunchConfig
 from shardwise.estimates.memory import checkpoint_bytes, expected_memory, memory_copies_bytes, neediest_rank
 from shardwise.estimates.memory_choice import RESERVED, fitted
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
@@ -63,12 +64,11 @@ def commit_text() -> str | None:
     return None if state is None else f"{state['commit'][:12]}{'+' if state['modified'] else ''}"
 
 
-def reserved(config: Config) -> str | None:
+def reserved(launch: LaunchConfig) -> str | None:
     """Return the resources that SLURM reserves on each node: `launch.gres`, else all GPUs of the partition's nodes.
 
     A job that asks for no GPU sees none, though it has the node for itself.
     """
-    launch = config.launch
     if launch.gres is not None or shutil.which("sinfo") is None:
         return launch.gres
     gpus = commands.gpus_per_node(launch.partition)
@@ -103,7 +103,7 @@ def check_counts(
     return layouts[max(layouts)], [note]
 
 
-def check_run_folder(run_path: Path, config: Config) -> None:
+def check_run_folder(run_path: Path) -> None:
     """Refuse a folder in which a run is under way, or in whose path SLURM replaces characters, by a ConfigError."""
     directory = RunDirectory(run_path)
     directory.require_folder()
@@ -120,12 +120,11 @@ def check_run_folder(run_path: Path, config: Config) -> None:
         )
     waiting = {job.id for job in submitted(run_path)}
     present = commands.jobs() if waiting and shutil.which("squeue") else []
-    for job in present:
-        if job.id in waiting:
-            raise ConfigError(
-                f"--run-dir ({run_path}) is that of job {job.id} ({job.state.lower()}): end it by `shardwise stop "
-                f"{run_path}`, or choose another folder"
-            )
+    for job in (job for job in present if job.id in waiting):
+        raise ConfigError(
+            f"--run-dir ({run_path}) is that of job {job.id} ({job.state.lower()}): end it by `shardwise stop "
+            f"{run_path}`, or choose another folder"
+        )
 
 
 def check_disk(run_path: Path, config: Config) -> None:
@@ -217,17 +216,15 @@ def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, 
     if taken is None:
         return []
     if not every:
-        more = "set checkpoint.memory_every=100 to resume from a copy in the nodes' memory, made every 100 steps"
-        return [("resumes", f"after a failure from the newest checkpoint on the disk; {more}")]
+        advice = "set checkpoint.memory_every=100 to resume from a copy in the nodes' memory, made every 100 steps"
+        return [("resumes", f"after a failure from the newest checkpoint on the disk; {advice}")]
     copy = f"a copy in the nodes' memory, made every {every:,} steps ({units.size(taken)} of each node)"
     bound = f"if that is more than {keys.memory_share:.0%} of a node (checkpoint.memory_share), from the disk"
     return [("resumes", f"after a failure from {copy}; {bound}")]
 
 
-def check_time_limit(config: Config) -> None:
-    """Refuse a time limit of which SLURM would warn the job as it starts, by a ConfigError."""
-    limit = config.launch.time
-    warning = config.launch.warning_seconds
+def check_time_limit(limit: str | None, warning: int) -> None:
+    """Refuse a time limit of which SLURM would warn the job, `warning` seconds before, as it starts: a ConfigError."""
     if limit is not None and warning >= (seconds := commands.seconds(limit)):
         raise ConfigError(
             f"launch.warning_seconds ({warning}) must be less than launch.time ({limit}, {seconds:,} s): SLURM would "

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwise.base.errors import ConfigError, RunError, StoppedError, see
 from shardwise.base.files import reason_of, write_atomic
@@ -132,7 +132,7 @@ class Supervisor:
                 heard=self._ask,
             )
             outcome = await self._watch.run(self._program)
-            ending = self._ending(outcome, began)
+            ending = self._ending_of(outcome, began)
             # Recorded before the decision: the decision may have SLURM requeue the job, which kills this process.
             self._record(ending, {logs / f"launcher-{name}.log": text for name, text in outcome.logs.items()})
             goes_on = self._goes_on(ending, outcome)
@@ -203,24 +203,26 @@ class Supervisor:
                 f"the run did not save in time before the time limit ({warning}){see('jobs#did-not-save-in-time')}"
             )
 
-    def _ending(self, outcome: AttemptOutcome, began: float) -> AttemptEnding:
+    def _ending(self, how: How, **facts: Any) -> AttemptEnding:
+        """Make the record of an ending, with what the run's folder tells of it; `facts` are further fields."""
+        allocation = self._machines.allocation
+        known = {"began": time.time(), "requeues": allocation.requeues, "step": 0} | facts
+        known["step"] = max(known["step"], last_step(self._run_path))
+        checkpoint = newest_checkpoint(self._run_path)
+        return AttemptEnding(how, allocation.job, nodes=self._machines.nodes, checkpoint=checkpoint, **known)
+
+    def _ending_of(self, outcome: AttemptOutcome, began: float) -> AttemptEnding:
         failure = outcome.failure
-        return AttemptEnding(
-            how=self._how(outcome),
-            job=self._machines.allocation.job,
-            requeues=self._machines.allocation.requeues,
-            nodes=self._machines.nodes,
+        return self._ending(
+            self._how(outcome),
             began=began,
             seconds=time.time() - began,
             until_joined=outcome.until_joined,
             until_training=outcome.until_training,
             after_last_step=outcome.after_last_step,
             first_step=None if outcome.until_training is None else first_step(self._run_path),
-            step=max(outcome.step, last_step(self._run_path)),
-            checkpoint=newest_checkpoint(self._run_path),
-            rank=None if failure is None else failure.rank,
-            text="" if failure is None else failure.text,
-            exit_code=0 if failure is None else failure.exit_code,
+            step=outcome.step,
+            **({} if failure is None else {"rank": failure.rank, "text": failure.text, "exit_code": failure.exit_code}),
         )
 
     def _how(self, outcome: AttemptOutcome) -> How:
@@ -292,9 +294,8 @@ class Supervisor:
         requeues = self._machines.allocation.requeues
         if requeues == 0 or requeues - 1 in [ending.requeues for ending in self._endings]:
             return
-        lost = self._unwatched(
-            "ended by SLURM", requeues - 1, "a machine was lost, or the job was preempted without a warning"
-        )
+        text = "a machine was lost, or the job was preempted without a warning"
+        lost = self._ending("ended by SLURM", requeues=requeues - 1, text=text)
         self._record(lost)
         self._say(f"SLURM has started the job again: {lost.text}; {_saved(lost)}")
 
@@ -303,28 +304,9 @@ class Supervisor:
         if self._killed_by is None:
             return True
         text = f"the supervisor of the job was killed by {signal_name(self._killed_by)}"
-        killed = self._unwatched("failed", self._machines.allocation.requeues, text)
+        killed = self._ending("failed", text=text, exit_code=RunError.exit_code)
         self._record(killed)
         return self._starts_again(killed)
-
-    def _unwatched(self, how: How, requeues: int, text: str) -> AttemptEnding:
-        """Make the record of an ending that no supervisor saw, from the run's folder."""
-        return AttemptEnding(
-            how=how,
-            job=self._machines.allocation.job,
-            requeues=requeues,
-            nodes=self._machines.nodes,
-            began=time.time(),
-            seconds=0.0,
-            until_joined=None,
-            until_training=None,
-            first_step=None,
-            after_last_step=0.0,
-            step=last_step(self._run_path),
-            checkpoint=newest_checkpoint(self._run_path),
-            text=text,
-            exit_code=RunError.exit_code if how == "failed" else 0,
-        )
 
 
 def _saved(ending: AttemptEnding) -> str:

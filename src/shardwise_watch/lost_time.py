@@ -114,7 +114,7 @@ class LostTime:
 
     @property
     def later_starts_text(self) -> str:
-        """How often the run was started again, such as `2 restarts, 1 continuation`; empty of a single start."""
+        """Say how often the run was started again, such as `2 restarts, 1 continuation`; empty of a single start."""
         continuations = sum(is_continuation for _, is_continuation in self.later_starts)
         counts = {"restart": len(self.later_starts) - continuations, "continuation": continuations}
         return ", ".join(units.counted(count, name) for name, count in counts.items() if count)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
@@ -20,13 +19,12 @@ from shardwise_watch.step_metrics import STEP_METRICS
 from shardwise_watch.summary import snapshot
 
 
-@dataclass(frozen=True)
-class SnapshotMetric:
+class _Metric(NamedTuple):
     """A metric of Prometheus, and the field of a run's snapshot that has its value.
 
     Attributes:
         name: name after `shardwise_`.
-        field: key in the snapshot, or in each of its ranks or nodes.
+        field: key in the snapshot, or in its part of the metric.
         help: sentence that Prometheus shows.
         label: name of the label that tells the keys of a field apart, if the field is an object.
     """
@@ -37,42 +35,46 @@ class SnapshotMetric:
     label: str = ""
 
 
-_EVALUATION = (
-    SnapshotMetric("eval_loss", "loss", "Loss of the last evaluation."),
-    SnapshotMetric("eval_perplexity", "perplexity", "Perplexity of the last evaluation."),
-    SnapshotMetric("eval_step", "step", "Step of the last evaluation."),
-)
-_RUN = (
-    SnapshotMetric("train_step", "step", "Steps that are done."),
-    SnapshotMetric("train_steps", "steps", "Steps of the whole training."),
-    SnapshotMetric("train_part_seconds", "split_seconds", "Seconds of each part of the last step, on rank 0.", "part"),
-    SnapshotMetric(
-        "train_communication_bytes", "communication_bytes", "Bytes that rank 0 sent along each axis.", "axis"
+_METRICS = {
+    "train": tuple(_Metric(f"train_{metric.name}", metric.name, metric.help) for metric in STEP_METRICS),
+    "eval": (
+        _Metric("eval_loss", "loss", "Loss of the last evaluation."),
+        _Metric("eval_perplexity", "perplexity", "Perplexity of the last evaluation."),
+        _Metric("eval_step", "step", "Step of the last evaluation."),
     ),
-    SnapshotMetric("train_memory_bytes", "memory_bytes", "Memory of rank 0 by kind.", "kind"),
-    SnapshotMetric("run_eta_seconds", "eta_seconds", "Seconds until the last step."),
-    SnapshotMetric("run_goodput", "goodput", "The share of time in which steps were taken that count."),
-    SnapshotMetric("run_seconds", "seconds", "Seconds from the first start of the run to its last sign."),
-    SnapshotMetric("run_lost_seconds", "lost_seconds", "Seconds that were lost, by cause.", "cause"),
-    SnapshotMetric("run_lost_steps", "lost_steps", "Steps that were done again."),
-    SnapshotMetric("run_starts", "starts", "Starts of the run."),
-    SnapshotMetric("run_warnings", "warnings", "Warnings of the run."),
-    SnapshotMetric("run_heard_timestamp_seconds", "heard", "When the run last wrote to its folder."),
-)
-_RANK = (
-    SnapshotMetric("rank_step", "step", "The last step that the rank recorded."),
-    SnapshotMetric("rank_step_seconds", "step_seconds", "Seconds of the rank's last step."),
-    SnapshotMetric("rank_work_seconds", "work_seconds", "Seconds of the rank's own work: median of its last 20 steps."),
-    SnapshotMetric("rank_relative_work", "relative", "Own work over that of the rank with the least."),
-    SnapshotMetric("rank_memory_bytes", "memory_bytes", "Memory of the rank's device in use."),
-    SnapshotMetric("rank_utilization", "utilization", "Utilization of the rank's device, from 0 to 1."),
-    SnapshotMetric("rank_heard_timestamp_seconds", "heard", "When the rank last wrote to its file."),
-)
-_NODE = (
-    SnapshotMetric("node_cpu", "cpu", "Utilization of the machine's CPU, from 0 to 1."),
-    SnapshotMetric("node_memory_bytes", "memory_bytes", "Memory of the machine in use."),
-    SnapshotMetric("node_memory_total_bytes", "memory_total_bytes", "Memory of the machine."),
-)
+    "run": (
+        _Metric("train_step", "step", "Steps that are done."),
+        _Metric("train_steps", "steps", "Steps of the whole training."),
+        _Metric("train_part_seconds", "split_seconds", "Seconds of each part of the last step, on rank 0.", "part"),
+        _Metric("train_communication_bytes", "communication_bytes", "Bytes that rank 0 sent along each axis.", "axis"),
+        _Metric("train_memory_bytes", "memory_bytes", "Memory of rank 0 by kind.", "kind"),
+        _Metric("run_eta_seconds", "eta_seconds", "Seconds until the last step."),
+        _Metric("run_goodput", "goodput", "The share of time in which steps were taken that count."),
+        _Metric("run_seconds", "seconds", "Seconds from the first start of the run to its last sign."),
+        _Metric("run_lost_seconds", "lost_seconds", "Seconds that were lost, by cause.", "cause"),
+        _Metric("run_lost_steps", "lost_steps", "Steps that were done again."),
+        _Metric("run_starts", "starts", "Starts of the run."),
+        _Metric("run_warnings", "warnings", "Warnings of the run."),
+        _Metric("run_heard_timestamp_seconds", "heard", "When the run last wrote to its folder."),
+    ),
+    "ranks": (
+        _Metric("rank_step", "step", "The last step that the rank recorded."),
+        _Metric("rank_step_seconds", "step_seconds", "Seconds of the rank's last step."),
+        _Metric("rank_work_seconds", "work_seconds", "Seconds of the rank's own work: median of its last 20 steps."),
+        _Metric("rank_relative_work", "relative", "Own work over that of the rank with the least."),
+        _Metric("rank_memory_bytes", "memory_bytes", "Memory of the rank's device in use."),
+        _Metric("rank_utilization", "utilization", "Utilization of the rank's device, from 0 to 1."),
+        _Metric("rank_heard_timestamp_seconds", "heard", "When the rank last wrote to its file."),
+    ),
+    "nodes": (
+        _Metric("node_cpu", "cpu", "Utilization of the machine's CPU, from 0 to 1."),
+        _Metric("node_memory_bytes", "memory_bytes", "Memory of the machine in use."),
+        _Metric("node_memory_total_bytes", "memory_total_bytes", "Memory of the machine."),
+    ),
+}
+"""Metrics by the part of a snapshot that has their fields."""
+_Source = tuple[Mapping[str, str], Mapping[str, Any]]
+"""The labels and the fields of the run, or of one of its ranks or nodes."""
 
 
 class RunCollector:
@@ -113,35 +115,26 @@ def serve(run: RunView, port: int, host: str) -> None:
 
 
 def _families(run_snapshot: Mapping[str, Any]) -> Iterator[GaugeMetricFamily]:
-    name = run_snapshot["run"]
-    labels = {"run": name}
+    labels = {"run": run_snapshot["run"]}
     states = GaugeMetricFamily("shardwise_run_state", "1 for the state of the run.", labels=["run", "state"])
     for state in STATES:
-        states.add_metric([name, state], float(state == run_snapshot["state"]))
+        states.add_metric([run_snapshot["run"], state], float(state == run_snapshot["state"]))
     yield states
-    for step_metric in STEP_METRICS:
-        metric = SnapshotMetric(f"train_{step_metric.name}", step_metric.name, step_metric.help)
-        yield from _gauge(metric, [(labels, run_snapshot["train"])])
-    for metric in _EVALUATION:
-        yield from _gauge(metric, [(labels, run_snapshot["eval"] or {})])
-    for metric in _RUN:
-        yield from _gauge(metric, [(labels, run_snapshot)])
-    ranks = [(labels | {"rank": str(rank["rank"]), "host": rank["host"]}, rank) for rank in run_snapshot["ranks"]]
-    for metric in _RANK:
-        yield from _gauge(metric, ranks)
-    nodes = [(labels | {"host": node["host"]}, node) for node in run_snapshot["nodes"]]
-    for metric in _NODE:
-        yield from _gauge(metric, nodes)
+    ranks = run_snapshot["ranks"]
+    sources: dict[str, list[_Source]] = {
+        "train": [(labels, run_snapshot["train"])],
+        "eval": [(labels, run_snapshot["eval"] or {})],
+        "run": [(labels, run_snapshot)],
+        "ranks": [(labels | {"rank": str(rank["rank"]), "host": rank["host"]}, rank) for rank in ranks],
+        "nodes": [(labels | {"host": node["host"]}, node) for node in run_snapshot["nodes"]],
+    }
+    for part, metrics in _METRICS.items():
+        for metric in metrics:
+            yield from _gauge(metric, sources[part])
 
 
-def _gauge(
-    metric: SnapshotMetric, sources: list[tuple[dict[str, str], Mapping[str, Any]]]
-) -> Iterator[GaugeMetricFamily]:
-    """Yield a metric with a sample of each source that has it; nothing if none has.
-
-    Args:
-        sources: labels and fields of the run, or of each of its ranks or nodes.
-    """
+def _gauge(metric: _Metric, sources: Sequence[_Source]) -> Iterator[GaugeMetricFamily]:
+    """Yield a metric with a sample of each source that has it; nothing if none has."""
     family: GaugeMetricFamily | None = None
     for labels, fields in sources:
         content = fields.get(metric.field)

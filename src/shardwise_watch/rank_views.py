@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.runs.events import number
+from shardwise_watch.step_metrics import mean
 
 SILENT_SECONDS = 60.0
 SILENT_STEPS = 20
@@ -40,6 +41,10 @@ class RankView:
     utilization: float | None
     heard: float
     last: Mapping[str, Any]
+
+    @property
+    def step_seconds(self) -> float | None:
+        return self.last.get("step_seconds")
 
     @staticmethod
     def from_lines(rank: int, start: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], heard: float) -> RankView:
@@ -146,11 +151,11 @@ def _pipeline_view(rank: int, views: Sequence[RankView]) -> PipelineView:
     return PipelineView(
         rank=rank,
         ranks=tuple(view.rank for view in views),
-        work_seconds=_mean(view.work_seconds for view in views),
+        work_seconds=mean(view.work_seconds for view in views),
         # A rank that holds several stages, as some schedules have them, records each of them.
-        forward_seconds=_mean(sum(stage["forward"] for stage in stages) for stages in stage_seconds),
-        backward_seconds=_mean(sum(stage["backward"] for stage in stages) for stages in stage_seconds),
-        bubble=_mean(view.last.get("bubble") for view in views),
+        forward_seconds=mean(sum(stage["forward"] for stage in stages) for stages in stage_seconds),
+        backward_seconds=mean(sum(stage["backward"] for stage in stages) for stages in stage_seconds),
+        bubble=mean(view.last.get("bubble") for view in views),
     )
 
 
@@ -160,8 +165,3 @@ def silent_ranks(ranks: Sequence[RankView], step_seconds: float | None) -> froze
     # Not the time of now: where the whole run is silent, no rank stands out.
     newest = max((view.heard for view in ranks), default=0.0)
     return frozenset(view.rank for view in ranks if newest - view.heard > patience)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

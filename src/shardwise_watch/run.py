@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
+
+import psutil
 
 from shardwise.base import files, parsing, redaction
 from shardwise.base.errors import ConfigError
-from shardwise.runs.events import NEXT_STAGE, number, seconds_of
+from shardwise.runs.events import NEXT_STAGE, last_line, number, seconds_of
 from shardwise.runs.failure import failure_of
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
 from shardwise.runs.layout_spans import LayoutSpan, layout_spans, short_layout
 from shardwise.runs.local_devices import DeviceProcess, Owners
-from shardwise_watch.json_lines import GrowingFile, last_lines, last_lines_of_rank
+from shardwise_watch.json_lines import GrowingFile, last_lines
 from shardwise_watch.lost_time import LostTime
 from shardwise_watch.rank_views import SILENT_SECONDS, SILENT_STEPS, NodeView, RankView, node_views, with_relative_work
-from shardwise_watch.step_metrics import StepSeries, finite_values
+from shardwise_watch.step_metrics import StepSeries, finite_values, mean
 
 State = Literal["starting", "running", "silent", "finished", "stopped", "failed", "killed"]
 """`silent`: the run should go on, and has written nothing for long. `killed`: it ended, and nothing says why."""
@@ -41,6 +43,25 @@ _RECENT_STEPS = 20
 """Recorded steps over which the pace of a run is taken."""
 _RESTARTS_BYTES = 1 << 20
 """Bytes of restarts.jsonl that are read: thousands of starts."""
+_LAST_SECOND = 1e11
+"""In the year 5138: a later time is none."""
+_RANK_BYTES = 1 << 15
+"""Bytes of a rank's file that are read: much more than its last twenty lines have."""
+_START_SECONDS = 600.0
+"""Seconds after the run's "start" event within which each rank records its own."""
+
+
+class _WholeFile(NamedTuple):
+    """A file that is replaced as a whole, as it was read last.
+
+    Attributes:
+        changed: time of its last change, in ns; 0 for one that must be read again.
+        problem: sentence on a file that is damaged or cannot be read; empty for another one.
+    """
+
+    changed: int = 0
+    content: Mapping[str, Any] = {}
+    problem: str = ""
 
 
 class RunView:
@@ -69,9 +90,7 @@ class RunView:
         self.path = path
         self.directory = RunDirectory(path)
         self._metrics = GrowingFile(self.directory.metrics, all_steps=all_steps)
-        # Modification time in ns, and the content, of each file that is replaced as a whole.
-        self._files: dict[Path, tuple[int, dict[str, Any]]] = {}
-        self._problems: dict[Path, str] = {}
+        self._files: dict[Path, _WholeFile] = {}
         # Modification time of each rank's file, and the view that was made of it.
         self._ranks: dict[int, tuple[float, RankView]] = {}
         self._starts: dict[int, dict[str, Any]] = {}
@@ -130,12 +149,12 @@ class RunView:
 
     @property
     def name(self) -> str:
-        return name_of(self.path)
+        return self.path.resolve().name
 
     @property
     def problems(self) -> list[str]:
         """A sentence for each file that is damaged or cannot be read; its facts are missing."""
-        return list(self._problems.values())
+        return [file.problem for file in self._files.values() if file.problem]
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return the keys of a section of the configuration; {} if it is missing or no section."""
@@ -191,8 +210,7 @@ class RunView:
         seconds = self.series.numbers["step_seconds"]
         # Steps of an earlier start may be of other devices, or of another layout.
         begin = max(self._first_recent, len(seconds) - _RECENT_STEPS)
-        recent = finite_values(seconds[begin:])
-        return sum(recent) / len(recent) if recent else None
+        return mean(finite_values(seconds[begin:]))
 
     @property
     def eta_seconds(self) -> float | None:
@@ -212,14 +230,26 @@ class RunView:
         """Share of the run's time in which steps were taken that count."""
         return self.lost.goodput
 
-    def restarts(self) -> list[dict[str, Any]]:
-        """Return the end of each start of a submitted job (`restarts.jsonl`)."""
+    def ends(self) -> list[dict[str, Any]]:
+        """Return an "ended" event for each start of a submitted job that is over (`restarts.jsonl`)."""
         try:
-            return [
-                redaction.without_secrets(line) for line in last_lines(self.path / "restarts.jsonl", _RESTARTS_BYTES)
-            ]
+            lines = [*last_lines(self.path / "restarts.jsonl", _RESTARTS_BYTES)]
         except OSError:
             return []
+        ends = []
+        for line in reversed(lines):
+            seconds = number(line.get("began")) + number(line.get("seconds"))
+            is_timed = 0 <= seconds <= _LAST_SECOND
+            time = {"time": datetime.fromtimestamp(seconds, UTC).isoformat()} if is_timed else {}
+            ends.append({"event": "ended", **time, **redaction.without_secrets(line)})
+        return ends
+
+    def all_events(self) -> list[dict[str, Any]]:
+        """Return the events and the ends of the job's starts, in the order of time."""
+        events = [*self.events]
+        if ends := self.ends():
+            events = sorted([*events, *ends], key=lambda event: str(event.get("time", "")))
+        return events
 
     def ranks(self) -> list[RankView]:
         """Return a view of each rank that has a file."""
@@ -237,8 +267,7 @@ class RunView:
 
     def split_seconds(self) -> dict[str, float]:
         """Return the mean of the last 20 recorded steps by `PARTS`; {} if none recorded them."""
-        recent = {name: finite_values(values[-_RECENT_STEPS:]) for name, values in self.series.parts.items()}
-        return {name: sum(seconds) / len(seconds) for name, seconds in recent.items() if seconds}
+        return self.series.mean_parts(-_RECENT_STEPS)
 
     def graphs(self) -> dict[str, float]:
         """Sum up the compiled graphs since the last start: `graphs`, `hits`, `misses`, `seconds`; {} without any."""
@@ -302,8 +331,7 @@ class RunView:
         ended = seconds_of(self.events[-1] if self.failure is None else asdict(self.failure))
         is_new = seconds_of({"time": holder.get("started")}) > ended
         if not is_new and self.failure is None and self.reason.startswith("failed"):
-            last = (self.restarts() or [{}])[-1]
-            is_new = number(last.get("began"), math.nan) + number(last.get("seconds"), math.nan) >= ended
+            is_new = seconds_of((self.ends() or [{}])[-1]) >= ended
         return is_new and RunLock.is_held(self.path)
 
     def _is_alive(self) -> bool:
@@ -326,51 +354,46 @@ class RunView:
         changed = modification_time(path)
         if changed is None or (rank in self._ranks and self._ranks[rank][0] == changed):
             return
-        known = self._starts.get(rank)
         began = seconds_of(self.start) - number(self.start.get("seconds_before_training"), 0.0)
+        start = self._starts.get(rank)
         # A start that is known may be an earlier one: the rank may have moved to another machine since.
-        is_known = known is not None and not seconds_of(known) < began
+        if start is None or seconds_of(start) < began:
+            # The files are in the order of time, and may have gigabytes: most of the later lines need not be searched.
+            until = seconds_of(self.start) + _START_SECONDS
+            start = last_line(path, "start", until=until) or last_line(path, "start") or start or {}
+            if start:
+                self._starts[rank] = start
+        steps: list[dict[str, Any]] = []
         try:
-            start, steps = last_lines_of_rank(
-                path, steps=_RECENT_STEPS, start=not is_known, after=began if len(self.before_starts) > 1 else None
-            )
+            for line in last_lines(path, _RANK_BYTES):
+                if "step" in line:
+                    steps.append(line)
+                # The steps of one process alone are compared.
+                if len(steps) == _RECENT_STEPS or (steps and line.get("event") == "start"):
+                    break
         except OSError:
             return
-        if start:
-            self._starts[rank] = start
-        view = RankView.from_lines(rank, self._starts.setdefault(rank, {}), steps, changed)
-        self._ranks[rank] = (changed, view)
+        self._ranks[rank] = (changed, RankView.from_lines(rank, start, steps, changed))
 
-    def _file(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    def _file(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> Mapping[str, Any]:
         """Return the mapping in a file that is replaced as a whole; {} if it is missing, damaged or unreadable.
 
         A file is read again only after it has changed; a damaged one is told of until then.
         """
-        known_time, content = self._files.get(path, (0, {}))
+        known = self._files.get(path, _WholeFile())
         changed = 0
-        problem: str | None = None
         try:
             changed = path.stat().st_mtime_ns
-            if known_time != changed:
-                content = read(path)
-            else:
-                problem = self._problems.get(path)
+            if known.changed != changed:
+                known = _WholeFile(changed, read(path))
         except FileNotFoundError:
-            changed = 0
-            content = {}
+            known = _WholeFile()
         except OSError as error:
-            # Time 0, so that the file is read again as soon as it can be.
-            changed = 0
-            content = {}
-            problem = f"{path} cannot be read: {files.reason_of(error)}"
+            known = _WholeFile(problem=f"{path} cannot be read: {files.reason_of(error)}")
         except ValueError as error:
-            content = {}
-            problem = f"{path} is damaged: {error}"
-        self._files[path] = (changed, content)
-        self._problems.pop(path, None)
-        if problem is not None:
-            self._problems[path] = problem
-        return content
+            known = _WholeFile(changed, problem=f"{path} is damaged: {error}")
+        self._files[path] = known
+        return known.content
 
 
 def open_run(path: Path | None, *, all_steps: bool) -> RunView:
@@ -382,12 +405,9 @@ def open_run(path: Path | None, *, all_steps: bool) -> RunView:
     chosen = path or RUNS / "latest"
     if RunDirectory(chosen).holds_run:
         return RunView(chosen, all_steps=all_steps)
-    if not chosen.exists():
-        problem = "is not there"
-    elif chosen.is_dir():
-        problem = "holds no run"
-    else:
-        problem = "is a file"
+    problem = "is not there"
+    if chosen.exists():
+        problem = "holds no run" if chosen.is_dir() else "is a file"
     if path is None:
         raise ConfigError(f"no run found: {chosen} {problem}; start a run, or name its folder")
     raise ConfigError(
@@ -428,7 +448,11 @@ class Unreadable:
 
     @property
     def name(self) -> str:
-        return name_of(self.path)
+        return self.path.resolve().name
+
+    @property
+    def problems(self) -> list[str]:
+        return [self.reason]
 
 
 def runs_at(folder: str) -> list[RunView | Unreadable]:
@@ -466,15 +490,6 @@ def branches_of(run: RunView) -> list[RunView]:
     return sorted(branches, key=lambda branch: (branch.branch.get("step") or 0, branch.name))
 
 
-def name_of(path: Path) -> str:
-    """Return the name of a run: that of its folder, or of the folder to which a link leads."""
-    try:
-        return path.resolve().name
-    except (OSError, RuntimeError):
-        # A link in a circle: Python before 3.13 raises RuntimeError for it.
-        return path.name
-
-
 def modification_time(path: Path) -> float | None:
     """Return the time of the last change of a file, in seconds since the epoch; None if it cannot be seen."""
     try:
@@ -491,17 +506,6 @@ def owners(runs: Iterable[RunView]) -> Owners:
         # The system gives the number of a dead process to another one, so only runs that go on count.
         if run.state in ("starting", "running", "silent"):
             for view in run.ranks():
-                if view.host == host and view.pid is not None and _exists(view.pid):
+                if view.host == host and view.pid is not None and psutil.pid_exists(view.pid):
                     ranks[view.pid] = DeviceProcess(view.pid, run.name, view.rank)
     return ranks
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        # The process exists, and is another user's.
-        return True
-    return True

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -162,6 +162,11 @@ class StepSeries:
             for values in (self.seconds, *self.numbers.values(), *self.parts.values(), *self.sources.values()):
                 del values[kept_count:]
 
+    def mean_parts(self, begin: int, stop: int | None = None) -> dict[str, float]:
+        """Return the mean seconds of each of `PARTS` over a range of positions; {} if its steps recorded none."""
+        means = {name: mean(finite_values(values[begin:stop])) for name, values in self.parts.items()}
+        return {name: seconds for name, seconds in means.items() if seconds is not None}
+
 
 def _append_fields(columns: Mapping[str, array[float]], fields: Mapping[str, Any]) -> None:
     for name, values in columns.items():
@@ -199,6 +204,11 @@ class Curve:
     dots: Sequence[tuple[float, float]] = ()
     breaks: tuple[float, float] | None = None
     span: tuple[int, int] = (0, 0)
+
+    @property
+    def known(self) -> list[Column]:
+        """Columns with a finite value."""
+        return [column for column in self.columns if column is not None]
 
 
 def equal_counts(length: int, count: int) -> list[tuple[int, int]]:
@@ -245,6 +255,12 @@ def columns_of(steps: Sequence[int], values: Sequence[float], ranges: Sequence[t
         mean = min(max(sum(finite) / len(finite), least), largest)
         columns.append(Column(steps[stop - 1], least, mean, largest))
     return columns
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None without one."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def finite_values(values: Sequence[float]) -> Sequence[float]:

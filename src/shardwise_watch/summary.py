@@ -11,9 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shardwise.runs.events import last_event
-from shardwise.runs.failure import FailureRecord, failure_of
-from shardwise.runs.folder import RunDirectory
 from shardwise_watch.rank_views import NodeView, RankView
 from shardwise_watch.run import RunView, Unreadable
 from shardwise_watch.step_metrics import STEP_METRIC_NAMES
@@ -23,6 +20,10 @@ SCHEMA = 1
 _ROW_FIELDS = (
     "run", "path", "state", "reason", "step", "steps", "loss", "tokens_per_second", "mfu", "eta_seconds", "goodput",
     "heard", "parent",
+)  # fmt: skip
+_RANK_FIELDS = (
+    "rank", "host", "pid", "device", "place", "step", "step_seconds", "work_seconds", "relative", "memory_bytes",
+    "utilization",
 )  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def snapshot(run: RunView) -> dict[str, Any]:
         "memory_bytes": last.get("memory_bytes"),
         "straggler": last.get("straggler"),
         "eval": evaluation and {name: evaluation.get(name) for name in ("step", "loss", "perplexity")},
-        "failure": None if run.failure is None else _failure(run.failure, run.path),
+        "failure": run.failure and {**asdict(run.failure), "text": "\n".join(run.failure.lines(run.path))},
         "starts": lost.starts,
         "lost_steps": lost.steps,
         "lost_seconds": lost.by_cause,
@@ -97,42 +98,16 @@ def snapshot(run: RunView) -> dict[str, Any]:
     }
 
 
-def _failure(failure: FailureRecord, path: Path) -> dict[str, Any]:
-    return {**asdict(failure), "text": "\n".join(failure.lines(path))}
-
-
 def _rank(view: RankView) -> dict[str, Any]:
-    return {
-        "rank": view.rank,
-        "host": view.host,
-        "pid": view.pid,
-        "device": view.device,
-        "place": dict(view.place),
-        "step": view.step,
-        "step_seconds": view.last.get("step_seconds"),
-        "work_seconds": view.work_seconds,
-        "relative": view.relative,
-        "memory_bytes": view.memory_bytes,
-        "utilization": view.utilization,
-        "heard": _stamp(view.heard),
-    }
+    fields = {name: getattr(view, name) for name in _RANK_FIELDS}
+    return {**fields, "place": dict(view.place), "heard": _stamp(view.heard)}
 
 
 def _node(view: NodeView) -> dict[str, Any]:
-    return {
-        "host": view.host,
-        "ranks": len(view.ranks),
-        "cpu": view.cpu,
-        "cores": view.cores,
-        "memory_bytes": view.memory_bytes,
-        "memory_total_bytes": view.memory_total_bytes,
-    }
+    facts = asdict(view)
+    del facts["devices"]
+    return {**facts, "ranks": len(view.ranks)}
 
 
 def _stamp(seconds: float | None) -> str | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-
-
-def last_failure(run_path: Path) -> FailureRecord | None:
-    """Return the failure with which the last start of a run ended; None without one, or if it is no run's folder."""
-    return failure_of(RunDirectory(run_path).recorded_failure(), last_event(run_path, "start") or {})

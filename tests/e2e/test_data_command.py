@@ -6,19 +6,15 @@ import os
 import re
 import shlex
 import signal
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shardwise.data.reading.megatron_files import MAGIC
 from tests.arch.source import ROOT
 from tests.e2e import processes
 from tests.e2e.command import Outcome, metrics, shardwise, within
-from tests.loopback_hub import TOKEN, serve, user_of
 from tests.unit.data import hdf5_shards
-from tests.unit.data.formats.test_datasets_of_the_hub import FILES
 from tests.unit.data.prepare.jobs import WORDS, texts, write_jsonl
 
 TRAIN = ("train.steps=3", "train.global_batch=4", "train.micro_batch=2", "train.eval_every=0", "log.tensorboard=false")
@@ -56,46 +52,12 @@ def test_text_to_megatron_to_a_blend(at: Path) -> None:
     assert len(losses(at / "blend")) == 3
 
 
-@pytest.mark.slow
-def test_a_data_set_of_the_hub(at: Path, tmp_path: Path) -> None:
-    given = ("acme/gated", "out", "--tokenizer", at / "vocabulary", "--config", "en", "--split", "train,validation")
-    with serve(FILES) as site:
-        variables = user_of(site.address, str(tmp_path / "hf"))
-        said = shardwise("data", "prepare", *given, at=tmp_path, **variables, HF_TOKEN="").failed(2)
-        assert f"is gated: accept its licence on {site.address}/datasets/acme/gated, then set HF_TOKEN" in said
-        done, again = (shardwise("data", "prepare", *given, at=tmp_path, **variables, HF_TOKEN=TOKEN) for _ in range(2))
-    assert done.code == again.code == 0, done.err + again.err
-    assert "; 100 documents" in done.out
-    assert "(there already); 100 documents" in again.out
-    assert TOKEN not in done.out + done.err + (tmp_path / "out.json").read_text()
-
-
-def test_text_to_megatron_to_bert(at: Path) -> None:
-    """Sentences as sequences, which a BERT pairs and masks."""
-    prepared(at, "a.jsonl", "pairs", "--split-sentences", "--tokenizer", "vocabulary")
-    run = ("model.vocab_size=64", "data.path=pairs", "data.tokenizer=vocabulary", "train.sequence_length=32")
-    shardwise("train", "bert-tiny", *TRAIN, *run, "--run-dir", "bert", at=at).succeeded()
-    assert len(losses(at / "bert")) == 3
-
-
 @pytest.fixture(scope="module")
 def shards(at: Path) -> Path:
     (at / "shards").mkdir()
     for number in range(2):
         hdf5_shards.write(at / "shards" / f"shards_training_{number}.hdf5", hdf5_shards.arrays(100))
     return at / "shards"
-
-
-def test_another_tokenizer_than_the_manifests_is_refused(at: Path) -> None:
-    (at / "other").mkdir(exist_ok=True)
-    lines = (at / "vocabulary" / "vocab.txt").read_text().splitlines()
-    (at / "other" / "vocab.txt").write_text("\n".join([*lines[:5], *reversed(lines[5:])]) + "\n")
-    prepared(at, "a.jsonl", "refused", "--format", "megatron", "--tokenizer", "vocabulary")
-    run = ("model.vocab_size=64", "data.path=refused", "data.tokenizer=other", "train.sequence_length=32")
-    said = within("train", "gpt-tiny", *TRAIN, *run, "--run-dir", "refused-run", at=at).failed(2)
-    assert "data.tokenizer (other, " in said, said
-    assert "refused.json" in said, said
-    assert len(said.splitlines()) == 1
 
 
 SIGNAL_AT_A_MOMENT = """
@@ -234,18 +196,3 @@ def test_inspect_fits_a_terminal(at: Path, shards: Path) -> None:
     assert (found["documents"], found["dtype"]) == (200, "uint16")
     assert len(found["samples"]) == 1
     assert sum(number for _, _, number in found["lengths"]["bins"]) == 200
-
-
-def test_a_large_file_is_inspected_at_once(tmp_path: Path) -> None:
-    """A sparse .bin of 100 GB."""
-    tokens, documents = 50_000_000_000, 1000
-    with (tmp_path / "large.bin").open("wb") as file:
-        file.truncate(2 * tokens)
-    sizes = np.full(documents, tokens // documents, dtype="<i4")
-    pointers = np.arange(documents, dtype="<i8") * (tokens // documents) * 2
-    with (tmp_path / "large.idx").open("wb") as file:
-        file.write(MAGIC + struct.pack("<QBQQ", 1, 8, documents, documents + 1))
-        file.write(sizes.tobytes() + pointers.tobytes() + np.arange(documents + 1, dtype="<i8").tobytes())
-    said = within("data", "inspect", "large", at=tmp_path).succeeded().out
-    assert "50,000,000,000, uint16" in said
-    assert "that were looked at" in said

@@ -14,9 +14,11 @@ INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-TOKENIZERS = ((TOKENIZER,), ("vocab.json", "merges.txt"), ("vocab.txt",), ("gpt2-vocab.json", "gpt2-merges.txt"))
+TOKENIZERS = (
+    (TOKENIZER,), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",),
+    ("gpt2-vocab.json", "gpt2-merges.txt"),
+)  # fmt: skip
 """Sets of files that are a tokenizer, in the order in which they are looked for; the last is Megatron-LM's names."""
-CONVERT = "write its tokenizer.json by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 CHAT_TEMPLATES = "additional_chat_templates"
 """The folder of the chat templates that have names."""
 TOKENIZER_FILES = (
@@ -52,11 +54,10 @@ def tokenizer_names() -> str:
     return listing([" with ".join(kind) for kind in TOKENIZERS], "or")
 
 
-def without_tokenizer(shown: str, names: Collection[str]) -> str:
+def without_tokenizer(shown: str, names: Iterable[str]) -> str:
     """The message for a folder, called `shown`, whose files `names` include no tokenizer."""
     contents = f"it has {listing(sorted(names), most=_SHOWN)}" if names else "it is empty"
-    convert = f"; {CONVERT}" if any(name.endswith(".model") for name in names) else ""
-    return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {contents}{convert}"
+    return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {contents}"
 
 
 def without_weights(shown: str, names: Iterable[str]) -> str:

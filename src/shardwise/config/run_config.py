@@ -240,6 +240,11 @@ class Config(Section):
             return checkpoint.companions
         return self.model.origin.file
 
+    def with_keys(self, **sections: Mapping[str, Any]) -> Config:
+        """Return a copy with other values of some keys, by their sections; they are not validated."""
+        update = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
+        return self.model_copy(update=update)
+
     def with_batch_for(self, ranks: int) -> Config:
         """This configuration with the global batch that its rule gives for a number of ranks.
 
@@ -258,7 +263,7 @@ class Config(Section):
 
     def with_batch(self, global_batch: int) -> Config:
         """This configuration with another global batch; numbers of steps that were given in tokens follow it."""
-        config = self.model_copy(update={"train": self.train.model_copy(update={"global_batch": global_batch})})
+        config = self.with_keys(train={"global_batch": global_batch})
         step_tokens = global_batch * self.train.sequence_length
         for place, tokens in self._token_counts.items():
             config = replaced(config, place, steps_of(tokens, step_tokens))

@@ -106,12 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise a ConfigError where options exclude each other, or something that submitting needs is missing."""
     if arguments.write_only:
-        others = {
+        excluded = {
             "--dry-run": arguments.dry_run,
             "--precompile": arguments.precompile,
             "--rehearse-preemption": arguments.rehearse_preemption,
         }
-        given = [option for option, is_given in others.items() if is_given]
+        given = [option for option, is_given in excluded.items() if is_given]
         if given:
             raise ConfigError(f"--write-only must go without {listing(given)}: it writes the files of one job")
     elif not arguments.dry_run:
@@ -121,35 +121,22 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class _Counts:
-    """The nodes of a job and their ranks, with the layout on the most nodes.
-
-    Attributes:
-        gres: resources that SLURM reserves on each node.
-        notes: remarks on numbers of nodes that cannot be filled.
-        machines: devices that `--device` names; None without it.
-    """
-
-    nodes: tuple[int, int]
-    ranks: int
-    gres: str | None
-    layout: Layout
-    notes: list[str]
-    machines: Cluster | None
-
-
-@dataclass(frozen=True)
 class _Checked:
     """A job that can be submitted, but for files that this machine may lack.
 
     Attributes:
         job: the job, with a folder whose name may change.
+        layout: layout on the most nodes.
+        notes: remarks on numbers of nodes that cannot be filled.
+        machines: devices that `--device` names; None without it.
         inputs: rows on data, tokenizer and weights.
         warnings: rows on what may go wrong, and on files that cannot be read here.
     """
 
     job: JobPlan
-    counts: _Counts
+    layout: Layout
+    notes: list[str]
+    machines: Cluster | None
     inputs: list[tuple[str, str]]
     warnings: list[tuple[str, str]]
 
@@ -164,24 +151,24 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
     run_path: Path | None = arguments.run_dir
     folder = (run_path or RUNS / recipe_name(recipe)).absolute()
     problems = Problems()
-    counts = None
-    warnings: list[tuple[str, str]] = []
+    checked = None
     # A dry run says in a row that no data are named, as that of `train` does.
     if not arguments.dry_run:
         with problems:
             require_data(config, recipe)
     with problems:
-        counts = _counts(arguments, config)
-        submission.check_memory(config, counts.layout, counts.gres)
+        checked = _with_layout(arguments, config, folder)
+        submission.check_memory(config, checked.layout, checked.job.gres)
     with problems:
-        submission.check_time_limit(config)
+        submission.check_time_limit(config.launch.time, config.launch.warning_seconds)
     with problems:
         if config.shapes is None:
             from shardwise.models.user_model import check_user_model
 
             check_user_model(config)
+    warnings: list[tuple[str, str]] = []
     with problems:
-        submission.check_run_folder(folder, config)
+        submission.check_run_folder(folder)
         warnings = _disk_warnings(folder, config, is_elsewhere)
     inputs, input_problems = glance_at_inputs(recipe, config, run_path)
     if not is_elsewhere:
@@ -193,24 +180,23 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
 
         if any(text.endswith(TRAINED_AT_START) for _, text in inputs):
             warnings.append(("warning", _TRAINS_TOKENIZER))
-    assert counts is not None, "nodes or a layout that are refused are a problem"
-    job = JobPlan(
-        config, recipe, tuple(_overrides(arguments)), folder, Path.cwd(), counts.nodes, counts.ranks, counts.gres
-    )
-    if counts.machines is not None:
-        warnings += _fewer_devices(arguments.device, counts.machines, counts.gres)
-    return _Checked(job, counts, inputs, warnings)
+    assert checked is not None, "nodes or a layout that are refused are a problem"
+    return replace(checked, inputs=inputs, warnings=warnings + checked.warnings)
 
 
-def _counts(arguments: argparse.Namespace, config: Config) -> _Counts:
+def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) -> _Checked:
+    """Choose the nodes, the ranks and the layout of a job, of which no file has been checked yet."""
     nodes = config.launch.node_range
     if nodes is None:
         raise ConfigError("--nodes must be given, or launch.nodes in the recipe: a number of machines, or such as 2-4")
-    gres = submission.reserved(config)
+    gres = submission.reserved(config.launch)
     machines = None if arguments.device is None else cluster(arguments.device, nodes[1])
     # Where neither the recipe nor SLURM tells the number, `--device h100:8` does.
     is_unknown = config.launch.ranks_per_node is None and gres is None
-    ranks = machines.per_node if machines is not None and is_unknown else ranks_per_node(config, nodes, gres)
+    if machines is not None and is_unknown:
+        ranks = machines.per_node
+    else:
+        ranks = ranks_per_node(config.launch.ranks_per_node, config.parallel.ranks, nodes[0], gres)
     layout, notes = submission.check_counts(
         config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, arguments.run_dir)
     )
@@ -218,7 +204,9 @@ def _counts(arguments: argparse.Namespace, config: Config) -> _Counts:
         # The graphs are compiled for the fewest nodes.
         fewest = nodes[0] * ranks
         check_layout(with_batch(config, fewest, arguments.run_dir), fewest)
-    return _Counts(nodes, ranks, gres, layout, notes, machines)
+    job = JobPlan(config, arguments.recipe, tuple(_overrides(arguments)), folder, Path.cwd(), nodes, ranks, gres)
+    warnings = [] if machines is None else _fewer_devices(arguments.device, machines, gres)
+    return _Checked(job, layout, notes, machines, [], warnings)
 
 
 def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tuple[str, str]]:
@@ -234,11 +222,11 @@ def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tup
 
 
 def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
-    """What the user reads before the script."""
-    layout = checked.counts.layout
-    machines = checked.counts.machines
+    """Collect the rows that the user reads before the script."""
+    layout = checked.layout
+    machines = checked.machines
     accelerator = None if machines is None else machines.device.is_accelerator
-    rows = submission.rows(job, layout, checked.counts.notes, accelerator)
+    rows = submission.rows(job, layout, checked.notes, accelerator)
     warnings = list(checked.warnings)
     if machines is not None:
         from shardwise_plan.cli.rows import RANGE, range_text

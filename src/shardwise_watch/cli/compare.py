@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any
 from shardwise.base import files, parsing, units
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.cli import output
+from shardwise.runs.events import last_event
+from shardwise.runs.failure import failure_of
 from shardwise.runs.folder import RunDirectory, last_that_counts, read_config
-from shardwise.runs.layout_spans import LayoutSpan, layout_spans, spans_text
-from shardwise_watch.report.numbers import config_differences, difference, failures_of, layout_differences
+from shardwise.runs.layout_spans import layout_spans, spans_text
+from shardwise_watch.report.numbers import config_differences, difference
 
 if TYPE_CHECKING:
     from shardwise.runs.state_records import StateRecords
@@ -77,75 +79,98 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     paths = (arguments.a, arguments.b)
     tolerance = _tolerance(arguments)
-    plot = _plot_file(arguments)
+    plot: Path | None = arguments.plot
+    if plot is not None and plot.suffix not in _FORMATS:
+        raise ConfigError(f"--plot ({plot}) must end in {listing(_FORMATS, 'or')}")
     a = read_curve(paths[0])
     b = {step + arguments.shift: loss for step, loss in read_curve(paths[1], arguments.loss).items()}
     differences = {step: difference(loss, b[step]) for step, loss in a.items() if step in b}
     if not differences:
         raise ConfigError(f"A and B must have steps in common: {paths[0]} has {_steps(a)}; {paths[1]} has {_steps(b)}")
-    largest = max(differences, key=differences.__getitem__)
-    beyond = [step for step, difference in differences.items() if difference > tolerance]
     if plot is not None:
         _draw(plot, [(f"A: {paths[0]}", a), (f"B: {paths[1]}", b)], differences, tolerance)
-    records = (None, None) if arguments.shift else (_records_of(paths[0]), _records_of(paths[1]))
-    norms = _compare_norms(*records)
-    states = _compare_states(*records)
-    differing = beyond[:1]
-    if arguments.bits:
-        differing += [facts["first_difference"] for facts in (norms, states) if facts["first_difference"] is not None]
-    largest_difference = {"difference": differences[largest], "step": largest, "a": a[largest], "b": b[largest]}
-    final = {name: {"step": max(curve), "loss": curve[max(curve)]} for name, curve in (("a", a), ("b", b))}
-    keys = _differing_keys(*paths)
-    layouts = None if keys is None else [layout_spans(RunDirectory(path).events("start", "resume")) for path in paths]
-    failures = dict(zip("ab", failures_of(paths), strict=True))
-    may_be_rounding = bool(beyond) and not arguments.bits and (keys is None or not all(map(_is_bitwise, paths)))
-    grows_from = _first_of_growth(differences) if may_be_rounding else None
+    facts = _facts(arguments, a, b, differences, tolerance)
+    # The states are shown where both runs have them, and count with --bits.
+    if not facts["states"]["steps"] and not arguments.bits:
+        del facts["states"]
     if arguments.json:
-        names = {"a": str(paths[0]), "b": str(paths[1]), "steps": len(differences)}
-        facts = {"largest": largest_difference, "tolerance": tolerance, "beyond": beyond, "within": not differing}
-        facts |= {"final": final, "keys": keys, "grows_from": grows_from, "failures": failures}
-        facts |= {"layouts": None if layouts is None else dict(zip("ab", map(spans_text, layouts), strict=True))}
-        if arguments.bits:
-            facts["norms"] = norms
-        if arguments.bits or states["steps"]:
-            facts["states"] = states
-        output.json({**names, **facts})
-        return int(bool(differing))
-    rows = [
-        ("A", f"{paths[0]}: {_steps(a)}"),
-        ("B", f"{paths[1]}: {_steps(b)}"),
-        ("both", _steps(differences)),
-        ("final", _final_text(final)),
-        ("largest", "{difference:.3g} at step {step:,}: loss {a:.8g} in A, {b:.8g} in B".format(**largest_difference)),
-    ]
-    if arguments.bits:
-        counts = (
-            f"losses of {units.counted(len(differences), 'step')}, gradient norms of {norms['steps']:,}, states of "
-        )
-        equal = f"equal to the bit: {counts}{states['steps']:,}"
-        rows.append(("result", f"not equal to the bit, first at step {min(differing):,}" if differing else equal))
-        rows.append(("norms", _compared_text(norms, "of both")))
+        output.json(facts)
     else:
-        rows.append(("result", _result(beyond, tolerance)))
-    if grows_from is not None:
-        rows.append(("growth", _growth(differences, grows_from)))
-    if arguments.bits or states["steps"]:
-        rows.append(("states", _compared_text(states, "with hashes in both")))
-    rows += [("failed", f"{name.upper()} {failure}") for name, failure in failures.items() if failure]
-    output.table([*rows, *_layout_rows(layouts), *_key_rows(keys, layouts)])
-    return int(bool(differing))
+        steps = [("A", f"{paths[0]}: {_steps(a)}"), ("B", f"{paths[1]}: {_steps(b)}"), ("both", _steps(differences))]
+        output.table([*steps, *_rows(facts, differences)])
+    return int(not facts["within"])
 
 
-def _final_text(final: Mapping[str, Mapping[str, Any]]) -> str:
-    return ", ".join("loss {loss:.8g} at step {step:,} in ".format(**final[name]) + name.upper() for name in "ab")
+def _facts(
+    arguments: argparse.Namespace,
+    a: Mapping[int, float],
+    b: Mapping[int, float],
+    differences: Mapping[int, float],
+    tolerance: float,
+) -> dict[str, Any]:
+    """The object of --json; it has "norms" with --bits alone."""
+    paths = (arguments.a, arguments.b)
+    largest = max(differences, key=differences.__getitem__)
+    beyond = [step for step, difference in differences.items() if difference > tolerance]
+    runs = [RunDirectory(path) for path in paths]
+    are_runs = all(run.config.is_file() for run in runs)
+    configs = [read_config(run) for run in runs] if are_runs else []
+    may_be_rounding = bool(beyond) and not arguments.bits and not (configs and all(map(_is_bitwise, configs)))
+    layouts = [spans_text(layout_spans(run.events("start", "resume"))) for run in runs] if are_runs else None
+    records = (None, None) if arguments.shift else tuple(map(_records_of, runs))
+    compared = {"norms": _compare_norms(*records)} if arguments.bits else {}
+    compared["states"] = _compare_states(*records)
+    is_equal = all(result["first_difference"] is None for result in compared.values())
+    return {
+        "a": str(paths[0]),
+        "b": str(paths[1]),
+        "steps": len(differences),
+        "largest": {"difference": differences[largest], "step": largest, "a": a[largest], "b": b[largest]},
+        "tolerance": tolerance,
+        "beyond": beyond,
+        "within": not beyond and (is_equal or not arguments.bits),
+        "final": {name: {"step": max(curve), "loss": curve[max(curve)]} for name, curve in (("a", a), ("b", b))},
+        "keys": config_differences(*configs) if are_runs else None,
+        "grows_from": _first_of_growth(differences) if may_be_rounding else None,
+        "failures": {name: _failure(run) for name, run in zip("ab", runs, strict=True)},
+        "layouts": None if layouts is None else dict(zip("ab", layouts, strict=True)),
+        **compared,
+    }
 
 
-def _plot_file(arguments: argparse.Namespace) -> Path | None:
-    """Return the file of --plot; ConfigError if it is of no format that can be drawn."""
-    plot: Path | None = arguments.plot
-    if plot is not None and plot.suffix not in _FORMATS:
-        raise ConfigError(f"--plot ({plot}) must end in {listing(_FORMATS, 'or')}")
-    return plot
+def _rows(facts: Mapping[str, Any], differences: Mapping[int, float]) -> Iterator[tuple[str, str]]:
+    final = ", ".join(
+        f"loss {end['loss']:.8g} at step {end['step']:,} in {name.upper()}" for name, end in facts["final"].items()
+    )
+    largest = "{difference:.3g} at step {step:,}: loss {a:.8g} in A, {b:.8g} in B".format(**facts["largest"])
+    yield from (("final", final), ("largest", largest))
+    beyond = facts["beyond"]
+    if "norms" in facts:
+        firsts = [facts[name]["first_difference"] for name in ("norms", "states")]
+        differing = [step for step in (*beyond[:1], *firsts) if step is not None]
+        counts = f"losses of {units.counted(facts['steps'], 'step')}, gradient norms of {facts['norms']['steps']:,}"
+        equal = f"equal to the bit: {counts}, states of {facts['states']['steps']:,}"
+        yield "result", f"not equal to the bit, first at step {min(differing):,}" if differing else equal
+        yield "norms", _compared_text(facts["norms"], "of both")
+    elif beyond:
+        steps = units.counted(len(beyond), "step")
+        yield "result", f"beyond the tolerance ({facts['tolerance']:g}) at {steps}, first at step {beyond[0]:,}"
+    else:
+        yield "result", f"within the tolerance ({facts['tolerance']:g})"
+    if facts["grows_from"] is not None:
+        yield "growth", _growth(differences, facts["grows_from"])
+    if "states" in facts:
+        yield "states", _compared_text(facts["states"], "with hashes in both")
+    yield from (("failed", f"{name.upper()} {failure}") for name, failure in facts["failures"].items() if failure)
+    layouts = facts["layouts"] or {"a": "", "b": ""}
+    if all(layouts.values()) and layouts["a"] != layouts["b"]:
+        yield "layout", f"{layouts['a']} in A; {layouts['b']} in B"
+    if facts["keys"] is not None:
+        texts = [f"{key}: {_shown(json.dumps(a))} in A, {_shown(json.dumps(b))} in B" for key, a, b in facts["keys"]]
+        # A run whose layout changed had other keys before.
+        has_changed = any(", then " in text for text in layouts.values())
+        none = "no key differs at the last starts" if has_changed else "no key differs"
+        yield from (("" if number else "keys", text) for number, text in enumerate(texts or [none]))
 
 
 def _tolerance(arguments: argparse.Namespace) -> float:
@@ -153,20 +178,11 @@ def _tolerance(arguments: argparse.Namespace) -> float:
     tolerance: float | None = arguments.tolerance
     if arguments.bits and tolerance is not None:
         raise ConfigError(f"--tolerance ({tolerance}) must be left out with --bits, which allows no difference")
-    if arguments.bits:
-        return 0.0
     if tolerance is None:
-        return _TOLERANCE
+        return 0.0 if arguments.bits else _TOLERANCE
     if not 0 <= tolerance < math.inf:
         raise ConfigError(f"--tolerance ({tolerance}) must be a number from 0, such as 0.01 for 1 %")
     return tolerance
-
-
-def _result(beyond: Sequence[int], tolerance: float) -> str:
-    if not beyond:
-        return f"within the tolerance ({tolerance:g})"
-    steps = units.counted(len(beyond), "step")
-    return f"beyond the tolerance ({tolerance:g}) at {steps}, first at step {beyond[0]:,}"
 
 
 def _first_of_growth(differences: Mapping[int, float]) -> int | None:
@@ -190,47 +206,26 @@ def _growth(differences: Mapping[int, float], grows_from: int) -> str:
     )
 
 
-# ---- what only the folders of two runs have
+def _failure(run: RunDirectory) -> str | None:
+    """Say where and why the last start of a run failed; None without a failure, or if it is no run's folder."""
+    failure = failure_of(run.recorded_failure(), last_event(run.path, "start") or {})
+    return None if failure is None else failure.sentence
 
 
-def _differing_keys(a: Path, b: Path) -> list[list[Any]] | None:
-    """Return [key, value in A, value in B] of each key of the configuration that differs; None unless both are runs."""
-    runs = [RunDirectory(path) for path in (a, b)]
-    if not all(run.config.is_file() for run in runs):
-        return None
-    return config_differences(*map(read_config, runs))
-
-
-def _is_bitwise(run: Path) -> bool:
+def _is_bitwise(config: Mapping[str, Any]) -> bool:
     """True if a run adds in one order at every layout: then no difference comes from rounding."""
-    train = read_config(RunDirectory(run)).get("train")
+    train = config.get("train")
     return isinstance(train, Mapping) and train.get("bitwise") is True
 
 
-def _layout_rows(layouts: Sequence[Sequence[LayoutSpan]] | None) -> list[tuple[str, str]]:
-    differing = None if layouts is None else layout_differences(*layouts)
-    return [] if differing is None else [("layout", f"{differing[0]} in A; {differing[1]} in B")]
-
-
-def _key_rows(
-    keys: Sequence[Sequence[Any]] | None, layouts: Sequence[Sequence[LayoutSpan]] | None
-) -> list[tuple[str, str]]:
-    if keys is None:
-        return []
-    texts = [f"{key}: {_shown(json.dumps(a))} in A, {_shown(json.dumps(b))} in B" for key, a, b in keys]
-    has_changed = layouts is not None and any(len(spans) > 1 for spans in layouts)
-    none = "no key differs at the last starts" if has_changed else "no key differs"
-    return [("" if number else "keys", text) for number, text in enumerate(texts or [none])]
-
-
-def _records_of(path: Path) -> StateRecords | None:
+def _records_of(run: RunDirectory) -> StateRecords | None:
     """The gradient norms and state hashes of a run; None for a path that is not the folder of one."""
-    if not (path.is_dir() and RunDirectory(path).metrics.exists()):
+    if not (run.path.is_dir() and run.metrics.exists()):
         return None
     # Costly to import, for folders of runs alone.
     from shardwise.runs.state_records import StateRecords
 
-    return StateRecords.of(RunDirectory(path))
+    return StateRecords.of(run)
 
 
 def _compare_norms(a: StateRecords | None, b: StateRecords | None) -> dict[str, Any]:
@@ -347,7 +342,7 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
     names: dict[str, None] = {}
     last = 0
     try:
-        for number, row in enumerate(_rows(path), 1):
+        for number, row in enumerate(_recorded(path), 1):
             fields = {str(key).strip().lower(): value for key, value in row.items()}
             # A dict in place of a set: a message lists the names in the order of the file.
             names |= dict.fromkeys(fields)
@@ -385,10 +380,17 @@ def _shown(text: str) -> str:
 
 
 def _finite(value: object, quantity: str) -> float:
-    text = str(value)
-    if not (_is_number(text) and math.isfinite(float(text))):
-        raise ConfigError(f"{quantity} ({_shown(text)}) must be a finite number")
-    return float(text)
+    number = _float(str(value))
+    if number is None or not math.isfinite(number):
+        raise ConfigError(f"{quantity} ({_shown(str(value))}) must be a finite number")
+    return number
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _whole(value: object, quantity: str) -> int:
@@ -398,7 +400,7 @@ def _whole(value: object, quantity: str) -> int:
     return int(number)
 
 
-def _rows(path: Path) -> _Rows:
+def _recorded(path: Path) -> _Rows:
     if not path.exists():
         raise ConfigError(f"there is no {path}: name a run's folder or a file with a loss curve")
     if path.is_dir() and (path / "metrics.jsonl").exists():
@@ -484,7 +486,7 @@ def _of_table(path: Path, text: str) -> _Rows:
     table = [line.split() for line in lines] if mark is None else list(csv.reader(lines, delimiter=mark))
     names: Sequence[str] = _UNNAMED.get(len(table[0]), ()) if table else ()
     # The first row names the columns unless it begins with a number.
-    if table and not _is_number(table[0][0]):
+    if table and _float(table[0][0]) is None:
         names = table.pop(0)
     for number, cells in enumerate(table, 1):
         if len(cells) != len(names):
@@ -496,11 +498,3 @@ def _of_table(path: Path, text: str) -> _Rows:
                 "run's folder, its metrics.jsonl, TensorBoard's events, JSON, or a table whose rows are equally long"
             )
         yield dict(zip(names, cells, strict=True))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

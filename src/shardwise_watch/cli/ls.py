@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     listed_runs = runs_at(arguments.folder)
     ranks = owners(run for run in listed_runs if isinstance(run, RunView))
     machine_devices = local_devices.devices(ranks)
-    problems = [problem for run in listed_runs for problem in _problems(run)] + machine_devices.problems
+    problems = [problem for run in listed_runs for problem in run.problems] + machine_devices.problems
     if arguments.json:
         machine = {
             "schema": summary.SCHEMA,
@@ -60,19 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _problems(run: RunView | Unreadable) -> list[str]:
-    """Sentences on a run, or on files of it, that cannot be read."""
-    return [run.reason] if isinstance(run, Unreadable) else run.problems
-
-
 def _device(device: local_devices.LocalDevice) -> tuple[str, ...]:
-    used = device.memory_bytes
-    total = device.memory_total_bytes
-    memory = (
-        "" if total is None else units.size(total) if used is None else f"{units.size(used)} of {units.size(total)}"
-    )
+    memory = "" if device.memory_total_bytes is None else units.size(device.memory_total_bytes)
+    if memory and device.memory_bytes is not None:
+        memory = f"{units.size(device.memory_bytes)} of {memory}"
     cores = "" if device.cores is None else f", {units.counted(device.cores, 'core')}"
-    name = f"{device.name}{cores}" if device.kind == "cpu" else f"{device.index}: {device.name}{cores}"
+    name = f"{'' if device.kind == 'cpu' else f'{device.index}: '}{device.name}{cores}"
     return name, memory, _share(device.utilization), "; ".join(device.links), _processes(device.processes)
 
 
@@ -91,21 +84,20 @@ def _processes(processes: Sequence[local_devices.DeviceProcess]) -> str:
 
 def _run(run: RunView | Unreadable) -> tuple[str, ...]:
     fields = summary.row(run)
-    loss = number(fields["loss"])
     speed = number(fields["tokens_per_second"])
-    eta = fields["eta_seconds"]
-    heard = run.heard
+    parent = fields["parent"]
+    steps = "?" if fields["steps"] is None else fields["steps"]
     return (
         run.name,
         fields["state"],
-        "" if fields["step"] is None else f"{fields['step']}/{'?' if fields['steps'] is None else fields['steps']}",
-        "" if fields["loss"] is None else f"{loss:.4f}",
+        "" if fields["step"] is None else f"{fields['step']}/{steps}",
+        "" if fields["loss"] is None else f"{number(fields['loss']):.4f}",
         units.count(speed).replace(" ", "") if math.isfinite(speed) else "",
         _share(fields["mfu"]),
-        "" if eta is None else _short(eta),
+        _short(fields["eta_seconds"]),
         _share(fields["goodput"]),
-        "" if heard is None else _short(max(0.0, time.time() - heard)),
-        "" if fields["parent"] is None else f"{fields['parent']['run']}@{fields['parent']['step']}",
+        _short(None if run.heard is None else max(0.0, time.time() - run.heard)),
+        "" if parent is None else f"{parent['run']}@{parent['step']}",
     )
 
 
@@ -113,8 +105,10 @@ def _share(value: Any) -> str:
     return "" if value is None else f"{number(value):.0%}"
 
 
-def _short(seconds: float) -> str:
+def _short(seconds: float | None) -> str:
     """A duration in its largest unit: `50s`, `3min`, `2.5h`, `14d`."""
+    if seconds is None:
+        return ""
     for unit, length in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= length:
             count = seconds / length

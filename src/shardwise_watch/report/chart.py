@@ -153,7 +153,7 @@ def line_chart(
         cut = " and ".join(_tick_text(_rounded(value, _DIGITS_OF_ENDS), percent) for value in outside)
         notes = [*notes, f"axis cut: values reach to {cut}"]
     data: dict[str, Any] = {
-        "curves": {name: _column_data(_drawn_columns(curve)) for name, curve in known.items()},
+        "curves": {name: _column_data(curve.known) for name, curve in known.items()},
         "percent": percent,
     }
     breaks = {name: curve.breaks for name, curve in known.items() if curve.breaks}
@@ -184,7 +184,7 @@ def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[floa
         drawn.append(f'<polygon class="f{number}" points="{area.path([*tops, *corners])}"/>')
     drawn += [_y_axis(area, ticks, " s"), _x_axis(area, "step")]
     drawn += [_mark(area, mark) for mark in marks]
-    data = {"names": list(names), "rows": _exact(rows)}
+    data = {"names": list(names), "rows": [[row[0], *(_rounded(part, _DIGITS) for part in row[1:])] for row in rows]}
     legend = [(f"b{number}", names[number]) for number in used]
     return _figure(title, legend, drawn, area, data)
 
@@ -219,32 +219,6 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
     return _figure(title, [], drawn, area, data, notes=[note] if note else [])
 
 
-def timeline(facts: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """Draw the events of a run as rows over its time: the spans of training, and marks of the kinds in `names`.
-
-    Args:
-        facts: `timeline` of a report.
-    """
-    total = facts["seconds"]
-    if total <= 0:
-        return ""
-    spans = "".join(
-        f'<i class="span" style="left:{100 * begin / total:.2f}%;width:{100 * (end - begin) / total:.2f}%"></i>'
-        for begin, end in facts["training"]
-    )
-    rows = [("training", spans)]
-    for kind, name in names.items():
-        # Thousands of checkpoints would fall on the same pixels: each place is drawn once.
-        places = dict.fromkeys(f"{100 * seconds / total:.1f}" for seconds in facts["marks"].get(kind, []))
-        if places:
-            rows.append((name, "".join(f'<i class="{kind}" style="left:{place}%"></i>' for place in places)))
-    ticks = time_ticks(total)
-    lines = "".join(f'<u style="left:{100 * seconds / total:.2f}%"></u>' for seconds, _ in ticks)
-    labels = "".join(f'<span style="left:{100 * seconds / total:.2f}%">{text}</span>' for seconds, text in ticks)
-    tracks = "".join(f"<b>{escape(name)}</b><div>{lines}{marks}</div>" for name, marks in rows)
-    return f'<div class="timeline">{tracks}<b></b><div class="axis">{labels}</div></div>'
-
-
 def time_ticks(seconds: float) -> list[tuple[float, str]]:
     """Return at most nine round times from 0 on within a duration, each as seconds and as text."""
     units = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -257,28 +231,6 @@ def time_ticks(seconds: float) -> list[tuple[float, str]]:
     # Eight steps at most give nine ticks.
     step, unit = next(choice for choice in choices if choice[0] * 8 >= seconds)
     return [(tick * step, f"{tick * step / units[unit]:g} {unit}") for tick in range(int(seconds / step) + 1)]
-
-
-def bar(parts: Mapping[str, float], label: Mapping[str, str], colours: Sequence[int] = range(8)) -> str:
-    """Draw a bar of parts of a whole, with a legend.
-
-    Args:
-        label: amount of each part, as the reader sees it.
-        colours: number of each part's colour in the page.
-    """
-    total = sum(parts.values())
-    if total <= 0:
-        return ""
-    pieces = []
-    keys = []
-    for number, (name, amount) in zip(colours, parts.items(), strict=False):
-        share = 100 * amount / total
-        text = f"{escape(name)} {escape(label[name])}, {share:.1f} %"
-        if amount > 0:
-            pieces.append(f'<span class="b{number}" style="width:{share:.3f}%" title="{text}"></span>')
-        amounts = f"<b>{escape(label[name])}</b><i>{share:.1f} %</i>"
-        keys.append(f'<li><span class="dot b{number}"></span>{escape(name)}{amounts}</li>')
-    return f'<div class="bar">{"".join(pieces)}</div><ul class="keys">{"".join(keys)}</ul>'
 
 
 def attribute(value: Any) -> str:
@@ -316,13 +268,9 @@ def _figure(
     )
 
 
-def _drawn_columns(curve: Curve) -> list[Column]:
-    return [column for column in curve.columns if column is not None]
-
-
 def _with_dots(curve: Curve) -> list[Column]:
     """Return the columns of a curve and its dots, each of these as a column of one value."""
-    return [*_drawn_columns(curve), *(Column(step, value, value, value) for step, value in curve.dots)]
+    return [*curve.known, *(Column(step, value, value, value) for step, value in curve.dots)]
 
 
 def _curve(area: _PlotArea, curve: Curve, number: int) -> str:
@@ -330,10 +278,10 @@ def _curve(area: _PlotArea, curve: Curve, number: int) -> str:
     parts = []
     if curve.breaks is not None:
         first, last = curve.breaks
-        left = area.x(first)
-        width = max(2.0, area.x(last) - left)
-        parts.append(f'<rect class="break" x="{left:.1f}" y="{TOP}" width="{width:.1f}" height="{area.height}"/>')
-    columns = _drawn_columns(curve)
+        width = max(2.0, area.x(last) - area.x(first))
+        place = f'x="{area.x(first):.1f}" y="{TOP}" width="{width:.1f}" height="{area.height}"'
+        parts.append(f'<rect class="break" {place}/>')
+    columns = curve.known
     if any(column.least < column.largest for column in columns):
         edge = [(column.step, column.largest) for column in columns]
         edge += [(column.step, column.least) for column in reversed(columns)]
@@ -390,12 +338,8 @@ def _x_axis(area: _PlotArea, name: str) -> str:
     ticks = [tick for tick in _ticks([area.low_x, area.high_x], are_whole=True) if area.low_x <= tick <= area.high_x]
     for tick, text in zip(ticks, short(ticks), strict=True):
         x = area.x(tick)
-        anchor = "middle"
-        # A text in the middle of its tick would leave the picture.
-        if x > area.size.width - 3 * RIGHT:
-            anchor = "end"
-        elif x < LEFT + 4:
-            anchor = "start"
+        # A text in the middle of its tick would leave the picture at its ends.
+        anchor = "end" if x > area.size.width - 3 * RIGHT else "start" if x < LEFT + 4 else "middle"
         parts.append(f'<text x="{x:.1f}" y="{below}" text-anchor="{anchor}">{text}</text>')
     return "".join(parts)
 
@@ -404,40 +348,24 @@ def _shown_range(columns: Sequence[Column]) -> tuple[float, float]:
     """Return the values to show: all, unless a tenth of the columns would hide the rest, as a steep beginning does."""
     lows = sorted(column.least for column in columns)
     highs = sorted(column.largest for column in columns)
-    least = lows[0]
-    largest = highs[-1]
-    if len(columns) < _FEW_COLUMNS:
-        return least, largest
     tenth = len(columns) // 10
     low = lows[tenth]
     high = highs[-1 - tenth]
     margin = high - low
-    if margin <= 0:
-        return least, largest
+    if len(columns) < _FEW_COLUMNS or margin <= 0:
+        return lows[0], highs[-1]
     # An end is cut only if it would take more room than all that stays, which then has a little room to that side.
-    shown_low = least if low - least <= margin else low - 0.1 * margin
-    shown_high = largest if largest - high <= margin else high + 0.1 * margin
+    shown_low = lows[0] if low - lows[0] <= margin else low - 0.1 * margin
+    shown_high = highs[-1] if highs[-1] - high <= margin else high + 0.1 * margin
     return shown_low, shown_high
 
 
 def _column_data(columns: Sequence[Column]) -> list[list[float]]:
     """Return columns for the script: [step, value] if each is a single value, else [step, least, mean, largest]."""
     if all(column.least == column.largest for column in columns):
-        return _exact([(column.step, column.mean) for column in columns])
-    return [
-        [
-            column.step,
-            _rounded(column.least, _DIGITS_OF_ENDS),
-            _rounded(column.mean, _DIGITS),
-            _rounded(column.largest, _DIGITS_OF_ENDS),
-        ]
-        for column in columns
-    ]
-
-
-def _exact(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Round all numbers but the first of each row."""
-    return [[row[0], *(_rounded(value, _DIGITS) for value in row[1:])] for row in rows]
+        return [[column.step, _rounded(column.mean, _DIGITS)] for column in columns]
+    digits = (_DIGITS_OF_ENDS, _DIGITS, _DIGITS_OF_ENDS)
+    return [[column.step, *map(_rounded, column[1:], digits)] for column in columns]
 
 
 def _rounded(value: float, digits: int) -> float:

@@ -1,7 +1,4 @@
-"""The numbers of a report, as values of JSON: the page and the pictures draw these and derive nothing.
-
-At the end, the ranks of a run for the page: as a picture of their layout, and as a table of those that need a look.
-"""
+"""The numbers of a report, as values of JSON: the page and the pictures draw these and derive nothing."""
 
 from __future__ import annotations
 
@@ -10,18 +7,12 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from shardwise.base import redaction, units
-from shardwise.base.mesh_axes import has_degrees, layout_text
-from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.runs.events import number, seconds_of
 from shardwise.runs.layout_spans import LayoutSpan, short_layout, spans_text
 from shardwise_watch.lost_time import CAUSES
-from shardwise_watch.report.chart import attribute
 from shardwise_watch.report.verdict import verdict
 from shardwise_watch.run import RunView
 from shardwise_watch.step_metrics import (
@@ -33,7 +24,7 @@ from shardwise_watch.step_metrics import (
     equal_counts,
     finite_values,
 )
-from shardwise_watch.summary import last_failure, row
+from shardwise_watch.summary import row
 
 SCHEMA = 1
 _COLUMNS = 120
@@ -44,33 +35,21 @@ _MOST_OTHER_EVENTS = 120
 _RANK_FACTS = ("rank", "host", "place", "work_seconds", "relative", "memory_bytes")
 """Attributes of `RankView`."""
 _LISTED_EVENTS = (
-    "start",
-    "resume",
-    "checkpoint",
-    "warning",
-    "compile",
-    "stop",
-    "ended",
-    "eval",
-    "eval_set",
-    "eval_task",
-)
+    "start", "resume", "checkpoint", "warning", "compile", "stop", "ended", "eval", "eval_set", "eval_task",
+)  # fmt: skip
+_RECORDED = ("tokens", "tokens_per_second", "peak_tokens_per_second", "tokens_per_second_per_device", "mfu")
+"""Numbers of the last step that stand at the top of the page."""
 
 
 def report_of(run: RunView) -> dict[str, Any]:
     """Collect the numbers of a report on one run, of which all steps were read, with a sentence of verdict."""
-    report = _report(run)
-    return {**report, "verdict": verdict(report)}
-
-
-def _report(run: RunView) -> dict[str, Any]:
     series = run.series
     layouts = run.layouts
     events = _events(run)
     listed = _last_of_each_kind(events)
     is_timed = run.lost.whole > 0
     diverged = {metric.name: _not_finite(run, metric.name) for metric in STEP_METRICS if metric.is_in_every_step}
-    return {
+    report = {
         "schema": SCHEMA,
         **row(run),
         "created": _stamp(time.time()),
@@ -108,6 +87,7 @@ def _report(run: RunView) -> dict[str, Any]:
         "config": redaction.without_secrets(run.config),
         "environment": redaction.without_secrets(run.environment),
     }
+    return {**report, "verdict": verdict(report)}
 
 
 def comparison(a: RunView, b: RunView) -> dict[str, Any]:
@@ -116,28 +96,30 @@ def comparison(a: RunView, b: RunView) -> dict[str, Any]:
     Steps at which a loss is no finite number are counted by themselves. The curves reach from the first to the last
     step that both have.
     """
-    losses_of_b = dict(zip(b.series.steps, b.series.numbers["loss"], strict=True))
+    losses_of_b = dict(_losses(b))
+    common: list[dict[str, Any]] = [
+        {"step": step, "a": loss, "b": losses_of_b[step]} for step, loss in _losses(a) if step in losses_of_b
+    ]
     comparable = []
     not_finite = []
-    common_steps: list[int] = []
-    for step, loss in zip(a.series.steps, a.series.numbers["loss"], strict=True):
-        if step not in losses_of_b:
-            continue
-        common_steps.append(step)
-        losses = {"step": step, "a": loss, "b": losses_of_b[step]}
-        if math.isfinite(losses["a"]) and math.isfinite(losses["b"]):
-            comparable.append({"difference": difference(losses["a"], losses["b"]), **losses})
+    for pair in common:
+        if math.isfinite(pair["a"]) and math.isfinite(pair["b"]):
+            comparable.append({"difference": difference(pair["a"], pair["b"]), **pair})
         else:
-            not_finite.append(losses)
+            not_finite.append(pair)
     return {
-        "steps": len(common_steps),
-        "curves": _common_curves((a, b), common_steps),
-        "losses": _compared_losses(a, b, common_steps[-1] if common_steps else None),
-        "largest": max(comparable, key=lambda losses: losses["difference"], default=None),
+        "steps": len(common),
+        "curves": [_curves_between(run, common[0]["step"], common[-1]["step"]) for run in (a, b)] if common else [],
+        "losses": _compared_losses(a, b, common),
+        "largest": max(comparable, key=lambda pair: pair["difference"], default=None),
         "not_finite": {"steps": len(not_finite), **not_finite[0]} if not_finite else None,
         "config": config_differences(a.config, b.config),
         "layouts": layout_differences(a.layouts, b.layouts),
     }
+
+
+def _losses(run: RunView) -> Iterable[tuple[int, float]]:
+    return zip(run.series.steps, run.series.numbers["loss"], strict=True)
 
 
 def config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[Any]]:
@@ -154,36 +136,18 @@ def layout_differences(a: Sequence[LayoutSpan], b: Sequence[LayoutSpan]) -> list
     return texts if all(texts) and texts[0] != texts[1] else None
 
 
-def failures_of(runs: Iterable[Path]) -> list[str | None]:
-    """Return where and why the last start of each run failed; None without a failure."""
-    failures = map(last_failure, runs)
-    return [None if failure is None else failure.sentence for failure in failures]
+def _curves_between(run: RunView, first: int, last: int) -> dict[str, Any]:
+    """Return the curve of training loss and the evaluations of a run between two steps."""
+    points = [(step, loss) for step, loss in _losses(run) if first <= step <= last]
+    return {
+        "loss": columns([step for step, _ in points], [loss for _, loss in points]),
+        "evaluations": _spread([point for point in _evaluations(run) if first <= point[0] <= last]),
+    }
 
 
-def _common_curves(runs: Sequence[RunView], steps: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the curve of training loss and the evaluations of each run from the first to the last common step."""
-    if not steps:
-        return []
-    curves = []
-    for run in runs:
-        recorded = zip(run.series.steps, run.series.numbers["loss"], strict=True)
-        within = [(step, loss) for step, loss in recorded if steps[0] <= step <= steps[-1]]
-        evaluations = [point for point in _evaluations(run) if steps[0] <= point[0] <= steps[-1]]
-        curves.append(
-            {
-                "loss": columns([step for step, _ in within], [loss for _, loss in within]),
-                "evaluations": _spread(evaluations),
-            }
-        )
-    return curves
-
-
-def _compared_losses(a: RunView, b: RunView, last: int | None) -> list[list[Any]]:
+def _compared_losses(a: RunView, b: RunView, common: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """Return [name, loss in A, loss in B] of the last common step, of the last steps and of the last evaluations."""
-    rows = []
-    if last is not None:
-        losses = [dict(zip(run.series.steps, run.series.numbers["loss"], strict=True))[last] for run in (a, b)]
-        rows.append([f"loss at step {last:,}, the last in common", *losses])
+    rows = [[f"loss at step {pair['step']:,}, the last in common", pair["a"], pair["b"]] for pair in common[-1:]]
     if a.step != b.step:
         rows.append([f"final loss (step {a.step:,} and {b.step:,})", _final_loss(a), _final_loss(b)])
     evaluated = [_evaluations(run) for run in (a, b)]
@@ -252,10 +216,8 @@ def _not_finite(run: RunView, name: str) -> dict[str, Any] | None:
     steps = run.series.steps
     values = run.series.numbers[name]
     not_finite = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
-    if not not_finite:
-        return None
     is_never_recorded = len(not_finite) == len(steps) and run.last.get(name) is None
-    if is_never_recorded:
+    if not not_finite or is_never_recorded:
         return None
     return {"steps": len(not_finite), "first": not_finite[0], "last": not_finite[-1]}
 
@@ -264,16 +226,13 @@ def _headline(run: RunView) -> dict[str, Any]:
     """Return the numbers at the top of the page."""
     losses = finite_values(run.series.numbers["loss"])
     terms = run.start.get("mfu_terms") or {}
+    evaluated = run.evaluations[-1].get("loss") if run.evaluations else None
     return {
         "final_loss": _final_loss(run),
         "least_loss": min(losses, default=None),
-        "final_eval_loss": _number(run.evaluations[-1].get("loss")) if run.evaluations else None,
-        "tokens": _finite(run.last.get("tokens")),
-        "tokens_per_second": _finite(run.last.get("tokens_per_second")),
-        "peak_tokens_per_second": _finite(run.last.get("peak_tokens_per_second")),
-        "tokens_per_second_per_device": _finite(run.last.get("tokens_per_second_per_device")),
+        "final_eval_loss": None if evaluated is None else number(evaluated),
+        **{name: _finite(run.last.get(name)) for name in _RECORDED},
         "step_seconds": _finite(run.step_seconds),
-        "mfu": _finite(run.last.get("mfu")),
         "mfu_attention": terms.get("attention"),
         "peak_flops_per_device": _finite(terms.get("peak_flops_per_device")),
         "parameters": _finite(run.start.get("parameters")),
@@ -300,9 +259,8 @@ def _split(run: RunView, layouts: Sequence[LayoutSpan]) -> dict[str, Any]:
     last_step = steps[-1] if steps else 0
     span = next((span for span in reversed(layouts) if span.steps_before < last_step), None)
     begin = 0 if span is None else bisect_right(steps, span.steps_before)
-    recorded = {name: finite_values(run.series.parts[name][begin:]) for name in PARTS}
     return {
-        "split_seconds": {name: sum(seconds) / len(seconds) for name, seconds in recorded.items() if seconds},
+        "split_seconds": run.series.mean_parts(begin),
         "split_steps": [steps[begin], last_step] if steps else None,
         "split_layout": None if span is None else span.layout,
     }
@@ -312,22 +270,21 @@ def _split_by_step(run: RunView) -> list[list[float]]:
     """Return [step, mean seconds of each of `PARTS` …] of each column; [] if no step recorded them."""
     rows = []
     for begin, stop in equal_counts(len(run.series.steps), _COLUMNS):
-        parts = [finite_values(run.series.parts[name][begin:stop]) for name in PARTS]
-        if any(parts):
-            means = [sum(part) / len(part) if part else 0.0 for part in parts]
-            rows.append([run.series.steps[stop - 1], *means])
+        if means := run.series.mean_parts(begin, stop):
+            rows.append([run.series.steps[stop - 1], *(means.get(name, 0.0) for name in PARTS)])
     return rows
 
 
 def _events(run: RunView) -> list[dict[str, Any]]:
     """Return a run's events, its evaluations and the ends of its job's starts, in the order of time."""
-    ends = [{"event": "ended", **line} for line in run.restarts()]
     evaluations = [{**event, "event": "eval"} for event in run.evaluations]
-    events = [
-        {"kind": event["event"], **_when(event), "text": _text(event)}
-        for event in (*run.events, *evaluations, *ends)
-        if event.get("event") in _LISTED_EVENTS
-    ]
+    events = []
+    for event in (*run.all_events(), *evaluations):
+        if event.get("event") in _LISTED_EVENTS:
+            at = _finite(seconds_of(event))
+            time = None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+            step = event["step"] if isinstance(event.get("step"), int) else None
+            events.append({"kind": event["event"], "time": time, "at": at, "step": step, "text": _text(event)})
     return sorted(events, key=lambda event: event["at"] or 0.0)
 
 
@@ -366,20 +323,6 @@ def _timeline(run: RunView, events: Sequence[Mapping[str, Any]]) -> dict[str, An
     marks = {kind: [event["at"] - first for event in timed if event["kind"] == kind] for kind in kinds}
     last = max([timed[-1]["at"] - first, *(end for _, end in training)])
     return {"first": _stamp(first), "seconds": last, "training": training, "marks": marks}
-
-
-def _when(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the time of an event, as text and in seconds since the epoch, and the step before it."""
-    at = seconds_of(event)
-    step = event.get("step")
-    # The record of a start has the time of its beginning.
-    if event.get("event") == "ended":
-        at = number(event.get("began")) + number(event.get("seconds"))
-    return {
-        "time": None if math.isnan(at) else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds"),
-        "at": None if math.isnan(at) else at,
-        "step": step if isinstance(step, int) else None,
-    }
 
 
 def _text(event: Mapping[str, Any]) -> str:
@@ -434,11 +377,6 @@ def _finite(value: Any) -> Any:
     return value if _known(value) else None
 
 
-def _number(value: Any) -> float | None:
-    """Return a number of the record, which may be NaN; None if there is none."""
-    return None if value is None else number(value)
-
-
 def _amounts(value: Any) -> dict[str, Any]:
     """Return the finite numbers of a mapping of the record."""
     if not isinstance(value, Mapping):
@@ -452,77 +390,3 @@ def _known(value: Any) -> bool:
 
 def _stamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-
-
-_MOST_LABELLED = 128
-"""Largest number of ranks in which each has its number in the picture."""
-_MOST_LISTED = 32
-HEAT = (1.1, 1.2, 1.3, 1.4)
-"""Limits of a rank's work, relative to the best rank of its stage, from which on it is redder."""
-
-
-def layout_of(report: Mapping[str, Any]) -> str:
-    """Return the degrees of parallelism as text; empty if the run did not record them."""
-    layout = report["layout"]
-    parallel = report["config"].get("parallel")
-    if not has_degrees(layout):
-        return ""
-    words = [layout_text(layout, sequence=bool(layout.get("sequence")))]
-    if layout.get("zero"):
-        words.append(f"ZeRO-{layout['zero']}")
-    if layout["pipeline"] > 1 and isinstance(parallel, Mapping):
-        virtual = parallel.get("virtual_stages")
-        stages = f" with {virtual} stages on each rank" if isinstance(virtual, int) and virtual > 1 else ""
-        words.append(f"schedule {parallel.get('schedule', DEFAULT_SCHEDULE)}{stages}")
-    return ", ".join(words)
-
-
-def ranks_picture(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Arrange the ranks by pipeline rank and by place in data and context parallelism, for the template.
-
-    Each rank is a cell; its facts are in `data` in the order of the cells, as [rank, number of its host, work, GiB,
-    place along each axis …].
-    """
-    stages: dict[int, dict[tuple[int, int], list[Mapping[str, Any]]]] = {}
-    for rank in ranks:
-        place = rank["place"]
-        group = (place.get("dp", 0), place.get("cp", 0))
-        stages.setdefault(place.get("pp", 0), {}).setdefault(group, []).append(rank)
-    ordered = [rank for _, groups in sorted(stages.items()) for _, group in sorted(groups.items()) for rank in group]
-    hosts = sorted({rank["host"] for rank in ranks})
-    number_of = {host: number for number, host in enumerate(hosts)}
-    axes = list(dict.fromkeys(axis for rank in ranks for axis in rank["place"]))
-    data = {"hosts": hosts, "axes": axes, "ranks": [_facts(rank, number_of, axes) for rank in ordered]}
-    worst = sorted(ranks, key=lambda rank: -(rank["relative"] or 0.0))[:_MOST_LISTED]
-    is_wide = len(ranks) <= _MOST_LABELLED
-    return {
-        "count": len(ranks),
-        "hosts": len(hosts),
-        "is_wide": is_wide,
-        "heat": HEAT,
-        "data": Markup(attribute(data)),
-        "stages": [
-            (stage, [Markup("".join(_cell(rank, is_wide) for rank in group)) for _, group in sorted(groups.items())])
-            for stage, groups in sorted(stages.items())
-        ],
-        "rows": [_row(rank) for rank in worst],
-    }
-
-
-def _cell(rank: Mapping[str, Any], is_wide: bool) -> str:
-    heat = 0 if rank["relative"] is None else sum(rank["relative"] >= limit for limit in HEAT)
-    style = f' class="h{heat}"' if heat else ""
-    return f"<i{style}>{rank['rank'] if is_wide else ''}</i>"
-
-
-def _facts(rank: Mapping[str, Any], number_of: Mapping[str, int], axes: Sequence[str]) -> list[Any]:
-    work = None if rank["relative"] is None else round(rank["relative"], 2)
-    used = None if rank["memory_bytes"] is None else round(rank["memory_bytes"] / 2**30, 2)
-    return [rank["rank"], number_of[rank["host"]], work, used, *(rank["place"].get(axis) for axis in axes)]
-
-
-def _row(rank: Mapping[str, Any]) -> list[str]:
-    work = "–" if rank["relative"] is None else f"{rank['relative']:.2f} ×"
-    used = "–" if rank["memory_bytes"] is None else units.size(rank["memory_bytes"])
-    place = " ".join(f"{axis} {at}" for axis, at in rank["place"].items())
-    return [str(rank["rank"]), rank["host"] or "–", place, work, used]

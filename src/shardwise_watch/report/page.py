@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
@@ -15,21 +14,29 @@ import jinja2
 from markupsafe import Markup
 
 from shardwise.base import units
-from shardwise.base.errors import ConfigError
+from shardwise.base.libraries import optional_library
+from shardwise.base.mesh_axes import has_degrees, layout_text
+from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise_watch.report import chart
-from shardwise_watch.report.numbers import columns, layout_of, ranks_picture
+from shardwise_watch.report.numbers import columns
 from shardwise_watch.step_metrics import PARTS, REPORT_CURVES, Curve, StepMetric
 
 # Numbers of the page's colours (page.css), in the order of the parts. Green stands for the steps that count.
 _TIME_COLOURS = (4, 1, 2, 0, 5, 7, 3, 6)
 _AXIS_COLOURS = (3, 1, 2, 7, 5, 0, 4, 6)
 _AXES = {"tp": "TP", "cp": "CP", "dp": "DP", "dp_cp": "DP × CP", "pp": "PP", "world": "all ranks"}
+_LOSS = REPORT_CURVES[0]
 _MOST_TASK_CURVES = 24
 """Curves in a chart of tasks: some groups have dozens of tasks, whose legend would hide the chart."""
 _MOST_NOTES = 3
 """Changes of the layout that are named above a chart."""
 _MOST_STARTS = 30
 """Starts that have marks in a chart, the last ones."""
+_MOST_LABELLED = 128
+"""Largest number of ranks in which each has its number in the picture."""
+_MOST_LISTED = 32
+_HEAT = (1.1, 1.2, 1.3, 1.4)
+"""Limits of a rank's work, relative to the best rank of its stage, from which on it is redder."""
 _MARKS = {"checkpoint": "checkpoints", "eval": "evaluations", "warning": "warnings", "ended": "ends of jobs"}
 
 
@@ -45,18 +52,34 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["pretty"] = lambda value: json.dumps(_counted(value), indent=2, ensure_ascii=False)
-    environment.filters["loss"] = lambda value: _number(value, ".8g")
-    environment.filters["final"] = lambda value: _number(value, ".5f")
+    environment.filters |= {
+        "pretty": lambda value: json.dumps(_counted(value), indent=2, ensure_ascii=False),
+        "loss": lambda value: _number(value, ".8g"),
+        "final": lambda value: _number(value, ".5f"),
+        "number": _number,
+        "percent": lambda value: _or_dash(value, "{:.1%}".format),
+        "count": lambda value: _or_dash(value, units.count),
+        "duration": lambda value: _or_dash(value, units.duration),
+        "size": lambda value: _or_dash(value, units.size),
+        "times": lambda value: _or_dash(value, "{:.2f} ×".format),
+        "whole": "{:,}".format,
+    }
     names = _names(reports)
     return environment.get_template("page.html").render(
         title=" and ".join(str(report["run"]) for report in reports),
         runs=[_run(report, name) for report, name in zip(reports, names, strict=True)],
-        opening=Markup(_common_losses(compared, reports) if compared else _loss_chart(reports, names, chart.LARGE)),
+        opening=Markup(
+            _common_losses(compared, reports) if compared else _metric_chart(reports, names, _LOSS, chart.LARGE)
+        ),
         charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=compared is not None) if drawn],
         compared=compared,
         left=chart.LEFT,
         right=chart.RIGHT,
+        duration=units.duration,
+        size=units.size,
+        counted=units.counted,
+        is_odd=lambda value: value is not None and not math.isfinite(value),
+        colours={"time": _TIME_COLOURS, "axes": _AXIS_COLOURS},
     )
 
 
@@ -98,27 +121,19 @@ def _marks(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[chart.
     return notes[-_MOST_NOTES:], marks
 
 
-def _loss_chart(reports: Sequence[Mapping[str, Any]], names: Sequence[str], size: chart.Size) -> str:
-    """Draw the training loss of each run, with its evaluations."""
-    return _metric_chart(reports, names, next(metric for metric in REPORT_CURVES if metric.name == "loss"), size)
-
-
 def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str], *, is_loss_whole: bool) -> list[str]:
     """Draw the curves of the runs.
 
     Args:
         is_loss_whole: True if the loss is drawn here too, as the page opens with a part of it.
     """
-    charts = []
-    for metric in REPORT_CURVES:
-        if metric.name == "loss":
-            charts += [_metric_chart(reports, names, metric)] * is_loss_whole
-            charts.append(chart.line_chart("Training loss by source", _named_curves(reports, names, "source_curves")))
-            charts.append(chart.line_chart("Loss of evaluation sets", _named_curves(reports, names, "set_curves")))
-            charts += _task_charts(reports, names)
-        else:
-            charts.append(_metric_chart(reports, names, metric))
-    return charts
+    return [
+        *([_metric_chart(reports, names, _LOSS)] if is_loss_whole else []),
+        chart.line_chart("Training loss by source", _named_curves(reports, names, "source_curves")),
+        chart.line_chart("Loss of evaluation sets", _named_curves(reports, names, "set_curves")),
+        *_task_charts(reports, names),
+        *(_metric_chart(reports, names, metric) for metric in REPORT_CURVES if metric is not _LOSS),
+    ]
 
 
 def _metric_chart(
@@ -127,19 +142,15 @@ def _metric_chart(
     """Draw a metric of each run; the steps at which it is not finite are shaded, and named below the title."""
     curves: dict[str, Curve] = {}
     layout_notes, marks = _marks(reports)
-    notes = layout_notes if metric.name == "loss" else []
-    is_comparison = len(reports) > 1
+    notes = layout_notes if metric is _LOSS else []
     for name, report in zip(names, reports, strict=True):
-        label = name[:1] if is_comparison else name
-        not_finite = report["not_finite"].get(metric.name)
-        dots = report["evaluations"] if metric.name == "loss" else ()
+        label, prefix = (name[:1], f"{name[:1]}: ") if len(reports) > 1 else (name, "")
         breaks = None
-        if not_finite is not None:
+        if not_finite := report["not_finite"].get(metric.name):
             breaks = (not_finite["first"], not_finite["last"])
-            prefix = f"{label}: " if is_comparison else ""
             steps = units.counted(not_finite["steps"], "step")
             notes.append(f"{prefix}not finite at {steps}, first {not_finite['first']:,}")
-        curves[label] = Curve(report["curves"][metric.name], dots, breaks)
+        curves[label] = Curve(report["curves"][metric.name], report["evaluations"] if metric is _LOSS else (), breaks)
     has_dots = any(curve.dots for curve in curves.values())
     title = f"{metric.title}, dots: evaluation" if has_dots else metric.title
     return chart.line_chart(
@@ -183,117 +194,101 @@ def _counted(value: Any) -> Any:
 
 def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Collect the texts and pictures that the template shows of one run."""
-    split = report["split_seconds"]
     useful = report["useful_seconds"]
     lost = {} if useful is None else {"steps that count": useful, **report["lost_seconds"]}
     sent = {_AXES.get(axis, axis): amount for axis, amount in report["communication_bytes"].items() if amount}
-    timeline = report["timeline"]
     return {
         "name": name,
         "report": report,
-        "tiles": _tiles(report),
-        "reason": "" if report["failure"] or report["reason"] == report["state"] else str(report["reason"] or ""),
-        "split": Markup(chart.bar(split, _durations(split))),
-        "split_title": _split_title(report),
         "split_by_step": Markup(
             chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"], _marks([report])[1])
         ),
-        "goodput": _or_dash(report["goodput"], "{:.1%}".format),
-        "lost": Markup(chart.bar(lost, _durations(lost), _TIME_COLOURS)),
-        "memories": [(title, Markup(chart.bar(memory, _sizes(memory)))) for title, memory in _memories(report)],
+        "lost": lost,
         "memory_by_rank": Markup(_memory_by_rank(report["ranks"])),
-        "sent": Markup(chart.bar(sent, _sizes(sent), _AXIS_COLOURS)),
-        "layout": layout_of(report),
-        "ranks": ranks_picture(report["ranks"]),
-        "events": report["events"][::-1],
-        "timeline": Markup("" if timeline is None else chart.timeline(timeline, _MARKS)),
+        "sent": sent,
+        "layout": _layout(report),
+        "ranks": _ranks(report["ranks"]),
+        "timeline": _timeline(report["timeline"]),
     }
 
 
-def _memories(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the memory of rank 0 by kind, with a title; of a run with several layouts that of each."""
-    by_layout = report["memory_by_layout"]
-    if len(by_layout) < 2:
-        return [("Memory of rank 0", report["memory_bytes"])]
-    return [(f"Memory of rank 0 at {layout}", memory) for layout, memory in by_layout.items()]
+def _timeline(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Add to the timeline of a report the ticks of its axis, and rows of marks: [kind, name, places in percent]."""
+    if facts is None or facts["seconds"] <= 0:
+        return None
+    rows = []
+    for kind, name in _MARKS.items():
+        # Thousands of checkpoints would fall on the same pixels: each place is drawn once.
+        places = dict.fromkeys(f"{100 * seconds / facts['seconds']:.1f}" for seconds in facts["marks"].get(kind, []))
+        if places:
+            rows.append((kind, name, [*places]))
+    return {**facts, "ticks": chart.time_ticks(facts["seconds"]), "rows": rows}
 
 
-def _split_title(report: Mapping[str, Any]) -> str:
-    """Say which steps the mean is of, if the run took steps at several layouts."""
-    if len(report["layouts"]) < 2 or report["split_steps"] is None:
-        return "A step on rank 0, mean"
-    first, last = report["split_steps"]
-    return f"A step on rank 0, mean of steps {first:,} to {last:,} at {report['split_layout']}"
+def _layout(report: Mapping[str, Any]) -> str:
+    """Return the degrees of parallelism as text; empty if the run did not record them."""
+    layout = report["layout"]
+    parallel = report["config"].get("parallel")
+    if not has_degrees(layout):
+        return ""
+    words = [layout_text(layout, sequence=bool(layout.get("sequence")))]
+    if layout.get("zero"):
+        words.append(f"ZeRO-{layout['zero']}")
+    if layout["pipeline"] > 1 and isinstance(parallel, Mapping):
+        virtual = parallel.get("virtual_stages")
+        stages = f" with {virtual} stages on each rank" if isinstance(virtual, int) and virtual > 1 else ""
+        words.append(f"schedule {parallel.get('schedule', DEFAULT_SCHEDULE)}{stages}")
+    return ", ".join(words)
 
 
-def _durations(parts: Mapping[str, float]) -> dict[str, str]:
-    return {name: units.duration(seconds) for name, seconds in parts.items()}
+def _ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arrange the ranks by pipeline rank and by place in data and context parallelism, for the template.
 
+    The facts of the ranks are in `data` in the order of their cells, as [rank, number of its host, work, GiB, place
+    along each axis …].
+    """
 
-def _sizes(parts: Mapping[str, float]) -> dict[str, str]:
-    return {name: units.size(amount) for name, amount in parts.items()}
+    def group_of(rank: Mapping[str, Any]) -> tuple[int, int, int]:
+        place = rank["place"]
+        return place.get("pp", 0), place.get("dp", 0), place.get("cp", 0)
+
+    ordered = sorted(ranks, key=group_of)
+    stages: dict[int, list[list[Mapping[str, Any]]]] = {}
+    for (stage, _, _), group in itertools.groupby(ordered, group_of):
+        stages.setdefault(stage, []).append(list(group))
+    hosts = sorted({rank["host"] for rank in ranks})
+    number_of = {host: number for number, host in enumerate(hosts)}
+    axes = list(dict.fromkeys(axis for rank in ranks for axis in rank["place"]))
+    facts = []
+    for rank in ordered:
+        work = None if rank["relative"] is None else round(rank["relative"], 2)
+        used = None if rank["memory_bytes"] is None else round(rank["memory_bytes"] / 2**30, 2)
+        places = (rank["place"].get(axis) for axis in axes)
+        facts.append([rank["rank"], number_of[rank["host"]], work, used, *places])
+    return {
+        "count": len(ranks),
+        "hosts": len(hosts),
+        "is_wide": len(ranks) <= _MOST_LABELLED,
+        "heat": _HEAT,
+        "data": Markup(chart.attribute({"hosts": hosts, "axes": axes, "ranks": facts})),
+        "stages": stages,
+        "worst": sorted(ranks, key=lambda rank: -(rank["relative"] or 0.0))[:_MOST_LISTED],
+    }
 
 
 def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
     """Draw the memory of every rank as bars, in the unit of the largest."""
-    known = [(rank["rank"], rank["memory_bytes"]) for rank in ranks if rank["memory_bytes"] is not None]
-    most = max(known, key=lambda pair: pair[1], default=None)
-    if most is None:
+    used = {rank["rank"]: rank["memory_bytes"] for rank in ranks if rank["memory_bytes"] is not None}
+    if not used:
         return ""
-    least = min(known, key=lambda pair: pair[1])
+    least = min(used, key=used.__getitem__)
+    most = max(used, key=used.__getitem__)
     # The power of 1,024 that is the unit of the largest; there are five units.
-    power = max(0, min(4, int(math.log(max(1, most[1]), 1024))))
+    power = max(0, min(4, int(math.log(max(1, used[most]), 1024))))
     suffix = (" B", " KiB", " MiB", " GiB", " TiB")[power]
-    note = f"from {units.size(least[1])} on rank {least[0]:,} to {units.size(most[1])} on rank {most[0]:,}"
-    rows = columns([rank for rank, _ in known], [amount / 1024**power for _, amount in known])
+    note = f"from {units.size(used[least])} on rank {least:,} to {units.size(used[most])} on rank {most:,}"
+    rows = columns([*used], [amount / 1024**power for amount in used.values()])
     return chart.bar_chart("Memory in use by rank", rows, "rank", suffix, note)
-
-
-def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return the numbers at the top: name, value, note, and style, which is "bad" for a value that tells of a fault."""
-    numbers = report["numbers"]
-    total = "" if report["steps"] is None else f"of {report['steps']:,}"
-    final = numbers["final_loss"]
-    evaluated = numbers["final_eval_loss"]
-    not_finite = report["not_finite"].get("loss")
-    loss_notes = []
-    if evaluated is not None:
-        loss_notes.append(f"evaluation {_number(evaluated)}")
-    if not_finite is not None:
-        loss_notes.append(f"first not finite at step {not_finite['first']:,}")
-    is_loss_bad = _is_not_finite(final) or _is_not_finite(evaluated)
-    peak = _or_dash(numbers["peak_tokens_per_second"], units.count)
-    tiles = [
-        ("state", str(report["state"]), "", "bad" if report["state"] in ("failed", "killed") else ""),
-        ("steps", f"{report['step']:,}", total, ""),
-        ("loss", _number(final), ", ".join(loss_notes), "bad" if is_loss_bad else ""),
-        (
-            "tokens/s",
-            _or_dash(numbers["tokens_per_second"], units.count),
-            f"mean of the last 10 steps, at most {peak}",
-            "",
-        ),
-        ("MFU", _or_dash(numbers["mfu"], "{:.1%}".format), _mfu_note(numbers), ""),
-        ("a step", _or_dash(numbers["step_seconds"], units.duration), "mean of the last 20", ""),
-        ("time", _or_dash(report["seconds"], units.duration), units.counted(report["starts"], "start"), ""),
-        ("goodput", _or_dash(numbers["goodput"], "{:.1%}".format), "time in steps that count", ""),
-    ]
-    if numbers["parameters"]:
-        many = f"{numbers['world']:,} × " if isinstance(numbers["world"], int) and numbers["world"] > 1 else ""
-        device = f"{many}{numbers['device']}" if numbers["device"] else ""
-        tiles.insert(0, ("parameters", units.count(numbers["parameters"]), device, ""))
-    return tiles
-
-
-def _mfu_note(numbers: Mapping[str, Any]) -> str:
-    peak = numbers["peak_flops_per_device"]
-    if peak is None:
-        return "the device's peak is not known"
-    return f"of {peak / 1e12:,.1f} TFLOP/s, {numbers['mfu_attention']} attention"
-
-
-def _is_not_finite(value: float | None) -> bool:
-    return value is not None and not math.isfinite(value)
 
 
 def _number(value: float | None, form: str = ".4f") -> str:
@@ -312,10 +307,7 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ImportError:
-        raise ConfigError("--png needs matplotlib, which is not installed: pip install 'shardwise[plot]'") from None
+    figures = optional_library("matplotlib.figure", "--png needs", "plot")
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     _, marks = _marks(reports)

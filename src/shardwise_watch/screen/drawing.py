@@ -176,10 +176,6 @@ def work_style(relative: float) -> str:
     return "#5f9db8" if relative >= 1.05 else "#46708a"
 
 
-def memory_style(_: float) -> str:
-    return "#514d73"
-
-
 def use_style(share: float) -> str:
     """Return the colour of the share of a device's time in which it was busy."""
     return WARN if share < 0.7 else "#3f5d47"
@@ -284,7 +280,7 @@ def _range(curve: Curve) -> tuple[float, float]:
 
     A training begins with a steep loss, and with steps that compile.
     """
-    columns = [column for column in curve.columns if column is not None]
+    columns = curve.known
     if not columns:
         return math.nan, math.nan
     later = columns[len(columns) // 20 :]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +22,11 @@ Span = Literal["whole", "tenth", "hundredth"]
 """Part of the run that a curve shows, counted from its end."""
 SPANS: tuple[Span, ...] = ("whole", "tenth", "hundredth")
 _PART: dict[Span, int] = {"whole": 1, "tenth": 10, "hundredth": 100}
+_RUN_FACTS = (
+    "path", "name", "state", "reason", "failure", "heard", "step", "steps", "step_seconds", "eta_seconds", "last",
+    "start", "config",
+)  # fmt: skip
+"""Attributes of `RunView` that a frame has too."""
 UNEXPECTED = (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError)
 """Errors that values of other types in the files of a run lead to: another program may have written them."""
 
@@ -128,21 +131,9 @@ def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_histor
     """Make the frame of a run as it is now."""
     ranks = run.ranks()
     return Frame(
-        path=run.path,
-        name=run.name,
         now=time.time(),
-        state=run.state,
-        reason=run.reason,
-        failure=run.failure,
-        heard=run.heard,
-        step=run.step,
-        steps=run.steps,
-        step_seconds=run.step_seconds,
-        eta_seconds=run.eta_seconds,
-        last=run.last,
+        **{name: getattr(run, name) for name in _RUN_FACTS},
         evaluation=run.evaluations[-1] if run.evaluations else {},
-        start=run.start,
-        config=run.config,
         split=run.split_seconds(),
         graphs=run.graphs(),
         curves=_curves(run, columns, span),
@@ -150,7 +141,7 @@ def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_histor
         nodes=run.nodes(ranks),
         pipeline=pipeline_views(ranks),
         silent=silent_ranks(ranks, run.step_seconds),
-        events=_events(run),
+        events=run.all_events(),
         # A copy: the run goes on counting in another thread.
         lost=copy.deepcopy(run.lost),
         has_history=has_history,
@@ -158,35 +149,21 @@ def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_histor
 
 
 def _curves(run: RunView, columns: int, span: Span) -> dict[str, Curve]:
-    if not columns:
-        return {}
-    return {name: _curve(run, name, columns, span) for name in SCREEN_CURVES}
-
-
-def _curve(run: RunView, name: str, count: int, span: Span) -> Curve:
-    """Cut a metric into `count` columns; the loss has the evaluations as dots."""
+    """Cut each metric into `columns`; the loss has the evaluations as dots."""
     series = run.series
-    if not series.steps:
-        return Curve(())
+    if not columns or not series.steps:
+        return dict.fromkeys(SCREEN_CURVES, Curve(())) if columns else {}
     last = series.steps[-1]
     first = max(series.steps[0], last - (last - series.steps[0]) // _PART[span])
-    columns = columns_of(series.steps, series.numbers[name], equal_widths(series.steps, first, count))
-    dots = []
-    for event in run.evaluations if name == "loss" else ():
-        step = event.get("step")
-        if isinstance(step, int) and first <= step <= last:
-            dots.append((step, number(event.get("loss"))))
-    return Curve(columns, dots, span=(first, last))
-
-
-def _events(run: RunView) -> list[Mapping[str, Any]]:
-    """Return the events of the run and the ends of its job's starts, in their order."""
-    ends = []
-    for line in run.restarts():
-        seconds = number(line.get("began")) + number(line.get("seconds"))
-        if math.isfinite(seconds):
-            ends.append({"event": "ended", "time": datetime.fromtimestamp(seconds, UTC).isoformat(), **line})
-    if not ends:
-        # A copy: the run adds events in another thread.
-        return [*run.events]
-    return sorted([*run.events, *ends], key=lambda event: str(event.get("time", "")))
+    ranges = equal_widths(series.steps, first, columns)
+    dots = [
+        (event["step"], number(event.get("loss")))
+        for event in run.evaluations
+        if isinstance(event["step"], int) and first <= event["step"] <= last
+    ]
+    return {
+        name: Curve(
+            columns_of(series.steps, series.numbers[name], ranges), dots if name == "loss" else (), span=(first, last)
+        )
+        for name in SCREEN_CURVES
+    }

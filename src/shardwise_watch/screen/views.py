@@ -32,6 +32,16 @@ KEYS = (
     ("?", "this page"),
     ("q", "quit; the run goes on"),
 )
+_EXPLANATIONS = (
+    "A cell of a heat strip stands for one rank or for several, of which it shows the worst; its height tells the same "
+    "as its colour.",
+    "Work is what a rank does by itself, without waiting for others: the rank that all wait for stands out.",
+    "A rank that has written nothing for long is marked × and named.",
+    "A column of a curve reaches from the least to the largest value of its steps, so that no spike is lost; ◆ is an "
+    "evaluation. The steep beginning is cut off where it would hide the rest.",
+)
+_SLOW = 1.15
+"""Work over that of the best rank, from which on a rank is named."""
 
 
 def schedule(frame: Frame, width: int, height: int) -> list[Text]:
@@ -145,67 +155,59 @@ def graphs(frame: Frame, width: int) -> Text:
     return drawing.heading(width, "compiled graphs", summary)
 
 
-class _NodeRow(NamedTuple):
-    """A machine in the list, with its slowest rank and the number of its silent ones."""
-
-    node: NodeView
-    slowest: RankView | None
-    silent: int
-
-    @property
-    def order(self) -> tuple[int, float, str]:
-        """Key that sorts the machines with problems first: silent ranks, then slow ones, then by name."""
-        relative = (self.slowest.relative or 0.0) if self.slowest is not None else 0.0
-        return (-self.silent, -relative if relative >= 1.15 else 0.0, self.node.host)
-
-
 def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
-    """List the machines of the run: their processors, memory, devices, and slowest ranks."""
+    """List the machines of the run: their processors, memory, devices, and slowest ranks.
+
+    Those with problems come first: silent ranks, then slow ones.
+    """
     head = drawing.heading(
         width, units.counted(len(frame.nodes), "node"), right="↑↓" if len(frame.nodes) > height else ""
     )
     if not frame.nodes:
         return [head, Text(" no rank has a file yet", FAINT), Text(), graphs(frame, width)]
     views = {view.rank: view for view in frame.ranks}
-    node_rows = sorted((_node_row(views, frame.silent, node) for node in frame.nodes), key=lambda row: row.order)
+
+    def slowest(node: NodeView) -> RankView | None:
+        compared = [views[rank] for rank in node.ranks if rank in views and views[rank].relative]
+        return max(compared, key=_relative, default=None)
+
+    def silent(node: NodeView) -> int:
+        return len(frame.silent.intersection(node.ranks))
+
+    def order(node: NodeView) -> tuple[int, float, str]:
+        work = _relative(slowest(node))
+        return -silent(node), -work if work >= _SLOW else 0.0, node.host
+
     # Five lines are the heading, the titles, a blank one, the graphs and the device.
     visible = height - 5
-    begin = max(0, min(cursor - visible // 2, len(node_rows) - visible))
+    begin = max(0, min(cursor - visible // 2, len(frame.nodes) - visible))
     gauge_width = 24 if width >= 120 else 7
-    longest_name = max(len(node.host) for node in frame.nodes)
-    name_width = max(4, min(24 if width >= 120 else 12, longest_name))
+    name_width = max(4, min(24 if width >= 120 else 12, max(len(node.host) for node in frame.nodes)))
     memory_width = gauge_width + (14 if width >= 100 else 5)
     titles = Text(f" {'host':<{name_width}}  {'ranks':<10}  {'CPU':<{gauge_width + 5}}  {'RAM':<{memory_width}}", FAINT)
-    titles.append("  devices      slowest work", FAINT)
-    lines = [_node(row, width, name_width, gauge_width) for row in node_rows[begin : begin + visible]]
+    lines = [head, titles.append("  devices      slowest work", FAINT)]
+    for node in sorted(frame.nodes, key=order)[begin : begin + visible]:
+        total = node.memory_total_bytes
+        memory = node.memory_bytes / total if node.memory_bytes is not None and total else None
+        models = ", ".join(sorted({drawing.model(device) for device in node.devices}))
+        name = (node.host or "–")[:name_width]
+        line = Text.assemble((f" {name:<{name_width}}", f"bold {TEXT}"), (f"  {_ranks(node.ranks)}", FAINT))
+        line.append("  ").append_text(_gauge(node.cpu, gauge_width))
+        line.append("  ").append_text(_gauge(memory, gauge_width))
+        line.append(f" {drawing.size(node.memory_bytes):>8}" if width >= 100 else "", FAINT)
+        line.append(f"  {f'{len(node.devices)} × {models}':<11.11}", TEXT)
+        if worker := slowest(node):
+            named = f" rank {worker.rank}" if _relative(worker) >= _SLOW else ""
+            line.append(f"  ×{worker.relative:.2f}{named}", drawing.work_style(_relative(worker)))
+        line.append(f"  {drawing.SILENT} {silent(node)} silent" if silent(node) else "", f"bold {BAD}")
+        lines.append(drawing.fitted(line, width))
     device = frame.start.get("device")
     note = [Text(f" device {device}", FAINT)] if device else []
-    return [head, titles, *lines, Text(), graphs(frame, width), *note]
+    return [*lines, Text(), graphs(frame, width), *note]
 
 
-def _node_row(views: Mapping[int, RankView], silent: frozenset[int], node: NodeView) -> _NodeRow:
-    compared = [views[rank] for rank in node.ranks if rank in views and views[rank].relative]
-    slowest = max(compared, key=lambda view: view.relative or 0.0, default=None)
-    return _NodeRow(node, slowest, len(silent.intersection(node.ranks)))
-
-
-def _node(row: _NodeRow, width: int, name_width: int, gauge_width: int) -> Text:
-    node = row.node
-    total = node.memory_total_bytes
-    memory = node.memory_bytes / total if node.memory_bytes is not None and total else None
-    name = (node.host or "–")[:name_width]
-    line = Text.assemble((f" {name:<{name_width}}", f"bold {TEXT}"), (f"  {_ranks(node.ranks)}", FAINT))
-    line.append("  ").append_text(_gauge(node.cpu, gauge_width))
-    line.append("  ").append_text(_gauge(memory, gauge_width))
-    line.append(f" {drawing.size(node.memory_bytes):>8}" if width >= 100 else "", FAINT)
-    models = ", ".join(sorted({drawing.model(device) for device in node.devices}))
-    line.append(f"  {f'{len(node.devices)} × {models}':<11.11}", TEXT)
-    if row.slowest is not None and row.slowest.relative is not None:
-        style = drawing.work_style(row.slowest.relative)
-        line.append(f"  ×{row.slowest.relative:.2f}", style)
-        line.append(f" rank {row.slowest.rank}" if row.slowest.relative >= 1.15 else "", style)
-    line.append(f"  {drawing.SILENT} {row.silent} silent" if row.silent else "", f"bold {BAD}")
-    return drawing.fitted(line, width)
+def _relative(view: RankView | None) -> float:
+    return 0.0 if view is None else view.relative or 0.0
 
 
 def _gauge(share: float | None, width: int) -> Text:
@@ -232,14 +234,7 @@ def keys(width: int, height: int) -> list[Text]:
     for key, effect in KEYS:
         lines.append(drawing.fitted(Text.assemble((f"  {key:<14}", ACCENT), (effect, TEXT)), width))
     lines += [Text(), drawing.heading(width, "reading the screen"), Text()]
-    for sentence in (
-        "A cell of a heat strip stands for one rank or for several, of which it shows the worst; its height tells the "
-        "same as its colour.",
-        "Work is what a rank does by itself, without waiting for others: the rank that all wait for stands out.",
-        "A rank that has written nothing for long is marked × and named.",
-        "A column of a curve reaches from the least to the largest value of its steps, so that no spike is lost; ◆ is "
-        "an evaluation. The steep beginning is cut off where it would hide the rest.",
-    ):
+    for sentence in _EXPLANATIONS:
         lines += drawing.sentences(width - 1, sentence, TEXT)
     return lines[:height]
 
@@ -273,7 +268,7 @@ _METRIC_STYLES: Mapping[Metric, _MetricStyle] = {
     "work": _MetricStyle(
         "work over the best", lambda view: view.relative, drawing.work_style, "×{:.2f}".format, 1.0, 1.5
     ),
-    "memory": _MetricStyle("memory", lambda view: view.memory_bytes, drawing.memory_style, units.size, 0.0, 1.0),
+    "memory": _MetricStyle("memory", lambda view: view.memory_bytes, lambda _: "#514d73", units.size, 0.0, 1.0),
     "use": _MetricStyle(
         "busy devices", lambda view: view.utilization, drawing.use_style, "{:.0%}".format, 0.0, 1.0, worst=min
     ),
@@ -281,17 +276,53 @@ _METRIC_STYLES: Mapping[Metric, _MetricStyle] = {
 _LABEL = 8
 
 
+class _Heat:
+    """A number of all ranks, whose strips have one scale.
+
+    Attributes:
+        known: numbers of the ranks that recorded one.
+    """
+
+    def __init__(self, frame: Frame, metric: Metric) -> None:
+        self._frame = frame
+        self.style = _METRIC_STYLES[metric]
+        self._values = [self.style.value(view) for view in frame.ranks]
+        self.known = [value for value in self._values if value is not None]
+        self._high = max(self.style.least_high, *self.known) if self.known else 0.0
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Least and largest number, as texts."""
+        return self.style.shown(min(self.known)), self.style.shown(max(self.known))
+
+    def strip(self, ranks: Sequence[int], width: int) -> Text:
+        """Draw the ranks at some positions in the frame."""
+        silent = frozenset(at for at, index in enumerate(ranks) if self._frame.ranks[index].rank in self._frame.silent)
+        values = [self._values[index] for index in ranks]
+        return drawing.heat(values, width, self.style.low, self._high, self.style.style, silent, self.style.worst)
+
+
 def strips(frame: Frame, width: int, height: int) -> list[Text]:
     """Draw the panel of the overview: a strip for each number; work has the remaining lines."""
     lines = [drawing.heading(width, f"{units.counted(len(frame.ranks), 'rank')}", worst(frame))]
-    known = [name for name in METRICS if any(_METRIC_STYLES[name].value(view) is not None for view in frame.ranks)]
-    if not known:
+    heats = {name: heat for name in METRICS if (heat := _Heat(frame, name)).known}
+    if not heats:
         return [*lines, Text(" no rank has recorded a step yet", FAINT)]
-    rows = height - 1
-    for name in known:
-        # The first number has the lines that the others leave.
-        strip_rows = max(1, rows - len(known) + 1) if name == known[0] else 1
-        lines += _strip(frame, name, width, strip_rows)
+    ending = 22 if width > 60 else 0
+    # The first number has the lines that the others leave.
+    most_rows = max(1, height - len(heats))
+    for name, heat in heats.items():
+        rows = min(most_rows, -(-len(frame.ranks) // (width - _LABEL - ending)))
+        parts = _rows(frame, rows) if rows > 1 else [("", list(range(len(frame.ranks))))]
+        gutter = _LABEL + (6 if rows > 1 else 0)
+        span = f"max {heat.ends[1]}" if name == "work" else " – ".join(heat.ends)
+        room = width - gutter - ending
+        for row, (label, ranks) in enumerate(parts):
+            begin = f" {name if row == 0 else '':<7}{label}".ljust(gutter)
+            line = Text.assemble((begin, FAINT), drawing.fitted(heat.strip(ranks, room), room))
+            # The range of the number stands at the right of its first line.
+            lines.append(line.append((span if row == 0 else "").rjust(ending - 1), FAINT))
+        most_rows = 1
     return lines[:height]
 
 
@@ -313,63 +344,26 @@ def worst(frame: Frame) -> Text:
     return summary
 
 
-def _strip(frame: Frame, name: Metric, width: int, rows: int) -> list[Text]:
-    """Draw the ranks in their order, in `rows` lines, with the range of the number at the right of the first."""
-    metric_style = _METRIC_STYLES[name]
-    values = [metric_style.value(view) for view in frame.ranks]
-    known = [value for value in values if value is not None]
-    high = max(metric_style.least_high, *known)
-    span = f"{metric_style.shown(min(known))} – {metric_style.shown(max(known))}"
-    if name == "work":
-        span = f"max {metric_style.shown(max(known))}"
-    ending = 22 if width > 60 else 0
-    room = width - _LABEL - ending
-    rows = min(rows, -(-len(values) // room))
-    parts = _rows(frame, rows) if rows > 1 else [("", list(range(len(values))))]
-    gutter = _LABEL + (6 if rows > 1 else 0)
-    lines = []
-    for row, (label, ranks) in enumerate(parts):
-        part = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].rank in frame.silent)
-        numbers = [values[at] for at in ranks]
-        cells = drawing.heat(
-            numbers, width - gutter - ending, metric_style.low, high, metric_style.style, part, metric_style.worst
-        )
-        begin = f" {name if row == 0 else '':<7}{label}".ljust(gutter)
-        line = Text.assemble((begin, FAINT), drawing.fitted(cells, width - gutter - ending))
-        line.append((span if row == 0 else "").rjust(ending - 1), FAINT)
-        lines.append(line)
-    return lines
-
-
 def grid(frame: Frame, width: int, height: int, metric: Metric, cursor: RankView | None) -> list[Text]:
     """Draw all ranks by one number: a line for each pipeline rank, or several ranks in each line and cell."""
-    metric_style = _METRIC_STYLES[metric]
+    heat = _Heat(frame, metric)
     names = Text("←→", FAINT)
     for name in METRICS:
         names.append(f" {name}", f"bold {ACCENT}" if name == metric else FAINT)
-    lines = [drawing.heading(width, metric_style.title, worst(frame) if metric == "work" else "", names)]
-    values = [metric_style.value(view) for view in frame.ranks]
-    known = [value for value in values if value is not None]
-    if not known:
+    lines = [drawing.heading(width, heat.style.title, worst(frame) if metric == "work" else "", names)]
+    if not heat.known:
         return [*lines, Text(" no rank has recorded this", FAINT)]
-    high = max(metric_style.least_high, *known)
     rows = _rows(frame, height - 2)
+    room = width - _LABEL - 1
     for label, ranks in rows:
-        room = width - _LABEL - 1
-        silent = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].rank in frame.silent)
-        cells = drawing.heat(
-            [values[at] for at in ranks], room, metric_style.low, high, metric_style.style, silent, metric_style.worst
-        )
-        line = Text.assemble((f" {label}".ljust(_LABEL), FAINT), cells)
+        line = Text.assemble((f" {label}".ljust(_LABEL), FAINT), heat.strip(ranks, room))
         is_here = cursor is not None and any(frame.ranks[at].rank == cursor.rank for at in ranks)
-        line.append(" ◂" if is_here and line.cell_len + 2 <= width else "", ACCENT)
-        lines.append(line)
-    per_cell = -(-max(len(ranks) for _, ranks in rows) // (width - _LABEL - 1))
-    which = "lowest" if metric_style.worst is min else "highest"
+        lines.append(line.append(" ◂" if is_here and line.cell_len + 2 <= width else "", ACCENT))
+    per_cell = -(-max(len(ranks) for _, ranks in rows) // room)
+    which = "lowest" if heat.style.worst is min else "highest"
     meaning = f"a cell: the {which} of up to {per_cell} ranks" if per_cell > 1 else "a cell: a rank"
-    span = f"{metric_style.shown(min(known))} to {metric_style.shown(max(known))}"
-    lines.append(Text(f" {meaning}; {span}; {drawing.SILENT} silent, {drawing.NOTHING} not recorded", FAINT))
-    return lines
+    marks = f"{drawing.SILENT} silent, {drawing.NOTHING} not recorded"
+    return [*lines, Text(f" {meaning}; {' to '.join(heat.ends)}; {marks}", FAINT)]
 
 
 def grid_height(frame: Frame, most: int) -> int:
@@ -384,8 +378,8 @@ def _rows(frame: Frame, most: int) -> list[tuple[str, list[int]]]:
         stages.setdefault(view.place.get("pp", 0), []).append(at)
     if 1 < len(stages) <= most:
         return [(f"pp {stage}", ranks) for stage, ranks in sorted(stages.items())]
-    count = len(frame.ranks)
     # About 64 ranks fit in a line of a terminal.
+    count = len(frame.ranks)
     lines = max(1, min(most, -(-count // 64)))
     per_line = max(1, -(-count // lines))
     starts = range(0, count, per_line)
@@ -415,12 +409,10 @@ def listing(
     rows = max(1, height - 2)
     begin = max(0, min(cursor - rows // 2, len(views) - rows))
     axes = [axis.name for axis in AXES if not axis.is_optional or any(axis.name in view.place for view in views)]
-    names = ("rank", *axes, "host", "device", "step", "work", "×best", "memory", "busy", "heard")
     parts = PARTS if width >= 150 else ()
-    cells = [tuple((name, FAINT) for name in (*names, *parts))]
-    cells += [(*_cells(frame, view, axes), *_parts(view, parts)) for view in views[begin : begin + rows]]
-    # All columns but the host and the device are numbers.
-    right = [at for at in range(len(cells[0])) if names[at : at + 1] not in (("host",), ("device",))]
+    shown = [_cells(frame, view, axes, parts) for view in views[begin : begin + rows]]
+    cells = [tuple((name, FAINT) for name in shown[0]), *(tuple(row.values()) for row in shown)]
+    right = [at for at, name in enumerate(shown[0]) if name not in ("host", "device")]
     lines = drawing.columns(cells, right=right, gap=1 if width < 100 else 2)
     for at, line in enumerate(lines[1:], begin):
         if at == cursor:
@@ -430,25 +422,22 @@ def listing(
     return [head, *(drawing.fitted(line, width) for line in lines)]
 
 
-def _parts(view: RankView, names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the cells with the parts of the rank's last step."""
+def _cells(frame: Frame, view: RankView, axes: Sequence[str], parts: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the text and the style of each cell of a rank by its title, with those parts of its last step."""
     split = view.last.get("split_seconds") or {}
-    return [(drawing.seconds(split.get(name)), FAINT) for name in names]
-
-
-def _cells(frame: Frame, view: RankView, axes: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    relative = "–" if view.relative is None else f"×{view.relative:.2f}"
     heard = units.duration(round(max(0.0, frame.now - view.heard)))
     busy = WARN if view.utilization is not None and view.utilization < 0.7 else TEXT
-    return (
-        (str(view.rank), f"bold {TEXT}"),
-        *((str(view.place.get(axis, "–")), FAINT) for axis in axes),
-        (view.host[:20] or "–", TEXT),
-        (drawing.model(view.device)[:10], FAINT),
-        ("–" if view.step is None else f"{view.step:,}", TEXT),
-        (drawing.seconds(view.work_seconds), TEXT),
-        (relative, FAINT if view.relative is None else drawing.work_style(view.relative)),
-        (drawing.size(view.memory_bytes), TEXT),
-        (drawing.percent(view.utilization, 0), busy),
-        (heard, f"bold {BAD}" if view.rank in frame.silent else FAINT),
-    )
+    relative = ("–", FAINT) if view.relative is None else (f"×{view.relative:.2f}", drawing.work_style(view.relative))
+    return {
+        "rank": (str(view.rank), f"bold {TEXT}"),
+        **{axis: (str(view.place.get(axis, "–")), FAINT) for axis in axes},
+        "host": (view.host[:20] or "–", TEXT),
+        "device": (drawing.model(view.device)[:10], FAINT),
+        "step": ("–" if view.step is None else f"{view.step:,}", TEXT),
+        "work": (drawing.seconds(view.work_seconds), TEXT),
+        "×best": relative,
+        "memory": (drawing.size(view.memory_bytes), TEXT),
+        "busy": (drawing.percent(view.utilization, 0), busy),
+        "heard": (heard, f"bold {BAD}" if view.rank in frame.silent else FAINT),
+        **{part: (drawing.seconds(split.get(part)), FAINT) for part in parts},
+    }

@@ -82,14 +82,6 @@ def test_the_cause_is_told_before_what_followed_from_it_on_another_node(tmp_path
     assert outcome.lost == ()
 
 
-def test_a_failure_is_told_before_the_lost_connections_of_another_node(tmp_path: Path) -> None:
-    lost = {"rank": 0, "text": "rank 0 lost the connection", "exit_code": 1, "waited": True}
-    own = {"rank": 3, "text": "rank 3 failed: RuntimeError: no such kernel", "exit_code": 1, "waited": False}
-    ends = [{"code": 1, "reported": lost}, {"code": 1, "reported": own}]
-    outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, **ends[number]))
-    assert outcome.failure == Failure(**own)
-
-
 def test_a_launcher_that_fails_without_a_reason_is_named_with_its_log(tmp_path: Path) -> None:
     outcome = watched(tmp_path, lambda attempt, number: joined(number, attempt, code=number, log=["", "text"][number]))
     assert outcome.failure == Failure(0, "a launcher failed; its log is in logs/launcher-n1.log", 1)

@@ -41,13 +41,6 @@ def test_the_failure_of_a_job_is_shown_as_its_log_has_it(run: Path, capsys: pyte
     assert out.splitlines()[-3:] == block
 
 
-def test_another_job_of_the_run_has_not_failed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with JsonLines(run / "restarts.jsonl") as file:
-        file.write(ending("finished", FIRST + 3600, 35.0, 25, job="4712"))
-    assert "FAILED" not in shown("4712", run, capsys)
-    assert "FAILED" in shown("4711", run, capsys)
-
-
 def test_a_later_job_of_the_run_has_failures_and_loads_of_its_own(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,8 +61,6 @@ def test_what_slurm_ends_is_not_counted() -> None:
             crash(5, text="step 6: the loss (nan) and the gradient norm (1) must be finite"),
             "the same loss",
         ),
-        (replace(CRASH, how="finished"), ""),
-        (replace(CRASH, how="stopped"), ""),
     ],
 )
 def test_what_another_start_would_meet_again_is_not_started(ending: AttemptEnding, why: str) -> None:

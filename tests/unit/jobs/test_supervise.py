@@ -1,5 +1,6 @@
 """The start of a job's supervisor."""
 
+import shutil
 import signal
 import time
 from contextlib import ExitStack
@@ -71,11 +72,8 @@ def test_a_folder_that_stays_in_use_is_told(
     assert "--run-dir (run) is in use by another run" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_gone_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
+def test_a_folder_that_is_gone_is_told(lock: ExitStack, capsys: pytest.CaptureFixture[str]) -> None:
+    lock.close()
+    shutil.rmtree("run")
     assert main(COMMAND) == 2
     assert "--run-dir (run) is gone, with all that this job has trained" in capsys.readouterr().err

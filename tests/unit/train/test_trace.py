@@ -41,7 +41,7 @@ def test_a_run_without_a_pipeline(
     ) as reporter:
         trainer = build_trainer(config, mesh, make_data(), reporter)
         unsaved: Any = SimpleNamespace(flags=None, stopped_by=None)
-        with closing(Trace.of(config, mesh, run)) as recording:
+        with closing(Trace.of(config.log, mesh, run)) as recording:
             trainer.run([Observer(1, lambda record, _: reporter.step(record))], unsaved, recording.step)
     assert "profiler" not in capfd.readouterr().err, "torch's profiler tells of itself"
     first = trace.partition(":")[0]

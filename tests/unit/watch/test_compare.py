@@ -2,7 +2,6 @@
 
 import json
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +70,7 @@ def scalars(folder: str, tags: dict[str, dict[int, float]]) -> None:
             '{"log_history": [{"step": 1, "loss": 4.0}, {"step": 1, "eval_loss": 9}, {"step": 2, "loss": 3.0}, '
             '{"step": 3, "loss": 2.0}, {"step": 3, "train_loss": 3.5}]}',
         ),
+        ("two.csv", "step,value,loss\n1,9,4\n2,9,3\n3,9,2\n"),
         ("losses.jsonl", lines({"loss": 4}, {"loss": 3}, {"loss": 2})),
         ("golden.jsonl", lines(*EVENTS, {"event": "eval", "step": 3, "loss": 9.0})),
         ("killed.jsonl", lines(*EVENTS) + '{"event": "step", "st'),
@@ -85,11 +85,7 @@ def test_a_resumed_run_counts_as_it_went_on() -> None:
     first = [{"event": "step", "step": step, "loss": 9.0} for step in (1, 2, 3, 4)]
     folder = run("resumed", *first, {"event": "resume", "step": 1}, *EVENTS)
     assert read_curve(folder) == read_curve(folder / "metrics.jsonl") == LOSSES
-
-
-def test_a_run_that_began_again_counts_as_its_last_start() -> None:
-    first = [{"event": "step", "step": step, "loss": 9.0} for step in (1, 2, 3, 4, 5)]
-    assert read_curve(run("again", *first, *EVENTS)) == LOSSES
+    assert read_curve(run("again", *first, *EVENTS)) == LOSSES, "it began again without a checkpoint"
 
 
 def test_tensorboards_events() -> None:
@@ -104,41 +100,17 @@ def test_tensorboards_events() -> None:
     ("name", "content", "problem"),
     [
         ("none", None, "there is no none: name a run's folder or a file with a loss curve"),
-        ("folder", {}, "folder must be a run's folder, which has metrics.jsonl, or hold TensorBoard's event files"),
         ("young", {"metrics.jsonl": ""}, "young must hold a loss curve, and it has no values"),
-        ("empty.txt", "# 1\n", "empty.txt must hold a loss curve, and it has no values"),
         ("a.tfevents.1", struct.pack("<QI", 7, 1) + b"damaged", "a.tfevents.1 must hold a loss curve"),
-        ("words.txt", "some words\nof text\n", "words.txt must call its loss loss, train/loss, "),
         ("a.jsonl", '{"step": 1}\n{"step": 2}\n', "lm loss or value, and it has step: for B, --loss says another name"),
         ("nan.txt", "1.0\nnan\n", "nan.txt: the loss of step 2 (nan) must be a finite number"),
-        ("inf.json", "[1.0, Infinity]", "inf.json: the loss of step 2 (inf) must be a finite number"),
-        ("true.json", "[true]", "true.json: the loss of step 1 (True) must be a finite number"),
         ("half.txt", "1 4\n2.5 3\n", "half.txt: the step of row 2 (2.5) must be a whole number"),
-        ("unknown.txt", "1 4\nnan 3\n", "unknown.txt: the step of row 2 (nan) must be a finite number"),
-        ("wide.txt", "1 2 3 4\n", "wide.txt: row 1 (4 values) must have a loss, or a step and a loss"),
         ("torn.csv", "step,loss\n1,2\n2\n", "torn.csv: row 2 (1 value) must have 2 values, as its first row has"),
-        ("torn.json", '{"loss": [1, 2', "torn.json must be JSON, or have JSON in each line: line 1 ("),
-        (
-            "null.json",
-            "[null]",
-            "null.json: entry 1 (null) must be a loss, [step, loss], [time, step, loss] or an object",
-        ),
         ("four.json", "[[1, 2, 3, 4]]", "four.json: entry 1 ([1, 2, 3, 4]) must be a loss, [step, loss]"),
-        (
-            "config.yaml",
-            "model:\n  family: llama\n",
-            "must have 1 value, as its first row has: a loss curve is a run's",
-        ),
-        (
-            "torn.jsonl",
-            '{"loss": 1}\n{"loss"\n',
-            'torn.jsonl must be JSON, or have JSON in each line: line 2 ({"loss") is cut short or is none (',
-        ),
-        ("deep.json", '{"loss": {"a": {"b": 1}}}', "deep.json: the step of row 1 (a) must be a finite number"),
+        ("torn.jsonl", '{"loss": 1}\n{"loss"\n', 'JSON in each line: line 2 ({"loss") is cut short or is none ('),
         ("binary", b"\x89PNG\xff\xfe", "binary must be text or JSON with numbers"),
         ("sly.txt", "\x1b[2J" + "a" * 99 + "\n1\n", f"and it has \\x1b[2j{'a' * 36}: for B"),
         ("nested.json", "[" * 100_000, "nested.json must be JSON, or have JSON in each line: line 1"),
-        ("history.json", '{"log_history": 5}', "history.json must call its loss loss, "),
         (
             "later.txt",
             "5 1\n6 1\n",
@@ -167,7 +139,6 @@ def test_what_is_no_curve_is_refused_in_a_sentence(
     ("options", "problem"),
     [
         (["--tolerance", "nan"], "--tolerance (nan) must be a number from 0, such as 0.01 for 1 %"),
-        (["--tolerance", "-0.1"], "--tolerance (-0.1) must be a number from 0"),
         (["--plot", "plot.pdf"], "--plot (plot.pdf) must end in .png or .svg"),
         (["--plot", "nowhere/plot.svg"], "--plot (nowhere/plot.svg) cannot be written: No such file or directory"),
         (["--bits", "--tolerance", "1"], "--tolerance (1.0) must be left out with --bits, which allows no difference"),
@@ -279,16 +250,7 @@ def test_bits_of_losses_norms_and_states(
     assert main(["compare", "a", "b", "--bits", "--json"]) == code
     assert json.loads(capsys.readouterr().out)["within"] == (code == 0)
     assert main(["compare", "a", "b"]) == 0, "without --bits only losses count, within the tolerance"
-
-
-def test_bits_of_curves_are_those_of_losses_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    run("run", *steps())
-    Path("golden.txt").write_text("4\n3\n2\n")
-    assert main(["compare", "run", "golden.txt", "--bits"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("not compared: A and B must be folders of runs, without --shift") == 2
-    Path("golden.txt").write_text(f"{ULP!r}\n3\n2\n")
-    assert main(["compare", "run", "golden.txt", "--bits"]) == 1
+    assert main(["compare", "a", "b/metrics.jsonl", "--bits"]) == (b[0]["loss"] != 4.0), "files have losses alone"
 
 
 def test_steps_of_one_curve_alone_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
@@ -400,17 +362,3 @@ def test_a_plot_shows_both_curves_and_their_difference() -> None:
         assert f"<!-- {text} -->" in drawn, f"the plot lacks {text!r}"
     assert drawn == Path("again.svg").read_text(), "equal curves must give equal files"
     assert main(["compare", "run", "run", "--plot", "same.svg"]) == 0, "there is no logarithm of no difference"
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("run", *EVENTS)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["compare", "run", "run", "--plot", "plot.svg"]) == 2
-    assert "pip install 'shardwise[plot]'" in capsys.readouterr().err
-
-
-def test_a_loss_of_two_names_is_read_by_the_usual_one() -> None:
-    Path("two.csv").write_text("step,value,loss\n1,9,4\n2,9,3\n3,9,2\n")
-    assert read_curve(Path("two.csv")) == LOSSES

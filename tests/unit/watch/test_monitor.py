@@ -78,16 +78,6 @@ def test_an_object_each_interval_until_a_signal() -> None:
             assert process.stderr.read() == ""
 
 
-def test_a_reader_that_goes_away_ends_it_without_a_traceback() -> None:
-    with started("--interval", "0.02") as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.wait(20) == 1
-        assert process.stderr.read() == ""
-
-
 def test_prometheus_until_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -112,12 +102,8 @@ def test_prometheus_until_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "said"),
     [
         (["none"], "RUN (none) must be the folder of a run, it is not there: `shardwise ls` lists those of runs/"),
-        (["runs"], "RUN (runs) must be the folder of a run, it holds no run"),
-        (["--interval", "0"], "--interval (0) must be seconds above 0 and up to 86,400, a day"),
         (["--interval", "inf"], "--interval (inf) must be"),
-        (["--interval", "soon"], "--interval: invalid float value: 'soon'"),
         (["--prometheus", "70000"], "--prometheus (70000) must be a port from 1 to 65,535, such as 9400"),
-        (["--prometheus", "http"], "argument --prometheus: invalid int value: 'http'"),
         (["--prometheus", "9400", "--once"], "leave one of them out"),
         (["--prometheus", "9400", "--host", "name.invalid"], "must be a port of name.invalid that is free"),
     ],
@@ -133,13 +119,6 @@ def test_what_is_refused(arguments: list[str], said: str, capsys: pytest.Capture
     assert out == ""
     assert said in err
     assert "Traceback" not in err
-
-
-def test_no_run_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    assert main(["monitor", "--once"]) == 2
-    assert "no run found: runs/latest is not there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["monitor", "--once"], ["report", "--json"], ["ls", "--json"]], ids=" ".join)

@@ -13,6 +13,7 @@ Functions import `tokenizers`, as a dry run comes here and opens no tokenizer.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,6 @@ from shardwise.base.errors import DataError, listing
 from shardwise.base.files import reason_of
 from shardwise.base.model_folder import (
     CHAT_TEMPLATES,
-    CONVERT,
     TOKENIZER,
     TOKENIZER_CONFIG,
     TOKENIZERS,
@@ -35,6 +35,7 @@ from shardwise.base.parsing import json_value
 if TYPE_CHECKING:
     import tokenizers
 
+PIECES = "tokenizer.model"
 VOCABULARY = "vocab.json"
 MERGES = "merges.txt"
 WORDS = "vocab.txt"
@@ -53,6 +54,7 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
 """The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT."""
 # Classes of transformers that read vocab.json and merges.txt as GPT-2 does; others split text by rules of their own.
 _GPT2_CLASSES = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer", "PreTrainedTokenizer")
+_CONVERT = "write its tokenizer.json by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 # The mark that SentencePiece puts in place of a space.
 SPACE = "▁"
 
@@ -82,9 +84,8 @@ class TokenizerFiles:
             raise DataError(f"{path} does not exist: a tokenizer is {tokenizer_names()}, or a folder that holds one")
         names = next((names for names in TOKENIZERS if path.name.endswith(names)), None)
         if names is None:
-            if path.suffix == ".model":
-                raise DataError(without_tokenizer(str(path), [path.name]))
-            return cls({WORDS if path.suffix == ".txt" else TOKENIZER: path}, ())
+            kind = {".model": PIECES, ".txt": WORDS}.get(path.suffix, TOKENIZER)
+            return cls({kind: path}, ())
         prefix = path.name.removesuffix(next(name for name in names if path.name.endswith(name)))
         files = {name: path.with_name(prefix + name) for name in names}
         if absent := [file.name for file in files.values() if not file.is_file()]:
@@ -117,6 +118,8 @@ class TokenizerFiles:
             backend = _open_json(self.vocabulary[TOKENIZER])
         elif VOCABULARY in self.vocabulary:
             backend = _open_merges(self.vocabulary[VOCABULARY], self.vocabulary[MERGES], options)
+        elif PIECES in self.vocabulary:
+            backend = _open_pieces(self.vocabulary[PIECES], options)
         else:
             special = [self.named(f"{role}_token") or token for role, token in PAIR_TOKENS.items()]
             backend = _open_words(self.vocabulary[WORDS], options, special)
@@ -218,9 +221,19 @@ def _companions(folder: Path) -> tuple[Path, ...]:
 def _open_json(file: Path) -> tokenizers.Tokenizer:
     import tokenizers
 
+    _refuse_tiktoken(file)
     text = _text(file)
     with library_errors(file, "read"):
         return tokenizers.Tokenizer.from_str(text)
+
+
+def _refuse_tiktoken(file: Path) -> None:
+    """Raises DataError for a vocabulary of tiktoken, such as Llama 3's tokenizer.model: a token and its rank a line."""
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", read_bytes(file)[:1024]):
+        raise DataError(
+            f"{file} is a vocabulary of tiktoken, which says neither how text is split nor the ids of special tokens: "
+            f"take the {TOKENIZER} of a model with that encoding, which the hub has"
+        )
 
 
 def _open_words(file: Path, options: Mapping[str, Any], special: Iterable[str]) -> tokenizers.Tokenizer:
@@ -252,7 +265,7 @@ def _open_merges(file: Path, merges_file: Path, options: Mapping[str, Any]) -> t
 
     kind = str(options.get("tokenizer_class", _GPT2_CLASSES[0])).removesuffix("Fast")
     if kind not in _GPT2_CLASSES:
-        raise DataError(f"{file} is a {kind}'s, which splits text by rules of its own: {CONVERT}")
+        raise DataError(f"{file} is a {kind}'s, which splits text by rules of its own: {_CONVERT}")
     vocabulary = _ids(file)
     if missing := [letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter not in vocabulary]:
         raise DataError(f"{file} lacks {len(missing)} of the 256 bytes, and text with them would be lost")
@@ -264,6 +277,79 @@ def _open_merges(file: Path, merges_file: Path, options: Mapping[str, Any]) -> t
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(options.get("add_prefix_space", False)))
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """A SentencePiece model such as Llama's: BPE over all of the text at once, bytes for characters that it lacks."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, processors
+
+    proto = _piece_model(file)
+    kinds = type(proto).SentencePiece
+    if problems := _unreadable_pieces(proto):
+        raise DataError(f"{file} must be a model such as Llama's, and {listing(problems)}: {_CONVERT}")
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == kinds.NORMAL}
+    # The model has no merges: sentencepiece joins any two neighbours whose union is a piece, the best score first.
+    merges = []
+    for piece in sorted(scores, key=scores.__getitem__, reverse=True):
+        for cut in range(1, len(piece)):
+            if piece[:cut] in scores and piece[cut:] in scores:
+                merges.append((piece[:cut], piece[cut:]))
+    vocabulary = {piece.piece: number for number, piece in enumerate(proto.pieces)}
+    unknown = proto.pieces[proto.trainer_spec.unk_id].piece
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    _add_special(backend, [piece.piece for piece in proto.pieces if piece.type == kinds.CONTROL])
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    if proto.normalizer_spec.add_dummy_prefix:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), backend.normalizer])
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    begin = proto.trainer_spec.bos_piece
+    if options.get("add_bos_token", True) and begin in vocabulary:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[begin, "$A"], pair=[begin, "$A", begin, "$B"], special_tokens=[(begin, vocabulary[begin])]
+        )
+    return backend
+
+
+def _piece_model(file: Path) -> Any:
+    """The parsed file."""
+    _refuse_tiktoken(file)
+    try:
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+        from sentencepiece import sentencepiece_model_pb2
+    except ImportError:
+        raise DataError(
+            f"{file} is read by sentencepiece, which is not installed: pip install 'shardwise[sentencepiece]'"
+        ) from None
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    with contextlib.suppress(DecodeError):
+        model.ParseFromString(read_bytes(file))
+    if not model.pieces or not model.HasField("trainer_spec"):
+        raise DataError(f"{file} is no SentencePiece model: copy it again, or take the model's {TOKENIZER}")
+    return model
+
+
+def _unreadable_pieces(model: Any) -> list[str]:
+    """The properties of a model that would give other ids here than in sentencepiece."""
+    kinds = type(model).SentencePiece
+    trained = model.trainer_spec
+    normal = model.normalizer_spec
+    known = (kinds.NORMAL, kinds.UNKNOWN, kinds.CONTROL, kinds.BYTE)
+    pieces = {piece.piece for piece in model.pieces if piece.type == kinds.NORMAL}
+    letters = {letter for piece in pieces for letter in piece}
+    problems = {
+        "it is no BPE": trained.model_type != type(trained).BPE,
+        "it has no pieces for bytes": not trained.byte_fallback,
+        "it has symbols of the user's own": any(piece.type not in known for piece in model.pieces),
+        "it has pieces with characters that are no pieces themselves": not letters <= pieces,
+        "it rewrites characters": bool(normal.precompiled_charsmap),
+        "it drops spaces": normal.remove_extra_whitespaces,
+        "it keeps spaces as they are": not normal.escape_whitespaces,
+        "it marks the ends of words": trained.treat_whitespace_as_suffix,
+    }
+    return [text for text, is_so in problems.items() if is_so]
 
 
 def _ids(file: Path) -> dict[str, int]:

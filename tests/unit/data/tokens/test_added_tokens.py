@@ -12,7 +12,7 @@ from shardwise.base.errors import DataError
 from shardwise.config import load_config
 from shardwise.data.open_data import prepare
 from shardwise.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer, export_user_tokenizer, open_user_tokenizer
-from tests.unit.data.tokens.test_tokenizer_files import TEXT, exported, gpt2_files
+from tests.unit.data.tokens.test_tokenizer_files import TEXT, exported, gpt2_files, piece_model
 
 
 def fast_tokenizer(folder: Path, **files: object) -> tuple[Path, int]:
@@ -113,6 +113,10 @@ def test_fault_12_a_vocabulary_has_the_tokens_beside_it(tmp_path: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs("fox<PAD>")["input_ids"] == tokenizer.encode("fox<PAD>").tolist()
     assert exported(folder, tmp_path / "export").pad_token_id == 300
+    pieces = piece_model(tmp_path / "pieces")
+    (pieces / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>"}')
+    assert Tokenizer.load(pieces).encode("a<unk>").tolist()[-1] == 0
+    exported(pieces, tmp_path / "exported pieces")
 
 
 def test_fault_12_an_id_beyond_the_models_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The files that published tokenizers come in: the ids are those of the library that each was made for."""
 
 import json
+import random
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from shardwise.data.tokens.tokenizer import (
     Tokenizer,
     export_user_tokenizer,
     open_user_tokenizer,
+    special_token_ids,
     train_tokenizer,
     user_tokenizer_digest,
 )
@@ -60,6 +63,21 @@ def gpt2_files(folder: Path, prefix: str = "") -> Path:
     (folder / f"{prefix}vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
     lines = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]
     (folder / f"{prefix}merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def piece_model(folder: Path, **options: object) -> Path:
+    """A SentencePiece model as Llama's, of few tokens."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = {
+        "vocab_size": 380, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False, "character_coverage": 0.999, "allow_whitespace_only_pieces": True,
+        "minloglevel": 2, "num_threads": 1, "split_digits": True, **options,
+    }  # fmt: skip
+    with (folder / "tokenizer.model").open("wb") as file:
+        texts = iter([line for text in [*TEXT, "aaaa aaaaa ababab bananas\n" * 9] for line in text.split("\n")])
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, **chosen)
     return folder
 
 
@@ -114,6 +132,15 @@ def test_files_of_another_name(tmp_path: Path) -> None:
         Tokenizer.load(folder)
 
 
+def test_a_changed_file_is_another_tokenizer(tmp_path: Path) -> None:
+    folder = gpt2_files(tmp_path / "own")
+    before = user_tokenizer_digest(str(folder))
+    merges = (folder / "merges.txt").read_text(encoding="utf-8")
+    (folder / "merges.txt").write_text(merges.replace("#version: 0.2\n", ""), encoding="utf-8")
+    assert user_tokenizer_digest(str(folder)) != before
+    assert user_tokenizer_digest(str(folder / "vocab.json")) == user_tokenizer_digest(str(folder))
+
+
 def test_added_tokens(tmp_path: Path) -> None:
     folder = gpt2_files(tmp_path / "own")
     (folder / "added_tokens.json").write_text('{"<second>": 301, "<first>": 300}')
@@ -132,10 +159,17 @@ def breakage(folder: Path, name: str, content: str) -> Path:
     return folder
 
 
+def vocabulary(folder: Path) -> dict[str, int]:
+    held: dict[str, int] = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    return held
+
+
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
         ("vocab.json", "{", r"vocab\.json cannot be read: "),
+        ("vocab.json", '{"a": "b"}', r"vocab\.json must hold tokens and their ids, such as"),
+        ("vocab.json", '{"a": 1, "b": 1}', r"vocab\.json gives one id to two tokens"),
         ("vocab.json", '{"a": 0, "b": 1}', r"vocab\.json lacks 254 of the 256 bytes"),
         ("tokenizer_config.json", '{"tokenizer_class": "Qwen2TokenizerFast"}', "is a Qwen2Tokenizer's, which splits"),
         ("tokenizer.json", "{", "is not a tokenizer that Hugging Face tokenizers can read"),
@@ -158,6 +192,13 @@ def test_an_expression_at_which_the_library_panics(tmp_path: Path) -> None:
             encode(text)
 
 
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    folder = gpt2_files(tmp_path / "own")
+    (folder / "merges.txt").write_bytes(b"a \xff\n")
+    with pytest.raises(DataError, match=r"merges\.txt must be UTF-8, and byte 2 is not: copy it again"):
+        open_user_tokenizer(str(folder), 300)
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     folder = gpt2_files(tmp_path / "own")
     (folder / "merges.txt").unlink()
@@ -166,14 +207,96 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"vocab\.json must have merges\.txt beside it"):
         open_user_tokenizer(str(folder / "vocab.json"), 300)
     (folder / "vocab.json").rename(folder / "other.bin")
-    with pytest.raises(DataError, match=r"own must hold a tokenizer, which is tokenizer\.json, .*: it has other\.bin"):
+    kinds = (
+        r"tokenizer\.json, vocab\.json with merges\.txt, tokenizer\.model, vocab\.txt or gpt2-vocab\.json with "
+        r"gpt2-merges\.txt"
+    )
+    with pytest.raises(DataError, match=rf"own must hold a tokenizer, which is {kinds}: it has other\.bin"):
         open_user_tokenizer(str(folder), 300)
-    (folder / "tokenizer.model").write_bytes(b"")
-    for path in (folder, folder / "tokenizer.model"):
-        with pytest.raises(DataError, match=r"tokenizer\.model; write its tokenizer\.json by transformers: AutoTok"):
-            open_user_tokenizer(str(path), 300)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="it is empty"):
+        open_user_tokenizer(str(tmp_path / "empty"), 300)
     with pytest.raises(DataError, match=r"data\.tokenizer \(.*/own/vocab\.json\) must be a tokenizer's file or "):
         open_user_tokenizer(str(folder / "vocab.json"), 300)
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = piece_model(tmp_path / "own")
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    for path in (folder, folder / "tokenizer.model"):
+        tokenizer = open_user_tokenizer(str(path), 380)
+        assert (tokenizer.vocab_size, tokenizer.end_of_document_id) == (380, reference.eos_id())
+        assert tokenizer.encode_prompt("fox") == [reference.bos_id(), *reference.encode("fox")]
+        same_as(tokenizer, reference.encode)
+        for text in (*TEXT, *STRANGE):
+            assert tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
+    same_as(Tokenizer.load(folder), reference.encode, ["an <unk> in a text"])
+    theirs = exported(folder, tmp_path / "export")
+    assert (theirs.bos_token, theirs.eos_token) == ("<s>", "</s>")
+    assert special_token_ids(tmp_path / "export") == {"bos_token_id": 1, "eos_token_id": 2}
+    assert (tmp_path / "export/tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
+
+
+def test_sentencepiece_on_any_text(tmp_path: Path) -> None:
+    """Few letters make many ways to the same piece, and every text has all of them."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    tokenizer = Tokenizer.load(piece_model(tmp_path / "own"))
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "own/tokenizer.model"))
+    draw = random.Random(0)
+    for letters in ("ab", "a b", "ban ", "thequickfox \n", " ▁", "a\x00é🦊 "):
+        same_as(tokenizer, reference.encode, ["".join(draw.choices(letters, k=1 + i % 60)) for i in range(400)])
+
+
+def test_sentencepiece_without_a_space_before(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = piece_model(tmp_path / "own", add_dummy_prefix=False)
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokenizer = Tokenizer.load(folder)
+    same_as(tokenizer, reference.encode)
+    assert tokenizer.decode(tokenizer.encode(" fox")) == " fox"
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    assert Tokenizer.load(folder).encode_prompt("fox") == reference.encode("fox")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"model_type": "unigram"}, "it is no BPE"),
+        ({"byte_fallback": False}, "it has no pieces for bytes"),
+        ({"user_defined_symbols": ["<mine>"]}, "it has symbols of the user's own"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "it rewrites characters"),
+        ({"remove_extra_whitespaces": True}, "it drops spaces"),
+        ({"treat_whitespace_as_suffix": True}, "it marks the ends of words"),
+    ],
+)
+def test_other_models_are_refused(options: dict[str, object], text: str, tmp_path: Path) -> None:
+    folder = piece_model(tmp_path / "own", **{"vocab_size": 350, "hard_vocab_limit": False, **options})
+    with pytest.raises(DataError, match=rf"must be a model such as Llama's, and {text}: write its tokenizer\.json by"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "cl100k_base.tiktoken", "tokenizer.json"])
+def test_a_vocabulary_of_tiktoken_is_told_what_to_take(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"IQ== 0\nIg== 1\nICB0aGU= 2\n")
+    said = rf"{name} is a vocabulary of tiktoken, .*: take the tokenizer\.json of a model with that encoding, which the"
+    with pytest.raises(DataError, match=said):
+        Tokenizer.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff nonsense"])
+def test_no_sentencepiece_model(content: bytes, tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(DataError, match=r"tokenizer\.model is no SentencePiece model: copy it again, or take"):
+        Tokenizer.load(tmp_path)
+
+
+def test_sentencepiece_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(DataError, match=r"not installed: pip install 'shardwise\[sentencepiece\]'"):
+        Tokenizer.load(tmp_path)
 
 
 def test_a_folder_of_several_kinds(tmp_path: Path) -> None:
@@ -211,6 +334,19 @@ def test_the_published_gpt2(tmp_path: Path) -> None:
     exported(folder, tmp_path / "export")
 
 
+def test_the_published_llama(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = published("llama2")
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokenizer = open_user_tokenizer(str(folder), 32000)
+    assert (tokenizer.vocab_size, tokenizer.end_of_document_id) == (32000, 2)
+    same_as(tokenizer, reference.encode, [*STRANGE, *wikitext()])
+    draw = random.Random(0)
+    same_as(tokenizer, reference.encode, ["".join(draw.choices("ab \nx=-", k=80)) for _ in range(500)])
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in wikitext())
+    exported(folder, tmp_path / "export")
+
+
 def test_the_published_neox(tmp_path: Path) -> None:
     folder = published("gpt-neox-20b")
     reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -232,11 +368,18 @@ def test_the_published_bert(tmp_path: Path) -> None:
     same_as(tokenizer, lambda text: theirs(text, add_special_tokens=False)["input_ids"])
 
 
-def test_bytes_of_ids_add_up_to_those_of_the_text() -> None:
-    """Special tokens have none; a piece of SentencePiece may be one byte, and ▁ is a space."""
+def test_a_tokenizer_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing does not exist: a tokenizer is .*, or a folder that holds one"):
+        Tokenizer.load(tmp_path / "nothing")
+
+
+def test_bytes_of_ids_add_up_to_those_of_the_text(tmp_path: Path) -> None:
+    """Special tokens have none; a piece of SentencePiece may be one byte, and a space is put before the text."""
     byte_level = train_tokenizer(TEXT, 300, "text")
+    pieces = Tokenizer.load(piece_model(tmp_path / "pieces"))
     for text in STRANGE:
         assert byte_level.byte_counts()[byte_level.encode(text)].sum() == len(text.encode())
-    model = models.BPE({"<0x0A>": 0, "▁": 1, "né": 2}, [], unk_token="▁", byte_fallback=True)
-    assert Tokenizer(tokenizers.Tokenizer(model), None).byte_counts().tolist() == [1, 1, 3]
+        plain = text.replace("▁", "")
+        if plain:
+            assert pieces.byte_counts()[pieces.encode(plain)].sum() == len(plain.encode()) + 1
     assert byte_level.byte_counts()[byte_level.required_end()] == 0
