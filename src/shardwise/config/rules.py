@@ -129,21 +129,20 @@ def _length_problems(model: ModelConfig, train: TrainConfig, optimizer: Optimize
         )
     # The warmup, or without one the first step, comes before the decay, and that before the constant steps.
     before_decay = max(1, optimizer.warmup_steps)
-    most = {
-        "warmup_steps": train.steps,
-        "constant_steps": max(0, train.steps - before_decay),
-        "decay_steps": max(0, train.steps - before_decay - optimizer.constant_steps),
-    }
-    others = {
-        "warmup_steps": "",
-        "constant_steps": ", after the warmup and a step at optimizer.lr",
-        "decay_steps": f", after the warmup, a step at optimizer.lr and {optimizer.constant_steps} constant steps",
+    constant = optimizer.constant_steps
+    limits = {
+        "warmup_steps": (0, ""),
+        "constant_steps": (before_decay, ", after the warmup and a step at optimizer.lr"),
+        "decay_steps": (
+            before_decay + constant,
+            f", after the warmup, a step at optimizer.lr and {constant} constant steps",
+        ),
     }
     problems += [
-        f"optimizer.{key} ({steps}) must be at most {most[key]}, as train.steps is {train.steps}{others[key]}: lower "
-        "it, or keep train.steps and end early with train.stop_after"
-        for key in most
-        if (steps := getattr(optimizer, key) or 0) > most[key]
+        f"optimizer.{key} ({steps}) must be at most {max(0, train.steps - before)}, as train.steps is {train.steps}"
+        f"{after}: lower it, or keep train.steps and end early with train.stop_after"
+        for key, (before, after) in limits.items()
+        if (steps := getattr(optimizer, key) or 0) > max(0, train.steps - before)
     ]
     return problems
 
@@ -185,10 +184,10 @@ def _virtual_stages_problems(parallel: ParallelConfig) -> list[str]:
     if number in (None, spec.stages_per_rank) or (spec.allows_more_stages and parallel.stages_per_rank > 1):
         return []
     valid = "at least 2" if spec.allows_more_stages else spec.stages_per_rank
-    other = DEFAULT_WITH_SEVERAL_STAGES if spec.is_single_stage else DEFAULT_SCHEDULE
+    alternative = DEFAULT_WITH_SEVERAL_STAGES if spec.is_single_stage else DEFAULT_SCHEDULE
     return [
         f"parallel.virtual_stages ({number}) must be {valid} with parallel.schedule {spec.name}: leave it out, or set "
-        f"parallel.schedule={other}"
+        f"parallel.schedule={alternative}"
     ]
 
 

@@ -162,7 +162,7 @@ class Config(Section):
 
     @property
     def recompute(self) -> Recompute:
-        """What the backward pass computes again: none while `auto` is not replaced (`estimates/memory_choice.py`)."""
+        """The part that the backward pass computes again; none while `auto` is not replaced (`memory_choice.py`)."""
         return "none" if self.train.recompute == "auto" else self.train.recompute
 
     @property
@@ -177,12 +177,12 @@ class Config(Section):
 
     @property
     def reduce(self) -> Frequency:
-        """How often gradients are reduced with `optimizer.zero` 2 or 3."""
+        """The frequency at which gradients are reduced with `optimizer.zero` 2 or 3."""
         return self.optimizer.reduce or ("step" if self.is_bit_equal or self.splits_backward else "micro_batch")
 
     @property
     def gather(self) -> Frequency:
-        """How often weights are gathered with `optimizer.zero` 3."""
+        """The frequency at which weights are gathered with `optimizer.zero` 3."""
         return self.optimizer.gather or ("step" if self.splits_backward else "micro_batch")
 
     def shard_ranks(self, data: int) -> int:

@@ -34,7 +34,7 @@ class EvaluationSets:
 
     @property
     def note(self) -> str | None:
-        """What the sets lack, for the user; None where it is nothing."""
+        """The lack of the sets, for the user; None where it is nothing."""
         if self.bytes_V is not None or not any(batches.objectives == ("lm",) for batches in self.batches.values()):
             return None
         return "evaluation sets: no bits per byte, as the data hold only tokens: data.tokenizer names what made them"

@@ -1,4 +1,4 @@
-"""What a run asks of its data: the few facts of its configuration that decide them, and the stages of a mixture."""
+"""The request of a run for its data: the facts of its configuration that decide them, and the stages of a mixture."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DataRequest:
 
     @staticmethod
     def of(config: Config) -> DataRequest:
-        """What the run of a configuration asks."""
+        """The request of the run of a configuration."""
         shapes = config.shapes
         return DataRequest(
             data=config.data,
@@ -94,7 +94,7 @@ class DataRequest:
         return ["train", "eval"] if self.eval_every > 0 and self.data.holds_out else ["train"]
 
     def of_source(self, name: str) -> DataRequest:
-        """What a run asks that reads a source of the mixture alone, in the order that it has within the mixture."""
+        """The request of a run that reads a source of the mixture alone, in its order within the mixture."""
         data = self.data.source_section(name)
         return replace(
             self,

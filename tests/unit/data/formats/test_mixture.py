@@ -11,8 +11,7 @@ from shardwise.base.errors import DataError
 from shardwise.config import Config, changed_stages, config_from
 from shardwise.data.describe import glance
 from shardwise.data.formats.common import make_batches, make_evaluation
-from shardwise.data.formats.mixture import PreparedMixture
-from shardwise.data.open_data import prepare
+from shardwise.data.open_data import PreparedMixture, prepare
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.request import continued_stages
 from shardwise.data.samples.batch import Batch, BlendedBatches
