@@ -18,7 +18,7 @@ from shardwise.base.user_code import given, name_of
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.config import Config, config_from
 from shardwise.launch import output, stop_requests
-from shardwise.launch.environment import keep_own, may_be_a_task
+from shardwise.launch.environment import Rank, keep_own, may_be_a_task
 from shardwise.launch.external_launchers import adopt_task
 from shardwise.launch.rank_process import enter_job, failure_recorded
 from shardwise.runs.folder import EVENTS, RunDirectory, read_config
