@@ -72,15 +72,9 @@ class AttentionCore(nn.Module):
         if torch.compiler.is_compiling() or isinstance(mask, KernelMask):
             return True
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
-        return has_fused_attention(
-            q,
-            k,
-            v,
-            mask,
-            self.p if key is not None else 0.0,
-            causal=self.causal and mask is None,
-            is_grouped=q.shape[1] != k.shape[1],
-        )
+        p = self.p if key is not None else 0.0
+        is_grouped = q.shape[1] != k.shape[1]
+        return has_fused_attention(q, k, v, mask, p, causal=self.causal and mask is None, is_grouped=is_grouped)
 
     def goes_by_steps(self, q: Tensor, key: AnyKey | None) -> bool:
         """Return whether softmax, dropout and products are operations of their own, as no kernel has this dropout."""
