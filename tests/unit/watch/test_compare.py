@@ -13,7 +13,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from shardwise.cli import main
 from shardwise.runs.failure import FailureRecord
 from shardwise.runs.folder import RunDirectory
-from shardwise_watch.cli.compare import read_curve
+from shardwise_watch.curves import read_curve
 from tests.monitor_runs import FIRST, Mesh, Start, loss_of, stamp, write_run
 
 LOSSES = {1: 4.0, 2: 3.0, 3: 2.0}
