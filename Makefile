@@ -33,7 +33,7 @@ test-packages:
 # Also the commands and the layouts on the strict device (tests/strict/README.md).
 test-all: env test-packages
 	$(PYTEST) -m "slow or not slow" $(ARGS)
-	$(PYTEST) --device strict tests/dist/test_cells.py tests/dist/test_checkpoint.py tests/dist/test_composition.py tests/e2e $(ARGS)
+	$(PYTEST) --device strict tests/dist/test_cells.py tests/dist/test_checkpoint.py tests/e2e $(ARGS)
 
 # The tests of devices on this machine's accelerator; DEVICE=strict or DEVICE=cpu chooses another (docs/devices.md).
 test-device: env

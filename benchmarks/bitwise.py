@@ -32,7 +32,7 @@ def steps(layout: str, bitwise: bool) -> Any:
     import torch.distributed as dist
 
     from shardwise.config.load import load_config
-    from shardwise.data.formats.text import random_text
+    from shardwise.data.formats.common import random_text
     from shardwise.distributed import collectives
     from shardwise.distributed.mesh import Mesh
     from shardwise.train.build import build_trainer

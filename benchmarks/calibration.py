@@ -155,7 +155,7 @@ def _held(recipe: str, world: int, keys: dict[str, Any]) -> dict[str, Any]:
 
 def _trainer(recipe: str, overrides: list[str]) -> Any:
     from shardwise.config import load_config
-    from shardwise.data.formats.text import random_text
+    from shardwise.data.formats.common import random_text
     from shardwise.distributed.mesh import Mesh
     from shardwise.train.build import build_trainer
 
@@ -193,7 +193,7 @@ def held(recipe: str, overrides: list[str]) -> dict[str, float]:
     from shardwise.config import check_layout
     from shardwise.distributed.mesh import join
     from shardwise.estimates.memory import expected_memory
-    from shardwise.train.step_clock import state_by_kind
+    from shardwise.train.step_meters import state_by_kind
     from tests.live_tensors import LiveTensors
 
     torch.set_num_threads(1)

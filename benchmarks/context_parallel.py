@@ -63,7 +63,7 @@ def train(
     from measure import PeakMemory
 
     from shardwise.config import check_layout
-    from shardwise.data.formats.text import random_text
+    from shardwise.data.formats.common import random_text
     from shardwise.distributed.mesh import Mesh, join
     from shardwise.estimates.memory import expected_memory
     from shardwise.models import attention

@@ -35,7 +35,7 @@ def train(tensor: int, rounds: int, shapes: Sequence[str] = (), device: str | No
     """
     import torch
 
-    from shardwise.data.formats.text import random_text
+    from shardwise.data.formats.common import random_text
     from shardwise.distributed import devices
     from shardwise.distributed.mesh import Mesh, join
     from shardwise.estimates.device_peaks import peak_flops

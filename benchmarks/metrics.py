@@ -50,8 +50,7 @@ def stepped(recipe: str, folder: str) -> dict[str, list[float]]:
     """Seconds from each step to the next on this rank, of steps with no metrics and with full ones."""
     from shardwise.config import load_config
     from shardwise.train import run as training
-    from shardwise.train.reporter import Reporter
-    from shardwise.train.step_clock import StepClock
+    from shardwise.train.step_meters import StepClock
     from shardwise.train.trainer import Trainer
 
     keys = ["train.eval_every=0", "log.sample_tokens=0", "log.drift_every=0", "checkpoint.every_minutes=null"]
@@ -77,7 +76,7 @@ def stepped(recipe: str, folder: str) -> dict[str, list[float]]:
     with (
         patch.object(Trainer, "step", noted),
         patch.object(StepClock, "begin", begin_if_full),
-        patch.object(Reporter, "is_logged", lambda *_: is_full()),
+        patch.object(Trainer, "is_logged", lambda *_: is_full()),
     ):
         training.run(load_config(recipe, [*keys, "parallel.schedule=1f1b"]), Path("runs/measured"), recipe)
     seconds = [b - a for a, b in zip(began[WARM_UP:], began[WARM_UP + 1 :], strict=False)]

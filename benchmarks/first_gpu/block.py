@@ -15,7 +15,7 @@ from shardwise.data.formats.common import make_batches
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.linear import weights_of
-from shardwise.layers.weight_gradients import let_products_add
+from shardwise.layers.matmul import let_products_add
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
 from shardwise.train.compile.units import compile_units

@@ -22,8 +22,7 @@ import torch
 
 from shardwise.base.user_code import RAISED
 from shardwise.config import Config, load_config
-from shardwise.data.formats.common import PreparedData
-from shardwise.data.formats.text import random_text
+from shardwise.data.formats.common import PreparedData, random_text
 from shardwise.distributed import devices, placement
 
 Figures = dict[str, Any]

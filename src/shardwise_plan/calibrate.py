@@ -16,20 +16,15 @@ from shardwise.base.hardware import accelerators
 from shardwise.launch.environment import joined
 from shardwise.verify.rank_calls import call_on_ranks, process_group
 from shardwise_plan.calibration_fit import Measurements, device_file, rows
-from shardwise_plan.device_files import require_suffix
+from shardwise_plan.device_specs import require_suffix
 
 _CPU_RANKS = 2
-_SECONDS = 60
-"""Duration of a whole calibration."""
-_LAST_SECONDS = 5
-"""Part of it after the measurements: the ranks end, and the constants are fitted."""
 
 
 def calibrate(target: Path) -> list[tuple[str, str]]:
-    """Measure this machine for a minute, and write its device file to `target`; return the figures in short lines.
+    """Measure this machine, and write its device file to `target`; return the figures in short lines.
 
-    If other work leaves it less time, it repeats less and says so. Only measurements without a repetition may make it
-    longer.
+    It takes about a minute where nothing else runs.
 
     Raises:
         ConfigError: the file cannot be written, or ranks cannot be started here.
@@ -40,9 +35,8 @@ def calibrate(target: Path) -> list[tuple[str, str]]:
     start = time.time()
     folder = Path(tempfile.mkdtemp(prefix="shardwise-calibration-"))
     try:
-        until = start + _SECONDS - _LAST_SECONDS
         ranks = accelerators()[1] or _CPU_RANKS
-        measurements: Measurements = call_on_ranks(_measure, until, ranks=ranks, folder=folder).single()
+        measurements: Measurements = call_on_ranks(_measure, ranks=ranks, folder=folder).single()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     today = datetime.datetime.now(datetime.UTC).date()
@@ -50,14 +44,14 @@ def calibrate(target: Path) -> list[tuple[str, str]]:
     return [*rows(measurements), ("time", f"{time.time() - start:.0f} s")]
 
 
-def _measure(until: float) -> Iterator[Measurements]:
-    """Measure on this rank until about this time. It imports torch, which the process that calibrates does without."""
+def _measure() -> Iterator[Measurements]:
+    """Measure on this rank. It imports torch, which the process that calibrates does without."""
     from shardwise.distributed import devices
     from shardwise_plan.calibration_measure import measured
 
     device = devices.local_device()
     with process_group(device) as world:
-        yield measured(world, device, until)
+        yield measured(world, device)
 
 
 def _require_writable(target: Path) -> None:

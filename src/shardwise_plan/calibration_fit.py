@@ -15,9 +15,8 @@ from typing import Any
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise_plan import device_seconds
-from shardwise_plan.device_files import dump, figure
 from shardwise_plan.device_seconds import Constants, constants_of
-from shardwise_plan.device_specs import CONSTANTS, Cluster, Device, load_device, parse_device
+from shardwise_plan.device_specs import CONSTANTS, Cluster, Device, dump, figure, load_device, parse_device
 from shardwise_plan.step_time import step_time
 
 _FITTED = (
@@ -54,8 +53,7 @@ def device_file(measurements: Measurements, today: datetime.date) -> str:
     constants = fitted_constants(measurements, device)
     mean_error = error(measurements, device, constants)
     fit = f"fitted to {len(measurements.steps)} miniature trainings, mean error {mean_error:.0%}"
-    steps = "; ".join((source, fit, *measurements.fewer))
-    values["constants"] = {name: figure(getattr(constants, name), steps) for name in _FITTED}
+    values["constants"] = {name: figure(getattr(constants, name), f"{source}; {fit}") for name in _FITTED}
     return dump(values)
 
 
@@ -199,7 +197,7 @@ def rows(measurements: Measurements) -> Sequence[tuple[str, str]]:
     ]
     if link is not None:
         lines.append((f"link between {measurements.ranks} ranks", f"{link[0]:.3g} GB/s, {link[1]:.3g} µs"))
-    return [*lines, *(("time was short", measurement) for measurement in measurements.fewer)]
+    return lines
 
 
 PRODUCTS = ((64, 64, 64), (128, 256, 64), (128, 64, 256), (512, 256, 256), (512, 512, 512), (1024, 1024, 1024))
@@ -285,7 +283,6 @@ class Measurements:
         launch: seconds from the start of a kernel to that of the next.
         sums: (bytes, seconds) of all-reduces over all ranks; none on one rank.
         steps: seconds of a step of each of `probes`.
-        fewer: measurements that were repeated less often than planned, as time was short.
     """
 
     device: str
@@ -301,4 +298,3 @@ class Measurements:
     launch: float
     sums: Sequence[Sequence[float]]
     steps: Sequence[float]
-    fewer: Sequence[str]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import psutil
 import torch
 
-from shardwise.base import units
 from shardwise.config import DtypeName
-from shardwise.data.formats.text import random_text
+from shardwise.data.formats.common import random_text
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.train.build import build_trainer
@@ -24,8 +22,6 @@ _SUM_BYTES = (64, 2**16, 2**20, 2**24)
 """Bytes of the all-reduces."""
 _SUMS = 20
 """Repetitions of each all-reduce."""
-_FEWEST_SUMS = 5
-"""Repetitions even if time is short."""
 _ROUNDS = 4
 """Turns of each miniature training: other work of the machine then disturbs all alike."""
 _STEPS = 6
@@ -37,43 +33,14 @@ _MOST_SECONDS = 0.4
 _DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 
 
-class Budget:
-    """The time that is left to measure.
-
-    Attributes:
-        fewer: measurements that were repeated less often than planned, for want of time.
-    """
-
-    def __init__(self, world: Group, until: float) -> None:
-        self._world = world
-        self._until = until
-        self.fewer: list[str] = []
-
-    def left(self) -> float:
-        """Return the seconds that are left, the same on all ranks. Collective."""
-        return min(collectives.all_gather_objects(self._until - time.time(), self._world))
-
-
-def measured(world: Group, device: torch.device, until: float) -> Measurements:
-    """Measure this machine on all its ranks; the slowest rank counts. Collective.
-
-    Steps of miniature trainings tell most. Single operations get half of the time at most, and the steps the rest.
-
-    Args:
-        until: end by `time.time()`. Every part is measured, with fewer repetitions if time is short.
-    """
-    budget = Budget(world, until)
-    half = budget.left() / 2
+def measured(world: Group, device: torch.device) -> Measurements:
+    """Measure this machine on all its ranks; the slowest rank counts. Collective."""
     shapes = [*PRODUCTS, *(LARGE_PRODUCTS if device.type != "cpu" else ())]
-    # The products, a copy and a kernel share half of the time of the single operations; all-reduces have the other.
-    most = min(_MOST_SECONDS, max(0.0, half) / 2 / (len(shapes) * len(_DTYPES) + 2))
-    if most < _MOST_SECONDS:
-        budget.fewer.append(f"matrix products, copies and kernels {most:.2g} s each in place of {_MOST_SECONDS:g}")
-    products = {name: [_product(shape, name, device, most) for shape in shapes] for name in _DTYPES}
+    products = {name: [_product(shape, name, device) for shape in shapes] for name in _DTYPES}
     source = torch.zeros(_COPIED, device=device)
     target = torch.empty_like(source)
-    (copy_seconds,) = _slowest([typical(lambda: target.copy_(source), device, most=most)], world)
-    (launch_seconds,) = _slowest([_launch(torch.zeros(8, device=device), device, most)], world)
+    (copy_seconds,) = _slowest([typical(lambda: target.copy_(source), device)], world)
+    (launch_seconds,) = _slowest([_launch(torch.zeros(8, device=device), device)], world)
     # Arguments are computed in this order on all ranks, as some are collective.
     measurements = Measurements(
         device=devices.name(device),
@@ -88,15 +55,14 @@ def measured(world: Group, device: torch.device, until: float) -> Measurements:
         # A copy reads each byte once and writes it once.
         copied=(2.0 * source.nbytes, copy_seconds),
         launch=launch_seconds,
-        sums=[] if world.size == 1 else _sums(world, device, budget, half),
-        steps=_steps(probes(world.size), world, budget),
-        fewer=budget.fewer,
+        sums=[] if world.size == 1 else _sums(world, device),
+        steps=_steps(probes(world.size), world),
     )
     collectives.barrier(world)
     return measurements
 
 
-def typical(call: Callable[[], object], device: torch.device, *, most: float, least: int = 5) -> float:
+def typical(call: Callable[[], object], device: torch.device, *, most: float = _MOST_SECONDS, least: int = 5) -> float:
     """Return the seconds of an undisturbed call.
 
     Args:
@@ -119,7 +85,7 @@ def typical(call: Callable[[], object], device: torch.device, *, most: float, le
     return undisturbed(seconds)
 
 
-def _product(shape: Sequence[int], dtype: str, device: torch.device, most: float) -> float:
+def _product(shape: Sequence[int], dtype: str, device: torch.device) -> float:
     """Return the seconds of a product [m, k] × [k, n]."""
     m, n, k = shape
     torch_dtype = getattr(torch, dtype)
@@ -133,27 +99,24 @@ def _product(shape: Sequence[int], dtype: str, device: torch.device, most: float
         for _ in range(repeats):
             torch.mm(a, b, out=out)
 
-    return typical(repeated, device, most=most) / repeats
+    return typical(repeated, device) / repeats
 
 
-def _launch(tensor: torch.Tensor, device: torch.device, most: float) -> float:
+def _launch(tensor: torch.Tensor, device: torch.device) -> float:
     """Return the seconds from the start of a kernel to that of the next: the kernels of so small a tensor take less."""
 
     def thousand() -> None:
         for _ in range(1000):
             tensor.add_(1)
 
-    return typical(thousand, device, most=most) / 1000
+    return typical(thousand, device) / 1000
 
 
-def _sums(world: Group, device: torch.device, budget: Budget, keep: float) -> list[tuple[float, float]]:
-    """Return (bytes, seconds) of all-reduces; each size at least a few times, and until `keep` seconds are left."""
+def _sums(world: Group, device: torch.device) -> list[tuple[float, float]]:
+    """Return (bytes, seconds) of all-reduces."""
     tensors = {size: torch.zeros(size // 4, device=device) for size in _SUM_BYTES}
     seconds: dict[int, list[float]] = {size: [] for size in _SUM_BYTES}
-    for number in range(_SUMS):
-        if number >= _FEWEST_SUMS and budget.left() < keep:
-            budget.fewer.append(f"all-reduces {number} times in place of {_SUMS}")
-            break
+    for _ in range(_SUMS):
         for size, tensor in tensors.items():
             collectives.barrier(world)
             all_reduce = partial(collectives.all_reduce_, tensor, world)
@@ -161,37 +124,20 @@ def _sums(world: Group, device: torch.device, budget: Budget, keep: float) -> li
     return [(float(size), _slowest([undisturbed(repeated)], world)[0]) for size, repeated in seconds.items()]
 
 
-def _steps(miniatures: Sequence[Probe], world: Group, budget: Budget) -> list[float]:
-    """Return the seconds of a step of each miniature; they take turns.
-
-    Once the time is over, those that were not measured yet do a single step.
-    """
-    trainers = [trainer(probe) for probe in miniatures]
-    seconds: list[list[float]] = [[] for _ in miniatures]
-    left_before = budget.left()
+def _steps(miniatures: Sequence[Probe], world: Group) -> list[float]:
+    """Return the seconds of a step of each miniature; they take turns."""
+    trainers = [_trainer(probe) for probe in miniatures]
     for miniature in trainers:
         for _ in range(_WARM_UP):
             miniature.step()
-    left = budget.left()
-    # Seconds of a step of all trainers, one after the other.
-    step = (left_before - left) / _WARM_UP
-    # All turns of all trainers must fit into the time that is left.
-    at_once = max(1, min(_STEPS, int(left / step / _ROUNDS)))
+    seconds: list[list[float]] = [[] for _ in miniatures]
     for _ in range(_ROUNDS):
         for miniature, step_seconds in zip(trainers, seconds, strict=True):
-            is_over = budget.left() <= 0
-            if is_over and step_seconds:
-                continue
-            for _ in range(1 if is_over else at_once):
-                step_seconds.append(miniature.step().seconds)
-    fewest = min(map(len, seconds))
-    if fewest < _ROUNDS * _STEPS:
-        least = units.counted(fewest, "step")
-        budget.fewer.append(f"miniature trainings at least {least} each in place of {_ROUNDS * _STEPS}")
+            step_seconds += [miniature.step().seconds for _ in range(_STEPS)]
     return _slowest([undisturbed(step_seconds) for step_seconds in seconds], world)
 
 
-def trainer(probe: Probe) -> Trainer:
+def _trainer(probe: Probe) -> Trainer:
     """Build a miniature training on random tokens. Collective."""
     config = probe.config()
     mesh = Mesh(**config.parallel.degrees, grains=config.grains)

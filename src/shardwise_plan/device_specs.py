@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, nearest_name
@@ -20,25 +23,40 @@ from shardwise.base.files import read_plain
 from shardwise.base.hardware import torch_type
 from shardwise.config import DtypeName, Matmul, parse_yaml
 from shardwise.estimates.device_peaks import DEVICE_FILES
-from shardwise_plan.device_files import dump, figure
 
 _ALIASES = {"a100": "a100-80gb"}
-# Each figure: the least and the most that a device can have.
-_RANGES: dict[str, tuple[float, float]] = {
-    "memory_gb": (0.1, 10_000),
-    "memory_gb_per_second": (0.1, 100_000),
-    "bfloat16_tflops": (1e-4, 100_000),
-    "float32_tflops": (1e-4, 100_000),
-    "matmul_share": (0.01, 1),
-    "processors": (1, 100_000),
-    "devices_per_node": (1, 100_000),
-    "node_link.gb_per_second": (1e-3, 100_000),
-    "node_link.latency_us": (0, 1e6),
-}
-_NETWORK: dict[str, tuple[float, float]] = {
-    "network.gb_per_second": (1e-3, 100_000),
-    "network.latency_us": (0, 1e6),
-}
+_SUFFIXES = (".yaml", ".yml")
+MOST_FAILURES = 1e4
+"""Largest number of failures of a device in a year."""
+_MOST_PRICE = 1e6
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """A number of a device file.
+
+    Attributes:
+        place: field of `Device`, or of its `node`, `network`, `reliability` or `constants`.
+        least, most: range that a device can have.
+        unit: one of the file in the unit of the field.
+        is_whole: True for a whole number.
+        is_needed: False if a file may leave it out.
+    """
+
+    place: str
+    least: float
+    most: float
+    unit: float = 1
+    is_whole: bool = False
+    is_needed: bool = False
+
+    def allows(self, value: Any) -> bool:
+        """Return whether a device can have this value."""
+        if isinstance(value, bool) or not isinstance(value, int if self.is_whole else (int, float)):
+            return False
+        return self.least <= value <= self.most
+
+
 CONSTANTS: dict[str, tuple[float, float]] = {
     "matmul": (0.01, 10),
     "depth": (0, 1e5),
@@ -54,44 +72,44 @@ CONSTANTS: dict[str, tuple[float, float]] = {
     "action": (0, 1),
 }
 """The constants that a file may give in place of the fitted `device_seconds.Constants`, with their ranges."""
-_FP8 = "fp8_tflops"
-_FP8_SHARE = "fp8_matmul_share"
-_MXFP8_SHARE = "mxfp8_matmul_share"
-_FP8_BACKWARD = "fp8_backward_share"
+FIGURES: dict[str, _Figure] = {
+    "memory_gb": _Figure("memory", 0.1, 10_000, 1e9, is_needed=True),
+    "memory_gb_per_second": _Figure("memory_bandwidth", 0.1, 100_000, 1e9, is_needed=True),
+    "bfloat16_tflops": _Figure("bfloat16", 1e-4, 100_000, 1e12, is_needed=True),
+    "float32_tflops": _Figure("float32", 1e-4, 100_000, 1e12, is_needed=True),
+    "matmul_share": _Figure("matmul_share", 0.01, 1, is_needed=True),
+    "processors": _Figure("processors", 1, 100_000, is_whole=True, is_needed=True),
+    "devices_per_node": _Figure("per_node", 1, 100_000, is_whole=True, is_needed=True),
+    "node_link.gb_per_second": _Figure("node.bandwidth", 1e-3, 100_000, 1e9, is_needed=True),
+    "node_link.latency_us": _Figure("node.latency", 0, 1e6, 1e-6, is_needed=True),
+    "network.gb_per_second": _Figure("network.bandwidth", 1e-3, 100_000, 1e9),
+    "network.latency_us": _Figure("network.latency", 0, 1e6, 1e-6),
+    "fp8_tflops": _Figure("fp8", 1e-4, 100_000, 1e12),
+    "fp8_matmul_share": _Figure("fp8_matmul_share", 0.01, 1),
+    "mxfp8_matmul_share": _Figure("mxfp8_matmul_share", 0.01, 1),
+    "fp8_backward_share": _Figure("fp8_backward_share", 0.01, 1),
+    "devices_per_chip": _Figure("per_chip", 1, 1000, is_whole=True),
+    "watts": _Figure("watts", 0, 100_000),
+    "failures_per_year": _Figure("reliability.failures_per_year", 0, MOST_FAILURES),
+    "restart_seconds": _Figure("reliability.restart", 0, 100_000),
+    "storage_gb_per_second": _Figure("reliability.storage", 1e-6, 100_000, 1e9),
+    "compared_runs": _Figure("compared_runs", 0, 1e6, is_whole=True),
+    **{f"constants.{name}": _Figure(f"constants.{name}", *limits) for name, limits in CONSTANTS.items()},
+}
+"""All numbers of a device file, those of a link and the constants with its name before."""
 _PRICE = "price_per_hour"
 _PRICED = ("device", "chip", "node")
-_PER_CHIP = "devices_per_chip"
-_MOST_PRICE = 1e6
-MOST_FAILURES = 1e4
-"""Largest number of failures of a device in a year."""
-_WATTS = "watts"
-_FAILURES = "failures_per_year"
-_RESTART = "restart_seconds"
-_STORAGE = "storage_gb_per_second"
-_COMPARED = "compared_runs"
-_CONSTANT = "constants."
-_OPTIONAL = {
-    _FP8: _RANGES["bfloat16_tflops"],
-    _FP8_SHARE: _RANGES["matmul_share"],
-    _MXFP8_SHARE: _RANGES["matmul_share"],
-    _FP8_BACKWARD: _RANGES["matmul_share"],
-    _PER_CHIP: (1, 1000),
-    _WATTS: (0, 100_000),
-    _FAILURES: (0, MOST_FAILURES),
-    _RESTART: (0, 100_000),
-    _STORAGE: (1e-6, 100_000),
-    _COMPARED: (0, 1e6),
-    **{_CONSTANT + key: limits for key, limits in CONSTANTS.items()},
-}
-_WHOLE = ("processors", "devices_per_node", _PER_CHIP, _COMPARED)
-_BESIDE_STEPS = {"name", "accuracy", _PRICE, _PER_CHIP, _WATTS, _FAILURES, _RESTART, _STORAGE, _COMPARED}
-"""Figures of a file with which a step takes as long as on its base."""
 _TEXTS = ("name", "node_link.topology")
-_NETWORK_TOPOLOGY = "network.topology"
-_CUDA = torch_type("nvidia")
-_TYPES = ("cpu", _CUDA, "accelerator")
+_NETWORK = ("network.gb_per_second", "network.latency_us", "network.topology")
 _LINKS = ("node_link", "network")
 _OTHER_KEYS = ("type", "accuracy", _PRICE)
+_BESIDE_STEPS = {
+    "name", "accuracy", _PRICE, "devices_per_chip", "watts", "failures_per_year", "restart_seconds",
+    "storage_gb_per_second", "compared_runs",
+}  # fmt: skip
+"""Keys of a file with which a step takes as long as on its base."""
+_CUDA = torch_type("nvidia")
+_TYPES = ("cpu", _CUDA, "accelerator")
 
 
 @dataclass(frozen=True)
@@ -187,7 +205,7 @@ class Device:
         per_node: number of devices of a machine, which `node` links; `network` links the machines.
         node: link to a device of the same machine.
         network: link to a device of another machine; None if its rate is unknown.
-        sources: source of each figure.
+        figures: what its file says, by the keys of `FIGURES`.
         is_accelerator: True if it computes while the host goes on; a rank on a CPU does one after the other.
         is_cuda: True if it is a CUDA device, one kernel of which multiplies bfloat16 matrices and adds the product to a
             float32 one.
@@ -206,13 +224,12 @@ class Device:
     memory_bandwidth: float
     bfloat16: float
     float32: float
-    fp8: float | None
     matmul_share: float
     processors: int
     per_node: int
     node: Link
     network: Link | None
-    sources: tuple[tuple[str, str], ...] = ()
+    figures: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     is_accelerator: bool = True
     is_cuda: bool = False
     constants: tuple[tuple[str, float], ...] = ()
@@ -222,6 +239,7 @@ class Device:
     reliability: Reliability = Reliability()
     accuracy: str = ""
     compared_runs: int = 0
+    fp8: float | None = None
     fp8_matmul_share: float | None = None
     mxfp8_matmul_share: float | None = None
     fp8_backward_share: float = 1.0
@@ -333,7 +351,7 @@ def load_device(name: str) -> Device:
         ConfigError: there is no such device or file, or the file is wrong.
     """
     path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in _SUFFIXES:
         try:
             text = read_plain(path).decode()
         except OSError as error:
@@ -357,23 +375,13 @@ def _shipped_key(name: str) -> str:
     key = _ALIASES.get(name.lower(), name.lower())
     names = device_names()
     if key not in names:
-        near = _with_count(key) or nearest_name(key, names, cutoff=0.3)
+        near = nearest_name(key, names, cutoff=0.3)
         hint = f"did you mean {near}? " if near else ""
         raise ConfigError(
-            f"unknown device {name!r}: {hint}devices are {listing(names)}; a file with the figures of your own ends "
-            "with .yaml"
+            f"unknown device {name!r}: {hint}devices are {listing(names)}, and with :8 there are 8 of them on a node; "
+            "a file with the figures of your own ends with .yaml"
         )
     return key
-
-
-def _with_count(name: str) -> str | None:
-    """`h100:8` of `h100x8` or `8xh100`; None where the name is no device with a count."""
-    matched = re.fullmatch(r"(?P<before>\d+)[x×*](?P<a>.+)|(?P<b>.+)[x×*](?P<after>\d+)", name)
-    if matched is None:
-        return None
-    device = str(matched["a"] or matched["b"])
-    is_known = _ALIASES.get(device, device) in device_names()
-    return f"{device}:{matched['before'] or matched['after']}" if is_known else None
 
 
 @cache
@@ -387,59 +395,45 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     Raises:
         ConfigError: it is no YAML; or with every figure that is missing, unknown or impossible.
     """
-    values = parse_yaml(text, where)
-    flat = _with_base(_flat(values if isinstance(values, dict) else {}), device_key, where)
-    network_keys = (*_NETWORK, _NETWORK_TOPOLOGY)
-    has_network = any(key in flat for key in network_keys)
-    needed = (*_RANGES, *_TEXTS, *(network_keys if has_network else ()))
-    known = {*_RANGES, *_TEXTS, *network_keys, *_OPTIONAL, *_OTHER_KEYS}
+    flat = _with_base(_flat(text, where), device_key, where)
+    has_network = any(key in flat for key in _NETWORK)
+    needed = [key for key, figure in FIGURES.items() if figure.is_needed]
+    needed += [*_TEXTS, *(_NETWORK if has_network else ())]
+    known = {*FIGURES, *_TEXTS, *_NETWORK, *_OTHER_KEYS}
     problems = [_unknown_key(key, value, where) for key, value in flat.items() if key not in known]
     problems += [f"{where}: {key} is missing" for key in needed if key not in flat]
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
-    given = {key: limits for key, limits in _OPTIONAL.items() if key in flat}
-    ranges = _RANGES | (_NETWORK if has_network else {}) | given
-    numbers = {key: _number(flat.get(key)) for key in ranges}
-    problems += _range_problems({key: numbers[key] for key in ranges if key in flat}, ranges, where)
-    sourced = {key: flat[key] for key in ranges if isinstance(flat.get(key), dict)}
-    sources = [(key, str(entry["source"])) for key, entry in sourced.items() if "source" in entry]
-    price = _price(flat, where, problems)
+    fields: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key, figure in FIGURES.items():
+        if key not in flat:
+            continue
+        value = _value(flat[key])
+        if figure.allows(value):
+            owner, _, name = figure.place.rpartition(".")
+            fields[owner][name] = value * figure.unit
+        else:
+            number = "whole number" if figure.is_whole else "number"
+            problems.append(f"{where}: {key} ({value}) must be a {number} from {figure.least:g} to {figure.most:,g}")
+    if _PRICE in flat:
+        try:
+            fields[""]["price"] = Price.of(str(_value(flat[_PRICE])), f"{where}: {_PRICE}")
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
-
-    def link(key: str) -> Link:
-        return Link(
-            bandwidth=numbers[f"{key}.gb_per_second"] * 1e9,
-            latency=numbers[f"{key}.latency_us"] * 1e-6,
-            topology=str(flat[f"{key}.topology"]),
-        )
-
     return Device(
         key=device_key,
         name=str(flat["name"]),
-        memory=numbers["memory_gb"] * 1e9,
-        memory_bandwidth=numbers["memory_gb_per_second"] * 1e9,
-        bfloat16=numbers["bfloat16_tflops"] * 1e12,
-        float32=numbers["float32_tflops"] * 1e12,
-        fp8=numbers[_FP8] * 1e12 if _FP8 in numbers else None,
-        matmul_share=numbers["matmul_share"],
-        processors=numbers["processors"],
-        per_node=numbers["devices_per_node"],
-        node=link("node_link"),
-        network=link("network") if has_network else None,
-        sources=tuple(sources),
+        **fields[""],
+        node=Link(**fields["node"], topology=str(flat["node_link.topology"])),
+        network=Link(**fields["network"], topology=str(flat["network.topology"])) if has_network else None,
+        figures=flat,
         is_accelerator=kind != "cpu",
         is_cuda=kind == _CUDA,
-        constants=tuple((key[len(_CONSTANT) :], float(numbers[key])) for key in given if key.startswith(_CONSTANT)),
-        price=price,
-        per_chip=numbers.get(_PER_CHIP, 1),
-        watts=numbers.get(_WATTS),
-        reliability=_reliability(numbers),
+        constants=tuple(fields["constants"].items()),
+        reliability=Reliability(**fields["reliability"]),
         accuracy=str(flat.get("accuracy", "")),
-        compared_runs=numbers.get(_COMPARED, 0),
-        fp8_matmul_share=numbers.get(_FP8_SHARE),
-        mxfp8_matmul_share=numbers.get(_MXFP8_SHARE),
-        fp8_backward_share=numbers.get(_FP8_BACKWARD, 1.0),
     )
 
 
@@ -449,42 +443,9 @@ def _unknown_key(key: str, value: Any, where: str) -> str:
     return f"{where}: {key} is no figure of a device: leave it out"
 
 
-def _number(entry: Any) -> Any:
-    """The number of a figure, which may have a source beside it."""
+def _value(entry: Any) -> Any:
+    """The value of a figure, which may have a source beside it."""
     return entry.get("value") if isinstance(entry, dict) else entry
-
-
-def _range_problems(numbers: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]], where: str) -> list[str]:
-    """Every number that no device can have."""
-    problems = []
-    for key, value in numbers.items():
-        least, most = ranges[key]
-        is_whole = key in _WHOLE
-        if not _possible(value, least, most, whole=is_whole):
-            number = "whole number" if is_whole else "number"
-            problems.append(f"{where}: {key} ({value}) must be a {number} from {least:g} to {most:,g}")
-    return problems
-
-
-def _price(flat: Mapping[str, Any], where: str, problems: list[str]) -> Price | None:
-    """Return the price of a file; None if it has none, or one that is wrong, which is added to the problems."""
-    if _PRICE not in flat:
-        return None
-    try:
-        return Price.of(str(_number(flat[_PRICE])), f"{where}: {_PRICE}")
-    except ConfigError as error:
-        problems += error.problems
-        return None
-
-
-def _reliability(numbers: Mapping[str, Any]) -> Reliability:
-    """Return what interrupts a training, by default as usual."""
-    usual = Reliability()
-    return Reliability(
-        failures_per_year=numbers.get(_FAILURES, usual.failures_per_year),
-        restart=numbers.get(_RESTART, usual.restart),
-        storage=numbers[_STORAGE] * 1e9 if _STORAGE in numbers else usual.storage,
-    )
 
 
 def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, Any]:
@@ -498,25 +459,20 @@ def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, A
     changes = {key: value for key, value in flat.items() if key != "base"}
     name = str(flat["base"])
     try:
-        base = _with_base(_flat(parse_yaml(shipped_text(name), name)), name, name)
+        base = _with_base(_flat(shipped_text(name), name), name, name)
     except ConfigError as error:
         raise ConfigError([f"{where}: base: {problem}" for problem in error.problems]) from None
     if not changes.keys() <= _BESIDE_STEPS:
         # Another device's steps were measured.
-        base = {key: value for key, value in base.items() if key not in ("accuracy", _COMPARED)}
+        base = {key: value for key, value in base.items() if key not in ("accuracy", "compared_runs")}
     return {**base, "name": f"{base['name']} ({device_key})", **changes}
 
 
-def _possible(value: Any, least: float, most: float, *, whole: bool) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        return False
-    return math.isfinite(value) and least <= value <= most
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """The figures by their names; those of links with the link's name before."""
+def _flat(text: str, where: str) -> dict[str, Any]:
+    """The figures of a YAML text by their names; those of links and the constants with its name before."""
+    values = parse_yaml(text, where)
     flat: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in values.items() if isinstance(values, dict) else ():
         if isinstance(value, dict) and key in (*_LINKS, "constants"):
             flat |= {f"{key}.{inner}": figure for inner, figure in value.items()}
         else:
@@ -524,55 +480,38 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+# ---- files that are written
+
+
 def described(device: Device, constants: Mapping[str, float], source: str) -> str:
     """The text of a device with other constants, which have this source; its own ones stay where none replaces them."""
-    sources = dict(device.sources)
+    flat = {key: value for key, value in device.figures.items() if key not in ("accuracy", "compared_runs")}
+    flat |= {f"constants.{name}": figure(value, source) for name, value in constants.items()}
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        owner, _, name = key.rpartition(".")
+        (nested.setdefault(owner, {}) if owner else nested)[name] = value
+    return dump(nested)
 
-    def own(name: str, value: float) -> dict[str, Any]:
-        return figure(value, sources.get(name, f"as in {device.key}"))
 
-    kept = {name: own(f"constants.{name}", value) for name, value in device.constants if name not in constants}
-    values: dict[str, Any] = {
-        "name": device.name,
-        "type": _CUDA if device.is_cuda else "accelerator" if device.is_accelerator else "cpu",
-        "memory_gb": own("memory_gb", device.memory / 1e9),
-        "memory_gb_per_second": own("memory_gb_per_second", device.memory_bandwidth / 1e9),
-        "bfloat16_tflops": own("bfloat16_tflops", device.bfloat16 / 1e12),
-        "float32_tflops": own("float32_tflops", device.float32 / 1e12),
-        "matmul_share": own("matmul_share", device.matmul_share),
-        "processors": {**own("processors", 0), "value": device.processors},
-        "devices_per_node": {**own("devices_per_node", 0), "value": device.per_node},
-    }
-    if device.fp8 is not None:
-        values[_FP8] = own(_FP8, device.fp8 / 1e12)
-    for key, share in (
-        (_FP8_SHARE, device.fp8_matmul_share),
-        (_MXFP8_SHARE, device.mxfp8_matmul_share),
-        (_FP8_BACKWARD, device.fp8_backward_share if device.fp8_backward_share < 1 else None),
-    ):
-        if share is not None:
-            values[key] = own(key, share)
-    if device.price is not None:
-        values[_PRICE] = str(device.price)
-    if device.per_chip > 1:
-        values[_PER_CHIP] = {**own(_PER_CHIP, 0), "value": device.per_chip}
-    if device.watts is not None:
-        values[_WATTS] = own(_WATTS, device.watts)
-    usual = Reliability()
-    for key, value, default in (
-        (_FAILURES, device.reliability.failures_per_year, usual.failures_per_year),
-        (_RESTART, device.reliability.restart, usual.restart),
-        (_STORAGE, device.reliability.storage / 1e9, usual.storage / 1e9),
-    ):
-        if value != default:
-            values[key] = own(key, value)
-    for name, link in (("node_link", device.node), ("network", device.network)):
-        if link is None:
-            continue
-        values[name] = {
-            "gb_per_second": own(f"{name}.gb_per_second", link.bandwidth / 1e9),
-            "latency_us": own(f"{name}.latency_us", link.latency * 1e6),
-            "topology": link.topology,
-        }
-    values["constants"] = kept | {name: figure(value, source) for name, value in constants.items()}
-    return dump(values)
+def figure(value: float, source: str) -> dict[str, Any]:
+    """A figure to four digits, with its source."""
+    return {"value": float(f"{value:.4g}"), "source": source}
+
+
+def dump(values: Mapping[str, Any]) -> str:
+    """The values as a device file: a figure on each line."""
+    text: str = yaml.safe_dump(
+        dict(values), sort_keys=False, allow_unicode=True, default_flow_style=None, width=math.inf
+    )
+    return f"# Written by shardwise. Rates are those of one rank and one direction; GB are 10^9 bytes.\n{text}"
+
+
+def require_suffix(path: Path, option: str) -> None:
+    """Refuse a name by which `--device` would not know a file.
+
+    Raises:
+        ConfigError: it has another ending than .yaml.
+    """
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"{option} ({path}) must end in .yaml, by which --device knows a file")

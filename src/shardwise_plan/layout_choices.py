@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import TypeVar, get_args
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.mesh_axes import layout_text
@@ -31,6 +31,7 @@ FIXABLE = (
     "optimizer.zero", "optimizer.reduce",
 )  # fmt: skip
 """Keys that a layout sets, and that may keep the recipe's value instead."""
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -69,24 +70,16 @@ class Choice:
         if len(config.parallel.stages or ()) != self.pipeline * (self.virtual or 1):
             parallel["stages"] = None
         train = {"micro_batch": self.micro_batch, "recompute": self.recompute}
-        return self.sharded(
-            config.model_copy(
-                update={
-                    "parallel": config.parallel.model_copy(update=parallel),
-                    "train": config.train.model_copy(update=train),
-                }
-            )
-        )
+        return self.sharded(config.with_keys(parallel=parallel, train=train))
 
     def sharded(self, config: Config) -> Config:
         """Return a configuration with this sharding over data parallelism alone."""
         optimizer: dict[str, object] = {"zero": self.zero}
         if self.reduce != config.optimizer.reduce:
             optimizer["reduce"] = self.reduce
-        update: dict[str, object] = {"optimizer": config.optimizer.model_copy(update=optimizer)}
         if self.replicate != config.parallel.replicate:
-            update["parallel"] = config.parallel.model_copy(update={"replicate": self.replicate})
-        return config.model_copy(update=update)
+            config = config.with_keys(parallel={"replicate": self.replicate})
+        return config.with_keys(optimizer=optimizer)
 
     @property
     def splits_backward(self) -> bool:
@@ -104,12 +97,8 @@ class Choice:
             words.append("keys in a ring")
         if self.pipeline > 1:
             words.append(f"{self.schedule} with {self.virtual} stages a rank" if self.virtual else self.schedule)
-        words += [f"micro-batch {self.micro_batch}", f"recompute {self.recompute}", self._sharding_text()]
-        return ", ".join(words)
-
-    def _sharding_text(self) -> str:
-        settings = OptimizerConfig.model_construct(zero=self.zero, reduce=self.reduce)
-        return settings.sharding_text(self.replicate)
+        sharding = OptimizerConfig.model_construct(zero=self.zero, reduce=self.reduce).sharding_text(self.replicate)
+        return ", ".join([*words, f"micro-batch {self.micro_batch}", f"recompute {self.recompute}", sharding])
 
 
 def compiled(config: Config, device: Device) -> Config:
@@ -117,7 +106,7 @@ def compiled(config: Config, device: Device) -> Config:
     is_able = not (config.splits_backward or config.parallel.tensor_overlap or config.regathers or config.passes_keys)
     if "enabled" in config.compile.model_fields_set or not (device.is_cuda and is_able):
         return config
-    return config.model_copy(update={"compile": config.compile.model_copy(update={"enabled": True})})
+    return config.with_keys(compile={"enabled": True})
 
 
 def choices(
@@ -137,11 +126,13 @@ def choices(
     refused = Counter() if refused is None else refused
     base = config
     if "parallel.stages" not in fixed:
-        base = config.model_copy(update={"parallel": config.parallel.model_copy(update={"stages": None})})
+        base = config.with_keys(parallel={"stages": None})
     is_fixed = "train.recompute" in fixed and config.train.recompute != "auto"
     recomputes = (config.recompute,) if is_fixed else _RECOMPUTES
     for degrees in _degrees(config, world, per_node, fixed):
-        for micro_batch in _micro_batches(config, fixed):
+        recipes = config.train.micro_batch
+        powers = [2**n for n in range(_MOST_IN_MICRO_BATCH.bit_length())]
+        for micro_batch in _values(fixed, "train.micro_batch", recipes, sorted({recipes, *powers})):
             # Recompute and ZeRO change no rule, so that one check serves all of their values.
             replicate = config.parallel.replicate if "parallel.replicate" in fixed else 1
             optimizer = config.optimizer
@@ -211,12 +202,9 @@ def _stages(config: Config, layout: Layout, fixed: Collection[str]) -> Iterator[
             yield zero, None
 
 
-def _micro_batches(config: Config, fixed: Collection[str]) -> list[int]:
-    recipes = config.train.micro_batch
-    if "train.micro_batch" in fixed:
-        return [recipes]
-    powers = [2**n for n in range(_MOST_IN_MICRO_BATCH.bit_length())]
-    return sorted({recipes, *powers})
+def _values(fixed: Collection[str], key: str, recipes: _Value, others: Sequence[_Value]) -> Sequence[_Value]:
+    """Return the recipe's value of a key that is fixed, or else the values that are tried."""
+    return [recipes] if key in fixed else others
 
 
 _Degrees = tuple[int, bool, int, int, Schedule, int | None]
@@ -229,57 +217,45 @@ def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) 
     """Yield the degrees that divide the world and the model; `check_layout` has further rules."""
     parallel = config.parallel
     model = config.known_shapes
-    if "parallel.tensor" in fixed:
-        tensors = [parallel.tensor]
-    else:
-        tensors = [n for n in range(1, per_node + 1) if world % n == 0 and model.num_attention_heads % n == 0]
-    for tensor in tensors:
-        if "parallel.sequence" in fixed:
-            sequences = [parallel.sequence and tensor > 1]
-        else:
-            sequences = [True, False] if tensor > 1 else [False]
+    heads = [n for n in range(1, per_node + 1) if world % n == 0 and model.num_attention_heads % n == 0]
+    for tensor in _values(fixed, "parallel.tensor", parallel.tensor, heads):
+        sequences = _values(
+            fixed, "parallel.sequence", parallel.sequence and tensor > 1, [True, False] if tensor > 1 else [False]
+        )
         for context in _contexts(config, world // tensor, fixed):
             ranks = world // (tensor * context)
-            if "parallel.pipeline" in fixed:
-                pipelines = [parallel.pipeline]
-            else:
-                pipelines = [n for n in range(1, model.num_hidden_layers + 1) if ranks % n == 0]
-            for pipeline in pipelines:
+            layers = [n for n in range(1, model.num_hidden_layers + 1) if ranks % n == 0]
+            for pipeline in _values(fixed, "parallel.pipeline", parallel.pipeline, layers):
                 for schedule, virtual in _schedules(config, pipeline, fixed):
                     for sequence in sequences:
                         yield tensor, sequence, context, pipeline, schedule, virtual
 
 
-def _contexts(config: Config, ranks: int, fixed: Collection[str]) -> list[int]:
+def _contexts(config: Config, ranks: int, fixed: Collection[str]) -> Sequence[int]:
     """Return the degrees of context parallelism that divide the ranks: the recipe's, and all that leave long chunks.
 
     Each rank has two chunks of each sample, of at least `_LEAST_CHUNK` tokens.
     """
     recipes = config.parallel.context
-    if "parallel.context" in fixed:
-        return [recipes]
     length = config.train.sequence_length
     most = max(1, length // (2 * _LEAST_CHUNK))
-    degrees = {n for n in range(1, most + 1) if n == 1 or length % (2 * n) == 0}
-    return [n for n in sorted({recipes, *degrees}) if ranks % n == 0]
+    degrees = {recipes, *(n for n in range(1, most + 1) if n == 1 or length % (2 * n) == 0)}
+    return _values(fixed, "parallel.context", recipes, [n for n in sorted(degrees) if ranks % n == 0])
 
 
 def _schedules(config: Config, pipeline: int, fixed: Collection[str]) -> Iterator[tuple[Schedule, int | None]]:
     """Yield schedules with their virtual stages; those with any number of stages have equal ones."""
-    model = config.known_shapes
+    layers = config.known_shapes.num_hidden_layers
     if pipeline == 1:
         yield DEFAULT_SCHEDULE, None
         return
-    for schedule in (config.parallel.schedule,) if "parallel.schedule" in fixed else _SCHEDULES:
+    for schedule in _values(fixed, "parallel.schedule", config.parallel.schedule, _SCHEDULES):
         spec = SCHEDULES[schedule]
         if spec.is_single_stage:
             yield schedule, None
         elif spec.is_v_shaped:
             yield schedule, spec.stages_per_rank
-        elif "parallel.virtual_stages" in fixed:
-            yield schedule, config.parallel.virtual_stages
         else:
-            layers = model.num_hidden_layers
-            for virtual in range(spec.stages_per_rank, layers // pipeline + 1):
-                if layers % (pipeline * virtual) == 0:
-                    yield schedule, virtual
+            equal = [n for n in range(spec.stages_per_rank, layers // pipeline + 1) if layers % (pipeline * n) == 0]
+            for virtual in _values(fixed, "parallel.virtual_stages", config.parallel.virtual_stages, equal):
+                yield schedule, virtual

@@ -1,7 +1,7 @@
 """The time that a step of a pipeline takes, without walking through its actions one by one.
 
-The planner asks this for thousands of layouts. A closed form answers where all forward passes come first; a loop over
-plain numbers answers for few ranks with one stage each; all other schedules are simulated on topological levels.
+The planner asks this for thousands of layouts. A closed form answers where all forward passes come first; all other
+schedules are simulated on topological levels.
 
 A *level* is a step of an imaginary clock: each rank does at most one pass on a level, and what a pass needs is done on
 an earlier level. So a simulation takes a level at a time, for all ranks at once. The passes of a rank in the order of
@@ -31,8 +31,6 @@ Integers = npt.NDArray[np.int64]
 
 _ROUNDING = 1e-12
 """Largest difference, as a part of a time, that rounding of sums can explain."""
-_FEW_RANKS = 12
-"""Up to this number of ranks, plain numbers are faster than numpy, whose calls take longer than their work."""
 _LONGEST_PERIOD = 16
 """Largest number of micro-batches in the repeated part of a program whose schedule has no rounds."""
 
@@ -57,8 +55,6 @@ def makespan(
     order = ORDERS[parallel.schedule]
     if parallel.pipeline == 1 or (isinstance(order, AlternatingOrder) and order.lead is None):
         return _end_of_forward_then_backward(micro_batches, stages, message)
-    if order == AlternatingOrder(lead=1) and parallel.stages_per_rank == 1 and parallel.pipeline <= _FEW_RANKS:
-        return _end_on_few_ranks(micro_batches, stages, message)
     if isinstance(order, AlternatingOrder | VShapedOrder):
         return _LevelSimulation(program(parallel, micro_batches, recompute), stages, message).end()
     return timeline(parallel, micro_batches, stages, message, recompute).makespan
@@ -73,44 +69,6 @@ def _end_of_forward_then_backward(micro_batches: int, stages: Sequence[StageTime
     slowest = max(stage.forward for stage in stages) + max(stage.backward for stage in stages)
     first = sum(stage.forward + stage.backward for stage in stages) + 2 * (len(stages) - 1) * message
     return first + (micro_batches - 1) * slowest
-
-
-def _end_on_few_ranks(micro_batches: int, stages: Sequence[StageTimes], message: float) -> float:
-    """Return the end of a step of alternating passes with one stage on each rank, in plain numbers.
-
-    In round k, stage s does its backward pass k - p + s, which the next stage did in round k - 1, and then its forward
-    pass k, which the stage before did in the same round. Once all times grow by the same number from one round to the
-    next, they go on so: see `_LevelSimulation`.
-    """
-    p = len(stages)
-    free = [0.0] * p
-    # End of each stage's last backward pass. The entry behind the last stage is an input that is always there.
-    backward_end = [-message] * (p + 1)
-    k = 0
-    while k < micro_batches + p:
-        previous = [*free, *backward_end[:p]]
-        forward_end = -message  # the first stage waits for no message
-        for s, stage in enumerate(stages):
-            now = free[s]
-            if p - s <= k < micro_batches + p - s:
-                now = max(now, backward_end[s + 1] + message) + stage.backward
-                backward_end[s] = now
-            if k < micro_batches:
-                now = max(now, forward_end + message) + stage.forward
-                forward_end = now
-            free[s] = now
-        rounds_left = micro_batches - 1 - k
-        growth = free[0] - previous[0]
-        # Only after round p have all stages done backward passes.
-        if k > p and rounds_left > 0:
-            now_all = free + backward_end
-            tolerance = _ROUNDING * free[0]
-            if all(abs(now - before - growth) <= tolerance for before, now in zip(previous, now_all, strict=False)):
-                free = [time + rounds_left * growth for time in free]
-                backward_end[:p] = [time + rounds_left * growth for time in backward_end[:p]]
-                k += rounds_left
-        k += 1
-    return max(free)
 
 
 class _LevelSimulation:

@@ -49,11 +49,6 @@ def _laid_out(stage: Config, planned: Config, layout: Layout) -> Config:
     """Return a stage with the layout of the one that is planned."""
     train = stage.with_batch_for(layout.world).train
     micro_batch = math.gcd(train.micro_batch, train.global_batch // layout.data)
-    return stage.model_copy(
-        update={
-            "parallel": planned.parallel,
-            "optimizer": planned.optimizer,
-            "compile": planned.compile,
-            "train": train.model_copy(update={"micro_batch": micro_batch, "recompute": planned.train.recompute}),
-        }
-    )
+    laid_out = {name: getattr(planned, name) for name in ("parallel", "optimizer", "compile")}
+    sizes = {"micro_batch": micro_batch, "recompute": planned.train.recompute}
+    return stage.model_copy(update=laid_out | {"train": train.model_copy(update=sizes)})

@@ -6,25 +6,22 @@ turn from it, and draw the same answer.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
-
-from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config
+from shardwise.config import Config, ParallelConfig
 from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.blocks import Stages
 from shardwise.train.rank_agreement import agree_to_stop
-from shardwise_use.channel import Channel
-from shardwise_use.generation import Detokenizer, Generator, Reader, Sampler, generate, open_reader
-from shardwise_use.inference_jobs import joined_mesh, load_model
+from shardwise_use.generation import Generator, Prompt, Reader, answer, open_reader
+from shardwise_use.inference_jobs import joined_mesh, load_generator
 
 _LONGEST_WAIT = 20.0
 """Seconds for which rank 0 waits for the person before it tells the other ranks that there is no request yet."""
@@ -88,20 +85,6 @@ class Transcript:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The tokens and the settings of an answer, as all ranks get them.
-
-    Attributes:
-        ids: tokens that the answer follows; empty if the person has asked for nothing.
-    """
-
-    ids: Sequence[int] = ()
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class Conversation:
     """One rank's part in a conversation.
 
@@ -112,11 +95,11 @@ class Conversation:
 
     model: Generator | Stages
     mesh: Mesh
-    config: Config
+    parallel: ParallelConfig | None
     reader: Reader
     transcript: Transcript
     stops: Collection[int]
-    channel: Channel | None
+    channel: Connection | None
 
     def run(self) -> None:
         """Answer until the terminal is closed."""
@@ -128,22 +111,24 @@ class Conversation:
             turn = collectives.broadcast_object(turn, self.mesh.world)
             if turn is None:
                 return
-            if turn.ids:
+            if turn.max_tokens:
                 self._answer(turn)
 
-    def _next_turn(self, channel: Channel) -> Turn | None:
-        """The next request of the person; None once the terminal is closed."""
+    def _next_turn(self, channel: Connection) -> Prompt | None:
+        """The next request of the person, without tokens where there is none; None once the terminal is closed."""
+        nothing = Prompt((), 0, (), 0.0, 1.0, 0)
         # The other ranks wait in a collective, which gives up after minutes.
-        if not channel.has_message(_LONGEST_WAIT):
-            return Turn()
-        request = channel.receive()
-        if request is None:
+        if not channel.poll(_LONGEST_WAIT):
+            return nothing
+        try:
+            request = channel.recv()
+        except (EOFError, ConnectionResetError):
             return None
         if request.get("reset"):
             self.transcript.messages.clear()
         # A request to stop that came after the end of the answer asks for nothing more.
         if "text" not in request:
-            return Turn()
+            return nothing
         before = list(self.transcript.messages)
         self.transcript.add("user", request["text"])
         try:
@@ -151,55 +136,36 @@ class Conversation:
         except ConfigError as error:
             self.transcript.messages = before
             self._send({"refused": str(error)})
-            return Turn()
-        return Turn(ids, request["temperature"], request["top_p"], request["seed"])
+            return nothing
+        sampling = (request["temperature"], request["top_p"], request["seed"])
+        return Prompt(ids, self.transcript.max_tokens, self.stops, *sampling)
 
-    def _answer(self, turn: Turn) -> None:
-        sampler = Sampler(turn.temperature, turn.top_p, turn.seed)
-        detokenizer = Detokenizer(self.transcript.tokenizer, turn.ids)
-        pieces: list[str] = []
-        count = 0
-        end = "max_tokens"
-        start = time.perf_counter()
-        first = start
-        drawn = generate(
+    def _answer(self, turn: Prompt) -> None:
+        given = answer(
             self.model,
             self.mesh,
-            turn.ids,
-            self.transcript.max_tokens,
-            sampler,
-            stop=self.stops,
-            parallel=self.config.parallel,
+            turn,
+            self.transcript.tokenizer,
+            lambda piece: self._send({"piece": piece}),
+            parallel=self.parallel,
             reader=self.reader,
+            is_stopped=self._is_stopped,
         )
-        for token in drawn:
-            if not count:
-                first = time.perf_counter()
-            count += 1
-            if token in self.stops:
-                end = "eos"
-                break
-            pieces.append(detokenizer.push(token))
-            self._send({"piece": pieces[-1]})
-            is_stopped = self.channel is not None and self.channel.has_message()
-            reason, _ = agree_to_stop("the person" if is_stopped else None, self.mesh, False)
-            if reason is not None:
-                end = "stopped"
-                break
-        pieces.append(detokenizer.finish())
-        self.transcript.add("assistant", "".join(pieces))
-        now = time.perf_counter()
-        self._send(
-            {"piece": pieces[-1], "end": end, "tokens": count, "first_seconds": first - start, "seconds": now - start}
-        )
+        self.transcript.add("assistant", given.text)
+        seconds = {"prefill_seconds": given.prefill_seconds, "decode_seconds": given.decode_seconds}
+        self._send({"end": given.end, "tokens": len(given.tokens), **seconds})
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _is_stopped(self) -> bool:
+        is_asked = self.channel is not None and self.channel.poll()
+        return agree_to_stop("the person" if is_asked else None, self.mesh, False)[0] is not None
+
+    def _send(self, message: dict[str, Any]) -> None:
         if self.channel is not None:
-            self.channel.send(dict(message))
+            self.channel.send(message)
 
 
 def run_conversation(
-    config: Config, weights: Root, transcript: Transcript, stops: Collection[int], channel: Channel | None
+    config: Config, weights: Root, transcript: Transcript, stops: Collection[int], channel: Connection | None
 ) -> None:
     """Hold a conversation with the model of a folder, on every rank, until the channel is closed.
 
@@ -208,8 +174,6 @@ def run_conversation(
         not match their checksums. RunError: memory ran out.
     """
     with joined_mesh(config) as mesh:
-        model: nn.Module = load_model(config, weights, mesh)
-        if not isinstance(model, Generator | Stages):
-            raise ConfigError(f"model.family ({config.model.family}) has no logits(ids): it cannot continue a text")
+        model = load_generator(config, weights, mesh)
         reader = open_reader(model, mesh, transcript.window, parallel=config.parallel)
-        Conversation(model, mesh, config, reader, transcript, stops, channel).run()
+        Conversation(model, mesh, config.parallel, reader, transcript, stops, channel).run()

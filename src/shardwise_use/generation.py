@@ -10,10 +10,11 @@ A run ends with a sample: a short text that the trained model generates (`log.sa
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -299,7 +300,94 @@ class Detokenizer:
         return piece
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue, with the settings of the continuation.
+
+    Attributes:
+        ids: tokens of the text.
+        max_tokens: new tokens at most.
+        stop: ids that end the continuation.
+        temperature: temperature of `Sampler`.
+        top_p: sum of the kept probabilities of `Sampler`.
+        seed: seed of `Sampler`.
+    """
+
+    ids: Sequence[int]
+    max_tokens: int
+    stop: Collection[int]
+    temperature: float
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A continuation.
+
+    Attributes:
+        text: the new text, without the token that ends it.
+        tokens: all new ids, with the one that ends the text.
+        end: `eos` if an id of `Prompt.stop` ended the text, `stopped` if somebody did, else `max_tokens`.
+        prefill_seconds: time until the first token.
+        decode_seconds: time for the tokens after the first.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    end: Literal["eos", "stopped", "max_tokens"]
+    prefill_seconds: float
+    decode_seconds: float
+
+
+def answer(
+    model: Generator | Stages,
+    mesh: Mesh,
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    write: Callable[[str], None],
+    *,
+    parallel: ParallelConfig | None = None,
+    reader: Reader | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Answer:
+    """Continue a prompt as `generate` does; `write` gets each piece of text at once.
+
+    is_stopped: called after each token, on all ranks; True ends the continuation.
+    """
+    sampler = Sampler(prompt.temperature, prompt.top_p, prompt.seed)
+    detokenizer = Detokenizer(tokenizer, prompt.ids)
+    pieces: list[str] = []
+    tokens: list[int] = []
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        write(piece)
+
+    end: Literal["eos", "stopped", "max_tokens"] = "max_tokens"
+    start = time.perf_counter()
+    first = start
+    drawn = generate(
+        model, mesh, prompt.ids, prompt.max_tokens, sampler, stop=prompt.stop, parallel=parallel, reader=reader
+    )
+    for token in drawn:
+        if not tokens:
+            first = time.perf_counter()
+        tokens.append(token)
+        if token in prompt.stop:
+            end = "eos"
+            break
+        show(detokenizer.push(token))
+        if is_stopped():
+            end = "stopped"
+            break
+    decode_seconds = time.perf_counter() - first
+    show(detokenizer.finish())
+    return Answer("".join(pieces), tuple(tokens), end, first - start, decode_seconds)
+
+
 _PROMPT_TOKENS = 16
+"""Tokens of the data that a sample continues, where no prompt is given."""
 
 
 @dataclass(frozen=True)

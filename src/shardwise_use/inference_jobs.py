@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,47 +24,7 @@ from shardwise.distributed.mesh import Mesh, join, leave
 from shardwise.models.blocks import Stages
 from shardwise.pipeline.stages import build_stages
 from shardwise.train.evaluation import Evaluation, evaluate
-from shardwise_use.generation import Detokenizer, Generator, Sampler, generate
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A text to continue, with the settings of the continuation.
-
-    Attributes:
-        ids: tokens of the text.
-        max_tokens: new tokens at most.
-        stop: ids that end the continuation.
-        temperature: temperature of `Sampler`.
-        top_p: sum of the kept probabilities of `Sampler`.
-        seed: seed of `Sampler`.
-    """
-
-    ids: tuple[int, ...]
-    max_tokens: int
-    stop: frozenset[int]
-    temperature: float
-    top_p: float
-    seed: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A continuation.
-
-    Attributes:
-        text: the new text, without the token that ends it.
-        tokens: all new ids, with the one that ends the text.
-        ended: true if an id of `Prompt.stop` ended the text.
-        prefill_seconds: time until the first token.
-        decode_seconds: time for the tokens after the first.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    ended: bool
-    prefill_seconds: float
-    decode_seconds: float
+from shardwise_use.generation import Answer, Generator, Prompt, answer
 
 
 def run_evaluation(
@@ -103,33 +61,8 @@ def run_generation(
         not match their checksums. RunError: memory ran out.
     """
     with joined_mesh(config) as mesh:
-        model = load_model(config, weights, mesh)
-        if not isinstance(model, Generator | Stages):
-            raise ConfigError(f"model.family ({config.model.family}) has no logits(ids): it cannot continue a text")
-        sampler = Sampler(prompt.temperature, prompt.top_p, prompt.seed)
-        detokenizer = Detokenizer(tokenizer, prompt.ids)
-        pieces: list[str] = []
-        tokens: list[int] = []
-
-        def show(piece: str) -> None:
-            pieces.append(piece)
-            write(piece)
-
-        start = time.perf_counter()
-        first = start
-        drawn = generate(
-            model, mesh, prompt.ids, prompt.max_tokens, sampler, stop=prompt.stop, parallel=config.parallel
-        )
-        for token in drawn:
-            if not tokens:
-                first = time.perf_counter()
-            tokens.append(token)
-            if token not in prompt.stop:
-                show(detokenizer.push(token))
-        end = time.perf_counter()
-        show(detokenizer.finish())
-        ended = bool(tokens) and tokens[-1] in prompt.stop
-        return Answer("".join(pieces), tuple(tokens), ended, first - start, end - first)
+        model = load_generator(config, weights, mesh)
+        return answer(model, mesh, prompt, tokenizer, write, parallel=config.parallel)
 
 
 def run_tasks(config: Config, weights: Root, tokenizer: Tokenizer, stops: frozenset[int]) -> dict[str, Any] | None:
@@ -167,6 +100,18 @@ def joined_mesh(config: Config) -> Iterator[Mesh]:
             "or the prompt in a generation"
         ) from error
     leave()
+
+
+def load_generator(config: Config, weights: Root, mesh: Mesh) -> Generator | Stages:
+    """The model of `load_model`.
+
+    Raises:
+        ConfigError: it gives no logits.
+    """
+    model = load_model(config, weights, mesh)
+    if not isinstance(model, Generator | Stages):
+        raise ConfigError(f"model.family ({config.model.family}) has no logits(ids): it cannot continue a text")
+    return model
 
 
 def load_model(config: Config, weights: Root, mesh: Mesh) -> nn.Module:

@@ -31,6 +31,7 @@ def test_there_is_something_to_check() -> None:
     assert {"zero1.py", "layers.py"} <= set(SCRIPTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_the_page_trains(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(SCRIPTS[name], encoding="utf-8")

@@ -81,6 +81,7 @@ def test_stale_faults_are_listed() -> None:
     assert "'break' outside loop" in reasons["broken"]
 
 
+@pytest.mark.slow
 def test_enough_faults_fit_the_source() -> None:
     mutants = load_mutants()
     assert len(mutants) - len(stale_mutants(mutants)) >= LEAST

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from pathlib import Path
 
@@ -45,10 +46,22 @@ def user_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_files_beside_the_code_are_package_data() -> None:
+    """What the wheel of the slow test would lack."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    shipped = project["tool"]["setuptools"]["package-data"]
+    found = {path for name, patterns in shipped.items() for each in patterns for path in (SOURCE / name).glob(each)}
+    files = {path for name in shipped for path in (SOURCE / name).rglob("*") if path.is_file()}
+    beside = {path for path in files if path.suffix not in (".py", ".pyc")}
+    assert beside
+    assert beside <= found, sorted(beside - found)
+
+
 def site_packages(environment: Path) -> Path:
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(environment), "platbase": str(environment)}))
 
 
+@pytest.mark.slow
 def test_wheel_works_in_a_users_environment(wheel: Path, user_environment: Path, tmp_path: Path) -> None:
     before = {path.name for path in site_packages(user_environment).iterdir()}
     python = str(user_environment / "bin" / "python")

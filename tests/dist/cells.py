@@ -294,6 +294,29 @@ def sweep(count: int) -> list[Cell]:
     return list(found)
 
 
+def pipelines() -> list[Cell]:
+    """The whole matrix of schedules, degrees, stages of ZeRO and tied weights, up to 8 ranks."""
+    models = (("gpt", False), ("gpt", True), ("llama", False), ("llama", True), ("bert", False))
+    return [
+        replace(cell, layers=8, batch=max(8, 2 * cell.pipeline * cell.data))
+        for schedule, pipeline, tensor, zero in itertools.product(get_args(Schedule), (2, 4), (1, 2), (0, 1))
+        for family, variant in models
+        for cell in [
+            Cell(
+                family,
+                variant,
+                schedule=schedule,
+                pipeline=pipeline,
+                tensor=tensor,
+                sequence=tensor > 1,
+                data=zero + 1,
+                zero=zero,
+            )
+        ]
+        if cell.world <= 8
+    ]
+
+
 EIGHT_RANKS = small(
     Cell("llama", tensor=2, sequence=True, context=2, data=2, zero=1, recompute="selective", documents=True),
     Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=1, dropout=True),

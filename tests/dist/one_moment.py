@@ -1,6 +1,6 @@
 """An optimizer with one moment, which a test adds by one record, and what two ranks do with it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,17 +60,3 @@ def train_and_resume(config: Config, cell: Cell, folder: Path, source: Path) -> 
         (state,) = {tuple(state) for state in trainer.optimizer.inner.state.values()}
         trainer.feed.close()
     return differences, list(state)
-
-
-def weights_of(config: Config, cells: Sequence[Cell]) -> list[list[torch.Tensor]]:
-    """Train 3 steps in each cell; return the weights, whole on each rank."""
-    found = []
-    with recorded():
-        for cell in cells:
-            trainer = make_trainer(config, cell)
-            for _ in range(3):
-                trainer.step()
-            with trainer.optimizer.gathered():
-                found.append([p.detach().clone() for p in trainer.model.parameters()])
-            trainer.feed.close()
-    return found

@@ -33,6 +33,7 @@ from tests.dist.cells import (
     covering,
     measure,
     pairs,
+    pipelines,
     possible_pairs,
     small,
     sweep,
@@ -82,7 +83,7 @@ FP8 = small(
 )
 """In float32 but for the products, so that no layout rounds otherwise; in bfloat16 where none cuts a sum."""
 CELLS = [*array(), *CURVES, *SPECIAL, *LIKE_LLAMA, *FP8, *EIGHT_RANKS]
-OFTEN = {*covering(), LIKE_LLAMA[1], LIKE_LLAMA[6], FP8[1], FP8[4]}
+OFTEN = {*covering(), LIKE_LLAMA[6], FP8[4]}
 SELDOM = {*array(), *LIKE_LLAMA, *FP8, *EIGHT_RANKS, *MIXED[1:5]} - OFTEN
 """What differs from cells that always run by a fact of the model, by a schedule, or by which choices meet."""
 Train = Callable[[Cell], list[Measured]]
@@ -200,13 +201,18 @@ def test_dropout_is_there_and_off_in_evaluation(family: str) -> None:
 
 
 @pytest.mark.slow
-@by_name(sweep(100))
-def test_any_other_cell_trains_like_one_process(cell: Cell, ranks: Any) -> None:
+@by_name([*sweep(100), *pipelines()])
+def test_any_other_cell_trains_like_one_process(
+    cell: Cell, ranks: Any, record_property: Callable[[str, object], None]
+) -> None:
+    """What it finds is in the report of `--junitxml`, for the table in benchmarks/results/pipeline.md."""
     everyone: list[Measured] = ranks(cell.world).run(measure, cell, LONG)
     one = measure(cell.alone, LONG)
     errors = gradient_errors(whole(everyone, "gradients"), one.gradients)
     assert max(errors.values()) <= 1e-5, errors
     assert everyone[0].losses == pytest.approx(one.losses, rel=1e-5)
+    record_property("loss", max(abs(a / b - 1) for a, b in zip(everyone[0].losses, one.losses, strict=True)))
+    record_property("gradient", max(errors.values()))
 
 
 @by_name(MIXED)

@@ -73,7 +73,7 @@ LAYOUTS = [
     for zero in (0, 1, 2, 3)
     for replicate in ((1, 2) if zero and ranks // tensor == 4 else (1,))
 ]
-FEW = {(2, 1, False, 0, 1), (4, 2, True, 0, 1), (4, 2, False, 3, 1), (4, 1, False, 3, 2)}
+FEW = {(4, 2, True, 0, 1), (4, 1, False, 3, 2)}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,7 @@ SAME_LAYOUT = {
 
 
 SELDOM = (
+    "one process",
     "dropout, accumulation",
     "norms of queries and keys, TP 2 × DP 2, bfloat16",
     "TP 2 × PP 2 in a V, dropout",
@@ -252,7 +253,6 @@ def test_other_precision_and_bucket_size(ranks: Any, tmp_path: Path) -> None:
     assert not differences(again.state, mixed.state)
 
 
-LLAMA = make_config().model.model_dump()
 WIDE = {"hidden_size": 384, "intermediate_size": 1152, "vocab_size": 1536}
 
 
@@ -276,6 +276,7 @@ def test_each_byte_is_written_once_and_read_once(ranks: Any, tmp_path: Path) -> 
         assert state * 0.99 <= read <= state * 1.1, f"{read / state:.3f} of the state's bytes are read"
 
 
+@pytest.mark.slow
 def test_a_pipeline_writes_and_reads_each_byte_once(ranks: Any, tmp_path: Path) -> None:
     """A tied weight too, which two stages have: a third of this state."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}
@@ -297,17 +298,6 @@ def test_a_pipeline_writes_and_reads_each_byte_once(ranks: Any, tmp_path: Path) 
     assert weights * 0.99 <= read <= weights * 1.1, f"{read / weights:.3f} of the weights' bytes are read"
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_frozen_weights_are_read_once(zero: int, ranks: Any, tmp_path: Path) -> None:
-    model = {"family": "tests.dist.own_models:Plain", "vocab_size": 131, "width": 1024, "rows": 2048}
-    config = config_of(zero=zero, model=model)
-    written = on_ranks(ranks, 4, run, config, 1, 0, None, str(tmp_path))[0].state
-    results = on_ranks(ranks, 4, run, config, 0, 0, step_folder(tmp_path, 1), None)
-    assert not differences(results[0].state, written)
-    table, *trained = (4 * written["model"][name].numel() for name in ("table", "embedding.weight", "gain"))
-    assert sum(each.bytes_read for each in results) <= 1.1 * (table + 3 * sum(trained))
-
-
 class Counted(CheckpointReader):
     """`last`: the reader that was made last."""
 
@@ -327,42 +317,12 @@ def load_weights(config: Config, folder: str) -> Result:
     return Result(state={"model": {name: t.cpu() for name, t in weights.items()}}, bytes_read=Counted.last.bytes_read)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_weights_are_read_once_over_all_ranks(tensor: int, ranks: Any, tmp_path: Path) -> None:
-    """By data parallelism too, which holds them alike."""
-    model = {**make_config().model.model_dump(), **WIDE}
-    written = run(config_of(model=model), 0, 0, None, str(tmp_path)).state["model"]
-    config = config_of(tensor, tensor > 1, model=model)
-    results = on_ranks(ranks, 4, load_weights, config, step_folder(tmp_path, 0))
-    for each in results:
-        assert not differences(each.state, {"model": written})
-    whole = sum(4 * weight.numel() for weight in written.values())
-    assert whole * 0.99 <= sum(each.bytes_read for each in results) <= whole * 1.1
-
-
 def test_weights_alone_come_from_the_masters(tmp_path: Path) -> None:
     trained = run(config_of(mode="mixed"), 3, 0, None, str(tmp_path))
     trainer = make_trainer(config_of(mode="mixed"))
     load(trainer, step_folder(tmp_path, 3), weights_only=True)
-    found = canonical_state(trainer)
-    assert not differences(found, {name: trained.state[name] for name in ("model", "master")}), (
-        "no moments, same weights"
-    )
-
-
-@pytest.mark.parametrize("damage", ["weights", "moments"])
-def test_damage_is_met_by_every_rank(damage: str, ranks: Any, tmp_path: Path) -> None:
-    """One rank reads the damaged chunk, all raise what it says."""
-    on_ranks(ranks, 4, run, config_of(2), 1, 0, None, str(tmp_path))
-    folder = Path(step_folder(tmp_path, 1))
-    file = folder / ("model.safetensors" if damage == "weights" else "optimizer/rank-00001.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
-    said = on_ranks(ranks, 4, refusal, config_of(4), str(folder))
-    assert len(set(said)) == 1, f"ranks tell different things: {said}"
-    assert str(file) in said[0], said[0]
-    assert "do not match their checksum" in said[0]
+    wanted = {name: trained.state[name] for name in ("model", "master")}
+    assert not differences(canonical_state(trainer), wanted), "no moments, same weights"
 
 
 def refusal(config: Config, folder: str) -> str:
@@ -371,22 +331,6 @@ def refusal(config: Config, folder: str) -> str:
     except ShardwiseError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
-
-
-def test_another_model_is_refused_with_every_mismatch(ranks: Any, tmp_path: Path) -> None:
-    run(config_of(), 1, 0, None, str(tmp_path))
-    other = {**make_config().model.model_dump(), "num_hidden_layers": 3, "intermediate_size": 64}
-    said = [
-        text
-        for config in (config_of(2, model=other), config_of(parallel={"pipeline": 2}, model=other))
-        for text in on_ranks(ranks, 2, refusal, config, step_folder(tmp_path, 1))
-    ]
-    assert len(set(said)) == 1, f"ranks, or layouts, tell different things: {said}"
-    for expected in (
-        "lacks model.layers.2.",
-        "shape of model.layers.{0…1}.mlp.up_proj.weight [96, 64] must be [64, 64]",
-    ):
-        assert expected in said[0], said[0]
 
 
 def rewritten(folder: str, change: Callable[[dict[str, dict[str, TensorEntry]]], None]) -> None:
@@ -411,15 +355,6 @@ def test_a_gap_between_pieces_is_damage(ranks: Any, tmp_path: Path) -> None:
     assert "exp_avg/model.layers.1.mlp.up_proj.weight leave a gap" in said[0], said[0]
 
 
-def test_a_dtype_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
-    def retype(tensors: dict[str, dict[str, TensorEntry]]) -> None:
-        tensors["model"]["model.norm.weight"] = replace(tensors["model"]["model.norm.weight"], dtype="I32")
-
-    run(config_of(), 1, 0, None, str(tmp_path))
-    rewritten(step_folder(tmp_path, 1), retype)
-    assert "dtype of model.norm.weight (I32) must be float64" in refusal(config_of(), step_folder(tmp_path, 1))
-
-
 def fail_to_copy(config: Config, root: str, buffer_bytes: int | None) -> tuple[str, float]:
     """On rank 1 the copy of the state fails; what this rank met, and seconds until it could leave."""
     trainer = make_trainer(config)
@@ -435,7 +370,7 @@ def fail_to_copy(config: Config, root: str, buffer_bytes: int | None) -> tuple[s
     return "", 0.0
 
 
-@pytest.mark.parametrize("buffer_bytes", [None, 1 << 20])
+@pytest.mark.parametrize("buffer_bytes", [pytest.param(None, marks=pytest.mark.slow), 1 << 20])
 def test_a_rank_whose_copy_fails_leaves_at_once(buffer_bytes: int | None, ranks: Any, tmp_path: Path) -> None:
     """Its peers' writing threads wait for it: it must not wait for them."""
     outcomes = ranks(2).run(fail_to_copy, config_of(1), str(tmp_path), buffer_bytes)

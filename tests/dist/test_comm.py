@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise.base.errors import ArgumentError
 from shardwise.distributed import collectives as comm
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.layers.embedding import ReplicatedEmbedding
 from tests.dist.dense import check, error, mesh, random, run
 
 SIZES = (1, 2, 4)
@@ -131,29 +130,6 @@ def test_a_world_without_a_named_backend_has_the_faster_reduce_scatter_on_the_cp
     with torch.multiprocessing.get_context("forkserver").Pool(1) as pool:
         has_accelerator, is_faster = pool.apply(scatter_after_a_bare_start, (str(tmp_path / "rendezvous"),))
     assert is_faster != has_accelerator, "after init_process_group() without a backend"
-
-
-def uneven(size: int) -> list[str]:
-    group, messages = mesh(size).tp, []
-    positions = ReplicatedEmbedding(8, 4, sequence_parallel_enabled=True, group=group, name="positions", seed=1)
-    for function, x in (
-        (lambda x: comm.reduce_scatter(x, group), torch.zeros(size + 1, 2)),
-        (lambda x: comm.scatter_sum_sequence(x, group), torch.zeros(size + 1, 2)),
-        (lambda x: comm.split_sequence(x, group), torch.zeros(size + 1, 2)),
-        (lambda x: comm.split_last(x, group), torch.zeros(2, size + 1)),
-        (positions, torch.zeros(size + 1, 2, dtype=torch.int64)),
-    ):
-        try:
-            messages.append(f"gives {len(function(x))} rows")
-        except ValueError as refusal:
-            messages.append(str(refusal))
-    return messages
-
-
-def test_a_length_that_the_group_does_not_divide_is_refused(ranks: Any) -> None:
-    """Split all the same, it gave one rank more rows than the other."""
-    rows, columns = (f"{where} (3) must be a multiple of the group's size (2)" for where in ("dim 0", "the last dim"))
-    assert run(ranks, 2, uneven, 2) == [[rows, rows, rows, columns, rows]] * 2
 
 
 def test_at_size_one_every_collective_is_the_identity() -> None:
@@ -305,31 +281,6 @@ def test_a_group_splits_into_runs_of_neighbours(ranks: Any) -> None:
     assert [outcome["ranks"] for outcome in outcomes] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [outcome["rank"] for outcome in outcomes] == [0, 1, 0, 1]
     assert [outcome["sum"] for outcome in outcomes] == [1, 1, 5, 5]
-
-
-def axes(tensor: int, pipeline: int, context: int = 1) -> dict[str, tuple[int, ...]]:
-    made = Mesh(tensor=tensor, pipeline=pipeline, context=context, device="cpu")
-    for group in made.groups:
-        assert group.ranks[group.rank] == made.world.rank or group.size == 1
-        members = comm.all_gather_objects(made.world.rank, group)
-        assert group.size == 1 or tuple(members) == group.ranks
-    groups = {group.name: group.ranks for group in made.groups}
-    return groups | {"replicas": made.replicas.ranks, "stage": made.stage.ranks}
-
-
-def test_mesh_axes_are_pipeline_data_context_tensor(ranks: Any) -> None:
-    outcomes = run(ranks, 4, axes, 2, 1)
-    assert [outcome["tp"] for outcome in outcomes] == [(0, 1), (0, 1), (2, 3), (2, 3)], "TP ranks must be neighbours"
-    assert [outcome["dp"] for outcome in outcomes] == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    outcomes = run(ranks, 4, axes, 2, 2)
-    assert [outcome["pp"] for outcome in outcomes] == [(0, 2), (1, 3), (0, 2), (1, 3)], "pipeline is the outer axis"
-    assert all(outcome["world"] == (0, 1, 2, 3) for outcome in outcomes)
-    outcomes = run(ranks, 4, axes, 1, 1, 2)
-    assert [outcome["cp"] for outcome in outcomes] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert all(outcome["replicas"] == outcome["stage"] == (0, 1, 2, 3) for outcome in outcomes)
-    outcomes = run(ranks, 4, axes, 2, 1, 2)
-    assert [outcome["replicas"] for outcome in outcomes] == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    assert all(outcome["replicas"] == outcome["cp"] for outcome in outcomes), "one sample at a time has one axis"
 
 
 def from_process_group() -> None:

@@ -10,25 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.config import LlamaConfig
-from shardwise.config.decoders import Olmo2Config
 from shardwise.distributed import collectives
 from shardwise.layers.loss import parallel_cross_entropy
-from shardwise.models.blocks import Context
-from shardwise.models.llama import Llama
-from tests.dist.dense import check, error, fill, mesh, random, run
+from tests.dist.dense import check, error, mesh, random, run
 from tests.dist.test_comm import WHOLE_TO_PARTS
 
 S, B = 8, 2
-SIZES: dict[str, Any] = {
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "attention_bias": True,
-}
 
 
 def outcome(function: Callable[..., Tensor], leaves: list[Tensor], *args: Any) -> list[Tensor]:
@@ -65,56 +52,9 @@ def functions() -> dict[str, float]:
     return compare("functions", call, leaves, *inputs, backend="aot_eager")
 
 
+@pytest.mark.slow
 def test_functions_of_comm(ranks: Any) -> None:
     check(run(ranks, 2, functions), 1e-6)
-
-
-def compiled(sequence: bool, backend: str, whole: bool, kind: Any = LlamaConfig) -> dict[str, float]:
-    group, family = mesh(2).tp, kind.__name__.removesuffix("Config").lower()
-    model = Llama(kind(family=family, **SIZES), group, sequence_parallel=sequence, seed=1)
-    fill(model)
-    ids = torch.randint(31, (S, B), generator=torch.Generator().manual_seed(0))
-    group.meter.reset()
-    if whole:
-        return compare("model", model, dict(model.named_parameters()), ids, ids, backend=backend)
-    block, rows = model.layers[0], S // 2 if sequence else S
-    x = random(group.rank if sequence else 0, rows, B, 16).requires_grad_()
-    assert model.rotary is not None
-    tables = model.rotary.tables(S, x)
-    errors = compare(
-        "block",
-        block,
-        {"x": x, **dict(block.named_parameters())},
-        x,
-        Context(rotary_tables={None: tables}),
-        backend=backend,
-    )
-    assert group.meter.calls, "eager did not communicate"
-    return errors
-
-
-@pytest.mark.parametrize(
-    "backend",
-    ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow, id="inductor, which needs a C++ compiler")],
-)
-@pytest.mark.parametrize(
-    ("sequence", "whole"),
-    [
-        pytest.param(False, False, id="block", marks=pytest.mark.slow),
-        pytest.param(True, False, id="block, sequence parallelism", marks=pytest.mark.slow),
-        pytest.param(False, True, id="model and loss", marks=pytest.mark.slow),
-        pytest.param(True, True, id="model and loss, sequence parallelism"),
-    ],
-)
-def test_llama_is_traced_whole_and_computes_what_eager_does(
-    sequence: bool, whole: bool, backend: str, ranks: Any
-) -> None:
-    check(run(ranks, 2, compiled, sequence, backend, whole), 5e-6)
-
-
-@pytest.mark.slow
-def test_norms_of_queries_and_keys_are_traced(ranks: Any) -> None:
-    check(run(ranks, 2, compiled, False, "aot_eager", False, Olmo2Config), 5e-6)
 
 
 def cross_entropy() -> dict[str, float]:
@@ -128,5 +68,6 @@ def cross_entropy() -> dict[str, float]:
     return compare("loss", loss, {"logits": logits}, logits, backend="aot_eager")
 
 
+@pytest.mark.slow
 def test_parallel_cross_entropy(ranks: Any) -> None:
     check(run(ranks, 2, cross_entropy), 1e-6)

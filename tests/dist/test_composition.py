@@ -13,8 +13,6 @@ from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
 STEPS = 4
-OFTEN = ("1f1b", "zbv")
-"""Each way that schedules order and split a backward pass; gpipe and interleaved have none of their own."""
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("none", *get_args(Schedule)),
     "recompute": get_args(Recompute),
@@ -28,14 +26,6 @@ MODEL: dict[str, Any] = {
 }  # fmt: skip
 Cell = tuple[str, str, str]
 """Recompute, tying, dropout."""
-
-
-def cells(schedule: str) -> tuple[list[Cell], list[Cell]]:
-    """Of a schedule: one that together with those of the others has each recompute and tying, and the rest."""
-    everything = list(itertools.product(*(CHOICES[name] for name in ("recompute", "tying", "dropout"))))
-    place = CHOICES["schedule"].index(schedule)
-    few = [(("full", "selective")[place % 2], ("tied", "untied")[place // 2 % 2], "fast")]
-    return few, [cell for cell in everything if cell not in few]
 
 
 def config_of(schedule: str, cell: Cell) -> Config:
@@ -67,19 +57,11 @@ def alone(tying: str, dropout: str) -> list[float]:
     return losses([config_of("none", ("none", tying, dropout))])[0]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "which"),
-    [
-        pytest.param(
-            schedule, which, marks=() if which == 0 and schedule in OFTEN else pytest.mark.slow, id=f"{schedule}-{name}"
-        )
-        for schedule in CHOICES["schedule"]
-        for which, name in enumerate(("some", "rest"))
-    ],
-)
-def test_each_combination_trains_like_one_process(schedule: str, which: int, ranks: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", CHOICES["schedule"])
+def test_each_combination_trains_like_one_process(schedule: str, ranks: Any) -> None:
     """Masks that no layout changes give one process's losses, others those of the same layout without recompute."""
-    here = cells(schedule)[which]
+    here = list(itertools.product(*(CHOICES[name] for name in ("recompute", "tying", "dropout"))))
     wanted = dict.fromkeys([*here, *(("none", tying, dropout) for _, tying, dropout in here)])
     size = 1 if schedule == "none" else 2
     ran = dict(zip(wanted, ranks(size).run(losses, [config_of(schedule, cell) for cell in wanted])[0], strict=True))

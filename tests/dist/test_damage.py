@@ -1,7 +1,6 @@
-"""Checkpoints that are not what was written: all is found by `verify`, and what a resume reads by the resume."""
+"""Checkpoints that are not what was written: what a resume reads of them, it finds."""
 
 import errno
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,10 +12,9 @@ from fsspec.implementations.local import LocalFileSystem
 from tokenizers import Tokenizer, models
 
 from shardwise.base.errors import ShardwiseError
-from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.load_weights import load_checkpoint
 from shardwise.checkpoint.storage.checkpoint_folders import survey
-from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
 from shardwise.train.resume import restore_first
 from tests.dist.checkpoints import Result, State, canonical_state, make_trainer, run, step_folder
@@ -59,84 +57,6 @@ def root(written: Written, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written.root, tmp_path / "checkpoints"))
 
 
-# ---- verify
-
-
-def flip(file: Path, chance: random.Random) -> str:
-    """One bit."""
-    content = bytearray(file.read_bytes())
-    at, bit = chance.randrange(len(content)), chance.randrange(8)
-    content[at] ^= 1 << bit
-    file.write_bytes(content)
-    return f"bit {bit} of byte {at}"
-
-
-def overwrite(file: Path, chance: random.Random) -> str:
-    """A sector of zeros, as a disk that lost it gives."""
-    content = bytearray(file.read_bytes())
-    at = chance.randrange(len(content))
-    end = min(at + 512, len(content))
-    if not any(content[at:end]):
-        return flip(file, chance)
-    content[at:end] = bytes(end - at)
-    file.write_bytes(content)
-    return f"zeros from byte {at} to {end}"
-
-
-def truncate(file: Path, chance: random.Random) -> str:
-    length = chance.randrange(file.stat().st_size)
-    with file.open("r+b") as opened:
-        opened.truncate(length)
-    return f"truncated to {length} bytes"
-
-
-def extend(file: Path, chance: random.Random) -> str:
-    with file.open("ab") as opened:
-        opened.write(bytes(chance.randint(1, 100)))
-    return "longer than it was"
-
-
-def delete(file: Path, _: random.Random) -> str:
-    file.unlink()
-    return "deleted"
-
-
-DAMAGES: list[Callable[[Path, random.Random], str]] = [flip] * 5 + [overwrite] * 2 + [truncate] * 2 + [extend, delete]
-
-
-def found_by_verify(folder: Path) -> bool:
-    try:
-        return bool(verify(Root.of(folder)).problems)
-    except StoreError as error:
-        return error.missing
-
-
-def sweep(folder: Path, count: int, seed: int) -> None:
-    """Damage the files one after the other, each in turn, and set each right again."""
-    chance = random.Random(seed)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    assert {"manifest.json", "tokenizer.json", "config.json", "model.safetensors"} <= {file.name for file in files}
-    assert not found_by_verify(folder), "it is damaged before anything was done to it"
-    for number in range(count):
-        file = files[number % len(files)]
-        content = file.read_bytes()
-        what = chance.choice(DAMAGES)(file, chance)
-        assert found_by_verify(folder), f"not found: {file.relative_to(folder)}, {what}"
-        file.write_bytes(content)
-
-
-def test_verify_finds_any_damage(root: Path) -> None:
-    sweep(root / "step-00000002", 40, seed=0)
-
-
-@pytest.mark.slow
-def test_verify_finds_500_damages(root: Path) -> None:
-    sweep(root / "step-00000002", 500, seed=1)
-
-
-# ---- resume
-
-
 @dataclass
 class Resumed:
     """What one rank did: the step that it went on from, what it told, and why it did not."""
@@ -153,9 +73,7 @@ class Resumed:
 def resume(config: Config, root: str) -> Resumed:
     trainer, resumed = make_trainer(config), Resumed()
     try:
-        restored = restore_first(
-            survey(Root.of(root)), config, trainer.model, trainer.optimizer, trainer.mesh, trainer.progress, resumed  # type: ignore[arg-type]
-        )  # fmt: skip
+        restored = restore_first(survey(Root.of(root)), trainer, resumed)  # type: ignore[arg-type]
     except ShardwiseError as error:
         resumed.problem = f"{type(error).__name__}: {error}"
         return resumed

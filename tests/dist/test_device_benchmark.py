@@ -51,24 +51,3 @@ def test_reports_speed_memory_and_communication_of_each_layout(ranks: Any, tmp_p
         assert 0 <= data["hidden_share"] <= 1
     assert [row[:2] for row in report.tables[0].rows] == [[name, "2"] for name in benchmark.LAYOUTS]
     assert "peak unknown" in report.tables[0].markdown()
-
-
-def test_the_hidden_share_counts_each_moment_once() -> None:
-    found = module().hidden([(0, 10), (5, 20), (30, 40)], [(8, 12), (10, 15), (35, 50)])
-    assert found == {"collective_seconds": 30e-6, "hidden_share": 12 / 30}
-    assert module().hidden([], [(0, 1)]) == {"collective_seconds": 0, "hidden_share": None}
-
-
-def test_the_blocks_fill_a_device_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.base.errors import ConfigError
-    from shardwise.distributed import devices
-    from shardwise.distributed.mesh import Mesh
-
-    mesh, blocks = Mesh(device="cpu"), []
-    for gib in (16, 80, 1000):
-        monkeypatch.setattr(devices, "total_memory", lambda _, size=gib * 2**30: size)
-        blocks.append(module().fitting(mesh).model.num_hidden_layers)
-    assert blocks == [2, 16, 32]
-    monkeypatch.setattr(devices, "total_memory", lambda _: 2**30)
-    with pytest.raises(ConfigError, match="must have memory for one block of Llama 2 7B"):
-        module().fitting(mesh)

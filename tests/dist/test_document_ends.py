@@ -103,7 +103,7 @@ def no_dropout(family: str) -> dict[str, float]:
     return dict.fromkeys(DROPOUT[family], 0.0)
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt", "gpt_neox"))])
 def test_the_masks_are_in_the_memory_estimate(family: str) -> None:
     for recompute in RECOMPUTE:
         config = make_config(

@@ -13,7 +13,7 @@ from shardwise.train import build, trainer
 from shardwise.train.model_checks import check_replicas
 from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import MODEL, make_config, make_data
+from tests.dist.training import make_config, make_data
 from tests.rank_pool import RankPool
 
 NORM = "norm.weight"
@@ -79,11 +79,6 @@ def test_what_is_not_copied_may_differ(ranks: Any) -> None:
         assert pool.run(drift, 4, torch.float32, {1: (name, element, 3)}) == [None] * 4
 
 
-def test_head_sizes_are_what_the_cases_assume() -> None:
-    assert MODEL["hidden_size"] == 64
-    assert (MODEL["num_attention_heads"], MODEL["num_key_value_heads"]) == (8, 2)
-
-
 def test_a_run_compares_every_few_steps_and_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     monkeypatch.setattr(trainer, "check_replicas", lambda _model, _mesh, step, _optimizer: compared.append(step))
@@ -94,7 +89,7 @@ def test_a_run_compares_every_few_steps_and_after_the_last(monkeypatch: pytest.M
 
 def run(trained: Trainer) -> None:
     """A run that records and saves nothing."""
-    reporter: Any = SimpleNamespace(is_logged=lambda _: False, step=lambda _: None)
+    reporter: Any = SimpleNamespace(step=lambda _: None)
     unsaved: Any = SimpleNamespace(flags=None, stopped_by=None, state_hashes=None, after_step=lambda *_: None)
     observers = build.build_observers(trained.config, trained, reporter, unsaved, None)
     trained.run(observers, unsaved, lambda _: nullcontext())

@@ -8,7 +8,7 @@ import torch
 from shardwise.config import Config
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FACTS, FAMILIES, make_config, make_data, train
+from tests.dist.training import FAMILIES, make_config, make_data, train
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,  # odd: the vocabulary is padded at every degree
@@ -20,14 +20,10 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.05,
 }
 DROPOUT: dict[str, dict[str, float]] = {
-    **{family: {"attention_dropout": 0.1} for family in ("llama", "qwen3", "olmo2")},
+    "llama": {"attention_dropout": 0.1},
     "gpt": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "ffn_dropout": 0.1},
     "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1},
     "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
-}
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": {"name": "adamw", "lr": 1e-3},
-    "lamb": {"name": "lamb", "lr": 1e-2, "eps": 1e-6},
 }
 LAYOUT: dict[str, dict[str, Any]] = {
     "parallel": {"tensor": 2, "sequence": True},
@@ -36,12 +32,10 @@ LAYOUT: dict[str, dict[str, Any]] = {
 }
 
 
-def configuration(family: str, optimizer: str, dropout: str | None, layout: bool, **train: Any) -> Config:
-    p = DROPOUT[family] if dropout else dict.fromkeys(DROPOUT[family], 0.0)
-    sections = {name: dict(values) for name, values in LAYOUT.items()} if layout else {"train": {"micro_batch": 8}}
-    sections["model"] = SIZES | (FAMILIES | FACTS)[family] | p
-    sections["optimizer"] = sections.get("optimizer", {}) | OPTIMIZERS[optimizer]
-    sections["train"] |= {"dropout_mode": dropout or "fast"} | train
+def configuration(family: str, dropout: str, **train: Any) -> Config:
+    sections = {name: dict(values) for name, values in LAYOUT.items()}
+    sections["model"] = SIZES | FAMILIES[family] | DROPOUT[family]
+    sections["train"] |= {"dropout_mode": dropout} | train
     return make_config(**sections)
 
 
@@ -58,7 +52,7 @@ MASKS = [
 def test_recompute_draws_the_same_masks(family: str, dropout: str, ranks: Any) -> None:
     """To the bit, on TP 2 × DP 2 with sequence parallelism, accumulation and dropout."""
     wanted, *others = (
-        ranks(4).run(train, configuration(family, "adamw", dropout, True, recompute=how, micro_batch=2), 1)[0]
+        ranks(4).run(train, configuration(family, dropout, recompute=how, micro_batch=2), 1)[0]
         for how in ("none", "selective", "full")
     )
     for how, found in zip(("selective", "full"), others, strict=True):
@@ -82,7 +76,7 @@ def losses_and_masks(config: Config) -> tuple[list[float], list[bool]]:
 def test_fast_masks_agree_where_activations_are_copies_and_differ_where_they_are_not(
     sequence: bool, ranks: Any
 ) -> None:
-    config = configuration("gpt", "adamw", "fast", True, micro_batch=2)
+    config = configuration("gpt", "fast", micro_batch=2)
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"sequence": sequence})})
     everyone = ranks(4).run(losses_and_masks, config)
     for losses, _ in everyone:

@@ -84,6 +84,7 @@ def test_ranks_that_share_samples_scale_as_one_process(ranks: Any) -> None:
         assert found.of_weights == wanted.of_weights
 
 
+@pytest.mark.slow
 def test_a_ring_differs_by_less_than_fp8_rounds(ranks: Any) -> None:
     """It adds attention's outputs in another order: a number that moves to the next fp8 number moves many others."""
     found, _ = ranks(2).run(measure, RING, 2)

@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from tests.dist.dense import check, error, fill, gradient_errors, leaves, mesh, 
 S, B, INPUTS, OUTPUTS = 8, 3, 12, 20
 DEGREES = (1, 2, 4)
 BOOLS = (False, True)
+Part = Callable[[Tensor], Tensor]
+Dense = Callable[[Tensor, dict[str, Tensor]], dict[str, Tensor]]
 
 
 def sequence_part(x: Tensor, tp: int, sequence: bool) -> Tensor:
@@ -37,26 +41,46 @@ def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
+def uncut(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def compared(layer: nn.Module, dense: Dense, into: Part, out: Part) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Errors of the outputs and of all gradients on this rank, and the canonical weights with their gradients.
+
+    Args:
+        dense: of a whole input and the canonical weights, each output by its name.
+        into, out: this rank's part of an input and of an output.
+    """
+    weights = leaves(fill(layer))
+    x = random(1, S, B, INPUTS).requires_grad_()
+    wanted = dense(x, weights)
+    pulls = {name: random(2 + number, *y.shape) for number, (name, y) in enumerate(wanted.items())}
+    torch.stack([(wanted[name] * pull).sum() for name, pull in pulls.items()]).sum().backward()
+    mine = into(x.detach()).requires_grad_()
+    outputs = layer(mine)
+    found = dict(zip(wanted, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
+    torch.stack([(found[name] * out(pull)).sum() for name, pull in pulls.items()]).sum().backward()
+    assert x.grad is not None
+    assert mine.grad is not None
+    errors = {f"output {name}": error(found[name], out(y)) for name, y in wanted.items()}
+    errors["gradient of the input"] = error(mine.grad, into(x.grad))
+    return errors | gradient_errors(layer, weights), weights
+
+
 def column(tp: int, sequence: bool, bias: bool, gather: bool) -> dict[str, float]:
     layer = ColumnParallelLinear(
         INPUTS, OUTPUTS, bias, gather, sequence_parallel_enabled=sequence, name="col", seed=1, group=mesh(tp).tp
     )
-    weights = leaves(fill(layer))
+    out = uncut if gather else partial(feature_part, tp=tp)
+    errors, weights = compared(
+        layer,
+        lambda x, weights: {"y": linear(x, weights, "col")},
+        partial(sequence_part, tp=tp, sequence=sequence),
+        out,
+    )
     assert ("col.bias" in weights) == bias
-    whole_x, pull = random(1, S, B, INPUTS).requires_grad_(), random(2, S, B, OUTPUTS)
-    whole_y = linear(whole_x, weights, "col")
-    (whole_y * pull).sum().backward()
-    x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
-    y = layer(x)
-    mine = (lambda t: t) if gather else (lambda t: feature_part(t, tp))
-    (y * mine(pull)).sum().backward()
-    assert whole_x.grad is not None
-    assert x.grad is not None
-    return {
-        "output": error(y, mine(whole_y)),
-        "gradient of the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
-        **gradient_errors(layer, weights),
-    }
+    return errors
 
 
 @pytest.mark.parametrize("sequence", BOOLS)
@@ -70,22 +94,14 @@ def row(tp: int, sequence: bool, bias: bool, parallel: bool) -> dict[str, float]
     layer = RowParallelLinear(
         INPUTS, OUTPUTS, bias, parallel, sequence_parallel_enabled=sequence, name="row", seed=1, group=mesh(tp).tp
     )
-    weights = leaves(fill(layer))
+    into = partial(feature_part, tp=tp) if parallel else uncut
+    errors, weights = compared(
+        layer,
+        lambda x, weights: {"y": linear(x, weights, "row")},
+        into,
+        partial(sequence_part, tp=tp, sequence=sequence),
+    )
     assert ("row.bias" in weights) == bias
-    whole_x, pull = random(1, S, B, INPUTS).requires_grad_(), random(2, S, B, OUTPUTS)
-    whole_y = linear(whole_x, weights, "row")
-    (whole_y * pull).sum().backward()
-    mine = (lambda t: feature_part(t, tp)) if parallel else (lambda t: t.clone())
-    x = mine(whole_x.detach()).requires_grad_()
-    y = layer(x)
-    (y * sequence_part(pull, tp, sequence)).sum().backward()
-    assert whole_x.grad is not None
-    assert x.grad is not None
-    errors = {
-        "output": error(y, sequence_part(whole_y, tp, sequence)),
-        "gradient of the input": error(x.grad, mine(whole_x.grad)),
-        **gradient_errors(layer, weights),
-    }
     if bias:
         assert_partial(layer.bias, weights["row.bias"], sequence and tp > 1)
     return errors
@@ -122,22 +138,9 @@ def merged(tp: int, sequence: bool, bias: bool, gather: bool) -> dict[str, float
         seed=1,
         group=mesh(tp).tp,
     )
-    weights = leaves(fill(layer))
-    whole_x = random(1, S, B, INPUTS).requires_grad_()
-    whole = {name: linear(whole_x, weights, name) for name in sizes}
-    pulls = {name: random(i, S, B, size) for i, (name, size) in enumerate(sizes.items())}
-    torch.stack([(whole[name] * pulls[name]).sum() for name in sizes]).sum().backward()
-    x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
-    found = dict(zip(sizes, layer(x), strict=True))
-    mine = (lambda t: t) if gather else (lambda t: feature_part(t, tp))
-    torch.stack([(found[name] * mine(pulls[name])).sum() for name in sizes]).sum().backward()
-    assert whole_x.grad is not None
-    assert x.grad is not None
-    return {
-        **{f"output {name}": error(found[name], mine(whole[name])) for name in sizes},
-        "gradient of the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
-        **gradient_errors(layer, weights),
-    }
+    into = partial(sequence_part, tp=tp, sequence=sequence)
+    out = uncut if gather else partial(feature_part, tp=tp)
+    return compared(layer, lambda x, weights: {name: linear(x, weights, name) for name in sizes}, into, out)[0]
 
 
 @pytest.mark.parametrize("sequence", BOOLS)
@@ -260,8 +263,7 @@ def out_of_range(tp: int, wrong: int) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize("wrong", [-1, 9, 11, 12])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("tp", "wrong"), [(2, -1), (4, 11)])
 def test_ids_outside_of_the_vocabulary_are_refused_even_where_padding_would_hold_them(
     tp: int, wrong: int, ranks: Any
 ) -> None:
@@ -273,26 +275,17 @@ def norm(tp: int, sequence: bool, kind: type[RMSNorm] | type[LayerNorm]) -> dict
     start = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
     assert bool((start["weight"] == 1).all())
     assert kind is RMSNorm or bool((start["bias"] == 0).all())
-    weights = leaves(fill(layer))
-    whole_x, pull = random(1, S, B, INPUTS).requires_grad_(), random(2, S, B, INPUTS)
-    if kind is RMSNorm:
-        scale = (whole_x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        whole_y = whole_x * scale * weights["n.weight"]
-    else:
-        whole_y = F.layer_norm(whole_x, (INPUTS,), weights["n.weight"], weights["n.bias"], 1e-5)
-    (whole_y * pull).sum().backward()
-    x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
-    y = layer(x)
-    (y * sequence_part(pull, tp, sequence)).sum().backward()
+
+    def dense(x: Tensor, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        if kind is RMSNorm:
+            return {"y": x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weights["n.weight"]}
+        return {"y": F.layer_norm(x, (INPUTS,), weights["n.weight"], weights["n.bias"], 1e-5)}
+
+    part = partial(sequence_part, tp=tp, sequence=sequence)
+    errors, weights = compared(layer, dense, part, part)
     for name, parameter in layer.named_parameters():
         assert_partial(parameter, weights[f"n.{name}"], sequence and tp > 1)
-    assert whole_x.grad is not None
-    assert x.grad is not None
-    return {
-        "output": error(y, sequence_part(whole_y, tp, sequence)),
-        "gradient of the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
-        **gradient_errors(layer, weights),
-    }
+    return errors
 
 
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
@@ -316,20 +309,8 @@ def head(tp: int, sequence: bool, vocabulary: int, multiple: int = 1) -> dict[st
         group=mesh(tp).tp,
     )
     assert layer.weight.shape[0] == -(-vocabulary // (tp * multiple)) * multiple
-    weights = leaves(fill(layer))
-    whole_x, pull = random(1, S, B, INPUTS).requires_grad_(), random(2, S, B, vocabulary)
-    whole_y = whole_x @ weights["head.weight"].t()
-    (whole_y * pull).sum().backward()
-    x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
-    y = layer(x)
-    (y * pull).sum().backward()
-    assert whole_x.grad is not None
-    assert x.grad is not None
-    return {
-        "logits": error(y, whole_y),
-        "gradient of the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
-        **gradient_errors(layer, weights),
-    }
+    into = partial(sequence_part, tp=tp, sequence=sequence)
+    return compared(layer, lambda x, weights: {"logits": linear(x, weights, "head")}, into, uncut)[0]
 
 
 @pytest.mark.parametrize("sequence", BOOLS)
@@ -382,40 +363,6 @@ def padded_losses(tp: int, sequence: bool, multiple: int) -> dict[str, float]:
 def test_padded_rows_get_neither_probability_nor_gradient(tp: int, sequence: bool, ranks: Any) -> None:
     for multiple in (1, 4, 16):
         check(run(ranks, tp, padded_losses, tp, sequence, multiple))
-
-
-def unseeded(tp: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of layers without a seed, on ranks whose generators disagree."""
-    group = mesh(tp).tp
-    torch.manual_seed(100 + group.rank)
-    row_weight = RowParallelLinear(8, 4, name="row", group=group).weight.detach()
-    torch.manual_seed(100 + group.rank)
-    again = RowParallelLinear(8, 4, name="row", group=group).weight.detach()
-    other = RowParallelLinear(8, 4, name="row", group=group).weight.detach()
-    return row_weight.clone(), again.clone(), other.clone()
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_layers_without_a_seed_agree_on_one_from_torchs_generator(tp: int, ranks: Any) -> None:
-    outcomes = run(ranks, tp, unseeded, tp)
-    torch.manual_seed(100)  # rank 0's: its seed is the group's
-    whole = RowParallelLinear(8, 4, name="row").weight.detach()
-    assert torch.equal(torch.cat([first for first, _, _ in outcomes], dim=1), whole), "the ranks drew other tensors"
-    for first, again, other in outcomes:
-        assert torch.equal(first, again), "torch.manual_seed does not decide the weights"
-        assert not torch.equal(first, other), "two layers drew the same weights"
-
-
-def same_name_whatever_the_layout(tp: int) -> Tensor:
-    layer = ColumnParallelLinear(INPUTS, OUTPUTS, name="a.b", seed=5, group=mesh(tp).tp)
-    return layer.weight.detach().clone()
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_seed_and_name_decide_the_weights_on_real_ranks(tp: int, ranks: Any) -> None:
-    whole = ColumnParallelLinear(INPUTS, OUTPUTS, name="a.b", seed=5).weight.detach()
-    shards = run(ranks, tp, same_name_whatever_the_layout, tp)
-    assert torch.equal(torch.cat(shards), whole)
 
 
 def copied_model_keeps_its_records() -> list[bool]:

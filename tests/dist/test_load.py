@@ -32,6 +32,9 @@ from tests.hugging_face import CASES, described, export_hugging_face, open_folde
 LAYOUTS = {"tp2": (2, 2, False), "tp4-sp": (4, 4, True), "tp2-dp2-sp": (4, 2, True), "dp2": (2, 1, False)}
 
 
+OFTEN = ("llama", "gemma3", "gpt", "neox", "bert")
+
+
 def configured(folder: Path, tensor: int, **parallel: Any) -> Config:
     return config_from(
         {
@@ -67,7 +70,7 @@ def in_and_out(source: Path, target: Path, tensor: int, sequence: bool) -> list[
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        pytest.param(case, layout, marks=() if layout == "tp4-sp" else pytest.mark.slow)
+        pytest.param(case, layout, marks=() if layout == "tp4-sp" and case in OFTEN else pytest.mark.slow)
         for case in CASES
         for layout in LAYOUTS
     ],
@@ -130,7 +133,7 @@ def begin(
 @pytest.mark.parametrize(
     ("case", "tensor", "zero", "replicate", "mode"),
     [
-        ("llama", 1, 3, 2, "float32"),
+        pytest.param("llama", 1, 3, 2, "float32", marks=pytest.mark.slow),
         ("gpt", 1, 3, 2, "mixed"),
         pytest.param("qwen3", 1, 3, 2, "mixed", marks=pytest.mark.slow),
         pytest.param("gemma3", 1, 3, 2, "float32", marks=pytest.mark.slow),
@@ -161,17 +164,6 @@ def complaint(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_values_that_copies_own_are_counted_once(ranks: Any, tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["model.embed_tokens.weight"][-2:, 0] = torch.inf
-    weights["model.norm.weight"][:3] = torch.nan
-    save_file(weights, tmp_path / "model.safetensors")
-    (text,) = set(ranks(4).run(complaint, tmp_path))
-    assert "model.embed_tokens.weight (2)" in text
-    assert "model.norm.weight (3)" in text
-
-
 def elements_read(folder: Path, tensor: int) -> tuple[int, int]:
     """Elements that this rank reads, and that it holds."""
     read, numbers = StoredTensors.read, []
@@ -186,6 +178,7 @@ def elements_read(folder: Path, tensor: int) -> tuple[int, int]:
     return sum(numbers), sum(placement.numel for _, _, placement in placements(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "gpt", "neox", "bert"])
 def test_each_rank_reads_what_it_holds(case: str, ranks: Any, tmp_path: Path) -> None:
     model = save(case, tmp_path)
@@ -255,6 +248,6 @@ def test_all_ranks_fail_where_one_does(damage: str, ranks: Any, tmp_path: Path) 
         "missing": "lacks transformer.ln_f.bias",
         "copy": "must equal",
         "nothing": "it is empty",
-        "not finite": "NaN or infinite in transformer.wte.weight (1) and transformer.ln_f.bias (3)",
+        "not finite": "NaN or infinite in transformer.wte.weight and transformer.ln_f.bias",
     }
     assert text[damage] in answers[0][0]

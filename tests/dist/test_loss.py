@@ -91,48 +91,6 @@ def test_bfloat16_logits_give_a_float32_loss(tp: int, ranks: Any) -> None:
     check(outcomes, 2**-8)
 
 
-def probability(tp: int) -> float:
-    """All columns but the padding equal: the loss is log V, whatever stands in the padding."""
-    local, _ = columns(torch.zeros(S, B, 9), tp, float("nan") if tp == 1 else PADDING)
-    return float(parallel_cross_entropy(local, targets(9), group=mesh(tp).tp, vocab_size=9).mean())
-
-
-@pytest.mark.parametrize("tp", DEGREES)
-def test_padding_never_receives_probability(tp: int, ranks: Any) -> None:
-    wanted = float(torch.tensor(9.0).log())
-    for found in run(ranks, tp, probability, tp):
-        assert abs(found - wanted) < 1e-6, f"mean loss {found} of a uniform choice of 9, log 9 = {wanted}"
-
-
-def refusals(tp: int, wrong: int) -> list[str]:
-    target = targets(9)
-    target[1, 1] = wrong
-    group, messages = mesh(tp).tp, []
-    logits, weight = torch.zeros(S, B, -(-9 // tp)), torch.zeros(-(-9 // tp), H)
-    for call in (
-        lambda: parallel_cross_entropy(logits, target, group=group, vocab_size=9),
-        lambda: linear_cross_entropy(torch.zeros(S, B, H), weight, target, group=group, vocab_size=9),
-        lambda: parallel_cross_entropy(logits, targets(9), 1.5, group=group, vocab_size=9),
-        lambda: linear_cross_entropy(
-            torch.zeros(S, B, H), weight, targets(9), label_smoothing=-0.5, group=group, vocab_size=9
-        ),
-    ):
-        try:
-            call()
-            messages.append("accepted")
-        except ValueError as refusal:
-            messages.append(str(refusal))
-    return messages
-
-
-@pytest.mark.parametrize("wrong", [-1, 9, 11])
-@pytest.mark.parametrize("tp", DEGREES)
-def test_bad_targets_and_smoothing_are_refused(tp: int, wrong: int, ranks: Any) -> None:
-    target = f"target ({wrong}) must be in [0, 9) or the ignore_index"
-    smoothing = ["label_smoothing (1.5) must be in [0, 1]", "label_smoothing (-0.5) must be in [0, 1]"]
-    assert run(ranks, tp, refusals, tp, wrong) == [[target, target, *smoothing]] * tp
-
-
 # ---- head and loss together, chunk by chunk
 
 

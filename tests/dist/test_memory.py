@@ -143,8 +143,8 @@ def held_alone(model: str, dropout: str | None, recompute: str) -> Held:
     return measure(configuration(model, dropout, 1, recompute))
 
 
-CUT_OFTEN = {("llama", None), ("gpt", "fast"), ("gpt_neox", "invariant")}
-OFTEN_ALONE = {("gpt", "invariant"), ("bert", "fast"), ("llama", None)}
+CUT_OFTEN = {("gpt", "fast")}
+OFTEN_ALONE = {("bert", "fast"), ("llama", None)}
 STACKS = [
     pytest.param(
         *(model, dropout, tensor),
@@ -180,7 +180,9 @@ def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tens
 @pytest.mark.parametrize(
     ("mode", "micro_batch"), [("bfloat16", 2), ("float32", 1)], ids=["bfloat16", "micro-batches of one"]
 )
-@pytest.mark.parametrize("model", [*FAMILIES, *(pytest.param(model, marks=pytest.mark.slow) for model in FACTS)])
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=() if model == "gpt" else pytest.mark.slow) for model in (*FAMILIES, *FACTS)]
+)
 def test_other_dtypes_and_batches(model: str, mode: str, micro_batch: int) -> None:
     """Where attention copies other things, and norms and probabilities are in another dtype than x."""
     check_peaks(model, {"micro_batch": micro_batch}, {"mode": mode})
@@ -216,47 +218,17 @@ def measure_step(config: Config) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize(
-    ("tensor", "world", "mode", "recompute", "dropout"),
-    [
-        (1, 1, "float32", "none", None),
-        pytest.param(1, 1, "float32", "full", "invariant", marks=pytest.mark.slow),
-        pytest.param(1, 1, "mixed", "selective", "fast", marks=pytest.mark.slow),
-        (2, 4, "float32", "selective", "fast"),
-    ],
-    ids=["plain", "full, invariant", "mixed, selective, fast", "TP 2 + SP, DP 2, selective, fast"],
-)
-@pytest.mark.parametrize(
-    "model", [pytest.param(model, marks=() if model == "llama" else pytest.mark.slow) for model in FAMILIES]
-)
-def test_a_step_holds_what_cost_has(
-    model: str, tensor: int, world: int, mode: str, recompute: str, dropout: str | None, ranks: Any
-) -> None:
-    sections: dict[str, dict[str, Any]] = {"train": {"global_batch": 2 * world}, "precision": {"mode": mode}}
-    config = configuration(model, dropout, tensor, recompute, **sections)
-    memory = expected_memory(config, check_layout(config, world))
-    assert memory is not None
-    for rank, peak in enumerate(ranks(world).run(measure_step, config) if world > 1 else [measure_step(config)]):
-        off = memory.total / peak - 1
-        assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
-
-
 ATTENTION_ALONE = {"vocab_size": 32, "intermediate_size": 16, "num_key_value_heads": 4}
 """Most memory is that of keys and values."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recompute", "context", "keys", "grain"),
     [
-        ("none", 4, "gather", None),
-        ("none", 4, "ring", None),
-        *(
-            pytest.param(kind, 4, keys, None, marks=pytest.mark.slow)
-            for kind in RECOMPUTE[1:]
-            for keys in ("gather", "ring")
-        ),
-        pytest.param("none", 2, "gather", 4, marks=pytest.mark.slow),
-        pytest.param("none", 1, "gather", 4, marks=pytest.mark.slow),
+        *((kind, 4, keys, None) for kind in RECOMPUTE for keys in ("gather", "ring")),
+        ("none", 2, "gather", 4),
+        ("none", 1, "gather", 4),
     ],
 )
 def test_ranks_that_share_samples_hold_what_cost_has(
@@ -345,7 +317,7 @@ SHARDED = [
     ),
     ("llama", {"zero": 1}, {"parallel": {"context": 4, "grain": 1}, "train": {"bitwise": True, "data_grain": 1}}),
 ]
-OFTEN = (2, 14)
+OFTEN = (14,)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +378,8 @@ def bytes_beside_the_parts(config: Config, root: str) -> tuple[dict[str, int], i
     return most, max(whole), sum(whole)
 
 
-@pytest.mark.parametrize("mode", ["float32", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["float32", "mixed"])
 def test_with_zero_3_no_rank_ever_holds_more_than_a_unit(mode: str, ranks: Any, tmp_path: Path) -> None:
     train = {"global_batch": 4, "micro_batch": 1, "sequence_length": 16}
     config = make_config(
@@ -419,17 +392,6 @@ def test_with_zero_3_no_rank_ever_holds_more_than_a_unit(mode: str, ranks: Any, 
         assert 4 * unit < model, "a unit is a small part of the model"
         for phase, size in most.items():
             assert size <= 2 * unit, f"{phase}: {size:,} bytes beside the parts, {unit:,} of a unit, {model:,} in all"
-
-
-@pytest.mark.parametrize("model", FAMILIES)
-def test_another_kind_of_recompute_would_be_told_apart(model: str) -> None:
-    """The tolerance is smaller than what the kinds differ by: a formula for another one fails."""
-    for recompute in RECOMPUTE:
-        config = configuration(model, "fast", 1, recompute)
-        found = held_alone(model, "fast", recompute)
-        for other in set(RECOMPUTE) - {recompute}:
-            wrong = expected(configuration(model, "fast", 1, other), check_layout(config, 1))
-            assert abs(wrong.peak / found.peak - 1) > 2 * TOLERANCE, f"{recompute} holds about what {other} does"
 
 
 def test_live_tensors_are_counted_once_and_until_they_are_free() -> None:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from shardwise.config import check_layout
-from shardwise.data.formats.text import random_text
+from shardwise.data.formats.common import random_text
 from shardwise.distributed import collectives
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.train.build import build_trainer
+from shardwise.train.step_meters import STRAGGLER_STEPS
 from shardwise.train.step_record import SMOOTHED_STEPS, StepRecord
-from shardwise.train.straggler import STRAGGLER_STEPS
 from tests.dist.checkpoints import make_trainer
 from tests.dist.dense import mesh
 from tests.dist.test_checkpoint import config_of
@@ -57,7 +57,8 @@ def measured(layout: dict[str, Any], steps: int, slow: bool) -> tuple[list[StepR
     return records, paused
 
 
-@pytest.mark.parametrize("layout", [pytest.param("TP 2 × DP 2", marks=pytest.mark.slow), "PP 2 × DP 2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(layout: str, ranks: Any) -> None:
     results = ranks(4).run(measured, LAYOUTS[layout], STRAGGLER_STEPS + 4, True)
     for rank, (records, paused) in enumerate(results):
@@ -84,6 +85,7 @@ def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(layout: str, ranks:
     assert named[0].relative > 1.5
 
 
+@pytest.mark.slow
 def test_losses_do_not_depend_on_what_is_measured(ranks: Any) -> None:
     slow, plain = (ranks(4).run(measured, LAYOUTS["TP 2 × DP 2"], 3, slow)[0][0] for slow in (True, False))
     assert [record.loss for record in slow] == [record.loss for record in plain]

@@ -112,9 +112,9 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any], bool]] = {
     "tp2-pp2": (2, 2, {}, False),
 }
 ALWAYS = "tp2-dp2-zero1-sp"
-OFTEN_CUT = (("llama", "tp2-pp2"), ("llama", "tp4-heads"))
+OFTEN_CUT = (("llama", "tp4-heads"), ("llama tied, biases", ALWAYS), ("gpt", ALWAYS), ("bert", "pp2-dp2-zero1"))
 CELLS = [
-    pytest.param(layout, name, marks=() if layout == ALWAYS or (name, layout) in OFTEN_CUT else pytest.mark.slow)
+    pytest.param(layout, name, marks=() if (name, layout) in OFTEN_CUT else pytest.mark.slow)
     for layout in LAYOUTS
     for name in MODELS
 ]
@@ -149,7 +149,6 @@ EIGHT: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "llama-dp8-zero0": ("llama", {}, 0, {"nesterov": False}),
     "gpt-tp8sp": ("gpt", {"tensor": 8, "sequence": True}, 1, {"adjust_lr_fn": "original"}),
 }
-OFTEN = ("bert-dp8-zero3",)
 
 
 def configuration(
@@ -188,7 +187,8 @@ def alone(cell: str) -> tuple[list[float], list[tuple[int, ...]]]:
     return losses_and_iterations(configuration(family, {}, 0, options), LONG)
 
 
-@pytest.mark.parametrize("cell", [pytest.param(c, marks=() if c in OFTEN else pytest.mark.slow) for c in EIGHT])
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", EIGHT)
 def test_eight_ranks_train_like_one_process(cell: str, ranks: Any) -> None:
     """20 losses; and over all ranks, each matrix is iterated on once a step, by ranks that have equal work."""
     family, parallel, zero, options = EIGHT[cell]
@@ -202,7 +202,8 @@ def test_eight_ranks_train_like_one_process(cell: str, ranks: Any) -> None:
     assert max(work) - min(work) <= largest
 
 
-@pytest.mark.parametrize("steps", [4, pytest.param(LONG, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [4, LONG])
 def test_bfloat16_is_equal_to_the_bit_where_training_is_bitwise(steps: int, ranks: Any) -> None:
     options = {"ns_dtype": "bfloat16"}
     keys = {"bitwise": True, "data_grain": 8}

@@ -45,10 +45,10 @@ def stop(sections: dict[str, Any], where: str, poisoned: int) -> tuple[str, bool
 @pytest.mark.parametrize(
     "sections",
     [
-        {"optimizer": {"zero": 0}},
-        {"optimizer": {"zero": 1}},
+        pytest.param({"optimizer": {"zero": 0}}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": {"zero": 1}}, marks=pytest.mark.slow),
         {"optimizer": {"zero": 1}, "train": {"micro_batch": 1}},
-        {"parallel": {"tensor": 2}},
+        pytest.param({"parallel": {"tensor": 2}}, marks=pytest.mark.slow),
         {"parallel": {"tensor": 2, "sequence": True}},
     ],
     ids=["dp2-zero0", "dp2-zero1", "dp2-accumulation4", "tp2", "tp2-sp"],
@@ -95,7 +95,9 @@ def stop_pipeline(schedule: str, where: str, poisoned: tuple[int, ...]) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize(
+    "schedule", ["zbv", *(pytest.param(s, marks=pytest.mark.slow) for s in ("1f1b", "interleaved"))]
+)
 def test_a_pipeline_names_the_first_fault_of_all_stages(schedule: str, ranks: Any) -> None:
     """A later stage's gradient spoils those of all earlier stages."""
     pool: RankPool = ranks(2)

@@ -28,7 +28,9 @@ def measure_step(config: Config) -> tuple[int, int]:
     return mesh.pp.rank, live.peak
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=() if s in ("1f1b", "zbv") else pytest.mark.slow) for s in SCHEDULES]
+)
 @pytest.mark.parametrize(
     ("model", "recompute", "dropout", "degree"),
     [

@@ -289,15 +289,3 @@ def test_a_trace_names_the_work_and_the_messages(schedule: Schedule, ranks: Any,
         first = {"send", "receive of the gradient"} if rank == 0 else {"receive", "send of the gradient"}
         assert messages == (first if schedule == "1f1b" else {*first, "send", "receive", "send of the gradient",
                                                               "receive of the gradient"})  # fmt: skip
-
-
-def test_what_has_come_is_awaited_no_more() -> None:
-    """What a rank that lost another names as the reason."""
-    from shardwise.pipeline.schedule import _Stage
-
-    stage: Any = object.__new__(_Stage)
-    stage.awaited = []
-    for message in ("x of micro-batch 0", "x of micro-batch 1"):
-        stage._awaiting([message], message)
-    stage._arrived("x of micro-batch 0")
-    assert stage.awaited == ["x of micro-batch 1"]

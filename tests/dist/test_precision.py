@@ -42,9 +42,8 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     return train
 
 
-@pytest.mark.parametrize(
-    "mode", ["bfloat16", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("mixed", "fp8"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["bfloat16", "mixed", "fp8"])
 def test_mode_reaches_the_loss_of_float32(mode: str, losses: Losses) -> None:
     before, wanted = losses("float32")
     assert wanted < before - 1.0, f"float32 goes from {before} to {wanted} only: too little to compare with"
@@ -98,7 +97,7 @@ def observe(config: Config) -> dict[str, set[str]]:
     return {kind: {str(dtype) for dtype in found} for kind, found in held.items()} | seen
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

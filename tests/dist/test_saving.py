@@ -149,15 +149,6 @@ def test_what_keep_cannot_remove_is_a_warning(tmp_path: Path, monkeypatch: pytes
     assert not verify(Root.of(step_folder(tmp_path, 1))).problems
 
 
-def test_an_unexpected_error_of_the_writing_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise KeyError("a fault of ours")
-
-    monkeypatch.setattr("shardwise.checkpoint.save.prune", fail)
-    (saved,) = run(config_of(), 1, 0, None, str(tmp_path)).saved
-    assert saved.problem == "rank 0: KeyError: 'a fault of ours'"
-
-
 GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:61234. This is useful. GLHF!"
 
 
@@ -187,12 +178,6 @@ def test_a_save_during_which_another_rank_ends_is_reported_as_it_stands(
         assert not verify(Root.of(step_folder(tmp_path, 1))).problems
     else:
         assert saved.problem == "rank 0 lost the connection to another rank"
-
-
-def test_a_checkpoint_before_the_first_step(tmp_path: Path) -> None:
-    written = run(config_of(), 0, 0, None, str(tmp_path))
-    assert written.saved[0].problem is None
-    assert not differences(run(config_of(), 0, 0, step_folder(tmp_path, 0), None).state, written.state)
 
 
 # ---- models of the user's own

@@ -59,7 +59,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("model", ["llama tied, biases", pytest.param("gpt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mode", ["mixed", "bfloat16"])
+@pytest.mark.parametrize("mode", ["mixed", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_no_layout_changes_the_sums(layout: str, model: str, mode: str, ranks: Any) -> None:
     """Fused, transposed, copied, padded and tied tensors have the sums of whole tensors, by another implementation."""
     tensor, pipeline, keys = LAYOUTS[layout]

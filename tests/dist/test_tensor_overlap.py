@@ -134,22 +134,6 @@ def test_gradients_of_gradients_are_refused_and_not_wrong(ranks: Any) -> None:
         assert "once_differentiable" in text
 
 
-def odd_rows(tp: int, rows: int) -> str:
-    with made_with(PIECEWISE):
-        layer = RowParallelLinear(
-            INNER, INPUTS, False, True, sequence_parallel_enabled=True, name="out", seed=1, group=mesh(tp).tp
-        )
-    try:
-        return str(tuple(layer(random(1, rows, B, INNER // tp)).shape))
-    except ValueError as refusal:
-        return str(refusal)
-
-
-def test_rows_that_the_ranks_cannot_share_are_refused_as_ever_and_none_are_taken(ranks: Any) -> None:
-    assert run(ranks, 2, odd_rows, 2, 5) == ["dim 0 (5) must be a multiple of the group's size (2)"] * 2
-    assert run(ranks, 2, odd_rows, 2, 0) == [str((0, B, INPUTS))] * 2
-
-
 def under_autocast(tp: int) -> list[str]:
     with made_with(PIECEWISE):
         layer = RowParallelLinear(INNER, INPUTS, False, True, name="out", seed=1, group=mesh(tp).tp)

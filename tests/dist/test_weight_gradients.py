@@ -51,14 +51,14 @@ def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[
 @pytest.mark.parametrize(
     ("world", "sections"),
     [
-        (1, {"train": {"recompute": "full"}}),
+        pytest.param(1, {"train": {"recompute": "full"}}, marks=pytest.mark.slow),
         pytest.param(2, {"optimizer": {"zero": 1}}, marks=pytest.mark.slow),
         pytest.param(2, {"parallel": {"tensor": 2, "sequence": True}}, marks=pytest.mark.slow),
-        (2, PIPELINE),
+        pytest.param(2, PIPELINE, marks=pytest.mark.slow),
         (2, ZBV),
         pytest.param(2, {"optimizer": {"zero": 2}}, marks=pytest.mark.slow),
         pytest.param(2, {"optimizer": {"zero": 2, "reduce": "step"}}, marks=pytest.mark.slow),
-        (2, {"optimizer": {"zero": 3, "reduce": "step"}}),
+        pytest.param(2, {"optimizer": {"zero": 3, "reduce": "step"}}, marks=pytest.mark.slow),
         (2, {"parallel": {"tensor": 2, "sequence": True, "tensor_overlap": "pieces"}}),
         pytest.param(2, COMPILED | PIPELINE | {"train": {"recompute": "full"}}, marks=pytest.mark.slow),
         pytest.param(1, COMPILED | {"train": {"recompute": "selective"}}, marks=pytest.mark.slow),
@@ -126,7 +126,7 @@ def exact(sections: dict[str, Any]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("sections", "plain"),
     [
-        (ZBV, BLOCKS),
+        pytest.param(ZBV, BLOCKS, marks=pytest.mark.slow),
         pytest.param({"optimizer": {"zero": 2}}, {}, marks=pytest.mark.slow),
         ({"optimizer": {"zero": 3}}, {}),
         (

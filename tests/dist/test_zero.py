@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -357,84 +356,7 @@ def test_misuse_is_an_error_on_every_rank(ranks: Any) -> None:
         assert said[5].startswith("a parameter is cut over 2 tensor-parallel ranks: give mesh=")
 
 
-def dtensors() -> list[str]:
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    said = []
-    for parameters in (
-        fully_shard(make_model(), mesh=mesh).parameters(),
-        [nn.Parameter(distribute_tensor(torch.ones(4), mesh))],
-    ):
-        try:
-            ZeroRedundancyOptimizer(parameters, torch.optim.AdamW)
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
-@pytest.mark.filterwarnings("default")
-def test_dtensors_are_refused(ranks: Any) -> None:
-    pool: RankPool = ranks(2)
-    for said in pool.run(dtensors):
-        assert len(said) == 2
-        assert all(text.startswith("a parameter is a DTensor or FSDP's") for text in said)
-
-
 # ---- state
-
-
-def state_sizes(precision: str) -> dict[str, int]:
-    model = nn.Sequential(nn.Linear(101, 307), nn.Linear(307, 103)).to(
-        torch.bfloat16 if precision == "mixed" else torch.float32
-    )
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, gradient_dtype=torch.float32, bucket_mib=0.1
-    )
-    for _ in range(2):
-        with optimizer.accumulate(last=True):
-            model(torch.ones(1, 101, dtype=model[0].weight.dtype)).sum().backward()
-        optimizer.step()
-    gc.collect()
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in gc.get_objects()
-        if type(t) in (Tensor, nn.Parameter) and t.dim()
-    }
-    buffers = [t for b in optimizer.buckets for t in (b.values, b.gradients)]
-    inside = {t.untyped_storage().data_ptr() for t in buffers}
-    aliased = all(
-        {p.untyped_storage().data_ptr(), p.grad.untyped_storage().data_ptr()} <= inside
-        for p in model.parameters()
-        if p.grad is not None
-    )
-    elements = sum(p.numel() for p in model.parameters())
-    return {
-        **optimizer.state_bytes(),
-        "elements": elements,
-        "buffers": sum(t.untyped_storage().nbytes() for t in buffers),
-        "alive": sum(storages.values()),
-        "aliased": int(aliased),
-    }
-
-
-@pytest.mark.parametrize(("precision", "per_element"), [("float32", 8), ("mixed", 12)])
-def test_state_is_cut(precision: str, per_element: int, ranks: Any) -> None:
-    """8 bytes × parameters / ranks, 12 with masters; beside that only the flat buffers are alive."""
-    pool: RankPool = ranks(4)
-    sizes = pool.run(state_sizes, precision)
-    elements = sizes[0]["elements"]
-    assert sum(s["state"] + s["masters"] - s["padding"] for s in sizes) == pytest.approx(
-        per_element * elements, rel=0.01
-    )
-    for size in sizes:
-        held = size["state"] + size["masters"]
-        assert held <= per_element * elements / 4 * 1.01 + size["padding"]
-        assert size["masters"] == (held // 3 if precision == "mixed" else 0)
-        assert size["aliased"]
-        # float32 masters and parameters are one; what else is alive is small: steps, norms, a batch.
-        assert size["alive"] <= size["buffers"] + held + 4096
 
 
 def roundtrip(dtype: torch.dtype) -> list[Any]:
@@ -478,24 +400,6 @@ def test_state_survives_a_file(dtype: torch.dtype, ranks: Any) -> None:
         assert error.startswith("optimizer state is of layout {'rank': ")
 
 
-def mixed() -> list[float]:
-    """bfloat16 parameters with float32 masters, and a bfloat16 wire: how far from float32, and between ranks."""
-    results = []
-    _, exact, _ = train()
-    for options in ({}, {"reduce_dtype": torch.bfloat16}, {"reduce_dtype": torch.bfloat16, "overlap": True}):
-        _, model, _ = train(dtype=torch.bfloat16, gradient_dtype=torch.float32, **options)  # type: ignore[arg-type]
-        results.append(difference([p.float() for p in model.parameters()], list(exact.parameters())))
-        results.append(float(sum(p.detach().float().sum() for p in model.parameters())))
-    return results
-
-
-def test_mixed_precision_over_ranks(ranks: Any) -> None:
-    pool: RankPool = ranks(2)
-    one, other = pool.run(mixed)
-    assert one == other
-    assert max(one[0::2]) < 0.05
-
-
 def groups_and_meshes() -> list[float]:
     """Four ranks in two independent pairs, by group= and by mesh=."""
     rank = dist.get_rank()
@@ -533,7 +437,7 @@ def plain_step(average: bool, max_norm: float | None) -> tuple[list[float], floa
 
 
 @pytest.mark.parametrize(("average", "gradient"), [(True, 1.5), (False, 3.0)])
-@pytest.mark.parametrize("max_norm", [None, 100.0, 1.0])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_gradients_of_the_replicas_are_averaged_or_summed(
     average: bool, gradient: float, max_norm: float | None, ranks: Any
 ) -> None:

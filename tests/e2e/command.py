@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from unittest import mock
 
 from shardwise.cli import main
+from tests.arch.source import ROOT
 from tests.e2e import warm
 
 ALONE = (sys.executable, "-m", "shardwise")
@@ -148,6 +149,15 @@ def within(*arguments: str | Path, at: Path, **variables: str) -> Outcome:
     ):
         code = main([*map(str, arguments)])
     return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def python(code: str, *arguments: str, **variables: str) -> str:
+    """What a program of its own prints: the client of an object store has threads, and reads its environment once."""
+    command = [sys.executable, "-c", code, *arguments]
+    env = environment(**variables)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def miniature(folder: Path) -> Path:

@@ -29,6 +29,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
     assert "equal to the bit: steps 3 to 4" in shardwise("audit", "two", *replay, at=tmp_path).succeeded().out
 
 
+@pytest.mark.slow
 def test_verify_to_the_last_bit(tmp_path: Path) -> None:
     layouts = ("--layouts", "parallel.pipeline=1", "optimizer.zero=1", "--nproc", "2", "--steps", "2")
     verified = shardwise("verify", miniature(tmp_path), "--bits", *layouts, at=tmp_path).succeeded()

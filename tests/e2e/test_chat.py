@@ -1,7 +1,6 @@
 """A conversation as a person holds it: over pipes and in a terminal, at several layouts."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -49,27 +48,6 @@ def test_commands_and_refusals(trained: Trained) -> None:
     assert wrong == "/temperature (warm) must be a number of at least 0, such as /temperature 0.7"
     assert commands.startswith("/reset begins anew")
     assert stats.startswith("3 tokens; the first after 0.")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["chat", "runs", "--temperature", "-1"], "shardwise: --temperature (-1.0) must be at least 0"),
-        (["generate", "runs", "--interactive", "--json"], "shardwise: --json must not go with --interactive"),
-    ],
-)
-def test_wrong_options_are_refused_before_the_model_is_loaded(
-    arguments: list[str], problem: str, tmp_path: Path
-) -> None:
-    assert within(*arguments, at=tmp_path).failed(2).startswith(problem)
-
-
-def test_what_the_model_refuses_is_told(trained: Trained) -> None:
-    done = chat(trained, "chat", str(trained.run), "--nproc", "2", "--system", "Be brief.", lines="x\n")
-    assert done.failed(2).endswith(
-        "shardwise: --nproc (2) must be parallel.tensor (1): one copy of the model writes one text\n"
-    )
-    assert not done.out
 
 
 @pytest.mark.slow

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from shardwise.checkpoint.format.manifest import MANIFEST
 from shardwise.checkpoint.storage.checkpoint_folders import partial_name, step_name
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import Owner, record_owner
 from shardwise.runs.folder import RunDirectory, RunLock
-from tests.e2e.command import environment, shardwise, within
+from tests.e2e.command import shardwise, within
 from tests.stored import small_tensors, write_checkpoint
 
 
@@ -58,12 +52,12 @@ def test_inspect_lists_a_run(run: Path) -> None:
 def test_inspect_shows_a_checkpoint(run: Path) -> None:
     out = within("checkpoint", "inspect", checkpoint(run, 300), "--tensors", at=run).succeeded().out
     for text in (
-        "step        300 of 1,000",
+        "step        300",
         "samples     2,400",
-        "model       llama, 121 parameters (121)",
+        "parameters  llama, 121",
         "layout      TP 1 × PP 1 × DP 2 = 2 ranks",
-        "optimizer   adamw after 300 updates: exp_avg, exp_avg_sq, master",
-        "dtypes      model BF16; exp_avg F32; exp_avg_sq F32; master F32",
+        "optimizer   name adamw",
+        "dtypes      model BF16, exp_avg F32, exp_avg_sq F32, master F32",
         "shardwise 0.1.0",
         "optimizer/rank-00001.safetensors",
         "fingerprint tiny",
@@ -92,33 +86,6 @@ def test_verify(run: Path) -> None:
     found = json.loads(within("checkpoint", "verify", checkpoint(run, 200), "--json", at=run).out)
     assert found["state"] == "damaged"
     assert len(found["problems"]) == 1
-
-
-def test_verify_finds_values_that_are_not_finite(tmp_path: Path) -> None:
-    tensors = small_tensors()
-    tensors["master"]["norm.weight"][1][0] = np.inf
-    folder = write_checkpoint(tmp_path, tensors=tensors).local()
-    result = within("checkpoint", "verify", folder, at=tmp_path)
-    assert result.code == 1
-    assert f"{folder}: not finite; " in result.out
-    assert "intact" not in result.out, "nobody should go on with it"
-    assert "  master/norm.weight has 1 value that is NaN or infinite" in result.out
-
-
-def test_verify_shows_a_bar_on_a_terminal(run: Path) -> None:
-    main, side = pty.openpty()
-    command = [sys.executable, "-m", "shardwise", "checkpoint", "verify", str(checkpoint(run, 100))]
-    process = subprocess.Popen(command, env=environment(TERM="xterm"), stdout=subprocess.PIPE, stderr=side)
-    os.close(side)
-    seen = b""
-    try:
-        while part := os.read(main, 4096):
-            seen += part
-    except OSError:  # the other side is closed
-        pass
-    assert process.wait(60) == 0
-    assert b"intact" in process.communicate()[0]
-    assert f"verifying {step_name(100)}".encode() in seen
 
 
 def test_prune(run: Path) -> None:
@@ -169,13 +136,6 @@ def test_what_is_left_out_is_said(run: Path) -> None:
         assert f"{step_name(300)}/model.safetensors is damaged: its length (" in found.err
 
 
-def test_diff_of_what_is_damaged_is_no_difference(run: Path) -> None:
-    weights = checkpoint(run, 200) / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    text = within("checkpoint", "diff", checkpoint(run, 300), checkpoint(run, 200), at=run).failed(2)
-    assert "model.safetensors is damaged: bytes " in text
-
-
 def test_diff(run: Path) -> None:
     other = write_checkpoint(run / "other", 300, small_tensors(300), ranks=3, config={"train": {"steps": 7}}).local()
     out = shardwise("checkpoint", "diff", checkpoint(run, 300), other, at=run).succeeded().out
@@ -200,17 +160,6 @@ def test_diff_with_a_tolerance(run: Path) -> None:
     assert "--tolerance (-1.0) must be a number from 0" in within(*command, "-1", at=run).failed(2)
 
 
-def test_diff_with_a_hugging_face_folder(run: Path) -> None:
-    wide = {n: (bits.astype(np.uint32) << 16).view(np.float32) for n, (_, bits) in small_tensors(300)["model"].items()}
-    (run / "hf").mkdir()
-    save_file(wide, run / "hf/model.safetensors")
-    result = within("checkpoint", "diff", run, run / "hf", at=run)
-    assert result.code == 1
-    assert "embed.weight" in result.out
-    assert "BF16 / F32" in result.out
-    assert "master: 0 of 4 tensors equal" in result.out
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -225,15 +174,6 @@ def test_wrong_input_is_told(arguments: list[str], text: str, tmp_path: Path) ->
     for name in ("empty", "step-00000007"):
         (tmp_path / name).mkdir()
     assert text in within("checkpoint", *arguments, at=tmp_path).failed(2)
-
-
-def test_a_damaged_manifest_is_told(run: Path) -> None:
-    manifest = checkpoint(run, 300) / MANIFEST
-    manifest.write_text(manifest.read_text().replace('"samples":2400', '"samples":2401'))
-    assert "does not match its digest" in within("checkpoint", "inspect", checkpoint(run, 300), at=run).failed(2)
-    result = within("checkpoint", "verify", checkpoint(run, 300), at=run)
-    assert result.code == 1
-    assert "does not match its digest" in result.out
 
 
 def test_a_strangers_names_do_not_reach_the_terminal(tmp_path: Path) -> None:

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.arch.source import ROOT
-from tests.e2e.command import environment, shardwise
+from tests.e2e.command import python
 from tests.loopback_s3 import BUCKET, user_of
 
-WRITE = """
-import sys
-from shardwise.checkpoint.storage.root import Root
-from tests.stored import small_tensors, write_checkpoint
-for step in (100, 200, 300):
-    write_checkpoint(Root.of(sys.argv[1]), step, small_tensors(1), ranks=2)
-write_checkpoint(Root.of(sys.argv[2]), 300, small_tensors(1), ranks=1)
-"""
 USE = """
 import json, sys
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -49,15 +38,6 @@ print(json.dumps(found))
 """
 
 
-def python(code: str, *arguments: str, **variables: str) -> str:
-    """A program of its own: the client has threads, and reads its environment once."""
-    command = [sys.executable, "-c", code, *arguments]
-    env = environment(**variables)
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_places_in_an_object_store(object_store: str) -> None:
     url = f"s3://{BUCKET}/places"
     found = json.loads(python(USE, url, **user_of(object_store)))
@@ -69,36 +49,6 @@ def test_places_in_an_object_store(object_store: str) -> None:
         assert text.startswith(f"{url}/odd [name] */gone cannot be read: ")
     assert found[10][0].startswith("s3://no-such-bucket/x/y cannot be written: ")
     assert "AWS_ENDPOINT_URL" in found[10][0]
-
-
-@pytest.mark.slow
-def test_the_commands_in_an_object_store(object_store: str, tmp_path: Path) -> None:
-    url, user = f"s3://{BUCKET}/commands", user_of(object_store)
-    local = tmp_path / "local"
-    python(WRITE, url, str(local), **user)
-    out = shardwise("checkpoint", "inspect", url, at=tmp_path, **user).succeeded().out
-    assert out.startswith(f"{url}: 3 checkpoints\n")
-    assert out.count("complete") == 3
-    out = shardwise("checkpoint", "inspect", f"{url}/step-00000300", at=tmp_path, **user).succeeded().out
-    assert "step        300 of 1,000" in out
-    out = shardwise("checkpoint", "verify", url, at=tmp_path, **user).succeeded().out
-    assert out.count("intact; 4 files, 16 tensors") == 3
-    out = shardwise("checkpoint", "diff", url, local, at=tmp_path, **user).succeeded().out
-    assert out.endswith("equal: the same tensors to the bit\n")
-    out = shardwise("checkpoint", "prune", url, "--keep", "1", at=tmp_path, **user).succeeded().out
-    assert f"removed {url}/step-00000100" in out
-    out = shardwise("checkpoint", "inspect", url, "--json", at=tmp_path, **user).succeeded().out
-    assert [each["step"] for each in json.loads(out)] == [300]
-
-
-def test_what_is_wrong_with_an_object_store_is_told(object_store: str, tmp_path: Path) -> None:
-    user = user_of(object_store)
-    text = shardwise("checkpoint", "inspect", "s3://no-such-bucket/run", at=tmp_path, **user).failed(2)
-    assert "s3://no-such-bucket/run must be a checkpoint or a run's folder: there is nothing of that name" in text
-    del user["AWS_ACCESS_KEY_ID"], user["AWS_SECRET_ACCESS_KEY"]
-    nobody = {"AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "AWS_CONFIG_FILE": "/nowhere", **user}
-    text = shardwise("checkpoint", "inspect", f"s3://{BUCKET}/run", at=tmp_path, **nobody).failed(1)
-    assert f"s3://{BUCKET}/run cannot be read: Unable to locate credentials; set AWS_ACCESS_KEY_ID" in text
 
 
 FETCH = """
@@ -125,6 +75,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_a_public_bucket_is_read_without_credentials(object_store: str, tmp_path: Path) -> None:
     user = user_of(object_store) | {"HOME": str(tmp_path)}  # without anybody's configuration
     found = json.loads(python(FETCH, str(tmp_path), **user))
@@ -133,7 +84,7 @@ def test_a_public_bucket_is_read_without_credentials(object_store: str, tmp_path
     assert not (tmp_path / "nobody/closed.txt").exists()
     refusals = {
         "nobody open.txt": (
-            "Unable to locate credentials; set AWS_ACCESS_KEY_ID",
+            "open.txt cannot be read: Unable to locate credentials; set AWS_ACCESS_KEY_ID",
             "it is public, read it by --anonymous",
         ),
         "nobody closed.txt --anonymous": ("Forbidden; it is not public: leave out --anonymous; set AWS_ACC",),

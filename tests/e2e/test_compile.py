@@ -79,6 +79,7 @@ def test_a_graph_of_other_facts_is_refused_with_the_difference(shown: Shown) -> 
     assert not (shown.at / "other").exists(), "a refused start leaves nothing"
 
 
+@pytest.mark.slow
 def test_a_training_refuses_to_compile_and_finds_what_was_compiled(tmp_path: Path) -> None:
     """By Inductor, of a model of one's own that has one small graph."""
     write_recipe(tmp_path, MENDED)
@@ -108,18 +109,6 @@ def test_a_graph_break_names_file_line_and_module(tmp_path: Path) -> None:
     assert "blocks.0 is not: " in said, said
     assert "mine.py:8: " in said, said
     assert "set compile.enabled=false" in said, said
-
-
-@pytest.mark.slow
-def test_what_failed_is_compiled_again_once_it_is_mended(tmp_path: Path) -> None:
-    write_recipe(tmp_path, BREAKING)
-    command = ("compile", "recipe.yaml", "compile.backend=aot_eager", "--cache-dir", "graphs")
-    compiled = shardwise(*command, at=tmp_path)
-    assert "mine.py:8: " in compiled.out, compiled.out
-    assert compiled.code == 1
-    (tmp_path / "mine.py").write_text(MENDED)
-    mended = shardwise(*command, at=tmp_path)
-    assert "(aot_eager) keeps nothing of it that another process can use" in mended.out, mended.out
 
 
 BREAKING = """\

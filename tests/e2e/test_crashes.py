@@ -90,7 +90,6 @@ def check(folder: Path, sizes: tuple[str, ...], kills: int, steps: int, seed: in
     return hits
 
 
-@pytest.mark.slow
 def test_a_kill(tmp_path: Path) -> None:
     check(tmp_path, SMALL, kills=1, steps=12, seed=0)
 

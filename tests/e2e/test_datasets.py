@@ -26,6 +26,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
     assert "data.path (stories) holds text, which is read with the model's tokenizer: name it by data.tokenizer" in said
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
     """The launcher fetches it, the ranks find it in the cache; the token is nowhere in the run."""
     miniature(tmp_path)

@@ -141,6 +141,7 @@ def test_a_last_save_that_fails_fails_the_run(full: Ran) -> None:
     assert not (full.run / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_a_stop_whose_save_fails_is_a_failure(tmp_path: Path) -> None:
     """A read-only disk in the middle of a run: a warning, then a stop request that cannot be met."""
     where = ("checkpoint.path=disk/checkpoints", "train.steps=1000")

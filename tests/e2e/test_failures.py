@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import processes
-from tests.e2e.command import ALONE, Process, environment, json_lines, metrics, miniature, outcome, shardwise, start
+from tests.e2e.command import (
+    ALONE,
+    UNDER_TORCHRUN,
+    Process,
+    environment,
+    json_lines,
+    metrics,
+    miniature,
+    outcome,
+    shardwise,
+    start,
+)
 
 LONG = ("train.steps=1000000", "train.eval_every=0", "parallel.tensor=2", "--run-dir", "run")
 SECONDS = 240.0
@@ -81,6 +92,7 @@ def test_a_rank_that_dies_in_a_pipeline_is_named_with_what_another_waited_for(tm
     assert not processes.alive(ranks[0]), "the other rank goes on without the killed one"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
     job = started(tmp_path)
@@ -125,6 +137,7 @@ def test_a_rank_that_raises_is_heard_and_not_its_peers_time_outs(tmp_path: Path)
     assert len(json_lines(tmp_path / "run/ranks/rank-0001.jsonl")) == 3
 
 
+@pytest.mark.slow
 def test_a_number_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     """The first update throws the parameters far away; the second step's loss is not a number."""
     failed = shardwise(
@@ -178,9 +191,21 @@ def test_out_of_memory_names_phase_rank_bytes_and_remedies(tmp_path: Path) -> No
     assert said[0] == f"FAILED before the first step: {told}."
     for kind in ("parameters", "gradients", "optimizer", "activations", "loss", "buffers"):
         assert f" {kind} " in said[2], f"the expected bytes of {kind} are missing: {said[2]}"
-    assert said[3].startswith(f"what would help: train.micro_batch={samples // 2} (")
-    assert "parallel.tensor=2 on 2 ranks (" in said[3]
+    assert said[3].startswith("what would help: ")
+    for remedy in (f"train.micro_batch={samples // 2} (", "parallel.tensor=2 on 2 ranks ("):
+        assert remedy in said[3]
     assert said[-1] == "see: shardwise explain out-of-memory"
     assert said[-2].startswith("resume: shardwise train ")
     assert len(said) == 8, f"more than the message, its log, the command and the address: {said}"
     assert metrics(tmp_path / "run", "stop")[0]["reason"].startswith("failed: RunError: rank 0 ran out of memory ")
+
+
+def test_under_torchrun_wrong_input_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    said = shardwise("train", miniature(tmp_path), "data.path=empty.txt", at=tmp_path, program=UNDER_TORCHRUN)
+    assert said.code != 0
+    assert said.err.count("shardwise: ") == 1, f"the text must appear once, not once a rank:\n{said.err}"
+    assert said.err.count("empty.txt is empty: ") == 1
+    # The second: torchrun's own error where the other rank ends just as it is to be killed.
+    assert "exitcode  : 2" in said.err or "ProcessLookupError" in said.err, "torchrun must see that the input is wrong"
+    assert not (tmp_path / "runs").exists()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import environment
 from tests.arch.source import ROOT
 
 PROGRAM = ROOT / "benchmarks" / "first_gpu" / "run.py"
@@ -42,26 +41,6 @@ def compared(before: Path, after: Path, target: Path) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-def test_a_comparison_has_a_ratio_only_where_both_commits_trained_the_same_model(tmp_path: Path) -> None:
-    setting = {"question": "training", "program": "eager", "recompute": "none", "micro_batch": 1, "micro_batches": 2}
-    figures = {"step_ms": 80.0, "mfu": 0.5, "loss": 5.5, "expected_ms": 75.0, "expected_memory": 2**30, "blocks": 2}
-    settings: list[dict[str, Any]] = [{}, {"fills_device": True}, {"program": "compiled"}]
-    for name, ms, count, blocks in (("before", 100.0, 2, 3), ("after", 80.0, 3, 4)):
-        (tmp_path / name).mkdir()
-        records = [{"question": "environment", "machine": {**environment(), "commit": f"of {name}"}}]
-        records += [{**setting, **figures, "step_ms": ms, **labels} for labels in settings[:count]]
-        records[2]["blocks"] = blocks
-        records.append({**setting, "micro_batch": 2, "error": "the time of the question was over"})
-        (tmp_path / name / "lines.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    rows = compared(tmp_path / "before", tmp_path / "after", tmp_path)
-    assert [row[0:7] for row in rows] == [
-        ["eager", "none", "2", "2 of 1", "100", "80", "0.800"],
-        ["eager", "none", "3 → 4", "2 of 1", "100", "80", ""],
-        ["compiled", "none", "2", "2 of 1", "", "80", ""],
-    ]
-    assert "commit of after (after), of before (before)" in (tmp_path / "first_gpu_step.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.slow
 def test_every_question_has_figures_and_the_report_a_table_for_each(tmp_path: Path) -> None:
     outcome = run("--tiny", "--deadline", 260, "--out", tmp_path)
@@ -80,19 +59,3 @@ def test_every_question_has_figures_and_the_report_a_table_for_each(tmp_path: Pa
     rows = compared(tmp_path, tmp_path, tmp_path)
     assert len(rows) == len([line for line in found if "step_ms" in line and line["question"] == "training"])
     assert {row[6] for row in rows} == {"1.000"}
-
-
-@pytest.mark.slow
-def test_a_question_stops_when_its_time_is_over(tmp_path: Path) -> None:
-    outcome = run("--tiny", "--deadline", 0.2, "--out", tmp_path, "matmul")
-    assert outcome.returncode == 0, outcome.stderr
-    assert "its share of the time" in lines(tmp_path)[-1]["stopped"]
-
-
-def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}
-    outcome = run("--out", tmp_path, **hidden)
-    assert outcome.returncode == 2
-    assert outcome.stderr == (
-        "first_gpu: this machine must have a GPU that torch can use, and there is none (--tiny needs none)\n"
-    )

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,8 +18,8 @@ from shardwise.data.formats.common import PreparedData
 from shardwise.data.open_data import prepare
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
-from tests.e2e.command import UNDER_TORCHRUN, Outcome, environment, metrics, miniature, shardwise, within
+from shardwise.data.tokens.tokenizer import Tokenizer
+from tests.e2e.command import Outcome, environment, metrics, miniature, shardwise, within
 from tests.e2e.conftest import Trained
 from tests.loopback_hub import TOKEN, serve, user_of
 
@@ -185,48 +184,9 @@ def test_a_run_starts_from_the_end_of_another(trained: Trained, tmp_path: Path) 
     assert abs(ours - wanted) <= 1e-5 * wanted
 
 
-def test_another_tokenizer_than_that_of_the_weights_is_a_warning(trained: Trained, tmp_path: Path) -> None:
-    (tmp_path / "own.txt").write_text("\n".join(f"line {i} of another text {i * i}" for i in range(2000)))
-    train_tokenizer([(tmp_path / "own.txt").read_text()], 300, "own.txt").save(tmp_path / "other")
-    folder = weights(trained)
-    options = ["data.path=own.txt", "data.tokenizer=other", "train.stop_after=1", "log.sample_tokens=0"]
-    said = shardwise("train", miniature(tmp_path), f"checkpoint.load={folder}", *options, at=tmp_path).succeeded()
-    warning = f"other ids than the tokenizer of the loaded weights ({folder}): leave it out"
-    assert warning in said.out
-    assert warning in metrics(tmp_path / "runs/latest", "warning")[0]["text"]
-
-
-def test_a_checkpoint_of_another_model_is_refused_with_every_mismatch(pretrained: Path, tmp_path: Path) -> None:
-    other = ["model.num_hidden_layers=6", "model.intermediate_size=128"]
-    said = shardwise("train", "gpt-tiny", f"checkpoint.load={pretrained}", *GPT_TINY, *other, at=tmp_path)
-    text = said.failed(2)
-    for key, ours, theirs in (("num_hidden_layers", 6, 8), ("intermediate_size", 128, 256)):
-        assert f"model.{key} ({ours}) must be that of {pretrained}/config.json ({theirs})" in text
-    assert "has transformer.h.{6…7}.ln_1.weight [64], which the model lacks" in text
-    assert "shape of transformer.h.{0…5}.mlp.c_fc.weight [64, 256] must be [64, 128]" in text
-    assert text.count("must be that of") == 2, f"both ranks told:\n{text}"
-    assert not list(tmp_path.glob("runs/*")), "a refused start leaves nothing"
-
-
-def refused(at: Path, load: str, *more: str, program: tuple[str, ...] | None = None) -> Outcome:
-    options = ["train", "gpt-tiny", f"checkpoint.load={load}", *more]
-    return within(*options, at=at) if program is None else shardwise(*options, at=at, program=program)
-
-
 def test_pickled_weights_are_refused_and_nothing_starts(tmp_path: Path) -> None:
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled/pytorch_model.bin").write_bytes(b"")
-    text = refused(tmp_path, "pickled").failed(2)
+    text = within("train", "gpt-tiny", "checkpoint.load=pickled", at=tmp_path).failed(2)
     assert "its weights are pickled (pytorch_model.bin): opening a pickle can run any code" in text
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    for load in ("./nowhere", "runs/latest/checkpoints/step-00000004"):
-        text = refused(tmp_path, load).failed(2)
-        assert f"checkpoint.load ({load}) must be a folder with weights: there is none of that name" in text
-    assert "checkpoint.revision (v1) must be left out" in refused(tmp_path, ".", "checkpoint.revision=v1").failed(2)
-    said = refused(tmp_path, "./nowhere", "parallel.tensor=2", program=UNDER_TORCHRUN)
-    assert said.code != 0
-    assert len(re.findall(r"shardwise: checkpoint\.load \(\./nowhere\)", said.err)) == 1
     assert not (tmp_path / "runs").exists()

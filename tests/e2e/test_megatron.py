@@ -129,7 +129,6 @@ def test_a_blend_with_its_tokenizer(data: Data) -> None:
 def test_a_token_beyond_the_vocabulary_is_named(data: Data) -> None:
     said = shardwise("train", *COMMAND, "model.vocab_size=200", "data.path=a", "--run-dir", "small", at=data.at)
     assert ", must be in 0 … 199: set model.vocab_size to that of the tokenizer that made the data" in said.failed(2)
-    assert "a.bin: token " in said.err
 
 
 @pytest.mark.slow

@@ -98,6 +98,7 @@ def test_a_branch_may_have_other_stages_from_its_step_on(place: Path) -> None:
     assert len({numbers["more"] for numbers in read}) == 1, "after step 5 it is read no more"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_data_where_the_key_is_named(place: Path) -> None:
     command = ("train", miniature(place), *TRAINING, f"data.stages={STAGES}", "data.mixture.code.text_key=body")
     refused = within(*command, "--run-dir", "alone", "train.steps=7", at=place).failed(2)

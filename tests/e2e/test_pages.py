@@ -173,7 +173,7 @@ def assert_healthy(block: Block, code: int, out: str, err: str) -> None:
     assert block.shown in (None, out), f"{what}\n{block.page} is not current: run `python -m scripts.tutorial_outputs`"
 
 
-OFTEN = ("README.md", "docs/optimizers.md", "skills/train/SKILL.md")
+OFTEN = ("README.md",)
 FOLLOWED = [
     pytest.param(page, marks=() if page in OFTEN else pytest.mark.slow)
     for page in PAGES

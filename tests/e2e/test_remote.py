@@ -3,9 +3,6 @@
 import hashlib
 import json
 import os
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.arch.source import ROOT
-from tests.e2e.command import Outcome, environment, metrics, miniature, shardwise
+from tests.e2e.command import Outcome, metrics, miniature, python, shardwise
 from tests.e2e.conftest import Trained
 from tests.loopback_s3 import BUCKET, user_of
 
@@ -34,16 +30,6 @@ if os.environ.get("RANK") == "1":
     ChunkedWriter.close = closing
 """
 QUIET = ("log.tensorboard=false", "precision.mode=float32")
-
-
-def python(code: str, *arguments: str, **variables: str) -> str:
-    """A program of its own: the client has threads, and reads its environment once."""
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @dataclass(frozen=True)
@@ -96,6 +82,7 @@ def used(object_store: str, tmp_path_factory: pytest.TempPathFactory) -> Used:
     return Used(at, user, killed, resumed, after_kill, weights, further)
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_midway_is_no_checkpoint(used: Used) -> None:
     used.killed.failed(1)
     assert "step-00000003/optimizer/rank-00000.safetensors" in used.after_kill, "the kill came before the save"
@@ -103,6 +90,7 @@ def test_a_save_that_is_killed_midway_is_no_checkpoint(used: Used) -> None:
     assert manifests == ["step-00000001/manifest.json", "step-00000002/manifest.json"]
 
 
+@pytest.mark.slow
 def test_a_resume_takes_the_one_before_and_is_exact(used: Used, trained: Trained) -> None:
     """To the bit, against a run on a disk that nobody killed."""
     assert used.resumed.code == 0, used.resumed.err
@@ -116,6 +104,7 @@ def test_a_resume_takes_the_one_before_and_is_exact(used: Used, trained: Trained
     assert used.weights == hashlib.sha256(weights).hexdigest(), "losses are equal, and the final weights differ"
 
 
+@pytest.mark.slow
 def test_another_layout_goes_on_from_the_bucket_and_old_ones_go(used: Used) -> None:
     assert used.further.succeeded()
     assert metrics(used.run, "resume")[-1]["checkpoint"] == f"{URL}/step-00000004"
@@ -157,14 +146,6 @@ def test_weights_alone_start_another_run(used: Used, tmp_path: Path) -> None:
 # ---- what is refused, before a step
 
 
-def refusal(folder: Path, user: dict[str, str], *arguments: str) -> str:
-    command = ("train", miniature(folder), *QUIET, *arguments, "--run-dir", "refused")
-    text = shardwise(*command, at=folder, **user).failed(2)
-    assert text.count("\n") == 1, f"one sentence:\n{text}"
-    assert not (folder / "refused/config.yaml").exists(), "a second try would take the folder for that of a run"
-    return text
-
-
 class _Forbidding(BaseHTTPRequestHandler):
     """Answers as S3 does to a key that it does not know."""
 
@@ -196,13 +177,6 @@ def forbidding() -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-@contextmanager
-def silent() -> Iterator[str]:
-    """Takes connections, and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 LOOK = """
@@ -248,22 +222,6 @@ def test_what_is_wrong_with_a_store_is_said_with_what_helps(used: Used, tmp_path
     assert taken.startswith(f"checkpoint.path ({URL}) must be empty for a new run, it has a checkpoint of step 6: ")
     assert keys.startswith(f"checkpoint.path: {URL} cannot be read: ")
     assert "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in keys
-
-
-def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
-    """Its client would try again for 5 minutes, longer than `shardwise` waits for the command; the command's own
-    patience is shortened here."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "from shardwise.checkpoint.storage import root\nroot.PATIENCE_SECONDS = 1.0\n"
-    )
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
-    with silent() as address:
-        user = {**user_of(address), **path}
-        text = refusal(tmp_path, user, f"checkpoint.path={URL}")
-        looked = shardwise("checkpoint", "inspect", URL, at=tmp_path, **user).failed(1)
-    said = f"{URL} cannot be reached: no answer within 1 s; set AWS_ENDPOINT_URL to "
-    assert f"checkpoint.path: {said}" in text
-    assert looked.startswith(f"shardwise: {said}")
 
 
 ABANDON = f"""

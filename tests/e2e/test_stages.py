@@ -24,13 +24,19 @@ TRAINING = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that nothing stops, one that stops three times and goes back, and one of several layouts."""
+    """A folder with a run that nothing stops."""
     folder = tmp_path_factory.mktemp("stages")
-    command = ("train", miniature(folder), *TRAINING)
-    shardwise(*command, "--run-dir", "alone", "--nproc", "1", at=folder).succeeded()
+    shardwise("train", miniature(folder), *TRAINING, "--run-dir", "alone", "--nproc", "1", at=folder).succeeded()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped(place: Path) -> Path:
+    """Beside it a run that stops three times and goes back, and one of several layouts."""
+    folder, command = place, ("train", miniature(place), *TRAINING)
     for stop_after in (BORDER - 1, 1, 1):
-        stopped = ("--run-dir", "stopped", "--nproc", "1", f"train.stop_after={stop_after}")
-        shardwise(*command, *stopped, at=folder).succeeded()
+        one = ("--run-dir", "stopped", "--nproc", "1", f"train.stop_after={stop_after}")
+        shardwise(*command, *one, at=folder).succeeded()
     back = ("--run-dir", "stopped", "--nproc", "1", f"checkpoint.resume={BORDER - 1}")
     shardwise(*command, *back, at=folder).succeeded()
     cut = ("parallel.pipeline=2", "--nproc", "4", f"train.stop_after={BORDER + 1}")
@@ -43,12 +49,15 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return list(metrics(run, "step"))
 
 
-def test_a_run_that_is_stopped_around_the_border_has_the_same_bits(place: Path) -> None:
+@pytest.mark.slow
+def test_a_run_that_is_stopped_around_the_border_has_the_same_bits(stopped: Path) -> None:
+    place = stopped
     alone = steps(place / "alone")
     # The last of each step: the run went back across the border.
-    stopped = [*{event["step"]: event for event in steps(place / "stopped")}.values()]
+    events = [*{event["step"]: event for event in steps(place / "stopped")}.values()]
     for name in ("step", "loss", "grad_norm", "lr", "tokens", "samples"):
-        assert [event[name] for event in stopped] == [event[name] for event in alone]
+        assert [event[name] for event in events] == [event[name] for event in alone]
+    assert "to go back once more" not in (place / "stopped/logs/rank-0000.log").read_text(encoding="utf-8")
     assert [event["tokens"] for event in alone] == [256 * step for step in range(1, 7)]
     assert [event["samples"] for event in alone] == [8, 16, 24, 28, 32, 36]
     # The one start that goes back, and that of the next stage in its process.
@@ -56,10 +65,11 @@ def test_a_run_that_is_stopped_around_the_border_has_the_same_bits(place: Path) 
     assert (returns[-2:], sum(returns)) == ([True, False], 1)
 
 
-def test_a_run_at_other_layouts_has_the_same_losses(place: Path) -> None:
-    cut = steps(place / "cut")
+@pytest.mark.slow
+def test_a_run_at_other_layouts_has_the_same_losses(stopped: Path) -> None:
+    cut = steps(stopped / "cut")
     assert [event["step"] for event in cut] == [1, 2, 3, 4, 5, 6]
-    for expected, event in zip(steps(place / "alone"), cut, strict=True):
+    for expected, event in zip(steps(stopped / "alone"), cut, strict=True):
         assert event["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
@@ -74,7 +84,6 @@ def test_a_checkpoint_is_that_of_its_stage(place: Path) -> None:
 
 
 def test_the_border_is_no_restart(place: Path) -> None:
-    assert "to go back once more" not in (place / "stopped/logs/rank-0000.log").read_text(encoding="utf-8")
     log = (place / "alone/logs/rank-0000.log").read_text(encoding="utf-8")
     assert f"6, 1 to {BORDER} in this stage" in log
     assert f"6, {BORDER} of them done, {BORDER + 1} to 6 in this stage" in log

@@ -85,10 +85,9 @@ def go_on(folder: Path, step: int, *arguments: str) -> None:
 @pytest.mark.parametrize(
     ("number", "arguments", "name"),
     [
-        (signal.SIGINT, (), "Ctrl-C (SIGINT)"),
-        (signal.SIGTERM, ("parallel.tensor=2",), "SIGTERM"),
+        pytest.param(signal.SIGINT, (), "Ctrl-C (SIGINT)", id="alone", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, ("parallel.tensor=2",), "SIGTERM", id="launched"),
     ],
-    ids=["alone", "launched"],
 )
 def test_a_signal_saves_and_the_same_command_goes_on(
     number: signal.Signals, arguments: tuple[str, ...], name: str, tmp_path: Path

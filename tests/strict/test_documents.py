@@ -59,7 +59,7 @@ def largest_errors(window: int | None) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 1000])
+@pytest.mark.parametrize("window", [5, *(pytest.param(w, marks=pytest.mark.slow) for w in (None, 1, 1000))])
 def test_attention_is_that_of_a_dense_mask(window: int | None, strict: Strict) -> None:
     (errors,) = strict(1).run(largest_errors, window)
     assert max(errors) <= 2e-6
@@ -76,7 +76,7 @@ CELLS = small(
 )
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", [CELLS[0], pytest.param(CELLS[1], marks=pytest.mark.slow)], ids=lambda cell: cell.name)
 def test_losses_are_those_of_the_cpu(cell: Cell, strict: Strict) -> None:
     wanted = cells.measure(cell.alone, STEPS).losses
     for losses, calls in strict(cell.world).run(trained, cell):

@@ -50,7 +50,7 @@ def train(config: Config, frozen: tuple[str, ...], root: str | None) -> list[tup
     return [(record.loss, record.grad_norm) for record in records]
 
 
-@pytest.mark.parametrize(("optimizer", "stage"), [("adamw", 0), ("lamb", 1)])
+@pytest.mark.parametrize(("optimizer", "stage"), [pytest.param("adamw", 0, marks=pytest.mark.slow), ("lamb", 1)])
 def test_a_frozen_stage(optimizer: str, stage: int, strict: Strict, tmp_path: Path) -> None:
     """As one process trains the same model."""
     method, frozen = {"name": optimizer, "max_norm": 0.1}, STAGES[stage]

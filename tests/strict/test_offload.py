@@ -15,7 +15,7 @@ from shardwise.config import Config, check_layout
 from shardwise.estimates.memory import expected_memory, offloaded_bytes
 from shardwise.optim.lamb import LAMB
 from shardwise.optim.state_hash import StateSums
-from shardwise.train.step_clock import state_by_kind
+from shardwise.train.step_meters import state_by_kind
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.training import make_config
 from tests.rank_pool import RankPool
@@ -78,7 +78,12 @@ def own_loop(stage: int, dtype: torch.dtype, offload: bool) -> tuple[list[float]
 
 @pytest.mark.parametrize(
     ("world", "stage", "dtype"),
-    [(1, 0, torch.float32), (2, 1, torch.bfloat16), (2, 2, torch.float32), (2, 3, torch.bfloat16)],
+    [
+        pytest.param(1, 0, torch.float32, marks=pytest.mark.slow),
+        (2, 1, torch.bfloat16),
+        pytest.param(2, 2, torch.float32, marks=pytest.mark.slow),
+        (2, 3, torch.bfloat16),
+    ],
 )
 def test_the_host_computes_the_same_updates(world: int, stage: int, dtype: torch.dtype, strict: Strict) -> None:
     """With the same kernels to the bit. The norm of parameters is that of the rounded ones, off by 2^-9 at most."""
@@ -151,7 +156,7 @@ def bytes_of_training(config: Config) -> tuple[int, int, int]:
     return peak - before, held - before, on_host
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_estimate_knows_what_is_on_the_host(zero: int, strict: Strict) -> None:
     config = make_config(precision={"mode": "mixed"}, optimizer={"zero": zero})
     offloaded = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"offload": True})})

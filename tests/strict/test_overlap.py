@@ -12,7 +12,7 @@ from shardwise.layers.units import units
 from shardwise.models.llama import LlamaBlock
 from shardwise.optim import bucket_layout
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.flat_memory import has_memory
+from shardwise.optim.freed_buckets import has_memory
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import FAMILIES, MODEL, make_config
 from tests.rank_pool import RankPool
@@ -61,11 +61,11 @@ def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], l
 @pytest.mark.parametrize(
     ("world", "sections"),
     [
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
         (2, {"model": {"tie_word_embeddings": True}, "train": {"recompute": "full"}}),
         pytest.param(2, {"model": SIZES | FAMILIES["bert"]}, marks=pytest.mark.slow),
         pytest.param(2, {"model": SIZES | FAMILIES["gpt_neox"]}, marks=pytest.mark.slow),
-        (4, {"parallel": {"tensor": 2, "sequence": True}}),
+        pytest.param(4, {"parallel": {"tensor": 2, "sequence": True}}, marks=pytest.mark.slow),
         (4, {"parallel": {"pipeline": 2, "schedule": "1f1b"}}),
     ],
     ids=["DP 2", "tied, full recompute", "BERT", "GPT-NeoX", "TP 2 and sequence parallelism", "PP 2"],

@@ -24,7 +24,7 @@ BEFORE, AFTER = 2, 2
     ("layout", "precision", "others"),
     [
         ({"tensor": 2, "sequence": True}, "float32", [{}, {"pipeline": 2, "schedule": "1f1b"}]),
-        ({}, "mixed", []),
+        pytest.param({}, "mixed", [], marks=pytest.mark.slow),
     ],
     ids=["TP 2 and sequence parallelism", "DP 2, mixed"],
 )
@@ -61,7 +61,11 @@ def train_save_load(config: Config, root: str, default: bool) -> tuple[list[floa
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "layout"), [("adamw", {}), ("lamb", {"pipeline": 2, "schedule": "1f1b"})], ids=["alone", "PP 2"]
+    ("optimizer", "layout"),
+    [
+        pytest.param("adamw", {}, id="alone", marks=pytest.mark.slow),
+        pytest.param("lamb", {"pipeline": 2, "schedule": "1f1b"}, id="PP 2"),
+    ],
 )
 def test_torchs_default_device_changes_nothing(
     optimizer: str, layout: dict[str, Any], strict: Strict, tmp_path: Path
@@ -107,9 +111,9 @@ def save_behind_steps(config: Config, root: str, waits: bool) -> tuple[str | Non
 @pytest.mark.parametrize(
     ("world", "sections"),
     [
-        (1, {"precision": {"mode": "mixed"}}),
+        pytest.param(1, {"precision": {"mode": "mixed"}}, marks=pytest.mark.slow),
         (2, {"precision": {"mode": "mixed"}, "optimizer": {"zero": 3}}),
-        (2, {"parallel": {"tensor": 2}}),
+        pytest.param(2, {"parallel": {"tensor": 2}}, marks=pytest.mark.slow),
         (1, {"model": {**SIZES, "family": "gpt", "num_hidden_layers": 6}}),
     ],
     ids=["mixed", "ZeRO-3, mixed", "TP 2", "gpt, whose QKV is put together"],

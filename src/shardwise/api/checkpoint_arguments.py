@@ -6,15 +6,13 @@ A problem is a ConfigError that says what is wrong, on every rank, and no Attrib
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from numbers import Integral
 from pathlib import Path
-from typing import TypeVar, cast
 
 from torch import nn
 
 from shardwise.api.arguments import config_problems, shown_value
-from shardwise.base.errors import ConfigError, ShardwiseError, listing
+from shardwise.base.errors import ConfigError, listing
 from shardwise.base.units import counted
 from shardwise.checkpoint.canonical_shapes import canonical_shapes
 from shardwise.checkpoint.format.manifest import TensorEntry
@@ -32,7 +30,6 @@ from shardwise.optim.state import unstorable_states
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.train.rank_agreement import require_equal
 
-_Result = TypeVar("_Result")
 _world_meshes: list[Mesh] = []
 """The mesh of the world of the last call without `mesh=`: at most one. Only `mesh_of` reads it."""
 _SHOWN = 4
@@ -58,21 +55,6 @@ def mesh_of(mesh: Mesh | None) -> Mesh:
     if not any(cached.world.process_group is world for cached in _world_meshes):
         _world_meshes[:] = [Mesh()]
     return _world_meshes[0]
-
-
-def on_first_rank(work: Callable[[], _Result], world: Group) -> _Result:
-    """Do some work on the first rank, and return its result, or raise its ShardwiseError, on every rank. Collective."""
-    result: _Result | None = None
-    problem: ShardwiseError | None = None
-    if world.rank == 0:
-        try:
-            result = work()
-        except ShardwiseError as error:
-            problem = error
-    result, problem = collectives.broadcast_object((result, problem), world)
-    if problem is not None:
-        raise problem
-    return cast("_Result", result)
 
 
 def require_saveable(model: object, optimizer: object, step: object, config: object, mesh: Mesh) -> None:

@@ -60,6 +60,7 @@ def save_checkpoint(
         RunError: it could not be written, or the ranks' copies of a parameter differ. Raised on every rank.
     """
     from shardwise.api import checkpoint_arguments as arguments
+    from shardwise.checkpoint.restore import on_first_rank
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
     from shardwise.train.model_checks import check_replicas
@@ -74,7 +75,7 @@ def save_checkpoint(
     # The weights of the last step may still be on their way from the ranks that updated them.
     optimizer.gathers.wait()
     check_replicas(model, mesh, int(step), optimizer)
-    arguments.on_first_rank(root.make, mesh.world)
+    on_first_rank(root.make, mesh.world)
     layout = Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size, context=mesh.cp.size).recorded()
     described = {"layout": layout, "data": {}, "versions": versions()}
     saver = Saver(root, model, optimizer, config, mesh, mesh.host_group("checkpoint"), described=described)
@@ -117,7 +118,7 @@ def load_checkpoint(
     """
     from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.load_weights import load_checkpoint as load_weights
-    from shardwise.checkpoint.restore import read_manifest, restore
+    from shardwise.checkpoint.restore import on_first_rank, read_manifest, restore
     from shardwise.train.rank_agreement import raised_on_every_rank, require_equal
 
     mesh = arguments.mesh_of(mesh)
@@ -125,7 +126,7 @@ def load_checkpoint(
         location = require_path("folder", folder)
         arguments.require_loadable(model, optimizer, mesh)
     require_equal({"optimizer": None if optimizer is None else type(optimizer).__name__}, mesh.world)
-    root = Root.of(arguments.on_first_rank(lambda: _checkpoint_location(location), mesh.world))
+    root = Root.of(on_first_rank(lambda: _checkpoint_location(location), mesh.world))
     manifest = read_manifest(root, mesh.world)
     with keys_renamed(_ARGUMENTS):
         if optimizer is None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from shardwise.api.arguments import config_problems, require_path
 from shardwise.base.errors import ConfigError, Problems, listing, nearest_name
-from shardwise.base.files import read_plain, reason_of
-from shardwise.base.parsing import json_value
+from shardwise.base.files import read_plain
+from shardwise.base.parsing import json_object
 from shardwise.base.user_code import given, name_of
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.config import Config, config_from
 from shardwise.launch import output, stop_requests
-from shardwise.launch.environment import Rank, keep_own, may_be_a_task
+from shardwise.launch.environment import keep_own, may_be_a_task
 from shardwise.launch.external_launchers import adopt_task
 from shardwise.launch.rank_process import enter_job, failure_recorded
 from shardwise.runs.folder import EVENTS, RunDirectory, read_config
@@ -139,13 +139,17 @@ def train(
         RunError: training failed.
         StoppedError: the run was asked to stop, and its state is saved; the same call with its `run_dir` continues it.
     """
+    from shardwise.cli.entry import take_any_character
     from shardwise.cli.run_preparation import is_finished, prepare_run
-    from shardwise.cli.train import with_batch
+    from shardwise.cli.train import check_user_code, with_batch
     from shardwise.train.rank_agreement import require_same_run_dir
     from shardwise.train.run import run
 
     _require_train_arguments(config, run_dir, name)
-    rank = _join()
+    keep_own()
+    if may_be_a_task():
+        adopt_task()
+    rank = enter_job(None)
     world = 1 if rank is None else rank.world
     path = None if run_dir is None else Path(run_dir)
     config, objects = _with_hooks(config, data, loss, optimizer, callbacks)
@@ -154,32 +158,18 @@ def train(
     if not config.data.is_named and config.hooks.data is None:
         raise ConfigError("data.path, data.blend or data.dataset must name the data; for a trial, data.dataset=tiny")
     with given(objects), ExitStack() as locks:
-        _check_user_code(config)
+        check_user_code(config)
         # A rank that finds a finished run there returns, and ranks that look elsewhere would wait for it.
         require_same_run_dir(path, config.launch.timeout)
         if path is not None and is_finished(locks, config, path, rank):
             return Run(path)
         folder = prepare_run(locks, config, name, path, rank)
         with folder.removed_if_refused(), output.restored(), _signals_restored(), failure_recorded(rank, folder.path):
-            _prepare_output(rank)
+            take_any_character()
+            if rank is None or rank.rank == 0:
+                # A program may close it.
+                output.survive_lost_reader()
             return Run(run(config, folder.path, name))
-
-
-def _prepare_output(rank: Rank | None) -> None:
-    """Let the output take any character, and that of rank 0, which a program may close, outlive its reader."""
-    from shardwise.cli.entry import take_any_character
-
-    take_any_character()
-    if rank is None or rank.rank == 0:
-        output.survive_lost_reader()
-
-
-def _join() -> Rank | None:
-    """The rank of this process in the job that a launcher started; None where it is alone."""
-    keep_own()
-    if may_be_a_task():
-        adopt_task()
-    return enter_job(None)
 
 
 def _require_train_arguments(config: object, run_dir: Any, name: object) -> None:
@@ -192,16 +182,6 @@ def _require_train_arguments(config: object, run_dir: Any, name: object) -> None
     if not isinstance(name, str) or not name or Path(name).name != name:
         problems.texts.append(f"name ({name!r}) must be a folder's name without a path; run_dir takes a path")
     problems.require_none()
-
-
-def _check_user_code(config: Config) -> None:
-    """Import a model and hooks of the user's own, and check how they can be called."""
-    from shardwise.models.user_model import check_user_model
-    from shardwise.train.hooks import check_hooks
-
-    if ":" in config.model.family:
-        check_user_model(config)
-    check_hooks(config)
 
 
 def _with_hooks(
@@ -254,15 +234,4 @@ def _signals_restored() -> Iterator[None]:
 
 def _object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no file."""
-    if not path.exists():
-        return None
-    value: object = None
-    try:
-        value = json_value(read_plain(path).decode())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
-    except ValueError:
-        pass
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is damaged: it must hold one JSON object, as a run writes it")
-    return value
+    return json_object(read_plain(path), str(path)) if path.exists() else None

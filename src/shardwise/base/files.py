@@ -5,8 +5,8 @@ one rename, and the name is on the disk (`sync_folder`). `write_atomic` does all
 
 Our own files beside a user's (locks, parts of a file being fetched, temporary files) have names that can be predicted.
 In a folder that anyone may write, such as /tmp, another user may have made a link or a folder of that name. So our
-files are opened without following links, and an entry of such a folder counts only if this user, root or the owner of
-that folder owns it (`require_trusted`). Elsewhere those who may write a folder are trusted: its owner, and its group.
+files are opened without following links, and what lies in such a folder must be this user's (`require_trusted`).
+Elsewhere those who may write a folder are trusted: its owner, and its group.
 
 A name that comes from outside (a key of an object store, a file that an index or a manifest lists) may lead out of the
 folder that it belongs to. `name_problem` checks each before it is joined to a folder.
@@ -18,10 +18,10 @@ import contextlib
 import errno
 import fcntl
 import os
-import pwd
 import re
 import shutil
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,17 +31,15 @@ from shardwise.base.errors import ConfigError
 _LINKS = (errno.ELOOP, errno.EMLINK)
 MOST_BYTES = 1 << 26
 """The largest file that is read whole, such as a configuration: far more than any needs."""
-# The answers of systems that a path itself causes.
-_PATH_ERRORS = (
-    *(errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR),
+PATH_ERRORS = (
+    *(errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EROFS),
     *(errno.ENOTCONN, errno.ESTALE),  # of a mount whose server has gone
 )
+"""The answers of systems that a path itself causes."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-# As many as Linux follows in one path.
-_MOST_LINKS = 40
 ANYONE_WRITES = stat.S_IWOTH
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
-"""Bits of a mode, for `open_folder` and `open_own`."""
+"""Bits of a mode, for `require_trusted`."""
 
 
 class NoLocksError(OSError):
@@ -62,9 +60,11 @@ def path_refusal(error: OSError) -> ConfigError | None:
 
     No code asks each path beforehand: a command ends by this error where it meets one.
     """
-    if error.filename is None or error.errno not in _PATH_ERRORS:
+    if error.filename is None or error.errno not in PATH_ERRORS:
         return None
-    return ConfigError(f"the path {os.fsdecode(error.filename)} cannot be used: {reason_of(error)}")
+    # Of a rename the second name is the user's.
+    path = os.fsdecode(error.filename2 or error.filename)
+    return ConfigError(f"the path {path} cannot be used: {reason_of(error)}")
 
 
 def user_path(path: str | Path) -> Path:
@@ -81,34 +81,49 @@ def user_path(path: str | Path) -> Path:
 # ---- opening
 
 
-def require_trusted(path: Path, denied: int = 0, *, links: int = _MOST_LINKS) -> None:
+def require_trusted(path: Path, denied: int = 0) -> None:
     """Refuse a folder that another user may have put there. One that is not there passes: who uses it says so.
-
-    Links on the way are followed where their owners count, so that a home or a scratch folder may be one.
 
     Args:
         denied: bits that its mode must not have: `ANYONE_WRITES` for programs, `OTHERS` for a folder of this user
             alone, which must be no link.
-        links: links that are followed.
 
     Raises:
         UntrustedError: an entry of the path may be another user's trap, or the mode has a denied bit.
     """
-    path = path.absolute()
-    for part in (*reversed(path.parents), path):
-        try:
-            entry = part.lstat()
-            is_link = stat.S_ISLNK(entry.st_mode)
-            target = part.readlink() if is_link else part
-        except OSError:
-            return
-        _require_owner(part, entry)
-        if is_link:
-            if links == 0 or (denied == OTHERS and part == path):
-                raise UntrustedError(errno.ELOOP, f"{part} is a link that is not followed: remove it")
-            require_trusted(part.parent / target / path.relative_to(part), denied, links=links - 1)
-            return
-    _require_mode(entry, path, denied)
+    # Links of one's own, such as a scratch folder in the home, are followed: both ends must be trusted.
+    for way in (path.absolute(), Path(os.path.realpath(path))):
+        for part in (*reversed(way.parents), way):
+            if not os.path.lexists(part):
+                return
+            _require_own(part, part.lstat())
+    is_private = denied == OTHERS
+    entry = path.lstat() if is_private else path.stat()
+    if is_private and (stat.S_ISLNK(entry.st_mode) or entry.st_uid != os.geteuid()):
+        raise UntrustedError(errno.EPERM, f"{path} must be a folder of yours, and no link: remove it")
+    _require_mode(path, entry, denied)
+
+
+def _require_mode(path: Path, entry: os.stat_result, denied: int) -> None:
+    mode = stat.S_IMODE(entry.st_mode)
+    if mode & denied:
+        who = "others may use it" if denied == OTHERS else "anyone may write it"
+        raise UntrustedError(
+            errno.EPERM,
+            f"the mode of {path} ({mode:04o}) must be {mode & ~denied:04o} or stricter, as {who}: check what is in it "
+            f"and run `chmod {mode & ~denied:04o} {path}`, or choose a folder below it",
+        )
+
+
+def _require_own(path: Path, entry: os.stat_result) -> None:
+    """Refuse what another user put into a folder that anyone may write, unless that folder is his."""
+    around = path.parent.stat()
+    if around.st_mode & ANYONE_WRITES and entry.st_uid not in (os.geteuid(), 0, around.st_uid):
+        raise UntrustedError(
+            errno.EPERM,
+            f"{path} must belong to you, and user {entry.st_uid} may have put it there because anyone may write "
+            f"{path.parent}: choose another folder, or remove it",
+        )
 
 
 def open_folder(path: Path, denied: int = 0) -> int:
@@ -142,7 +157,8 @@ def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None)
         folder: a descriptor of the file's folder, from `open_folder`; None opens it here.
 
     Raises:
-        OSError: as `os.open` and `open_folder`; ELOOP where the file is a link, symbolic or hard, or no regular file.
+        OSError: as `os.open` and `require_trusted`; ELOOP where the file is a link, symbolic or hard, or no regular
+            file.
     """
     if folder is None:
         require_trusted(path.parent, denied)
@@ -156,8 +172,8 @@ def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None)
         status = os.fstat(descriptor)
         try:
             if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
-                _require_owner(path, status)
-                _require_mode(status, path, denied)
+                _require_own(path, status)
+                _require_mode(path, status, denied)
                 return descriptor
         except OSError:
             os.close(descriptor)
@@ -173,43 +189,6 @@ def open_to_append(path: Path) -> int:
         OSError: as `open_own`.
     """
     return open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-
-
-def _require_owner(path: Path, entry: os.stat_result) -> None:
-    """Refuse what a user who is not trusted put into a folder that anyone may write."""
-    around = path.parent.stat()
-    if not around.st_mode & ANYONE_WRITES or entry.st_uid in (os.geteuid(), 0, around.st_uid):
-        return
-    raise UntrustedError(
-        errno.EPERM,
-        f"{path} must belong to you, and it belongs to {_user(entry.st_uid)}, who may have put it there because "
-        f"anyone may write {path.parent}: choose another folder, or remove it",
-    )
-
-
-def _require_mode(status: os.stat_result, path: Path, denied: int) -> None:
-    """Raise OSError where a mode has denied bits, or another user owns what is for this user alone."""
-    mode = stat.S_IMODE(status.st_mode)
-    if denied == OTHERS and status.st_uid != os.geteuid():
-        raise UntrustedError(
-            errno.EPERM, f"{path} must belong to you, and it belongs to {_user(status.st_uid)}: remove it"
-        )
-    if mode & denied:
-        who = "anyone may write it" if denied == ANYONE_WRITES else "others may use it"
-        below = "" if status.st_uid == os.geteuid() else ", or choose a folder below it"
-        raise UntrustedError(
-            errno.EPERM,
-            f"the mode of {path} ({mode:04o}) must be {mode & ~denied:04o} or stricter, as {who}: check what is in it "
-            f"and run `chmod {mode & ~denied:04o} {path}`{below}",
-        )
-
-
-def _user(number: int) -> str:
-    """The name of a user, or the number where the machine knows no name."""
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -367,6 +346,14 @@ def write_new(path: Path, text: str, option: str) -> None:
         raise ConfigError(f"{option} {path}: the file exists already; choose another name or remove it") from None
     except OSError as error:
         raise ConfigError(f"{option} {path}: {reason_of(error)}") from None
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into a folder of this process; `files`: name, which may have folders of its own → content."""
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
 
 
 def require_writable(folder: Path) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 
+from shardwise.base.errors import ConfigError
 from shardwise.base.files import read_plain
 
 if TYPE_CHECKING:
@@ -61,6 +62,21 @@ def _is_within(value: Any, levels: int) -> bool:
     if not isinstance(value, list):
         value = []
     return levels > 0 and all(_is_within(inner, levels - 1) for inner in value if isinstance(inner, dict | list))
+
+
+def json_object(text: str | bytes, file: str) -> dict[str, Any]:
+    """The JSON object in the text of a file that a user may have written; `file` names it in errors.
+
+    Raises:
+        ConfigError: it holds none.
+    """
+    try:
+        value = json_value(text)
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} must hold a JSON object")
+    return value
 
 
 # ---- YAML

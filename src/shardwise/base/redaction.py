@@ -28,8 +28,6 @@ _PARAMETER = rf"""(?i)([?&#](?:{_SIGNED_BY})=)(?!{_MARK})[^\s'"<>&]+"""
 # alone after a colon are a port.
 _LOGIN = r"""(?<=://)(?:[^/\s'"]+|[^/:@\s'"]*:(?!\d+(?:[/?#\s]|$))[^@\s'"]*)(?=@)"""
 
-# Azure's, which stand beside `sig`.
-_SIGNED_BY_AZURE = r"s[eiprtv]|sip|spr|sk[esvt]|sktid|skoid|sdd"
 # Variables that decide how, how fast and where a run works. SLURM and MPI pass secret keys in variables with the same
 # prefix as harmless ones, so of theirs only the variables that are named here are recorded.
 _FAMILIES = (
@@ -134,20 +132,3 @@ def _is_secret_key(name: str) -> bool:
 def is_secret_variable(name: str) -> bool:
     """True if the name of an environment variable says that its value is a secret."""
     return re.search(_SECRET_VARIABLE, name) is not None
-
-
-def unsigned(url: str) -> str:
-    """An identity for the file of a URL: the same whoever signs the URL and when; nothing secret is in it.
-
-    Parameters that do not sign count by their digest: `?id=1` and `?id=2` are two files.
-    """
-    import hashlib
-    from urllib.parse import parse_qsl, urlencode
-
-    address, _, query = url.partition("?")
-    parameters = parse_qsl(query, keep_blank_values=True)
-    azure = any(name.lower() == "sig" for name, _ in parameters)
-    signing = f"{_SIGNED_BY}|{_SIGNED_BY_AZURE}" if azure else _SIGNED_BY
-    kept = [(name, value) for name, value in sorted(parameters) if not re.fullmatch(signing, name, re.IGNORECASE)]
-    address = redacted(address)
-    return f"{address}?{hashlib.sha256(urlencode(kept).encode()).hexdigest()[:32]}" if kept else address

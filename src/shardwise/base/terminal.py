@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import textwrap
 from typing import TextIO
@@ -37,30 +36,16 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """Lines for a stream; on a terminal, each that is too long goes on below its own beginning, two columns deeper."""
+    """Lines for a stream; on a terminal, each that is too long goes on below its own beginning, two columns deeper.
+
+    A command to be pasted stays whole.
+    """
     width = width_of(stream)
     if width is None:
         return text
     lines: list[str] = []
     for line in text.split("\n"):
         margin = " " * (len(line) - len(line.lstrip()) + 2)
-        if len(line) <= width:
-            lines.append(line)
-        elif line.startswith((f"{COMMAND}shardwise ", f"{COMMAND}sbatch ")):
-            lines += _command_lines(line, width, margin)
-        else:
-            lines += wrapped(line, width, margin)
+        is_command = line.startswith((f"{COMMAND}shardwise ", f"{COMMAND}sbatch "))
+        lines += [line] if len(line) <= width or is_command else wrapped(line, width, margin)
     return "\n".join(lines)
-
-
-def _command_lines(line: str, width: int, margin: str) -> list[str]:
-    """A command whose lines end as a shell continues them, so that they can be pasted; a quoted word stays whole."""
-    first, *words = map(shlex.quote, shlex.split(line))
-    lines = [first]
-    for word in words:
-        if len(lines[-1]) + len(word) + 3 > width:
-            lines[-1] += " \\"
-            lines.append(margin + word)
-        else:
-            lines[-1] += f" {word}"
-    return lines

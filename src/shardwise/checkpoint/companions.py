@@ -181,19 +181,17 @@ def _with_ends_of_answers(companions: Companions, tokenizer_folder: Path) -> Com
         return companions
     tokenizer = template.tokenizer
     known = flat_ids({END_ID: companions.ids.get(END_ID, tokenizer.end_of_document_id)})
-    ends = _joined(known, flat_ids({END_ID: [tokenizer.token_id(token) for token in template.stop_tokens]}))
+    stops = [tokenizer.token_id(token) for token in template.stop_tokens]
+    ends = list(dict.fromkeys([*known, *flat_ids({END_ID: stops})]))
     if ends == known:
         return companions
     files = dict(companions.files)
     if GENERATION in files:
         # transformers prefers the ids of this file.
         generation = json_value(files[GENERATION])
-        files[GENERATION] = to_json({**generation, END_ID: _joined(flat_ids(generation, END_ID), ends)})
+        ids = list(dict.fromkeys([*flat_ids(generation, END_ID), *ends]))
+        files[GENERATION] = to_json({**generation, END_ID: ids})
     return replace(companions, ids={**companions.ids, END_ID: ends}, files=files)
-
-
-def _joined(ids: Sequence[int], further_ids: Sequence[int]) -> list[int]:
-    return [*dict.fromkeys([*ids, *further_ids])]
 
 
 def _fitting(source: FilesBesideWeights, tokenizer_folder: Path) -> Companions | None:

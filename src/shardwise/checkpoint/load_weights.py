@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from shardwise.base.errors import ConfigError, see
+from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.model_folder import check_weights
-from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.canonical_tensors import TORCH_DTYPES
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read
 from shardwise.checkpoint.format.manifest import MODEL
 from shardwise.checkpoint.format.model_files import differences
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, segments
-from shardwise.checkpoint.format.verify import non_finite_text
 from shardwise.checkpoint.format.writing import STREAM_BYTES
 from shardwise.checkpoint.restore import local_pieces, other_ends, read_manifest
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
@@ -26,6 +23,8 @@ from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements
 from shardwise.optim.state import MASTER, weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
+
+_SHOWN = 5
 
 
 def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
@@ -134,26 +133,16 @@ def require_finite(
     model: nn.Module, mesh: Mesh, folder: Path | Root, optimizer: ZeroRedundancyOptimizer | None = None
 ) -> None:
     """ConfigError, on every rank, where a weight that came from a folder has values that are NaN or infinite."""
-    local_counts: dict[tuple[str, Box], int] = {}
-    for piece, box, values, _ in weight_slices(model, optimizer):
-        count = int((~torch.isfinite(values)).sum())
-        if count:
-            local_counts[piece.name, box] = count
-    if not collectives.any_rank(bool(local_counts), mesh.world):
-        return
-    gathered = collectives.all_gather_objects((str(folder), local_counts), mesh.world)
-    # Several ranks may have copies of a box: it counts once.
-    count_of_box = {box: count for _, counts in gathered for box, count in counts.items()}
-    not_finite: Counter[str] = Counter()
-    for (name, _), count in count_of_box.items():
-        not_finite[name] += count
-    # Machines may have folders of their own: one that has such values is shown.
-    shown_folder = next(path for path, counts in gathered if counts)
-    text = non_finite_text(not_finite)
-    raise ConfigError(
-        f"checkpoint.load ({shown_folder}) must have finite weights, and it has {text}"
-        f"{see('checkpoints#weights-not-finite')}"
-    )
+    local = [
+        piece.name for piece, _, values, _ in weight_slices(model, optimizer) if not bool(torch.isfinite(values).all())
+    ]
+    names = collectives.union(local, mesh.world)
+    if names:
+        # Machines may have folders of their own, with the same weights.
+        raise ConfigError(
+            f"checkpoint.load ({folder}) must have finite weights, and it has values that are NaN or infinite in "
+            f"{listing(names, most=_SHOWN)}{see('checkpoints#weights-not-finite')}"
+        )
 
 
 def tensor_shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...]]:

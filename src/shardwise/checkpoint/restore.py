@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -33,6 +33,7 @@ from shardwise.optim.state import (
 from shardwise.optim.wrapped_class import may_continue
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 
+_Result = TypeVar("_Result")
 _SHOWN = 3
 
 
@@ -51,6 +52,21 @@ class Restored:
     damage: tuple[str, ...] = ()
 
 
+def on_first_rank(work: Callable[[], _Result], world: Group) -> _Result:
+    """Do some work on the first rank, and return its result, or raise its ShardwiseError, on every rank. Collective."""
+    result: _Result | None = None
+    problem: ShardwiseError | None = None
+    if world.rank == 0:
+        try:
+            result = work()
+        except ShardwiseError as error:
+            problem = error
+    result, problem = collectives.broadcast_object((result, problem), world)
+    if problem is not None:
+        raise problem
+    return cast("_Result", result)
+
+
 def read_manifest(folder: Root, world: Group) -> Manifest:
     """The manifest of a checkpoint, read by the first rank for all.
 
@@ -59,18 +75,7 @@ def read_manifest(folder: Root, world: Group) -> Manifest:
     Raises:
         ShardwiseError: it is missing, damaged, or of a later version; raised on every rank.
     """
-    manifest: Manifest | None = None
-    problem: ShardwiseError | None = None
-    if world.rank == 0:
-        try:
-            manifest = intact_manifest(folder)
-        except ShardwiseError as error:
-            problem = error
-    manifest, problem = collectives.broadcast_object((manifest, problem), world)
-    if problem is not None:
-        raise problem
-    assert manifest is not None
-    return manifest
+    return on_first_rank(lambda: intact_manifest(folder), world)
 
 
 def intact_manifest(folder: Root) -> Manifest:

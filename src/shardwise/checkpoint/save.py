@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -122,6 +122,11 @@ class _PendingSave:
     def seconds(self) -> float:
         """Seconds since the call."""
         return time.perf_counter() - self.started
+
+    def result(self, total_bytes: int, problem: str | None, *, lost_peer: bool = False) -> Saved:
+        """The end of this save, which is now."""
+        folder = str(self.final)
+        return Saved(self.step, folder, total_bytes, self.blocked, self.seconds, problem, lost_peer=lost_peer)
 
 
 @dataclass(frozen=True)
@@ -340,13 +345,20 @@ class Saver:
         try:
             saved = self._saved(pending)
         except Exception as error:  # noqa: BLE001  else it would end with this thread, and the checkpoint count as saved
-            saved = self._broken_off(pending, error)
+            # The ranks could not agree on it.
+            lost_peer = backend_errors.is_lost_connection(error)
+            # A checkpoint may have its name already: only the answer that it has did not arrive.
+            committed = self._lengths.get(pending.step) if lost_peer else None
+            problem = (
+                f"rank {self._group.rank} lost the connection to another rank" if lost_peer else self._reason(error)
+            )
+            total_bytes = sum((committed or {}).values())
+            saved = pending.result(total_bytes, problem if committed is None else None, lost_peer=lost_peer)
         self._done.append(saved)
 
     def _saved(self, pending: _PendingSave) -> Saved:
         """Write the checkpoint. Every step that can fail on one rank ends with an agreement of all."""
-        final = pending.final
-        staging = self._staging(pending.step, final)
+        staging = self._staging(pending.step, pending.final)
         problem = self._together(lambda: self._prepare(staging, pending))
         entries, problem = self._write_files(staging, pending, problem)
         problem = self._agreed(problem)
@@ -357,43 +369,21 @@ class Saver:
             if gathered is not None:
                 total_bytes = sum(entry.bytes for files in gathered for entry in files.entries)
             problem = self._together(lambda: self._commit(staging, pending, gathered))
-        seconds = pending.seconds
+        saved = pending.result(total_bytes, problem)
+        if self._group.rank != 0:
+            return saved
         # Old checkpoints go only now that the new one is complete.
-        removed: tuple[int, ...] = ()
-        warning: str | None = None
-        if self._group.rank == 0:
-            try:
-                if problem is None:
-                    removed = tuple(prune(self.root, self._lengths, self._keeping.last, self._keeping.every))
-                # A save with a manifest lacks only its name, which a resume gives it.
-                elif not (staging / MANIFEST).exists():
-                    staging.remove()
-            except ShardwiseError as error:
-                # After a failed save, the next one removes what is left of it.
-                warning = str(error) if problem is None else None
-        return Saved(pending.step, str(final), total_bytes, pending.blocked, seconds, problem, removed, warning)
-
-    def _broken_off(self, pending: _PendingSave, error: Exception) -> Saved:
-        """The result of a save where the ranks could not agree on it."""
-        lost_peer = backend_errors.is_lost_connection(error)
-        committed = self._lengths.get(pending.step)
-        problem: str | None = self._reason(error)
-        total_bytes = 0
-        if lost_peer:
-            problem = f"rank {self._group.rank} lost the connection to another rank"
-            # The checkpoint has its name already: only the answer that it has did not arrive.
-            if committed is not None:
-                problem = None
-                total_bytes = sum(committed.values())
-        return Saved(
-            pending.step,
-            str(pending.final),
-            total_bytes,
-            pending.blocked,
-            pending.seconds,
-            problem,
-            lost_peer=lost_peer,
-        )
+        try:
+            if problem is None:
+                removed = prune(self.root, self._lengths, self._keeping.last, self._keeping.every)
+                return replace(saved, removed=tuple(removed))
+            # A save with a manifest lacks only its name, which a resume gives it.
+            if not (staging / MANIFEST).exists():
+                staging.remove()
+        except ShardwiseError as error:
+            # After a failed save, the next one removes what is left of it.
+            return replace(saved, warning=str(error) if problem is None else None)
+        return saved
 
     def _reason(self, error: Exception) -> str:
         """The text of an error that all ranks report: one that is not for users has its rank and type."""

@@ -84,7 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
         output.line(f"{units.counted(len(taken), 'graph')} of {arguments.imported} are in {cache.root}")
     code = 0
     if config is not None:
-        _require_one_recompute(config)
+        if config.train.recompute == "auto":
+            raise ConfigError(
+                "train.recompute (auto) must be none, selective or full here: its graphs are those of one choice, "
+                "which a run makes by the memory of its devices"
+            )
         code = _compile(config, cache, arguments)
     if arguments.export is not None:
         try:
@@ -120,14 +124,6 @@ def _list(cache: GraphCache) -> None:
 
 def _name(facts: Facts) -> str:
     return name_of(facts["unit"], facts["training"])
-
-
-def _require_one_recompute(config: Config) -> None:
-    if config.train.recompute == "auto":
-        raise ConfigError(
-            "train.recompute (auto) must be none, selective or full here: its graphs are those of one choice, which a "
-            "run makes by the memory of its devices"
-        )
 
 
 def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -> int:

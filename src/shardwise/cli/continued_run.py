@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.checkpoint_folders import StepFolder
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.run_identity import EarlierRun, earlier_run
+from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.config import Config, Layout, resume_changes
 from shardwise.optim.learning_rate import moved_end_text
 from shardwise.runs.events import last_event, last_line
@@ -43,12 +45,10 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
         return [], error.problems
     except StoreError as error:
         return [], [f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)]
-    changes = resume_changes(earlier.config, config.recorded())
+    changes = resume_changes(earlier, config.recorded())
     rows += [("  changed", change) for change in changes or ["no key"]]
     if checkpoint is not None:
-        moved_end = moved_end_text(
-            config.optimizer, config.train.steps, earlier.config["train"]["steps"], checkpoint.step
-        )
+        moved_end = moved_end_text(config.optimizer, config.train.steps, earlier["train"]["steps"], checkpoint.step)
         if moved_end is not None:
             rows.append(("  schedule", moved_end))
     return rows, []
@@ -64,7 +64,7 @@ def local_ranks(run: RunDirectory) -> int | None:
     return ranks if all(start.get("host") == platform.node() for start in starts) else None
 
 
-def _first_choice(config: Config, directory: RunDirectory, earlier: EarlierRun) -> StepFolder | None:
+def _first_choice(config: Config, directory: RunDirectory, earlier: Mapping[str, Any]) -> StepFolder | None:
     """The first checkpoint that the run would try; None if it would begin again.
 
     Raises:
@@ -72,7 +72,7 @@ def _first_choice(config: Config, directory: RunDirectory, earlier: EarlierRun) 
         StoreError: the place of the checkpoints cannot be read.
     """
     root = Root.of(config.checkpoint.path or directory.checkpoints)
-    present = look_for_checkpoints(config, root, directory, earlier.config, earlier.id)
+    present = look_for_checkpoints(config, root, directory, earlier)
     return next((candidate for candidate in present.candidates if candidate.problem is None), None)
 
 

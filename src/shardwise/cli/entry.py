@@ -128,6 +128,11 @@ def _dispatch(arguments: list[str]) -> int:
         from shardwise.base.user_code import error_text
 
         raise RunError(f"shardwise {name} was ended before it was done: {error_text(error)}") from error
+    except RunError as error:
+        # A path that may not be entered is wrong input, unless a run trains there.
+        if name == "train" or not getattr(error, "refused", False):
+            raise
+        raise ConfigError(str(error)) from None
     return code
 
 

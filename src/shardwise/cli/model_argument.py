@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, keys_renamed, listing
-from shardwise.base.files import reason_of, user_path
+from shardwise.base.files import reason_of, user_path, write_files
 from shardwise.base.hardware import accelerators
 from shardwise.base.model_folder import BESIDE_WEIGHTS, GENERATION, holds_tokenizer, is_url, tokenizer_names
-from shardwise.base.parsing import json_value
+from shardwise.base.parsing import json_object
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, step_of, weights_folder
 from shardwise.checkpoint.storage.chunks import read_whole
@@ -83,7 +83,7 @@ class ModelFolder:
         """Ids after which a text ends: as transformers reads them, else the tokenizer's end of a document, if any."""
         for name in (GENERATION, _CONFIG):
             if name in self.files:
-                ids = _json_object((self.path / name).read_bytes(), f"{self.name}/{name}").get("eos_token_id")
+                ids = json_object((self.path / name).read_bytes(), f"{self.name}/{name}").get("eos_token_id")
                 if ids is not None:
                     return frozenset(ids if isinstance(ids, list) else [ids])
         end = tokenizer.end_of_document_id
@@ -222,8 +222,7 @@ def _open_checkpoint(folder: NamedFolder, user_model: Mapping[str, Any]) -> Mode
         path = root.local()
     else:
         path = Path(tempfile.mkdtemp(prefix="shardwise-"))
-        for name, content in contents.items():
-            (path / name).write_bytes(content)
+        write_files(path, contents)
     files = frozenset(contents)
     run = values_of_step(manifest.config, manifest.step)
     return ModelFolder(str(root), folder.location, root, path, files, model, run, is_checkpoint=True)
@@ -398,7 +397,7 @@ def _model_section(text: bytes, file: str, user_model: Mapping[str, Any]) -> dic
     Args:
         user_model: `model` section of the user, of which `family` and `ignore` count.
     """
-    described = _json_object(text, file)
+    described = json_object(text, file)
     class_name = described.get("family")
     user_family = user_model.get("family")
     if not isinstance(class_name, str) or ":" not in class_name:
@@ -420,13 +419,3 @@ def _model_section(text: bytes, file: str, user_model: Mapping[str, Any]) -> dic
         if key not in _OTHER_FIELDS and not is_unset:
             section[key] = value
     return section
-
-
-def _json_object(text: bytes, file: str) -> dict[str, Any]:
-    try:
-        values = json_value(text.decode("utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold a JSON object")
-    return values

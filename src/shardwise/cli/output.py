@@ -6,15 +6,13 @@ What is printed may come from a stranger's file, so a character that a terminal 
 from __future__ import annotations
 
 import contextlib
-import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from json import dumps
 from typing import Any
 
 from shardwise.base.errors import visible
 from shardwise.base.redaction import redacted
-from shardwise.base.terminal import fitted, width_of
+from shardwise.base.terminal import fitted
 
 
 def raw(text: str) -> None:
@@ -23,21 +21,11 @@ def raw(text: str) -> None:
 
 
 def json(value: Any, *, indent: int | None = 2) -> None:
-    """Print a value as JSON, with escapes for what a terminal would obey or, where it is not UTF-8, could not show.
-
-    `indent` None: in one line.
-    """
+    """Print a value as JSON in ASCII, which every terminal shows; `indent` None: in one line."""
     # Only a command that prints JSON pays for this import.
     from shardwise.runs.folder import json_text
 
-    encoding = sys.stdout.encoding or "utf-8"
-    text = json_text(value, indent=indent, ascii=not encoding.lower().startswith("utf"))
-    raw("\n".join(map(_escaped, text.split("\n"))))
-
-
-def _escaped(line: str) -> str:
-    """A line of JSON with an escape for each character that is not printable: these stand in texts alone."""
-    return line if line.isprintable() else "".join(c if c.isprintable() else dumps(c)[1:-1] for c in line)
+    raw(json_text(value, indent=indent, ascii=True))
 
 
 def text(text: str) -> str:
@@ -69,42 +57,12 @@ def progress(text: str) -> None:
 def table(
     rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Sequence[int] = (), indent: int = 0, gap: int = 2
 ) -> None:
-    """Print columns as wide as they need; `right`: the numbers of those that are set flush right.
-
-    Where a terminal is too narrow, the widest of the other columns is wrapped in its cells.
-    """
+    """Print columns as wide as they need; `right`: the numbers of those that are set flush right."""
     cells = [[printable(cell) for cell in row] for row in (head, *rows) if row]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    width = width_of(sys.stdout)
-    if width is not None and indent + sum(widths) + gap * (len(widths) - 1) > width:
-        _narrow_table(cells, widths, right, indent, width)
-        return
     for row in cells:
         fields = [row[i].rjust(n) if i in right else row[i].ljust(n) for i, n in enumerate(widths)]
         raw(f"{' ' * indent}{(' ' * gap).join(fields)}".rstrip())
-
-
-def _narrow_table(
-    cells: Sequence[Sequence[str]], widths: Sequence[int], right: Sequence[int], indent: int, width: int
-) -> None:
-    """Print a table that is wider than the terminal: its widest left-aligned column is wrapped at words."""
-    # Costly to import, for a narrow terminal alone.
-    from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    widest = max((i for i in range(len(widths)) if i not in right), key=lambda i: widths[i])
-    grid = Table.grid(padding=(0, 2), pad_edge=False)
-    for i in range(len(widths)):
-        grid.add_column(justify="right" if i in right else "left", no_wrap=i != widest, overflow="fold")
-    for row in cells:
-        grid.add_row(*map(Text, row))
-    drawn = io.StringIO()
-    console = Console(file=drawn, width=width, color_system=None)
-    console.print(Padding(grid, (0, 0, 0, indent)))
-    for line in drawn.getvalue().splitlines():
-        raw(line.rstrip())
 
 
 @contextlib.contextmanager

@@ -10,8 +10,7 @@ import platform
 import time
 from pathlib import Path
 
-from shardwise.base.errors import ConfigError, RunError
-from shardwise.base.files import reason_of
+from shardwise.base.errors import ConfigError
 from shardwise.base.registered import provided
 from shardwise.cli import output
 from shardwise.launch import stop_requests
@@ -45,10 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_elsewhere = holder is not None and holder["host"] != platform.node()
     if not is_here and not is_elsewhere:
         raise ConfigError(f"no run is under way in {path}{how_it_ended(path)}")
-    try:
-        stop_requests.request(path, "`shardwise stop`")
-    except OSError as error:
-        raise RunError(f"{path} cannot be asked to stop: {reason_of(error)}") from None
+    stop_requests.request(path, "`shardwise stop`")
     shown = path.resolve() if path.is_symlink() else path
     output.line(f"asked {shown} to stop after its current step, with a checkpoint")
     if not is_here and holder is not None:

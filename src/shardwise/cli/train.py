@@ -22,7 +22,6 @@ from shardwise.base.errors import ConfigError, Problems
 from shardwise.base.files import user_path
 from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.registered import provided
-from shardwise.base.terminal import width_of, wrapped
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.cli.arguments import add_overrides
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from shardwise.estimates.cluster import Cluster
 
 _Rows = list[tuple[str, str]]
-_VALUE_COLUMN = 16
-"""Column at which the values of a dry run's rows begin, after the `#`."""
 _BUILT_IN_VOCABULARIES = range(512, 1025)
 """Vocabularies of a byte-level tokenizer that can be trained on any built-in data."""
 
@@ -112,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = with_batch(config, world, run_path)
     check_layout(config, world, is_new=run_path is None)
     require_data(config, recipe)
-    _check_user_code(config)
+    check_user_code(config)
     if place is None:
         from shardwise.launch.rank_process import check_accelerators
 
@@ -190,7 +187,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
     return cluster
 
 
-def _check_user_code(config: Config) -> None:
+def check_user_code(config: Config) -> None:
     """Import code of the user's own before any rank starts, so that its errors are told once.
 
     Raises:
@@ -227,7 +224,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
             config = with_batch(given, world, run_path)
         layout = check_layout(config, world, is_new=run_path is None)
     with problems:
-        _check_user_code(config)
+        check_user_code(config)
     with problems:
         _check_products(config, cluster)
     chosen = config
@@ -262,7 +259,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         full=arguments.full,
         recipe_config=config,
     )
-    output.raw(output.text(_fitted_comments(text)))
+    output.raw(output.text(text))
     if input_problems:
         raise ConfigError(input_problems)
     return 0
@@ -330,18 +327,6 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
     return chosen, [] if choice is None else [("chosen", f"{choice}, by the memory of a rank")]
 
 
-def _fitted_comments(text: str) -> str:
-    """A dry run for the terminal, if there is one, whose rows go on below their values."""
-    width = width_of(sys.stdout)
-    if width is None:
-        return text
-    margin = "#" + " " * _VALUE_COLUMN
-    lines: list[str] = []
-    for line in text.split("\n"):
-        lines += wrapped(line, width, margin) if line.startswith("# ") and len(line) > width else [line]
-    return "\n".join(lines)
-
-
 def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) -> tuple[_Rows, list[str]]:
     """Rows for the user on the files that a run would read, and problems of those that it could not read."""
     rows: _Rows = []
@@ -361,26 +346,19 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
         and config.model.vocab_size in _BUILT_IN_VOCABULARIES
         and not config.data.packs_documents
     ):
-        from shardwise.data.held_out import BUILT_IN, held_out_text
-
-        rows.append(("held out", held_out_text(config.data, config.train, BUILT_IN)))
+        rows.append(("held out", config.held_out_text))
     else:
         from shardwise.data.describe import glance
 
         glanced = glance(config)
         rows += glanced.rows
         problems.texts = [*glanced.problems, *problems.texts]
-    if config.evaluation.sets:
-        from shardwise.data.describe import glance_at_sets
+    if config.evaluation.sets or config.evaluation.tasks_every:
+        from shardwise.data.describe import glance_at_evaluation
 
-        sets = glance_at_sets(config)
-        rows += sets.rows
-        problems.texts += sets.problems
-    if config.evaluation.tasks_every:
-        from shardwise.data.evaluation_tasks import require_lm_eval
-
-        with problems:
-            require_lm_eval(config.evaluation)
+        glanced = glance_at_evaluation(config)
+        rows += glanced.rows
+        problems.texts += glanced.problems
     if config.log.trackers:
         from shardwise.train.experiment_trackers import require_trackers
 
@@ -474,7 +452,7 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
 
     earlier = None if run_path is None else earlier_run(RunDirectory(run_path), config)
     # The run keeps the batch with which it began, on any number of ranks: its schedule counts steps of that size.
-    kept = None if earlier is None else kept_batch(earlier.config, config)
+    kept = None if earlier is None else kept_batch(earlier, config)
     if kept is None:
         return config.with_batch_for(world)
     return config.with_batch(kept)

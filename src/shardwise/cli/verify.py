@@ -35,6 +35,8 @@ from shardwise.verify import layouts, miniature, verification
 from shardwise.verify.tolerance import Tolerance
 
 _CPU_RANKS = 4
+_NUMBERS = {"weights": "weights", "loss": "losses", "grad": "gradients", "resumed": "resumed"}
+"""Column → field of the differences."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         verification.clear_progress()
         if not is_named:
             shutil.rmtree(folder, ignore_errors=True)
-    shown = Verified(recipe_name(arguments.recipe), recipe, config, result, refused)
+    shown = Verified(recipe_name(arguments.recipe), config, result, refused)
     if arguments.json:
         output.json(shown.facts())
     else:
@@ -161,14 +163,12 @@ class Verified:
 
     Attributes:
         name: the recipe's name.
-        recipe: the recipe's configuration.
         config: the configuration of the miniature.
         result: the outcomes.
         refused: the reasons for which layouts were left out.
     """
 
     name: str
-    recipe: Config
     config: Config
     result: verification.Verification
     refused: Sequence[str]
@@ -187,84 +187,65 @@ class Verified:
 
     def show(self) -> None:
         """Print what was trained, a table for each device, and the verdict."""
-        output.table([*self._fields(), *(("left out", reason) for reason in self.refused)])
         # The last outcome is that of one process, which read the last layout's checkpoint.
-        *outcomes, _ = self.result.outcomes
+        *outcomes, one_process = self.result.outcomes
+        output.table([*self._fields(one_process.cell.device), *(("left out", reason) for reason in self.refused)])
         for device, of_device in itertools.groupby(outcomes, key=lambda outcome: outcome.cell.device):
             output.line()
-            output.line(f"{device}, the largest differences from one process:")
-            _show_table(list(of_device))
+            _show_table(device, list(of_device))
         output.line()
-        self._show_verdict(len(outcomes))
-
-    def _fields(self) -> list[tuple[str, str]]:
-        """The facts of the training and of the comparison."""
-        config = self.config
-        train = config.train
-        losses = self.result.losses
-        first = self.result.outcomes[-1].cell
-        tolerance = Tolerance.of(config)
-        middle = train.steps // 2
-        matmul = config.precision.matmul
-        products = "" if matmul is None else f", precision.matmul {matmul}"
-        gradients = f"{_within(tolerance.gradients)} of its norm" if tolerance.gradients else "equal to the bit"
-        fields = [
-            ("model", f"{self.name} in miniature: {_sizes(config)}"),
-            (
-                "training",
-                f"{units.counted(train.steps, 'step')} of {train.global_batch} samples of {train.sequence_length} "
-                f"random tokens, {config.optimizer.name}, precision.mode {config.precision.mode}{products}",
-            ),
-            (
-                "reference",
-                f"one process on {first.device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at step "
-                f"{train.steps}",
-            ),
-            ("layouts", "TP, CP, PP, DP: degrees of parallelism; SP: sequence parallelism; Z1: ZeRO-1"),
-            ("weights", "the initial ones: equal"),
-            ("loss", f"of each step up to {middle}: {_within(tolerance.losses)}"),
-            ("grad", f"gradients of step 1, of each tensor: {gradients}"),
-            (
-                "resumed",
-                f"losses after step {middle}, from the checkpoint of the layout above: {_within(tolerance.losses)}",
-            ),
-        ]
-        if config.model.is_own:
-            text = f"{self.name}, as it is: shardwise does not know how to shrink {config.model.family}"
-            fields[0] = ("model", text)
-        if config.is_bit_equal:
-            text = f"gradient norms, weights and optimizer state after steps {middle} and {train.steps}: equal"
-            fields.append(("state", text))
-        if not tolerance.is_of_float32:
-            text = "rounds at other places in each layout: more is allowed than the 1e-05 of precision.mode=float32"
-            fields.append((matmul or "bfloat16", text))
-        if config.model.has_dropout:
-            is_fast = self.recipe.train.dropout_mode == "fast"
-            change = ": those of fast, the recipe's, depend on the layout" if is_fast else ""
-            fields.append(("dropout", f"masks of train.dropout_mode invariant{change}"))
-        return fields
-
-    def _show_verdict(self, number: int) -> None:
-        """Print why layouts are broken, and how many of the `number` layouts are."""
-        broken = self.result.broken
-        for outcome in broken:
+        for outcome in self.result.broken:
             output.prose(f"{outcome.cell.name}:")
             for line in "\n".join(outcome.problems).splitlines():
                 output.prose(f"  {line}")
             output.line()
-        bound = Tolerance.of(self.config).gradients
-        if self.config.model.is_own and any(
-            outcome.cell.tensor == 1 and outcome.differences is not None and not outcome.differences.gradients <= bound
-            for outcome in broken
-        ):
+        if self._data_parallelism_differs:
             output.prose(
                 "Data parallelism alone differs: forward must take ids and targets [sequence, batch], and return the "
                 "sum of its targets' losses, not their mean."
             )
-        if broken:
-            output.line(f"BROKEN by {len(broken)} of {units.counted(number, 'layout')}")
+        layouts_text = units.counted(len(outcomes), "layout")
+        if broken := len(self.result.broken):
+            output.line(f"BROKEN by {broken} of {layouts_text}")
         else:
-            output.line(f"{'All ' if number > 1 else ''}{units.counted(number, 'layout')} trained like one process.")
+            output.line(f"{'All ' if len(outcomes) > 1 else ''}{layouts_text} trained like one process.")
+
+    @property
+    def _data_parallelism_differs(self) -> bool:
+        """True if a model of the user's own is broken by data parallelism, which asks nothing of its layers."""
+        bound = Tolerance.of(self.config).gradients
+        return self.config.model.is_own and any(
+            outcome.cell.tensor == 1 and outcome.differences is not None and not outcome.differences.gradients <= bound
+            for outcome in self.result.broken
+        )
+
+    def _fields(self, device: str) -> list[tuple[str, str]]:
+        """The facts of the training and of the comparison; `device`: that of the reference."""
+        train = self.config.train
+        losses = self.result.losses
+        tolerance = Tolerance.of(self.config)
+        precision = self.config.precision
+        products = "" if precision.matmul is None else f", precision.matmul {precision.matmul}"
+        dropout = ", dropout_mode invariant" if self.config.model.has_dropout else ""
+        middle = train.steps // 2
+        grad = f"{_within(tolerance.gradients)} of its norm" if tolerance.gradients else "equal"
+        bounds = [
+            "initial weights equal",
+            f"the loss of each step up to {middle}, and resumed after it, {_within(tolerance.losses)}",
+            f"the gradient of each tensor in step 1 {grad}",
+        ]
+        if self.config.is_bit_equal:
+            bounds.append(f"gradient norms, weights and optimizer state after steps {middle} and {train.steps} equal")
+        return [
+            ("model", f"{self.name} in miniature: {_sizes(self.config)}"),
+            (
+                "training",
+                f"{units.counted(train.steps, 'step')} of {train.global_batch} samples of {train.sequence_length} "
+                f"random tokens, {self.config.optimizer.name}, precision.mode {precision.mode}{products}{dropout}",
+            ),
+            ("reference", f"one process on {device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at the last"),
+            ("bounds", "; ".join(bounds)),
+        ]
 
 
 def _within(tolerance: float) -> str:
@@ -274,7 +255,7 @@ def _within(tolerance: float) -> str:
 def _sizes(config: Config) -> str:
     model = config.shapes
     if model is None:
-        return ""
+        return f"as it is, since how to shrink {config.model.family} is not known"
     heads = units.counted(model.num_attention_heads, "head")
     if model.num_key_value_heads != model.num_attention_heads:
         heads += f" with {units.counted(model.num_key_value_heads, 'key/value head')}"
@@ -283,40 +264,33 @@ def _sizes(config: Config) -> str:
     return f"{model.family}, {blocks}, {heads}, vocabulary of {model.vocab_size}{tie}"
 
 
-def _show_table(outcomes: Sequence[verification.CellOutcome]) -> None:
+def _show_table(device: str, outcomes: Sequence[verification.CellOutcome]) -> None:
     """A row for each layout. Settings that all layouts share stand above; a mark is before those that are broken."""
-    cells = [outcome.cell for outcome in outcomes]
-    columns: dict[str, Sequence[str]] = {
-        "": ["✗" if outcome.problems else "" for outcome in outcomes],
-        "TP": [f"{cell.tensor}{' SP' if cell.sequence else ''}" for cell in cells],
-        "CP": [str(cell.context) for cell in cells],
-        "PP": [str(cell.pipeline) for cell in cells],
-        "DP": [f"{cell.data}{f' Z{cell.zero}' if cell.zero else ''}" for cell in cells],
-        "schedule": [cell.schedule or "-" for cell in cells],
-        "recompute": [cell.recompute for cell in cells],
-    }
-    for head, unused in (("", ""), ("CP", "1")):
-        if {*columns[head]} == {unused}:
-            del columns[head]
-    for head in ("schedule", "recompute"):
-        shared = {*columns[head]} - {"-"}
-        if len(shared) < 2 and len(outcomes) > 1:
-            del columns[head]
-            for value in shared:
-                output.line(f"{head} {value}")
-    numbers: dict[str, Sequence[str]] = {
-        "weights": [_number(outcome, "weights") for outcome in outcomes],
-        "loss": [_number(outcome, "losses") for outcome in outcomes],
-        "grad": [_number(outcome, "gradients") for outcome in outcomes],
-        "resumed": [_number(outcome, "resumed") for outcome in outcomes],
-    }
-    rows = list(zip(*columns.values(), *numbers.values(), strict=True))
-    right = range(len(columns), len(columns) + len(numbers))
-    output.table(rows, [*columns, *numbers], right=right)
+    rows = [_settings(outcome.cell) for outcome in outcomes]
+    shared = {head: value for head, value in rows[0].items() if all(row[head] == value for row in rows)}
+    heads = [head for head in rows[0] if head not in shared]
+    output.line(f"{device}, the largest differences from one process:")
+    output.line(", ".join(f"{head} {value}" for head, value in shared.items()))
+    table = [
+        ["✗" if outcome.problems else "", *(row[head] for head in heads), *_numbers(outcome)]
+        for outcome, row in zip(outcomes, rows, strict=True)
+    ]
+    output.table(table, ["", *heads, *_NUMBERS], right=range(len(heads) + 1, len(heads) + 1 + len(_NUMBERS)))
 
 
-def _number(outcome: verification.CellOutcome, field: str) -> str:
+def _settings(cell: layouts.Cell) -> dict[str, str]:
+    return {
+        "TP": f"{cell.tensor}{' SP' if cell.sequence else ''}",
+        "CP": str(cell.context),
+        "PP": str(cell.pipeline),
+        "DP": f"{cell.data}{f' Z{cell.zero}' if cell.zero else ''}",
+        "schedule": cell.schedule or "-",
+        "recompute": cell.recompute,
+    }
+
+
+def _numbers(outcome: verification.CellOutcome) -> list[str]:
     if outcome.differences is None:
-        return "failed"
-    value: float = getattr(outcome.differences, field)
-    return f"{value:.1e}" if value else "0"
+        return ["failed"] * len(_NUMBERS)
+    values: list[float] = [getattr(outcome.differences, field) for field in _NUMBERS.values()]
+    return [f"{value:.1e}" if value else "0" for value in values]

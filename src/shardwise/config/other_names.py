@@ -5,9 +5,7 @@ Imported after a mistake alone, as the file is read then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardwise.base.parsing import read_mapping
 
@@ -24,28 +22,11 @@ SECTIONS: dict[str, str] = _RECORD["sections"]
 ACTIONS: dict[str, str] = _RECORD["actions"]
 COMMANDS: dict[str, str] = _RECORD["commands"]
 
-
-@dataclass(frozen=True)
-class OtherArgument:
-    """An argument that a class or function of the same name in another library takes, and ours does not.
-
-    Attributes:
-        advice: what to do instead.
-        neutral: values that change nothing.
-    """
-
-    advice: str
-    neutral: list[Any]
-
-    def changes_nothing(self, value: object) -> bool:
-        """True if a call with this value runs as one without it. 1 does not stand for True."""
-        return any(type(value) is type(neutral) and value == neutral for neutral in self.neutral)
-
-
-ARGUMENTS: dict[str, dict[str, OtherArgument]] = {
-    owner: {
-        name: OtherArgument(entry["advice"], neutral) for entry in entries for name, neutral in entry["names"].items()
-    }
+ARGUMENTS: dict[str, dict[str, str]] = {
+    owner: {name: entry["advice"] for entry in entries for name in entry["names"]}
     for owner, entries in _RECORD["arguments"].items()
 }
-"""The other libraries' arguments by their names: of `layers` (losses too) and of the `optimizer`."""
+"""Arguments that a class or function of the same name in another library takes, and ours does not: what to do instead.
+
+They are those of `layers` (losses too) and of the `optimizer`.
+"""

@@ -83,22 +83,17 @@ def _trace_problems(config: Config, is_new: bool) -> list[str]:
     steps = config.log.profile_steps
     if steps is None:
         return []
-    trace = f"log.profile ({config.log.profile})"
-    last = config.train.steps
-    stop_after = config.train.stop_after
     resume = config.checkpoint.resume
-    if steps.start > last:
-        return [f"{trace} must begin at one of train.steps ({last}): set log.profile={last}:{last + 1}"]
-    if is_new and stop_after is not None and steps.start > stop_after:
-        return [
-            f"{trace} must begin at one of the steps of this run, which ends after train.stop_after ({stop_after}): "
-            f"set log.profile={stop_after}:{stop_after + 1}, or raise train.stop_after"
-        ]
-    if resume != "auto" and steps[-1] <= resume < last:
-        return [
-            f"{trace} must have a step after checkpoint.resume ({resume}): set log.profile={resume + 1}:{resume + 2}"
-        ]
-    return []
+    first = 1 if resume == "auto" else resume + 1
+    last = config.train.steps
+    if is_new and config.train.stop_after is not None:
+        last = min(last, config.train.stop_after)
+    if (steps.start <= last and steps[-1] >= first) or first > last:
+        return []
+    return [
+        f"log.profile ({config.log.profile}) must have one of the steps of this run ({first} to {last}): set "
+        f"log.profile={last}:{last + 1}"
+    ]
 
 
 def _rank_problems(config: Config, layout: Layout) -> list[str]:
@@ -163,126 +158,73 @@ def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     """
     parallel = config.parallel
     if parallel.pipeline == 1:
-        return _no_pipeline_problems(parallel, is_user_model=config.model.is_own)
+        if parallel.stages is None:
+            return []
+        return [
+            f"parallel.stages ({list(parallel.stages)}) must be left out with parallel.pipeline (1), which cuts no "
+            "model: leave it out, or set parallel.pipeline"
+        ]
     if config.model.is_own:
         return [
             f"parallel.pipeline ({parallel.pipeline}) must be 1 with a model of your own (model.family "
             f"{config.model.family}): shardwise does not know how to cut it into stages"
         ]
     # Each rule assumes those before it: with a wrong number of stages, the numbers of blocks mean nothing.
-    problems = _virtual_stages_problems(parallel)
-    if not problems:
-        problems = _block_count_problems(parallel, config.model.num_hidden_layers)
+    problems = _virtual_stages_problems(parallel) or _stage_problems(parallel, config.model.num_hidden_layers)
     if not problems and micro_batches is not None:
         problems = _micro_batch_problems(config, micro_batches)
     return problems
 
 
-def _no_pipeline_problems(parallel: ParallelConfig, *, is_user_model: bool) -> list[str]:
-    """Return why `parallel.stages` must be left out if there is no pipeline, and the degree that would suit it."""
-    if parallel.stages is None:
-        return []
-    per_rank = parallel.model_copy(update={"pipeline": len(parallel.stages)}).stages_per_rank
-    degree, remainder = divmod(len(parallel.stages), per_rank)
-    fix = "leave it out"
-    if degree > 1 and remainder == 0 and not is_user_model:
-        fix += f", or set parallel.pipeline={degree}"
-        if per_rank > 1:
-            fix += f", which with parallel.schedule {parallel.schedule} has {per_rank} stages on each rank"
-    return [
-        f"parallel.stages ({list(parallel.stages)}) must be left out with parallel.pipeline (1), which cuts no model: "
-        f"{fix}"
-    ]
-
-
 def _virtual_stages_problems(parallel: ParallelConfig) -> list[str]:
     """Return why the schedule cannot have `parallel.virtual_stages` stages on each rank."""
     spec = SCHEDULES[parallel.schedule]
-    virtual_stages = parallel.virtual_stages
-    if virtual_stages is None:
+    number = parallel.virtual_stages
+    if number in (None, spec.stages_per_rank) or (spec.allows_more_stages and parallel.stages_per_rank > 1):
         return []
-    must = f"parallel.virtual_stages ({virtual_stages}) must be"
-    if spec.is_single_stage and virtual_stages > 1:
-        return [
-            f"{must} 1 with parallel.schedule {spec.name}, which has one stage on each rank: set "
-            f"parallel.schedule={DEFAULT_WITH_SEVERAL_STAGES}, or leave parallel.virtual_stages out"
-        ]
-    if spec.is_v_shaped and virtual_stages != 2:
-        return [
-            f"{must} 2 with parallel.schedule {spec.name}, whose stages go to the last rank and back: leave "
-            "parallel.virtual_stages out"
-        ]
-    if spec.allows_more_stages and virtual_stages == 1:
-        return [
-            f"{must} at least 2 with parallel.schedule {spec.name}: leave parallel.virtual_stages out, or set "
-            f"parallel.schedule={DEFAULT_SCHEDULE}, which has one stage on each rank"
-        ]
-    return []
+    valid = "at least 2" if spec.allows_more_stages else spec.stages_per_rank
+    other = DEFAULT_WITH_SEVERAL_STAGES if spec.is_single_stage else DEFAULT_SCHEDULE
+    return [
+        f"parallel.virtual_stages ({number}) must be {valid} with parallel.schedule {spec.name}: leave it out, or set "
+        f"parallel.schedule={other}"
+    ]
 
 
-def _block_count_problems(parallel: ParallelConfig, layers: int) -> list[str]:
+def _stage_problems(parallel: ParallelConfig, layers: int) -> list[str]:
     """Return why a model with so many blocks cannot be cut into the stages."""
     per_rank = parallel.stages_per_rank
     stages = parallel.pipeline * per_rank
     product = f"parallel.pipeline ({parallel.pipeline})"
     if per_rank > 1:
         product = f"parallel.pipeline × stages on each rank ({parallel.pipeline} × {per_rank} = {stages})"
+    has_equal_stages = per_rank > 1 and parallel.stages is None
+    # Without a degree that fits, one stage on each rank may do.
+    fix = f"set parallel.schedule={DEFAULT_SCHEDULE}, without parallel.virtual_stages"
+    degrees = [n for n in range(1, layers // per_rank + 1) if not (has_equal_stages and layers % (n * per_rank))]
+    if degrees and max(degrees) > 1:
+        fix = f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, degrees), 'or')}"
     if stages > layers:
-        fix = _fix_for_too_many_stages(parallel, layers)
         return [f"{product} must be at most model.num_hidden_layers ({layers}), as each stage has a block: {fix}"]
     if parallel.stages is not None:
         return _stage_size_problems(parallel.stages, stages, product, layers)
-    if per_rank == 1 or layers % stages == 0:
+    if not has_equal_stages or layers % stages == 0:
         return []
-    degrees = _equal_degrees(parallel, layers)
-    fix = f"set parallel.pipeline={degrees}, " if degrees else ""
     return [
         f"{product} must divide model.num_hidden_layers ({layers}) with parallel.schedule {parallel.schedule}, which "
-        f"has equal stages: {fix}name unequal ones by parallel.stages, or {_fix_by_one_stage(parallel, layers)}"
+        f"has equal stages: {fix}, or name unequal ones by parallel.stages"
     ]
-
-
-def _equal_degrees(parallel: ParallelConfig, layers: int) -> str:
-    """Return the nearest pipeline degrees that cut the model into equal stages; empty if there are none."""
-    per_rank = parallel.stages_per_rank
-    valid = [degree for degree in range(2, layers // per_rank + 1) if layers % (degree * per_rank) == 0]
-    return listing(nearest_numbers(parallel.pipeline, valid), "or") if valid else ""
-
-
-def _fix_for_too_many_stages(parallel: ParallelConfig, layers: int) -> str:
-    largest = layers // parallel.stages_per_rank
-    if layers == 1:
-        return "set parallel.pipeline=1"
-    # Unequal stages allow every degree up to the largest.
-    if largest > 1 and (parallel.stages_per_rank == 1 or parallel.stages is not None):
-        return f"set parallel.pipeline={largest} or less"
-    degrees = _equal_degrees(parallel, layers)
-    return f"set parallel.pipeline={degrees}" if degrees else _fix_by_one_stage(parallel, layers)
-
-
-def _fix_by_one_stage(parallel: ParallelConfig, layers: int) -> str:
-    """Return the changes after which each rank has one stage."""
-    changes = [f"set parallel.schedule={DEFAULT_SCHEDULE}"]
-    if parallel.virtual_stages is not None:
-        changes.append("leave parallel.virtual_stages out")
-    if parallel.pipeline > layers:
-        changes.append(f"set parallel.pipeline={layers} or less")
-    return listing(changes)
 
 
 def _stage_size_problems(sizes: tuple[int, ...], stages: int, product: str, layers: int) -> list[str]:
     """Return what is wrong with `parallel.stages`, the number of blocks of each stage."""
-    shown = list(sizes)
-    problems = []
-    if len(sizes) != stages:
-        problems.append(f"the length of parallel.stages {shown} ({len(sizes)}) must be {product}")
-    if min(sizes, default=1) < 1:
-        problems.append(f"each number of parallel.stages {shown} must be at least 1: a stage has a block")
-    if sum(sizes) != layers:
-        problems.append(f"the sum of parallel.stages {shown} ({sum(sizes)}) must be model.num_hidden_layers ({layers})")
+    if len(sizes) == stages and min(sizes) > 0 and sum(sizes) == layers:
+        return []
     smallest, larger_stages = divmod(layers, stages)
     example = [smallest + (stage >= stages - larger_stages) for stage in range(stages)]
-    return [f"{problem}, such as {example}" for problem in problems]
+    return [
+        f"parallel.stages ({list(sizes)}) must have a number of blocks, at least 1, for each of {stages} stages, by "
+        f"{product}, and their sum ({sum(sizes)}) must be model.num_hidden_layers ({layers}), such as {example}"
+    ]
 
 
 def fits_schedule(parallel: ParallelConfig, micro_batches: int) -> bool:

@@ -201,6 +201,28 @@ class Config(Section):
         return self.train.eval_every > 0 and self.data.holds_out
 
     @property
+    def held_out_text(self) -> str:
+        """The part that is held out of the training, and how much of it the evaluations of the run read, for a user."""
+        data = self.data
+        if not data.holds_out:
+            return f"nothing (data.split={data.split}): `shardwise evaluate` needs a text of its own"
+        share = f"{100 * data.split_weights[1] / sum(data.split_weights):.3g}%"
+        place = f"{share} of the data"
+        if data.mixture:
+            place = "a share of each source, as its split says"
+        elif data.split_names:
+            place = f"the split {data.split_names[1]}"
+        elif data.streaming:
+            place = f"{share} of the first {units.counted(data.shuffle_buffer, 'document')}"
+        if not self.train.eval_every:
+            return f"{place}; the run evaluates nothing (train.eval_every=0), `shardwise evaluate` all of it"
+        most = self.train.eval_batches * self.train.global_batch
+        return (
+            f"{place}; an evaluation of the run reads its first {most:,} sequences at most (train.eval_batches × "
+            "train.global_batch), `shardwise evaluate` all of it"
+        )
+
+    @property
     def lacks_evaluation_part(self) -> bool:
         """True if evaluations are wanted, and no data are there for them."""
         return self.train.eval_every > 0 and not self.evaluates_held_out and not self.evaluation.sets
@@ -212,6 +234,11 @@ class Config(Section):
         if checkpoint.companions is not None or checkpoint.load is not None:
             return checkpoint.companions
         return self.model.origin.file
+
+    def with_keys(self, **sections: Mapping[str, Any]) -> Config:
+        """Return a copy with other values of some keys, by their sections; they are not validated."""
+        update = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
+        return self.model_copy(update=update)
 
     def with_batch_for(self, ranks: int) -> Config:
         """This configuration with the global batch that its rule gives for a number of ranks.
@@ -231,7 +258,7 @@ class Config(Section):
 
     def with_batch(self, global_batch: int) -> Config:
         """This configuration with another global batch; numbers of steps that were given in tokens follow it."""
-        config = self.model_copy(update={"train": self.train.model_copy(update={"global_batch": global_batch})})
+        config = self.with_keys(train={"global_batch": global_batch})
         step_tokens = global_batch * self.train.sequence_length
         for place, tokens in self._token_counts.items():
             config = replaced(config, place, steps_of(tokens, step_tokens))

@@ -41,7 +41,7 @@ from shardwise.base.files import (
     write_atomic,
 )
 from shardwise.base.parsing import json_value
-from shardwise.data.rows import PARTS, Part, Sentences, TokenArray
+from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, digest_of
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 2
@@ -171,54 +171,23 @@ def open_tokens(root: Path, key: str) -> CacheEntry | None:
 
 
 def _are_sound_tokens(entry: CacheEntry) -> bool:
-    manifest = entry.manifest
-    itemsize = np.dtype(manifest["dtype"]).itemsize
-    if manifest["tokenizer"] is not None and not has_its_tokenizer(entry):
-        return False
-    return has_its_bounds(entry) and all(
-        _is_sound(entry.path / f"{part}.bin", manifest[part]["tokens"] * itemsize, manifest[part]["checked"])
-        for part in PARTS
-    )
+    rows = entry.manifest
+    has_tokens = all(spread_digest(entry.path / f"{part}.bin") == rows[part]["checked"] for part in PARTS)
+    return has_tokens and has_its_bounds(entry) and (rows["tokenizer"] is None or has_its_tokenizer(entry))
 
 
 def has_its_bounds(entry: CacheEntry) -> bool:
     """True if the bounds of all parts are those that were written."""
     return all(
-        _is_sound(entry.path / f"{part}.{name}.bin", row["length"] * BOUNDS_DTYPE.itemsize, row["checked"])
+        spread_digest(entry.path / f"{part}.{name}.bin") == row["checked"]
         for part in PARTS
         for name, row in entry.manifest.get(part, {}).get("bounds", {}).items()
     )
 
 
-def _is_sound(path: Path, size: int, checked: str) -> bool:
-    return path.stat().st_size == size and spread_digest(path) == checked
-
-
 def has_its_tokenizer(entry: CacheEntry) -> bool:
     """True if the tokenizer is the one that was written."""
     return bool(entry.manifest["tokenizer"] == tokenizer_digest(entry.tokenizer_path))
-
-
-@contextlib.contextmanager
-def _building(target: Path, exclusive: bool) -> Iterator[Path]:
-    """A folder to fill, which becomes the entry when the block ends without an error, and vanishes otherwise."""
-    make_folder(target.parent)
-    if exclusive:  # nobody else fills a folder for this entry: what is there was left by a process that was killed
-        for leftover in target.parent.glob(f".*-{target.name}-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-    unique = f"{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
-    folder = target.parent / f".building-{unique}"
-    folder.mkdir()
-    try:
-        yield folder
-        # An entry that is there is damaged. A crash between the two renames leaves none, and it is built again.
-        if target.exists():
-            damaged = target.parent / f".damaged-{unique}"
-            target.rename(damaged)
-            shutil.rmtree(damaged, ignore_errors=True)
-        folder.rename(target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def open_or_build(
@@ -240,15 +209,34 @@ def open_or_build(
         # Another process may have built it during the wait.
         if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
-        with writing(root), _building(root / kind / key, exclusive) as folder:
-            manifest = json.dumps({"format": FORMAT, **build(folder)}, indent=2) + "\n"
-            (folder / "manifest.json").write_text(manifest, encoding="utf-8")
+        with writing(root):
+            _build(root / kind / key, build, exclusive)
         if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
     raise DataError(
         f"the data cache {root} returns other bytes than were written: set SHARDWISE_CACHE elsewhere"
         f"{see('data#cache-returns-other-bytes')}"
     )
+
+
+def _build(target: Path, build: Callable[[Path], Mapping[str, Any]], exclusive: bool) -> None:
+    """Fills a folder beside the entry, which becomes the entry, in place of a damaged one, or vanishes."""
+    make_folder(target.parent)
+    if exclusive:  # nobody else fills a folder for this entry: what is there was left by a process that was killed
+        for leftover in target.parent.glob(f".building-{target.name}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    folder = target.with_name(f".building-{target.name}-{secrets.token_hex(8)}")
+    folder.mkdir()
+    try:
+        manifest = json.dumps({"format": FORMAT, **build(folder)}, indent=2) + "\n"
+        (folder / "manifest.json").write_text(manifest, encoding="utf-8")
+        if target.exists():  # not removed where it is: files that a run has mapped may stay in a folder of NFS
+            damaged = folder.with_name(f"{folder.name}-damaged")
+            target.rename(damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+        folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def open_or_build_tokens(
@@ -266,11 +254,6 @@ def open_or_build_tokens(
         return build(folder)
 
     return open_or_build(root, "tokens", key, _are_sound_tokens, announced)
-
-
-def digest_of(described: Any) -> str:
-    """A digest of a value that JSON can describe."""
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def key_of(described: dict[str, Any]) -> str:

@@ -12,14 +12,15 @@ from shardwise.base.files import user_path
 from shardwise.config import CHAT, Config, data_from, tokens_of_run
 from shardwise.data import hub
 from shardwise.data.evaluation_sets import config_of_set, problem_of_set
+from shardwise.data.evaluation_tasks import require_lm_eval
 from shardwise.data.formats import common, inspecting, user_samples
-from shardwise.data.formats.record import Contents
-from shardwise.data.held_out import HeldOut, held_out_text
+from shardwise.data.formats.record import Contents, Inspection
 from shardwise.data.open_data import checked_format, format_named, format_of
 from shardwise.data.reading import dataset_tables
 from shardwise.data.request import DataRequest
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT
 from shardwise.data.tokens.chat_template import ChatTemplate
+from shardwise.data.tokens.encoding import document_marks
 from shardwise.data.tokens.tokenizer import trained_special_tokens
 
 TRAINED_AT_START = "trained on the data when the run starts"
@@ -49,33 +50,20 @@ def glance(config: Config) -> Glance:
     glanced = _glance_at_sources(request) if data.mixture else _glance_at_source(request)
     if glanced.problems or not data.is_named or request.hook is not None:
         return glanced
-    part = HeldOut()
-    warnings: list[tuple[str, str]] = []
-    is_cut = False
-    if not data.mixture:
-        record = format_of(data)
-        part = record.held_out(request)
-        is_cut = record.holds_tokens
-        needed = tokens_of_run(config)
-        most = record.most_tokens(request, needed // MANY_EPOCHS)
-        if most and needed > MANY_EPOCHS * most:
-            steps = f"train.steps ({config.train.steps:,})"
-            warnings.append(
-                (
-                    "warning",
-                    f"{steps} read {needed:,} tokens, and the data have at most {most:,}: each is read at least "
-                    f"{needed // most:,} times, and {REPEATED_TEXT}: lower train.steps, or give more data",
-                )
-            )
-    return Glance([*glanced.rows, ("held out", held_out_text(data, config.train, part, is_cut=is_cut)), *warnings], [])
+    rows = [*glanced.rows, ("held out", config.held_out_text)]
+    needed = tokens_of_run(config)
+    most = None if data.mixture else format_of(data).most_tokens(request, needed // MANY_EPOCHS)
+    if most and needed > MANY_EPOCHS * most:
+        warning = (
+            f"train.steps ({config.train.steps:,}) read {needed:,} tokens, and the data have at most {most:,}: each is "
+            f"read at least {needed // most:,} times, and {REPEATED_TEXT}: lower train.steps, or give more data"
+        )
+        rows.append(("warning", warning))
+    return Glance(rows, [])
 
 
-def _glance_at_source(request: DataRequest, *, may_train: bool = True) -> Glance:
-    """The rows about the data and the tokenizer of a request without a mixture.
-
-    Args:
-        may_train: True if these are the data that a tokenizer is trained on, should none be named.
-    """
+def _glance_at_source(request: DataRequest) -> Glance:
+    """The rows about the data and the tokenizer of a request without a mixture."""
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
     looks: dict[str, Callable[[], str]] = {}
@@ -94,7 +82,7 @@ def _glance_at_source(request: DataRequest, *, may_train: bool = True) -> Glance
     else:
         rows.append(("data", "none is named: a run needs data.path, data.blend or data.dataset"))
     if data.is_named or data.tokenizer is not None:
-        looks["tokenizer"] = lambda: _glance_at_tokenizer(request, contents, may_train=may_train and not problems)
+        looks["tokenizer"] = lambda: _glance_at_tokenizer(request, contents)
     # A problem of the data must not hide one of the tokenizer.
     for name, describe in looks.items():
         try:
@@ -104,8 +92,8 @@ def _glance_at_source(request: DataRequest, *, may_train: bool = True) -> Glance
     return Glance(rows, [*dict.fromkeys(problems)])
 
 
-def glance_at_sets(config: Config) -> Glance:
-    """The rows of a dry run about `evaluation.sets`; nothing is fetched or prepared."""
+def glance_at_evaluation(config: Config) -> Glance:
+    """The rows of a dry run about the sets and the tasks of `evaluation`; nothing is fetched or prepared."""
     rows = []
     problems: list[str] = []
     for name in config.evaluation.sets:
@@ -114,6 +102,11 @@ def glance_at_sets(config: Config) -> Glance:
             rows.append((f"set, {name}", f"{request.data.name}: {checked_format(request).glance(request)}"))
         except ConfigError as error:
             problems += [problem_of_set(text, name) for text in error.problems]
+    if config.evaluation.tasks_every:
+        try:
+            require_lm_eval(config.evaluation)
+        except ConfigError as error:
+            problems += error.problems
     return Glance(rows, problems)
 
 
@@ -121,18 +114,16 @@ def _glance_at_sources(request: DataRequest) -> Glance:
     """The rows of each source of a mixture, and the tokenizer that they share."""
     rows: dict[str, str] = {}
     problems: list[str] = []
-    may_train = True
     for name in request.data.sources_read:
         source = request.of_source(name)
-        glanced = _glance_at_source(source, may_train=may_train)
-        may_train &= source.hook is not None or format_of(source.data).holds_tokens
+        glanced = _glance_at_source(source)
         rows |= {"tokenizer" if row == "tokenizer" else f"data, {name}": text for row, text in glanced.rows}
         problems += [f"data.mixture.{name}: {problem}" for problem in glanced.problems]
     tokenizer = rows.pop("tokenizer", None)
     return Glance([*rows.items(), *([] if tokenizer is None else [("tokenizer", tokenizer)])], problems)
 
 
-def _glance_at_tokenizer(request: DataRequest, contents: Contents, *, may_train: bool) -> str:
+def _glance_at_tokenizer(request: DataRequest, contents: Contents) -> str:
     vocabulary = request.vocab_size
     if request.data.tokenizer is not None:
         return _glance_at_user_tokenizer(request, request.data.tokenizer, contents)
@@ -140,9 +131,7 @@ def _glance_at_tokenizer(request: DataRequest, contents: Contents, *, may_train:
         return f"that of the weights in {request.weights}"
     if contents in ("text", "conversations"):
         trained_special_tokens(vocabulary, pairs=request.in_pairs, chat=contents == "conversations")
-        is_sure = may_train and format_of(request.data).has_vocabulary(request)
-        condition = "" if is_sure else " if the text yields as many"
-        return f"byte-level BPE of {vocabulary:,} tokens{condition}, {TRAINED_AT_START}"
+        return f"byte-level BPE of {vocabulary:,} tokens if the text yields as many, {TRAINED_AT_START}"
     if contents == "text or tokens":
         return "where the data hold text, one is trained on them"
     # Pairs of shards have their special tokens; the samples of other tokens may need some.
@@ -165,13 +154,11 @@ def _glance_at_user_tokenizer(request: DataRequest, name: str, contents: Content
         template = ChatTemplate.or_built_in(hub.resolve_tokenizer(name, cached=True), name)
         note += f"; chat template: {template.name}"
     else:
-        common.document_marks(request.data, tokenizer)
+        document_marks(request.data, tokenizer)
     return f"{name}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({request.vocab_size:,}){note}"
 
 
-def inspect(
-    path: str, samples: int, keys: Mapping[str, Any], packed_length: int | None = None
-) -> inspecting.Inspection:
+def inspect(path: str, samples: int, keys: Mapping[str, Any], packed_length: int | None = None) -> Inspection:
     """An inspection of the data at a path, of any format.
 
     Args:
@@ -183,9 +170,8 @@ def inspect(
         DataError: there are no data at the path, or they are damaged.
     """
     place = user_path(path)
-    # A folder without its description of columns is still inspected as a data set, whose reader says what is missing.
     folder = place.parent if place.suffix == ".arrow" else place
-    if keys.get("format") != CHAT and dataset_tables.is_saved(folder, damaged=True):
+    if keys.get("format") != CHAT and dataset_tables.is_saved(folder):
         data = data_from({"path": str(folder), **keys})
         record = format_named("datasets")
     else:

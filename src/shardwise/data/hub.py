@@ -8,7 +8,6 @@ licence files are fetched: a pickle is never opened. The token that gated reposi
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import re
 import sys
@@ -47,9 +46,6 @@ FOUND = {
     "unknown": "not in the cache of this machine, and the hub cannot be reached from here",
 }
 """The words of a dry run about a hub id, by the result of `find`."""
-# Names of files in the hub's cache: SHA-256 of large files, git's hash of others.
-_SHA256 = re.compile("[0-9a-f]{64}")
-_GIT = re.compile("[0-9a-f]{40}")
 # A dry run does not wait longer for the hub's answer.
 _PATIENCE_SECONDS = 10.0
 
@@ -63,26 +59,22 @@ class HubFiles:
         repository: hub id.
         revision: branch, tag or commit; None: the main branch.
         patterns: patterns of the files to fetch.
-        is_there: function that returns True if files with these names are enough.
-        lacking: function that returns the message if they are not.
+        lacking: function that returns the message if files with these names are not enough, else None.
         check: function that raises ConfigError for a folder with enough names that lacks something else.
         repo_type: kind of repository, in the hub's word.
         hint: end of a message, with another name that may have been meant.
         no_revision: message if the repository has no such revision; empty: the usual one.
-        verified: True to check the hashes of files in the cache and fetch damaged ones again; only for small files.
     """
 
     key: str
     repository: str
     revision: str | None
     patterns: tuple[str, ...]
-    is_there: Callable[[Collection[str]], bool] = lambda names: True
-    lacking: Callable[[Collection[str]], str] = lambda names: ""
+    lacking: Callable[[Collection[str]], str | None] = lambda names: None
     check: Callable[[Path], None] = lambda folder: None
     repo_type: Literal["model", "dataset"] = "model"
     hint: str = ""
     no_revision: str = ""
-    verified: bool = False
 
     @property
     def named(self) -> str:
@@ -90,9 +82,13 @@ class HubFiles:
 
     def require(self, folder: Path) -> None:
         """Raises ConfigError if the folder lacks needed files."""
-        if not self.is_there(names := _names(folder)):
-            raise ConfigError(self.lacking(names))
+        self.require_names(_names(folder))
         self.check(folder)
+
+    def require_names(self, names: Collection[str]) -> None:
+        """Raises ConfigError if files with these names are not enough."""
+        if (problem := self.lacking(names)) is not None:
+            raise ConfigError(problem)
 
     def download(self, *, local_files_only: bool = False) -> Path:
         from huggingface_hub import snapshot_download
@@ -117,19 +113,7 @@ def is_hub_id(load: str) -> bool:
 def resolve(
     load: str, revision: str | None = None, *, cached: bool = False, announce: Callable[[str], None] | None = None
 ) -> Path:
-    """The folder with the weights that `checkpoint.load` and `checkpoint.revision` name.
-
-    A folder is returned as it is. Anything else is a hub id, which is fetched unless the cache has it. Several
-    processes may call this at once: each file is fetched by one of them.
-
-    Args:
-        revision: branch, tag or commit of a hub id; None: its main branch.
-        cached: True to open a hub id from the cache, without a request.
-        announce: called with one line before a fetch.
-
-    Raises:
-        ConfigError: no such folder, repository or revision, no access to it, or no safetensors in it.
-    """
+    """The folder with the weights that `checkpoint.load` and `checkpoint.revision` name, see `obtain`."""
     return obtain(place_of_weights(load, revision), cached=cached, announce=announce)
 
 
@@ -157,20 +141,13 @@ def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
     return HubFiles(
         "checkpoint.load", load, revision,
         ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS),
-        is_there=lambda names: SINGLE in names or INDEX in names,
-        lacking=lambda names: without_weights(load, names),
+        lacking=lambda names: None if SINGLE in names or INDEX in names else without_weights(load, names),
         check=check_weights,
     )  # fmt: skip
 
 
 def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
-    """The file or folder that `data.tokenizer` names: a path, or a hub id, from which only its files are fetched.
-
-    A hub id may end in `@` and a branch, tag or commit. The rest is as in `resolve`.
-
-    Raises:
-        ConfigError: no such path, repository or revision, no access to it, or no tokenizer in it.
-    """
+    """The file or folder that `data.tokenizer` names, see `obtain`; a hub id may end in `@` and a revision."""
     return obtain(place_of_tokenizer(named), cached=cached, announce=announce)
 
 
@@ -185,9 +162,7 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
     _check_id(repository, path, f"{key} must be a tokenizer's file or folder", is_file=is_file)
     return HubFiles(
         "data.tokenizer", repository, revision, (*TOKENIZER_FILES, *LICENCES),
-        is_there=holds_tokenizer,
-        lacking=lambda names: without_tokenizer(key, names),
-        verified=True,
+        lacking=lambda names: None if holds_tokenizer(names) else without_tokenizer(key, names),
     )  # fmt: skip
 
 
@@ -204,14 +179,34 @@ def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
         raise ConfigError(f"{must}, and a path is named by data.path: {_ID_RULE}{hint}")
     # The card and the list of large files name the configurations; the last is its loading script, if it has one.
     patterns = ("README.md", ".gitattributes", f"{repository.rpartition('/')[2]}.py")
-    return HubFiles("data.dataset", repository, revision, patterns, repo_type="dataset", hint=hint, verified=True)
+    return HubFiles("data.dataset", repository, revision, patterns, repo_type="dataset", hint=hint)
 
 
 def obtain(place: Path | HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
-    """A path as it is, or the folder of files at their newest commit, whose name is the commit's; see `resolve`."""
+    """A path as it is, or the folder of files at their newest commit, whose name is the commit's.
+
+    What the cache lacks is fetched. Several processes may call this at once: each file is fetched by one of them.
+
+    Args:
+        cached: True to open files from the cache, without a request.
+        announce: called with one line before a fetch.
+
+    Raises:
+        ConfigError: no such repository or revision, no access to it, or the needed files are not in it.
+    """
     if isinstance(place, Path):
         return place
-    return _from_cache(place) if cached else _fetch(place, announce)
+    if not cached:
+        return _fetch(place, announce)
+    try:
+        return _from_cache(place)
+    except LookupError:
+        from huggingface_hub import constants
+
+        raise ConfigError(
+            f"{place.key} ({place.named}) must be in the cache of this machine "
+            f"({constants.HF_HUB_CACHE}): fetch it there by `hf download`, or share the cache by HF_HOME"
+        ) from None
 
 
 def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
@@ -223,7 +218,7 @@ def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    with contextlib.suppress(ConfigError):  # the cache lacks them
+    with contextlib.suppress(LookupError, ConfigError):  # the cache lacks them
         _from_cache(files)
         return "cache"
     ask = HfApi().dataset_info if files.repo_type == "dataset" else HfApi().model_info
@@ -235,9 +230,7 @@ def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
         raise ConfigError(_refusal(error, files)) from None
     except Exception:  # noqa: BLE001  the client's transport decides on the type
         return "unknown"
-    names = [file.rfilename for file in answer.siblings or [] if "/" not in file.rfilename]
-    if not files.is_there(names):
-        raise ConfigError(files.lacking(names))
+    files.require_names([file.rfilename for file in answer.siblings or [] if "/" not in file.rfilename])
     return "hub"
 
 
@@ -247,33 +240,6 @@ def hub_address() -> str:
 
     address = urlsplit(constants.ENDPOINT)
     return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
-
-
-def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path]:
-    """Delete and return files of a commit's folder in the cache that changed since they were fetched."""
-    damaged = [
-        path
-        for path in sorted({path for pattern in patterns for path in folder.glob(pattern)})
-        if path.is_file() and _is_damaged(path.resolve())
-    ]
-    for path in damaged:
-        path.resolve().unlink()
-        path.unlink(missing_ok=True)
-    return damaged
-
-
-def _is_damaged(content: Path) -> bool:
-    """True if a file of the cache differs from its name: the SHA-256 of large files, git's hash of others."""
-    with content.open("rb") as file:
-        # Git hashes a header with the size before the content.
-        if _SHA256.fullmatch(content.name):
-            digest = hashlib.file_digest(file, hashlib.sha256)
-        elif _GIT.fullmatch(content.name):
-            header = f"blob {content.stat().st_size}\0".encode()
-            digest = hashlib.file_digest(file, lambda: hashlib.sha1(header, usedforsecurity=False))
-        else:
-            return False
-    return digest.hexdigest() != content.name
 
 
 def _revision(named: str, key: str) -> tuple[str, str | None]:
@@ -297,23 +263,19 @@ def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> Non
 
 
 def _from_cache(files: HubFiles) -> Path:
-    from huggingface_hub import constants
+    """The folder in the cache of this machine; LookupError if it has none, ConfigError if needed files lack there."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         folder = files.download(local_files_only=True)
     except LocalEntryNotFoundError:
-        raise ConfigError(
-            f"{files.key} ({files.named}) must be in the cache of this machine "
-            f"({constants.HF_HUB_CACHE}): fetch it there by `hf download`, or share the cache by HF_HOME"
-        ) from None
+        raise LookupError from None
     files.require(folder)
     return folder
 
 
 def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if announce is None or not sys.stderr.isatty():
@@ -321,20 +283,18 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
     # Its line about a repository without these files: our own message says it.
     logging.getLogger("huggingface_hub._snapshot_download").setLevel(logging.ERROR)
     try:
-        folder = files.download(local_files_only=True)
-        damaged = drop_damaged(folder, files.patterns) if files.verified else []
-        files.require(folder)
-        if files.revision == folder.name and not damaged:
+        folder = _from_cache(files)
+        if files.revision == folder.name:
             return folder  # a commit never changes
-    except (LocalEntryNotFoundError, ConfigError):
+    except (LookupError, ConfigError):
         if announce is not None:
             announce(f"fetching {files.named} from {hub_address()}: once, then cached in {constants.HF_HUB_CACHE}")
     try:
         folder = files.download()
         folder.mkdir(parents=True, exist_ok=True)  # the client makes none if it fetches nothing
-        if not files.is_there(_names(folder)):
+        if files.lacking(_names(folder)) is not None:  # what the repository has instead is told
             names = HfApi().list_repo_files(files.repository, revision=folder.name, repo_type=files.repo_type)
-            raise ConfigError(files.lacking([name for name in names if "/" not in name]))
+            files.require_names([name for name in names if "/" not in name])
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  the client's transport decides on the type; the user reads a sentence
@@ -359,26 +319,27 @@ def _refusal(error: Exception, files: HubFiles) -> str:
     page = f"{site}/datasets/{files.repository}" if files.repo_type == "dataset" else f"{site}/{files.repository}"
     key = f"{files.key} ({files.named})"
     token = f"HF_TOKEN to a token of that account ({site}/settings/tokens)"
-    if isinstance(error, errors.GatedRepoError):
-        return f"{key} is gated: accept its licence on {page}, then set {token}{see('data#gated-repository')}"
-    if isinstance(error, errors.RevisionNotFoundError):
-        revision = "checkpoint.revision" if files.key == "checkpoint.load" else f"the revision of {files.key}"
-        usual = f"{revision} ({files.revision}) must be a branch, tag or commit of {files.repository}: see {page}"
-        return files.no_revision or usual
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"{key} is no path, and {site} has no such repository that this account may read: check the name, or "
-            f"accept the licence on {page} and set {token}{files.hint}"
-        )
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{site} cannot be reached"
-        return (
-            f"{key} cannot be fetched: {offline}, and the cache {constants.HF_HUB_CACHE} lacks it; fetch it where "
-            f"there is access (`hf download`), and share the cache by HF_HOME or name the files' path{files.hint}"
-        )
-    if isinstance(error, errors.HfHubHTTPError):
-        status = error.response.status_code
-        fix = "set HF_TOKEN to a valid token" if status in (401, 403) else "try again later"
-        return f"{key} cannot be fetched: {site} answers with status {status}; {fix}"
+    match error:
+        case errors.GatedRepoError():
+            return f"{key} is gated: accept its licence on {page}, then set {token}{see('data#gated-repository')}"
+        case errors.RevisionNotFoundError():
+            revision = "checkpoint.revision" if files.key == "checkpoint.load" else f"the revision of {files.key}"
+            usual = f"{revision} ({files.revision}) must be a branch, tag or commit of {files.repository}: see {page}"
+            return files.no_revision or usual
+        case errors.RepositoryNotFoundError():
+            return (
+                f"{key} is no path, and {site} has no such repository that this account may read: check the name, or "
+                f"accept the licence on {page} and set {token}{files.hint}"
+            )
+        case errors.LocalEntryNotFoundError():
+            offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{site} cannot be reached"
+            return (
+                f"{key} cannot be fetched: {offline}, and the cache {constants.HF_HUB_CACHE} lacks it; fetch it where "
+                f"there is access (`hf download`), and share the cache by HF_HOME or name the files' path{files.hint}"
+            )
+        case errors.HfHubHTTPError():
+            status = error.response.status_code
+            fix = "set HF_TOKEN to a valid token" if status in (401, 403) else "try again later"
+            return f"{key} cannot be fetched: {site} answers with status {status}; {fix}"
     reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
     return f"{key} cannot be fetched from {site} into {constants.HF_HUB_CACHE}: {reason}"

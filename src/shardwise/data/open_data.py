@@ -11,11 +11,10 @@ from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import cache_root, user_path
 from shardwise.config import CHAT, Config, DataConfig
 from shardwise.config.data import DataFormatName
-from shardwise.data.cache import digest_of
 from shardwise.data.formats import common, mixture, user_samples
 from shardwise.data.formats.record import DataFormat
 from shardwise.data.request import DataRequest, seed_of_source
-from shardwise.data.samples.sentence_pairs import chunk_room
+from shardwise.data.rows import digest_of
 
 FORMATS = tuple(name for name in get_args(DataFormatName) if name not in ("auto", "jsonl", "parquet"))
 """The names of all formats, in the order in which they are looked for at a path; jsonl and parquet are text too."""
@@ -77,12 +76,7 @@ def prepare(
     root = cache_root(cache_dir)
     if request.hook is not None:
         return user_samples.open_data(config, request, root, any_size=any_size)
-    open_data = checked_format(request).open_data
-    if request.data.streaming:
-        from shardwise.data.formats import stream
-
-        open_data = stream.open_data
-    return open_data(request, root, announce, any_size=any_size)
+    return checked_format(request).open_data(request, root, announce, any_size=any_size)
 
 
 def _prepare_sources(
@@ -154,8 +148,7 @@ def checked_format(request: DataRequest) -> DataFormat:
             "asks for evaluations: give the second part a weight, such as data.split=95,5, or set train.eval_every=0"
             f"{see('data#no-evaluation-part')}"
         )
-    if request.in_pairs:
-        chunk_room(request.sequence_length)  # raises if it is too short for a pair
+    common.require_room_for_pairs(request)
     record = format_of(data)
     shown = f"{data.key} ({data.name})"
     if data.split_names and not record.has_splits:

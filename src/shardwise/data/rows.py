@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,3 +35,19 @@ class Sentences:
         for row in (self.bounds, self.documents):
             assert row.ndim == 1
             assert row[0] == 0
+
+
+@dataclass(frozen=True)
+class PairTokens:
+    """Ids of the special tokens that sentence pairs are made with."""
+
+    pad: int
+    unk: int
+    cls: int
+    sep: int
+    mask: int
+
+
+def digest_of(described: Any) -> str:
+    """A digest of a value that JSON can describe."""
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

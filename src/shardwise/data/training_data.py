@@ -1,8 +1,7 @@
 """What a training asks of its data, in one place: the data opened, their batches, and the texts of evaluations."""
 
 from shardwise.data.evaluation_sets import EvaluationSets, prepare_sets
-from shardwise.data.formats.common import PreparedData, make_batches
-from shardwise.data.formats.text import random_text
+from shardwise.data.formats.common import PreparedData, make_batches, random_text
 from shardwise.data.formats.user_samples import load_reader
 from shardwise.data.open_data import prepare
 from shardwise.data.reading.dataset_tables import fetch_dataset

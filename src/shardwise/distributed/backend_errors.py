@@ -1,4 +1,4 @@
-"""What the exceptions of libraries that carry messages between ranks mean."""
+"""The meaning of exceptions of libraries that carry messages between ranks."""
 
 from __future__ import annotations
 

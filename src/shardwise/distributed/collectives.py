@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -441,135 +440,96 @@ def barrier(group: Group) -> None:
 
 # ---- collectives with a gradient (the f and g of Megatron-LM, arXiv:1909.08053 §3 and arXiv:2205.05198 §4.2.2)
 #
-# Each is the gradient of its partner, so that gradients of gradients are right too. The pairs: copy and reduce;
-# gather_sequence and scatter_sum_sequence; gather and split of what all ranks use alike.
+# Each is the gradient of its partner, so that gradients of gradients are right too. What is joined or split, all ranks
+# use alike.
 
 
-def _output(y: Tensor) -> Tensor:
-    """The result of a traced `forward` for `y`: a view of it.
-
-    torch 2.11 drops the gradient of an output that was written in place or is an unchanged input, but not of a view.
-    """
-    return y.view_as(y) if torch.compiler.is_compiling() else y
+def _copied(x: Tensor, _group: Group) -> Tensor:
+    return x.view_as(x)
 
 
-class _CopyToGroup(torch.autograd.Function):
+def _reduced(x: Tensor, group: Group) -> Tensor:
+    return all_reduce_(x.contiguous().clone(), group)
+
+
+def _joined_last(x: Tensor, group: Group) -> Tensor:
+    return torch.cat(all_gather(x.unsqueeze(0), group).unbind(0), dim=-1)
+
+
+def _split(x: Tensor, group: Group, dim: int) -> Tensor:
+    check_divides(x, dim, group)
+    return x.chunk(group.size, dim=dim)[group.rank].contiguous()
+
+
+_PAIRS: dict[str, tuple[Callable[[Tensor, Group], Tensor], str]] = {
+    "copy": (_copied, "reduce"),
+    "reduce": (_reduced, "copy"),
+    "gather": (all_gather, "scatter_sum"),
+    "scatter_sum": (reduce_scatter, "gather"),
+    "join_first": (all_gather, "split_first"),
+    "split_first": (partial(_split, dim=0), "join_first"),
+    "join_last": (_joined_last, "split_last"),
+    "split_last": (partial(_split, dim=-1), "join_last"),
+}
+"""Each operation by its name, with the name of the one that its gradient goes through."""
+
+
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, name: str) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_from_group(grads[0], ctx.group), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _output(all_reduce_(x.contiguous().clone(), group))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return copy_to_group(grads[0], ctx.group), None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _output(all_gather(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return scatter_sum_sequence(grads[0], ctx.group), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _output(reduce_scatter(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return gather_sequence(grads[0], ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    """Joins parts along `dim`, the first or the last, to a tensor that all ranks use alike."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group = group
-        ctx.dim = dim
-        if dim == 0:
-            return _output(all_gather(x, group))
-        return torch.cat(all_gather(x.unsqueeze(0), group).unbind(0), dim=dim)
+        ctx.name = name
+        y = _PAIRS[name][0](x, group)
+        # torch 2.11, traced, drops the gradient of an output that was written in place or is an unchanged input.
+        return y.view_as(y) if torch.compiler.is_compiling() else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _apply(_Split, grads[0], ctx.group, ctx.dim), None, None
+        return _apply(_PAIRS[ctx.name][1], grads[0], ctx.group), None, None
 
 
-class _Split(torch.autograd.Function):
-    """Takes this rank's part along `dim`, the first or the last, of a tensor that all ranks have alike."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group = group
-        ctx.dim = dim
-        check_divides(x, dim, group)
-        return _output(x.chunk(group.size, dim=dim)[group.rank].contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _apply(_Gather, grads[0], ctx.group, ctx.dim), None, None
-
-
-def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group, *dim: int) -> Tensor:
+def _apply(name: str, x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return cast(Tensor, function.apply(x, group, *dim))
+        return cast(Tensor, _Collective.apply(x, group, name))  # type: ignore[no-untyped-call]
     # In a backward pass a node of the graph would cost the host as much time as an operator, for nothing.
-    return cast(Tensor, cast(Any, function).forward(SimpleNamespace(), x, group, *dim))
+    return _PAIRS[name][0](x, group)
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
     """Identity; its gradient is summed over the group. Enters a region whose ranks each use all of `x`."""
-    return _apply(_CopyToGroup, x, group)
+    return _apply("copy", x, group)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """Sum over the group; the gradient passes unchanged. Leaves a region whose ranks each hold a partial sum."""
-    return _apply(_ReduceFromGroup, x, group)
+    return _apply("reduce", x, group)
 
 
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """`[S/g, …]` → `[S, …]` along dim 0; the gradient is reduce-scattered (each rank used all of it)."""
-    return _apply(_GatherSequence, x, group)
+    return _apply("gather", x, group)
 
 
 def scatter_sum_sequence(x: Tensor, group: Group) -> Tensor:
     """`[S, …]` partial sums → `[S/g, …]` sums along dim 0; the gradient is gathered."""
-    return _apply(_ScatterSum, x, group)
+    return _apply("scatter_sum", x, group)
 
 
 def split_sequence(x: Tensor, group: Group) -> Tensor:
     """`[S, …]`, equal on all ranks → this rank's `[S/g, …]`; the gradient is gathered."""
-    return _apply(_Split, x, group, 0)
+    return _apply("split_first", x, group)
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
     """`[…, N/g]` → `[…, N]`; each rank keeps its own part of the gradient (the result is used alike by all)."""
-    return _apply(_Gather, x, group, -1)
+    return _apply("join_last", x, group)
 
 
 def split_last(x: Tensor, group: Group) -> Tensor:
     """`[…, N]`, equal on all ranks → this rank's `[…, N/g]`; the gradient is gathered."""
-    return _apply(_Split, x, group, -1)
+    return _apply("split_last", x, group)
 
 
 _Item = TypeVar("_Item")

@@ -222,15 +222,6 @@ class Placement:
         """Elements that belong to the model: the local tensor without its padding."""
         return sum(piece.box.numel for piece in self.pieces)
 
-    @property
-    def cuts_columns(self) -> bool:
-        """True if the ranks hold different columns of a matrix, such as the inputs of a linear layer."""
-        return any(
-            piece.box.size[column] < piece.shape[column]
-            for piece in self.pieces
-            for column in [0 if piece.transposed else 1]
-        )
-
 
 # ---- the record on a parameter
 
@@ -272,12 +263,14 @@ def make_parameter(
     parameter = PlacedParameter(torch.zeros(shape, device=device, dtype=dtype))
     parameter.placement = placement = Placement(pieces, group)
     if parameter.device.type != "meta" and has_data(parameter):
-        agreed_seed = _agreed_seed(group) if seed is None else seed
+        # As an object, since the parameter may lie where the group's backend does not communicate.
+        if seed is None:
+            seed = broadcast_object(int(torch.randint(2**62, (1,), device="cpu")), group)
         if deferred:
-            parameter.deferred_seed = agreed_seed
+            parameter.deferred_seed = seed
             parameter.untyped_storage().resize_(0)
         else:
-            initialize_(parameter, placement, agreed_seed)
+            initialize_(parameter, placement, seed)
     return parameter
 
 
@@ -328,18 +321,19 @@ def of(parameter: Tensor) -> Placement | None:
 
 def share(parameter: Tensor, ranks: Group) -> None:
     """Say that other ranks hold the same boxes, and that each has only a part of their gradients."""
+    _change_pieces(parameter, lambda piece: replace(piece, copies=ranks, partial=True))
+
+
+def _change_pieces(parameter: Tensor, change: Callable[[Piece], Piece], **of_record: Any) -> None:
     record = of(parameter)
     assert record is not None, "it has no record"
-    shared = tuple(replace(piece, copies=ranks, partial=True) for piece in record.pieces)
-    cast(PlacedParameter, parameter).placement = replace(record, pieces=shared)
+    pieces = tuple(map(change, record.pieces))
+    cast(PlacedParameter, parameter).placement = replace(record, pieces=pieces, **of_record)
 
 
 def mark_ordered(parameter: Tensor) -> None:
     """Say that the layer sums the gradient itself, in the order of the group's grain: it is not partial."""
-    record = of(parameter)
-    assert record is not None, "it has no record"
-    complete = tuple(replace(piece, partial=False) for piece in record.pieces)
-    cast(PlacedParameter, parameter).placement = replace(record, pieces=complete, is_ordered=True)
+    _change_pieces(parameter, lambda piece: replace(piece, partial=False), is_ordered=True)
 
 
 def mark_heads(parameter: Tensor, head_dim: int | None, maps: int = 1) -> None:
@@ -347,13 +341,12 @@ def mark_heads(parameter: Tensor, head_dim: int | None, maps: int = 1) -> None:
 
     `head_dim` is the number of outputs of a head; None: it is not known, and the outputs count as no heads.
     """
-    record = of(parameter)
-    assert record is not None, "it has no record"
-    marked = tuple(
-        replace(piece, outputs=replace(piece.outputs, head_dim=head_dim, maps=maps)) if piece.outputs else piece
-        for piece in record.pieces
-    )
-    cast(PlacedParameter, parameter).placement = replace(record, pieces=marked)
+
+    def marked(piece: Piece) -> Piece:
+        outputs = piece.outputs and replace(piece.outputs, head_dim=head_dim, maps=maps)
+        return replace(piece, outputs=outputs)
+
+    _change_pieces(parameter, marked)
 
 
 def add_head_leaf(parameter: nn.Parameter) -> Tensor:
@@ -453,8 +446,10 @@ def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
             drawn.setdefault((piece.name, piece.init.std), []).append(piece)
     for (name, std), pieces in drawn.items():
         shape = pieces[0].shape
-        runs = {run for piece in pieces for run in _seeded_runs(piece.box)}
-        for run in sorted(runs):
+        # The runs of which a box has rows; none if it has no row.
+        boxes = [piece.box for piece in pieces if piece.box.size[0]]
+        ranges = [range(box.start[0] // SEEDED_ROWS, -(-box.stop[0] // SEEDED_ROWS)) for box in boxes]
+        for run in sorted(set().union(*ranges)):
             top = run * SEEDED_ROWS
             values = torch.empty((min(SEEDED_ROWS, shape[0] - top), *shape[1:]), dtype=torch.float32, device="cpu")
             values.normal_(0.0, std, generator=torch.Generator().manual_seed(hashed(seed, name, run)))
@@ -465,15 +460,3 @@ def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
                 if low < high:
                     drawn_part = values[(slice(low - top, high - top), *piece.box.slices[1:])]
                     piece.of(parameter)[low - first : high - first].copy_(drawn_part)
-
-
-def _seeded_runs(box: Box) -> range:
-    """The runs of rows drawn from one seed that a box has a part in."""
-    if box.size[0] == 0:
-        return range(0)
-    return range(box.start[0] // SEEDED_ROWS, -(-box.stop[0] // SEEDED_ROWS))
-
-
-def _agreed_seed(group: Group) -> int:
-    # As an object, since the parameter may lie where the group's backend does not communicate.
-    return broadcast_object(int(torch.randint(2**62, (1,), device="cpu")), group)

@@ -63,45 +63,6 @@ class BlockStack:
     peak: int
 
 
-@dataclass(frozen=True)
-class DropoutMasks:
-    """The cost of layout-invariant dropout on one rank.
-
-    Attributes:
-        bytes_held: attention probabilities, before and after dropout, and masks, at the peak.
-        elements_hashed: elements of all masks of a step, those of recompute included.
-        attends_step_by_step: True if attention drops too. No fused kernel can do that with these masks.
-    """
-
-    bytes_held: int
-    elements_hashed: int
-    attends_step_by_step: bool
-
-
-def invariant_masks(workload: RankWorkload, in_flight: int = 1) -> DropoutMasks:
-    """Return the cost of the masks of attention probabilities, inside the MLP, of additions to x, and of the embedding.
-
-    With recompute, the masks of the probabilities are held for one block only and are hashed twice; with full
-    recompute, all masks of a block.
-
-    in_flight: micro-batches of a stage whose activations are held at once.
-    """
-    model = workload.model
-    recompute = workload.recompute
-    layers = workload.layers
-    core = workload.probabilities if model.attention_dropout_p else 0
-    hidden = 2 * workload.mask_elements + workload.inner_mask_elements
-    embedding = workload.x_elements if workload.has_first and model.embedding_dropout_p else 0
-    recomputes_core = recompute != "none"
-    recomputes_hidden = recompute == "full"
-    layers_in_flight = in_flight * layers // len(workload.stages)
-    core_layers = 1 if recomputes_core else layers_in_flight
-    hidden_layers = 1 if recomputes_hidden else layers_in_flight
-    bytes_held = core_layers * core * (_FLOAT32 + 1 + workload.a) + hidden_layers * hidden + in_flight * embedding
-    hashed = layers * (core * (1 + recomputes_core) + hidden * (1 + recomputes_hidden)) + embedding
-    return DropoutMasks(bytes_held, hashed * workload.micro_batches, core > 0)
-
-
 def block_stack(workload: RankWorkload, layers: Iterable[int] | None = None) -> BlockStack:
     """Return the bytes that these blocks, by default all of this rank, hold for one micro-batch.
 

@@ -14,9 +14,7 @@ from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage, rank_of
 from shardwise.config.schedules import SCHEDULES
 from shardwise.estimates.activations import (
-    DropoutMasks,
     block_activations,
-    invariant_masks,
     norm_bytes,
     split_peak,
     stack_at_blocks,
@@ -300,15 +298,6 @@ def _frees_onwards() -> bool:
     torch 2.15 waits for such a send when the micro-batch's backward pass has gone through the stage.
     """
     return hardware.torch_release() >= (2, 15)
-
-
-def invariant_dropout(
-    config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
-) -> DropoutMasks | None:
-    """Return the cost of layout-invariant masks on one rank. None without such masks, and for a model of your own."""
-    workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
-    drops = config.train.dropout_mode == "invariant" and config.model.has_dropout
-    return invariant_masks(workload, _step_peak(workload).in_flight) if workload is not None and drops else None
 
 
 def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:

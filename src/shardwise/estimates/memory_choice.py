@@ -33,10 +33,8 @@ def candidates(config: Config, layout: Layout) -> Iterator[Config]:
     recompute = config.train.recompute
     recomputes: tuple[Recompute, ...] = get_args(Recompute) if recompute == "auto" else (recompute,)
     for chosen in recomputes:
-        train = config.train.model_copy(update={"recompute": chosen})
         for settings in _parallel_settings(config, layout):
-            parallel = config.parallel.model_copy(update=settings)
-            yield config.model_copy(update={"train": train, "parallel": parallel})
+            yield config.with_keys(train={"recompute": chosen}, parallel=settings)
 
 
 def _parallel_settings(config: Config, layout: Layout) -> list[dict[str, object]]:

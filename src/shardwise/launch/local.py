@@ -38,7 +38,6 @@ from shardwise.launch.first_failure import (
     signal_name,
     stop_record,
 )
-from shardwise.runs.folder import RunDirectory
 
 # The time that the other ranks have to end at SIGTERM once a rank has failed; torch would wait 30 s.
 _GRACE_SECONDS = 5.0
@@ -76,7 +75,6 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     """
     logs = run_path / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    before = logs.stat()
     stop = _Stop(run_path, logs)
     began = time.time()
     # Before the start: a signal in between would kill this process and leave the ranks to the kernel.
@@ -91,20 +89,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    try:
-        _raise_failure(ended, stop, run_path, began)
-    finally:
-        _remove_stub(run_path, logs, before)
-
-
-def _remove_stub(run_path: Path, logs: Path, before: os.stat_result) -> None:
-    """Remove the files that this process and its ranks wrote to the old name of a folder that was removed or moved."""
-    with contextlib.suppress(OSError):
-        if not os.path.samestat(before, logs.stat()) and not RunDirectory(run_path).holds_run:
-            for path in (logs / "error.json", exit_codes_file(logs), stop_record(logs), *logs.glob("rank-*.log")):
-                path.unlink(missing_ok=True)
-            logs.rmdir()
-            run_path.rmdir()
+    _raise_failure(ended, stop, run_path, began)
 
 
 def _raise_failure(ended: LocalRanksEnd, stop: _Stop, run_path: Path, began: float) -> None:
@@ -270,7 +255,7 @@ class _Stop:
             kill_with_children(agent)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        first = self._requests.is_first()
+        first = self._requests.by is None
         # Without the mark no rank has taken a step: there is nothing to save, and none would look for a request.
         if self._requests.hear(number) or not stop_requests.training_mark(self._logs).exists():
             self.ended_by = self.ended_by or signal_name(number)

@@ -8,7 +8,6 @@ SIGTERM, a signal ends a process at once.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import platform
 import signal
@@ -51,13 +50,6 @@ class Requests:
         self.by: str | None = None
         # The time of the first SIGINT or SIGTERM, by the monotonic clock.
         self._first_ending: float | None = None
-        # `next` of a counter is one step of the interpreter. A handler may be interrupted by another one between a
-        # test and an assignment.
-        self._numbers = itertools.count()
-
-    def is_first(self) -> bool:
-        """Return True at the first call; of handlers that interrupt one another, one alone gets True."""
-        return next(self._numbers) == 0
 
     def hear(self, number: int) -> bool:
         """Note a signal; returns True if it asks to end at once, as the second SIGINT or SIGTERM does."""
@@ -162,7 +154,7 @@ def _note(number: int, _frame: FrameType | None) -> None:
     if number == signal.SIGTERM and is_launched() and Path(os.environ[ERROR_FILE]).exists():
         # torchrun's agent ends the other ranks by SIGTERM once one has failed, and that one has said why.
         os._exit(1)
-    first = _requests.is_first()
+    first = _requests.by is None
     if _requests.hear(number):
         raise Interrupted(signal_name(number))
     place = joined()

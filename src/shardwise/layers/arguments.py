@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Literal, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 
-from shardwise.base.errors import ArgumentError, listing, refuse_unknown_arguments
+from shardwise.base.errors import ArgumentError, refuse_unknown_arguments
 from shardwise.distributed.mesh import Group, Ranks, job_rank, job_size
-
-_Given = TypeVar("_Given", bound=Mapping[str, object])
 
 _warned: list[str] = []
 """The layer or loss of which this process warned. It warns once: the first one stands for all."""
@@ -55,70 +53,32 @@ def _warn_unshared(owner: str) -> None:
 
 
 def refuse_unknown(
-    owner: type | Callable[..., object], given: Mapping[str, object], known: Collection[str] = ()
+    owner: type | Callable[..., object],
+    given: Mapping[str, object],
+    known: Iterable[str] = (),
+    kind: Literal["layers", "optimizer"] = "layers",
 ) -> None:
-    """Refuse keyword arguments that a layer or loss does not take, unless their value changes nothing.
+    """Refuse keyword arguments that a class or function does not take.
 
     Args:
         owner: the class or function.
         given: keyword arguments of the call beside its named arguments.
-        known: names of the keyword arguments that it takes.
+        known: names of those that it takes.
+        kind: arguments of other libraries for which the message says what replaces them (`config/other_names.yaml`).
 
     Raises:
         ArgumentError: some are unknown; the message says what replaces each.
     """
-    unknown = {name: value for name, value in given.items() if name not in known}
+    known = sorted(known)
+    unknown = [name for name in given if name not in known]
     if not unknown:
         return
-    # Only now: a signature takes long to read, and a model makes many layers.
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    named = [argument.name for argument in inspect.signature(owner).parameters.values() if argument.kind in kinds]
-    refuse_unless_neutral(owner.__name__, unknown, [*named, *sorted(known)], "layers")
-
-
-def refuse_unless_neutral(
-    owner: str, unknown: Mapping[str, object], known: Iterable[str], kind: Literal["layers", "optimizer"]
-) -> None:
-    """Refuse arguments that a class or function does not take, unless their values change nothing.
-
-    Args:
-        owner: its name.
-        unknown: the arguments.
-        known: names that it takes.
-        kind: the other libraries' arguments that count (`config/other_names.yaml`).
-
-    Raises:
-        ArgumentError: some values change something; the message says what replaces each.
-    """
-    # Reads the names of other libraries from a file.
+    # Only now: a signature takes long to read, the names of other libraries are in a file, and a model has many layers.
     from shardwise.config.other_names import ARGUMENTS
 
-    others = ARGUMENTS[kind]
-    refused = [name for name, value in unknown.items() if name not in others or not others[name].changes_nothing(value)]
-    refuse_unknown_arguments(owner, refused, known, {name: argument.advice for name, argument in others.items()})
-
-
-def by_name(owner: str, further: Sequence[object], names: Sequence[str], given: _Given, *, last: str = "") -> _Given:
-    """Return the keyword arguments of a call together with its further positional ones.
-
-    Args:
-        owner: the name of the class that is called.
-        further: positional arguments after those that the class names.
-        names: names that other libraries give to the arguments at these positions, in order.
-        given: keyword arguments of the call.
-        last: last argument that the class names, for a class without further ones.
-
-    Raises:
-        ArgumentError: there are more positional arguments than names, or one is given by keyword too.
-    """
-    if len(further) > len(names):
-        raise ArgumentError(
-            f"{owner} takes no positional argument after {listing(names) or last}: give the others by keyword"
-        )
-    positional = dict(zip(names, further, strict=False))
-    if twice := [name for name in positional if name in given]:
-        raise ArgumentError(f"{owner} got {listing(twice)} by position and by keyword: give each argument once")
-    return cast(_Given, {**positional, **given})
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    named = [argument.name for argument in inspect.signature(owner).parameters.values() if argument.kind in kinds]
+    refuse_unknown_arguments(owner.__name__, unknown, dict.fromkeys([*named, *known]), ARGUMENTS[kind])
 
 
 def two_sizes(output_sizes: object) -> tuple[int, int]:

@@ -6,7 +6,7 @@ Shapes per rank, g = group size: S sequence, B batch, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -14,18 +14,13 @@ from torch import Tensor, nn
 
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
-from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import call_forward_hooks, call_forward_pre_hooks, has_data
-from shardwise.layers.arguments import by_name
 from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.chunks import loss_chunk_elements, vocabulary_rows
 from shardwise.layers.execution import execution
 from shardwise.layers.linear import LayerOptions, ParameterMaker
-from shardwise.layers.loss import IGNORE_INDEX, VocabularyShard, chunk_losses, linear_cross_entropy
+from shardwise.layers.loss import IGNORE_INDEX, VocabularyShard, chunk_losses, summed_losses
 from shardwise.layers.matmul import linear
-
-_POSITIONAL = ("max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-"""Arguments of torch's and neuronx-distributed's embeddings after `padding_idx`."""
 
 
 class ParallelEmbedding(placement.PlacedModule):
@@ -40,8 +35,6 @@ class ParallelEmbedding(placement.PlacedModule):
         num_embeddings: V, rows of the whole table.
         embedding_dim: H.
         padding_idx: id whose row receives no gradient; one below 0 counts from the end, as in `torch.nn.Embedding`.
-        further: torch's next positional arguments, which must have torch's default values: `max_norm`, `norm_type`,
-            `scale_grad_by_freq` and `sparse`.
         row_multiple: number to a multiple of which a rank's rows are rounded up.
         sequence_parallel_enabled: true if the sequence is cut over the group between layers.
         name: canonical name of the layer, without `.weight`.
@@ -60,14 +53,14 @@ class ParallelEmbedding(placement.PlacedModule):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
-        *further: Any,
+        *,
         sequence_parallel_enabled: bool = False,
         row_multiple: int = 1,
         name: str | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        maker = ParameterMaker(self, by_name(type(self).__name__, further, _POSITIONAL, options))
+        maker = ParameterMaker(self, options)
         self.group = maker.group
         self.context_group = execution().context_group
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
@@ -120,11 +113,7 @@ class ReplicatedEmbedding(placement.PlacedModule):
     gradient of the table is then partial over the group, which its placement says. No communication.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: H.
-        sequence_parallel_enabled: true if the sequence is cut over the group between layers.
-        name: canonical name of the layer, without `.weight`.
-        options: see `LayerOptions`.
+        num_embeddings, embedding_dim, sequence_parallel_enabled, name, options: as in `ParallelEmbedding`.
 
     Attributes:
         context_group, shares_samples: as in `ParallelEmbedding`.
@@ -178,10 +167,7 @@ class ParallelLMHead(placement.PlacedModule):
         vocab_size: V.
         tied_weight: local weight of the embedding, which has the same rows; None: the head makes a weight.
         bias_name: full canonical name of the bias, such as `cls.predictions.bias`; None: the head has no bias.
-        row_multiple: number to a multiple of which a rank's rows are rounded up.
-        sequence_parallel_enabled: true if the sequence is cut over the group between layers.
-        name: canonical name of the layer, without `.weight`.
-        options: see `LayerOptions`.
+        row_multiple, sequence_parallel_enabled, name, options: as in `ParallelEmbedding`.
 
     Attributes:
         chunk_losses: function that `linear_cross_entropy` takes as `losses`.
@@ -221,7 +207,7 @@ class ParallelLMHead(placement.PlacedModule):
             self.weight = maker.parameter((rows, hidden_size), piece)
         self.bias = None
         if bias_name is not None:
-            piece = placement.Piece.rows(bias_name, (vocab_size,), group, Init.constant(0.0), per_rank=rows)
+            piece = placement.Piece.rows(bias_name, (vocab_size,), group, placement.Init.constant(0.0), per_rank=rows)
             self.bias = maker.parameter((rows,), piece)
         choose_class(self)
 
@@ -230,6 +216,11 @@ class ParallelLMHead(placement.PlacedModule):
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
         # The last ranks' rows end with padding, which comes last in the gathered logits.
         return collectives.gather_last(self._multiply(enter(x, self.group)), self.group)[..., : self.vocab_size]
+
+    @property
+    def _used_weight(self) -> Tensor:
+        """The tensor to whose gradient the head's is added."""
+        return self.weight
 
     def _multiply(self, x: Tensor) -> Tensor:
         """x `[…, H]`, whole on every rank → this rank's logits `[…, v]`."""
@@ -323,17 +314,7 @@ class ParallelLMHead(placement.PlacedModule):
         return loss
 
     def _loss(self, x: Tensor, targets_SB: Tensor, ignore_index: int, context_group: Group | None) -> Tensor:
-        return self._loss_by(self.weight, x, targets_SB, ignore_index)
-
-    def _loss_by(self, weight: Tensor, x: Tensor, targets_SB: Tensor, ignore_index: int) -> Tensor:
-        return linear_cross_entropy(
-            x,
-            weight,
-            targets_SB,
-            group=self.group,
-            sequence_parallel_enabled=self.sequence_parallel_enabled,
-            ignore_index=ignore_index,
-            vocab_size=self.vocab_size,
-            bias=self.bias,
-            losses=self.chunk_losses,
-        )
+        weight = self._used_weight
+        shard = VocabularyShard.make(self.group, len(weight), self.vocab_size, ignore_index, 0.0)
+        is_cut = self.sequence_parallel_enabled
+        return summed_losses(x, weight, targets_SB, shard, is_cut, self.bias, losses=self.chunk_losses)

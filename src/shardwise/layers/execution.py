@@ -1,4 +1,4 @@
-"""How the layers of a model compute, chosen for the whole model before it is made.
+"""The way in which the layers of a model compute, chosen for the whole model before it is made.
 
 A layer reads it in its constructor, beside its own arguments, and is then what it is. So a model of the user's own,
 which makes layers itself, gets what a family gets:
@@ -46,7 +46,7 @@ class Compiler(Protocol):
 
 @dataclass(frozen=True)
 class Execution:
-    """How the layers of a model compute.
+    """The way in which the layers of a model compute.
 
     Attributes:
         overlap: way in which column- and row-parallel layers communicate during their matmuls (`layers/matmul.py`);

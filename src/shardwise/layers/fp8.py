@@ -21,8 +21,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import scaled_matmul
-from shardwise.layers.matmul import require_width
-from shardwise.layers.weight_gradients import graph_gradient_of, is_made_by_products
+from shardwise.layers.matmul import graph_gradient_of, is_made_by_products, wrong_width
 
 OPERAND = torch.float8_e4m3fn
 """The format of inputs and weights."""
@@ -96,7 +95,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling)
     Raises:
         ValueError: x has another width than the rank's weight takes.
     """
-    require_width(x, weight)
+    if x.shape[-1] != weight.shape[-1]:
+        raise wrong_width(x, weight)
     total = graph_gradient_of(weight)
     y = cast(Tensor, _Fp8Linear.apply(x, weight, scaling.of_weight(weight), total, scaling))  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias

@@ -8,7 +8,7 @@ sequence-first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,13 @@ from torch import Tensor, nn
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Ranks
 from shardwise.distributed.placement import Init
-from shardwise.layers.arguments import by_name, features_per_head, refuse_unknown, sharing_group, two_sizes
+from shardwise.layers.arguments import features_per_head, refuse_unknown, sharing_group, two_sizes
 from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.execution import execution
 from shardwise.layers.fp8 import Scaling, fp8_linear
 from shardwise.layers.matmul import Overlap, can_regather, gather_and_multiply, linear, multiply_and_sum, usable
 
 DEFAULT_INIT = Init.normal(0.02)
-_POSITIONAL = ("dtype", "device", "stride", "init_method")
-"""Arguments of neuronx-distributed's linear layers from the fifth position on."""
-_POSITIONAL_OF_GQA = ("dtype", "device", "init_method")
 
 
 class LayerOptions(TypedDict, total=False):
@@ -206,18 +203,13 @@ class _ColumnParallel(placement.PlacedModule):
 
     def joined(self, x: Tensor) -> Tensor:
         """x, as in `project` → all parts side by side, `[S, B, Σ local outputs]`."""
-        overlap = usable(self.overlap, x, self.group)
-        regathers = self._regathers(x)
-        if regathers or overlap is not None:
-            return gather_and_multiply(
-                x,
-                self.weight,
-                self.bias,
-                self.group,
-                overlap,
-                sequence_parallel=self.sequence_parallel_enabled,
-                regathers=regathers,
-            )
+        if self.overlap is not None or self.regathers:
+            overlap = usable(self.overlap, x, self.group)
+            regathers = self._regathers(x)
+            if regathers or overlap is not None:
+                is_cut = self.sequence_parallel_enabled
+                arguments = (x, self.weight, self.bias, self.group, overlap)
+                return gather_and_multiply(*arguments, sequence_parallel=is_cut, regathers=regathers)
         return _product(self, self._enter(x), self.bias)
 
     def _regathers(self, x: Tensor) -> bool:
@@ -228,10 +220,8 @@ class _ColumnParallel(placement.PlacedModule):
         enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
         return enter(x, self.group)
 
-    def _outputs(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the layer's outputs, which are its local parts, or with `gather_output` those of all ranks."""
-        if not self.gather_output:
-            return parts
+    def _gathered(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the parts of all ranks."""
         return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies, strict=True))
 
     def _gather(self, part: Tensor, copies: int) -> Tensor:
@@ -261,7 +251,6 @@ class ColumnParallelLinear(_ColumnParallel):
         output_size: O of the whole layer.
         bias: true if there is a b.
         gather_output: true if each rank gets all of y.
-        further: `dtype` and `device` by position, as neuronx-distributed has them.
         sequence_parallel_enabled: true if the sequence is cut over the group between layers.
         name: canonical name of the layer, without `.weight`.
         options: see `LayerOptions` and `LinearOptions`.
@@ -276,7 +265,7 @@ class ColumnParallelLinear(_ColumnParallel):
         output_size: int,
         bias: bool = True,
         gather_output: bool = True,
-        *further: Any,
+        *,
         sequence_parallel_enabled: bool = False,
         name: str | None = None,
         **options: Unpack[LinearOptions],
@@ -287,7 +276,7 @@ class ColumnParallelLinear(_ColumnParallel):
             bias=bias,
             gather_output=gather_output,
             sequence_parallel_enabled=sequence_parallel_enabled,
-            **by_name(type(self).__name__, further, _POSITIONAL, options),
+            **options,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -295,7 +284,7 @@ class ColumnParallelLinear(_ColumnParallel):
 
     def finish(self, local: tuple[Tensor, ...]) -> Tensor:
         """`local`, one part `[…, O/g]` → the layer's output, which is the same, or whole with `gather_output`."""
-        return self._outputs(local)[0]
+        return (self._gathered(local) if self.gather_output else local)[0]
 
 
 class MergedColumnParallelLinear(_ColumnParallel):
@@ -334,7 +323,8 @@ class MergedColumnParallelLinear(_ColumnParallel):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x, as in `ColumnParallelLinear` → the output of each part, `[S, B, O/g]` or whole."""
-        return self._outputs(self.project(x))
+        parts = self.project(x)
+        return self._gathered(parts) if self.gather_output else parts
 
 
 class GQAQKVColumnParallelLinear(_ColumnParallel):
@@ -347,7 +337,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
     whole with `gather_output`.
 
     Args:
-        input_size, bias, gather_output, further, sequence_parallel_enabled, options: as in `ColumnParallelLinear`.
+        input_size, bias, gather_output, sequence_parallel_enabled, options: as in `ColumnParallelLinear`.
         output_sizes: features of the queries, and features of the keys, which the values have too, in the whole model.
         head_dim: features of a head. Without it, the keys are cut into parts of KV · `kv_size_multiplier` / g features,
             wherever a head begins: give it, or the multiplier, where the ranks outnumber the K/V heads.
@@ -368,14 +358,13 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         output_sizes: Sequence[int],
         bias: bool = True,
         gather_output: bool = True,
-        *further: Any,
+        *,
         head_dim: int | None = None,
         kv_size_multiplier: int = 1,
         names: Sequence[str | None] = (None, None, None),
         sequence_parallel_enabled: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
-        options = by_name(type(self).__name__, further, _POSITIONAL_OF_GQA, options)
         # Sizes are checked before the base class sees the keywords: a wrong keyword is the first to be reported.
         refuse_unknown(type(self), options, LinearOptions.__optional_keys__)
         group = sharing_group(type(self).__name__, options.get("group"))
@@ -424,7 +413,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         placement.mark_heads(self.weight, given_dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self._outputs(self.project(x))
+        parts = self.project(x)
+        q, k, v = self._gathered(parts) if self.gather_output else parts
         return q, k, v
 
 
@@ -438,14 +428,8 @@ class RowParallelLinear(placement.PlacedModule):
     (arXiv:1909.08053 §3, arXiv:2205.05198 §4.2).
 
     Args:
-        input_size: I of the whole layer.
-        output_size: O of the whole layer.
-        bias: true if there is a b.
+        input_size, output_size, bias, sequence_parallel_enabled, name, options: as in `ColumnParallelLinear`.
         input_is_parallel: true if x is already cut along I, as a column-parallel layer leaves it.
-        further: `dtype` and `device` by position, as neuronx-distributed has them.
-        sequence_parallel_enabled: true if the sequence is cut over the group between layers.
-        name: canonical name of the layer, without `.weight`.
-        options: see `LayerOptions` and `LinearOptions`.
 
     Attributes:
         overlap, scaling: as in the column-parallel layers.
@@ -463,13 +447,12 @@ class RowParallelLinear(placement.PlacedModule):
         output_size: int,
         bias: bool = True,
         input_is_parallel: bool = False,
-        *further: Any,
+        *,
         sequence_parallel_enabled: bool = False,
         name: str | None = None,
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        options = by_name(type(self).__name__, further, _POSITIONAL, options)
         maker = ParameterMaker(self, options, LinearOptions.__optional_keys__)
         self.group = group = maker.group
         if input_size % group.size:
@@ -524,7 +507,7 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
     # The sum is linear: products of all layers are added on each rank first, and the ranks sum only once.
     first, x = terms[0]
     sequence_parallel = first.sequence_parallel_enabled
-    overlap = usable(first.overlap, x, first.group)
+    overlap = first.overlap and usable(first.overlap, x, first.group)
     if overlap is not None:
         products = [(x, layer.weight) for layer, x in terms]
         y = multiply_and_sum(products, first.group, overlap, sequence_parallel=sequence_parallel)
@@ -540,8 +523,9 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
 
 def _product(layer: _ColumnParallel | RowParallelLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x weightᵀ + bias`."""
-    scaling = scaling_in_training(layer)
-    return linear(x, layer.weight, bias) if scaling is None else fp8_linear(x, layer.weight, bias, scaling)
+    if layer.scaling is not None and layer.training:
+        return fp8_linear(x, layer.weight, bias, layer.scaling)
+    return linear(x, layer.weight, bias)
 
 
 def scaling_in_training(layer: _ColumnParallel | RowParallelLinear) -> Scaling | None:

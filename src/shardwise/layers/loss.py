@@ -22,8 +22,13 @@ from shardwise.distributed.torch_private import graph_is_kept, has_data
 from shardwise.layers.arguments import refuse_unknown, sharing_group
 from shardwise.layers.bitwise.choice import bit_equal
 from shardwise.layers.chunks import loss_chunk_elements
-from shardwise.layers.matmul import linear, weight_gradient_in_runs
-from shardwise.layers.weight_gradients import add_product_, adds_in_one_kernel, gradient_to_add_to
+from shardwise.layers.matmul import (
+    add_product_,
+    adds_in_one_kernel,
+    gradient_to_add_to,
+    linear,
+    weight_gradient_in_runs,
+)
 
 IGNORE_INDEX = -100
 
@@ -200,18 +205,15 @@ class SampleLosses:
         finally:
             _recorders.remove(self)
 
-    def add(self, loss_NB: Tensor, counted_NB: Tensor) -> None:
-        """Add the losses of tokens of each sample, and whether their targets count."""
+    def add(self, loss_N: Tensor, counted_N: Tensor, samples: int) -> None:
+        """Add the losses of tokens, of which each sample has as many, and whether their targets count."""
+        loss_NB = loss_N.view(-1, samples)
+        counted_NB = counted_N.view(-1, samples)
         sums = torch.stack([loss_NB.sum(0), counted_NB.sum(0, dtype=loss_NB.dtype)])
         self.sums = sums if self.sums is None else self.sums + sums
 
 
 _recorders: list[SampleLosses] = []
-
-
-def _record(loss_N: Tensor, counted_N: Tensor, samples: int) -> None:
-    for recorder in _recorders:
-        recorder.add(loss_N.view(-1, samples), counted_N.view(-1, samples))
 
 
 ChunkLosses = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
@@ -332,7 +334,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             # Not in place: torch 2.11, traced, would drop its gradient.
             total = total + loss.sum()
-            _record(loss, targets != shard.ignore_index, samples=target_SB.shape[-1])
+            for recorder in _recorders:
+                recorder.add(loss, targets != shard.ignore_index, samples=target_SB.shape[-1])
             if dlogits is None:
                 continue
             if db is not None and dbias is not None:
@@ -416,12 +419,27 @@ def linear_cross_entropy(
     """
     ranks = sharing_group("linear_cross_entropy", group)
     shard = VocabularyShard.make(ranks, weight.shape[0], vocab_size, ignore_index, label_smoothing)
+    return summed_losses(x, weight, target, shard, sequence_parallel_enabled, bias, chunk_elements, losses)
+
+
+def summed_losses(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    shard: VocabularyShard,
+    sequence_parallel: bool,
+    bias: Tensor | None,
+    chunk_elements: int | None = None,
+    losses: ChunkLosses = chunk_losses,
+) -> Tensor:
+    """Return what `linear_cross_entropy` does, for the columns of a shard."""
     if chunk_elements is None:
         chunk_elements = loss_chunk_elements(shard.chunk_width(weight), x.device.type != "cpu")
     shard.check(target)
     is_trained = torch.is_grad_enabled()
-    needed = tuple(is_trained and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    needs_bias = bias is not None and bias.requires_grad
+    needed = (is_trained and x.requires_grad, is_trained and weight.requires_grad, is_trained and needs_bias)
     result = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, target, shard, sequence_parallel_enabled, chunk_elements, needed, losses
+        x, weight, bias, target, shard, sequence_parallel, chunk_elements, needed, losses
     )
     return cast(Tensor, result)

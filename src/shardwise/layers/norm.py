@@ -6,7 +6,7 @@ the group, which its placement says, so that the optimizer sums it once a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, Literal, Unpack, cast
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from shardwise.base.errors import ArgumentError
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.placement import Init
-from shardwise.layers.arguments import by_name
 from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
@@ -41,7 +40,7 @@ class _Norm(placement.PlacedModule):
 
     Args:
         leaves: initial value of each parameter, by its name.
-        given: keyword arguments of the call.
+        options: keyword arguments of the call.
     """
 
     def __init__(
@@ -51,12 +50,9 @@ class _Norm(placement.PlacedModule):
         sequence_parallel_enabled: bool,
         name: str | None,
         leaves: dict[str, float],
-        given: Mapping[str, object],
+        options: LayerOptions,
     ) -> None:
         super().__init__()
-        # torch's norms take `bias`; here it changes nothing if it is true for a norm with a bias, or false for another.
-        has_bias = "bias" in leaves
-        options = cast(LayerOptions, {key: value for key, value in given.items() if (key, value) != ("bias", has_bias)})
         maker = ParameterMaker(self, options, warns=sequence_parallel_enabled)
         self.normalized_shape = (_one_size(type(self).__name__, normalized_shape),)
         self.eps = eps
@@ -80,7 +76,6 @@ class RMSNorm(_Norm):
     Args:
         normalized_shape: H, or a shape of this one size, as torch takes it.
         eps: number added to the mean square.
-        further: none; all other arguments are given by keyword.
         sequence_parallel_enabled: true if each rank has a part of the sequence; the gradients are then partial.
         unit_offset: true if 1 + weight takes the weight's place, which is 0 at first.
         name: canonical name of the layer, without `.weight`.
@@ -93,25 +88,23 @@ class RMSNorm(_Norm):
         self,
         normalized_shape: int | Sequence[int],
         eps: float = 1e-6,
-        *further: Any,
+        *,
         sequence_parallel_enabled: bool = False,
         unit_offset: bool = False,
         name: str | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        # torch and neuronx-distributed mean different things by a third positional argument.
-        given = by_name(type(self).__name__, further, (), options, last="eps")
         leaves = {"weight": 0.0 if unit_offset else 1.0}
-        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, leaves, given)
+        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, leaves, options)
         self.unit_offset = unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, factor(self.weight, unit_offset=self.unit_offset), self.eps)
+        return rms_norm(x, one_more(self.weight) if self.unit_offset else self.weight, self.eps)
 
 
-def factor(weight: Tensor, *, unit_offset: bool) -> Tensor:
-    """Return what a normalised x is multiplied with; 1 + weight at least in float32, as bfloat16 would round it."""
-    return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if unit_offset else weight
+def one_more(weight: Tensor) -> Tensor:
+    """Return 1 + weight, at least in float32, as bfloat16 would round it."""
+    return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 class Sums:
@@ -195,13 +188,8 @@ class LayerNorm(_Norm):
     """`y = (x - mean) / sqrt(var + eps) · weight + bias` (arXiv:1607.06450). x, y: `[…, H]`; no communication.
 
     Args:
-        normalized_shape: H, or a shape of this one size, as torch takes it.
+        normalized_shape, sequence_parallel_enabled, name, options: as in `RMSNorm`.
         eps: number added to the variance.
-        further: torch's next positional arguments: `elementwise_affine` and `bias`, which must be True, `device` and
-            `dtype`.
-        sequence_parallel_enabled: true if each rank has a part of the sequence; the gradients are then partial.
-        name: canonical name of the layer, without `.weight`.
-        options: see `LayerOptions`.
     """
 
     weight: nn.Parameter
@@ -211,13 +199,12 @@ class LayerNorm(_Norm):
         self,
         normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
-        *further: Any,
+        *,
         sequence_parallel_enabled: bool = False,
         name: str | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        given = by_name(type(self).__name__, further, ("elementwise_affine", "bias", "device", "dtype"), options)
-        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0, "bias": 0.0}, given)
+        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0, "bias": 0.0}, options)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
@@ -288,7 +275,7 @@ class QueryKeyNorm(placement.PlacedModule):
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalise each head by itself."""
-        return rms_norm(x, factor(weight, unit_offset=self.unit_offset), self.eps)
+        return rms_norm(x, one_more(weight) if self.unit_offset else weight, self.eps)
 
     def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise over the heads of all ranks."""

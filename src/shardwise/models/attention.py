@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -210,8 +210,9 @@ class Attention(nn.Module):
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, each `[S, B, heads, d]`."""
-        q, k, v = (part.view(*part.shape[:-1], -1, self.head_dim) for part in self.qkv(x))
-        return q, k, v
+        q, k, v = self.qkv(x)
+        heads = (-1, self.head_dim)
+        return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, normalised if there is a norm: each `[S, B, heads, d]`."""
@@ -222,15 +223,34 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Return the input of the output projection, `[S, B, n·d]`, of q, k and v as `project` gives them."""
-        tables = None
+        tables: tuple[Tensor, Tensor] | None = None
         if self.rotates:
-            tables = [table.to(q.dtype) for table in context.rotary_tables[self.core.window]]
+            cos, sin = context.rotary_tables[self.core.window]
+            tables = (cos.to(q.dtype), sin.to(q.dtype))
+        drops_rotated = self.rotates and self.drops_rotated
+        if not (context.gathers_keys or drops_rotated or context.cache or context.parts):
+            if tables is not None:
+                q, k = rotate(q, *tables), rotate(k, *tables)
+            attended: Tensor = self.core(q, k, v, context)
+            return attended
+        return self._attend_dropping(q, k, v, tables, context, drops_rotated=drops_rotated)
+
+    def _attend_dropping(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tables: tuple[Tensor, Tensor] | None,
+        context: Context,
+        *,
+        drops_rotated: bool,
+    ) -> Tensor:
+        """Return what `attend` does, and compute again what is not kept for the backward pass."""
+        gathers = context.gathers_keys
         sources: list[Recomputed] = []
 
         def rotated(x: Tensor) -> Tensor:
             return x if tables is None else rotate(x, *tables)
-
-        gathers = context.gathers_keys
 
         def of_all_tokens(x: Tensor) -> Tensor:
             return gather_chunks(x, self.core.context_group) if gathers else x
@@ -245,7 +265,6 @@ class Attention(nn.Module):
             out: Tensor = self.core(rotated(q), of_all_tokens(rotated(k)), of_all_tokens(v), context)
             return out
 
-        drops_rotated = self.rotates and self.drops_rotated
         # Keys and values of all tokens are gathered again: kept, they would be as many times those of this rank's
         # tokens as ranks share a sample. A core that goes by steps keeps copies of them in any case, and several parts
         # would each gather them.
@@ -285,10 +304,8 @@ class Block(nn.Module):
     Each token goes through the layers before and behind by itself, and meets other tokens in attention alone.
     """
 
-    @property
-    def inner_attention(self) -> Attention:
-        """The block's attention."""
-        raise NotImplementedError
+    attention_name: ClassVar[str] = "attention"
+    """Name of the module that is the block's `Attention`."""
 
     def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, each `[S, B, heads, d]`."""
@@ -301,10 +318,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if context.parts:
             return self._forward_by_part(x, context)
-        return self.behind_attention(x, self.inner_attention.attend(*self.before_attention(x), context), context)
+        attention: Attention = getattr(self, self.attention_name)
+        return self.behind_attention(x, attention.attend(*self.before_attention(x), context), context)
 
     def _forward_by_part(self, x: Tensor, context: Context) -> Tensor:
-        attention = self.inner_attention
+        attention: Attention = getattr(self, self.attention_name)
         layers = SequenceParts(self, attention.core.context_group)
         count = len(context.parts)
         xs = x.chunk(count)

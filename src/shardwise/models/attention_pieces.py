@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
-from shardwise.layers.vectors import in_vectors
+from shardwise.layers.bitwise.functions import in_vectors
 from shardwise.models.masks import AttentionMask, PiecesMask
 
 MANY = 4096
@@ -91,7 +91,7 @@ def define_attention_by_pieces() -> None:
         return attend_by_pieces(q, k, v, PiecesMask(ends, starts_SB, window), scale)
 
     @attention.register_fake
-    def shapes(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
+    def shapes(q: Tensor, *_arguments: Any) -> tuple[Tensor, Tensor]:
         queries, samples, heads, _ = q.shape
         return q.new_empty(q.shape), q.new_empty((samples, queries, heads), dtype=_sum_dtype(q))
 
@@ -134,7 +134,7 @@ def _define_gradients() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @gradients.register_fake
-    def gradient_shapes(_dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, ...]:
+    def gradient_shapes(_dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_arguments: Any) -> tuple[Tensor, ...]:
         return _by_sample(q, q.dtype), _by_sample(k, k.dtype), _by_sample(v, v.dtype)
 
     return gradients

@@ -72,10 +72,6 @@ class BertBlock(Block):
         self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
         self.mlp_norm = factory.norm(config, f"{name}.output.LayerNorm")
 
-    @property
-    def inner_attention(self) -> Attention:
-        return self.attention
-
     def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.attention.project(x)
 

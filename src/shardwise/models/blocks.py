@@ -27,7 +27,6 @@ from shardwise.layers.bitwise.functions import activate_by_part, head_products
 from shardwise.layers.dropout import AnyKey, Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
 from shardwise.layers.execution import Execution, execution, made_with
-from shardwise.layers.gated import Gate, gated
 from shardwise.layers.linear import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
@@ -84,12 +83,7 @@ class LayerFactory:
     """Makes the layers of a model from its configuration: holds all their other arguments.
 
     Attributes:
-        group: the tensor-parallel ranks.
-        sequence_parallel: true if the residual stream is cut along the sequence between blocks.
-        recompute: part that the backward pass computes again: results that are cheap to compute, and the attention
-            core where no fused kernel computes it (`selective`), or each block (`full`).
-        part: the pipeline stage.
-        vocab_multiple: number that divides each rank's rows of embedding and head.
+        group, sequence_parallel, recompute, part, vocab_multiple: as in `Family`.
         options: arguments that all layers take.
         in_blocks: how the layers of blocks compute.
     """
@@ -118,10 +112,6 @@ class LayerFactory:
         if self.group.has_parts:
             return partial(activate_by_part, function=function, count=self.group.parts)
         return function
-
-    def gated(self, config: FamilyConfig) -> Callable[[Tensor], Tensor] | None:
-        """Return the function of gate and up side by side; None where the gate's width decides on bits."""
-        return None if self.group.has_parts else partial(gated, act=cast(Gate, config.activation))
 
     @property
     def head_products(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -353,7 +343,8 @@ class Family(nn.Module, Generic[_Config]):
         config: sizes by their Hugging Face names.
         group: the tensor-parallel ranks.
         sequence_parallel: true if the residual stream is cut along the sequence between blocks.
-        recompute: part that the backward pass computes again (`LayerFactory`).
+        recompute: part that the backward pass computes again: results that are cheap to compute, and the attention
+            core where no fused kernel computes it (`selective`), or each block (`full`).
         part: the pipeline stage; None: the whole model.
         vocab_multiple: number that divides each rank's rows of embedding and head.
         context_group: the ranks that share each sample, for a causal model (`layers/context.py`).

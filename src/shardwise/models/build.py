@@ -43,15 +43,8 @@ def build_model(
 
     Args:
         config: the whole configuration.
-        group: the tensor-parallel ranks.
-        sequence_parallel: true if activations are cut along the sequence between tensor-parallel layers.
-        context_group: the ranks that share each sample; None: each rank has samples of its own.
-        device: device of the parameters; None: torch's default.
-        dtype: dtype of the parameters; None: torch's default.
-        part: the pipeline stage to build; None: the whole model.
-        deferred: true if the optimizer gives the parameters of a family memory and values (`LayerOptions`).
-        loss: function of the user's in the place of the head's cross-entropy (`Execution`).
-        compiler: compiles blocks and the loss of the head; None: they stay eager.
+        group, sequence_parallel, context_group, device, dtype, part, deferred: as in `Family`.
+        loss, compiler: as in `Execution`.
 
     Raises:
         ConfigError: `model.family` names a class of the user's that cannot be imported or built; or widths or a lack of

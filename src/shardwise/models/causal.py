@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeVar, cast
 
 import torch
@@ -92,7 +93,8 @@ class CausalLM(Family[_Config]):
             if positions_SB is None:
                 positions_SB = places.unsqueeze(1)
         if x is None:
-            x = self.embed(ids_SB, Context(self._key_of_embedding(dropout), cache=cache), positions_SB)
+            key = self._key_of_embedding(dropout) if is_cut else dropout
+            x = self.embed(ids_SB, Context(key, cache=cache), positions_SB)
         if starts_SB is not None and x.device.type == "cpu" and not (self.is_compiled or starts_SB.any()):
             starts_SB = None  # samples of one document need no mask
             if positions_SB is not None and torch.equal(positions_SB, positions_SB[:, :1].expand_as(positions_SB)):
@@ -101,7 +103,7 @@ class CausalLM(Family[_Config]):
         context = Context(dropout, cache=cache, rotary_tables=tables, gathers_keys=is_cut and not self.passes_keys)
         if is_cut and self.context_group.has_parts:
             context = replace(context, parts=self._parts(context, runs, starts_SB, length, x))
-        else:
+        elif is_cut or cache is not None or starts_SB is not None or self._windows != {None}:
             context = replace(context, masks=self._masks(context, runs, starts_SB, length, x, documents))
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
@@ -125,7 +127,7 @@ class CausalLM(Family[_Config]):
         """True if this rank, or each part of its tokens, has a part of each sample."""
         return self.shares_samples and self.context_group.size * self.context_group.parts > 1
 
-    @property
+    @cached_property
     def _windows(self) -> set[int | None]:
         """The windows of the blocks; None for those without."""
         return {self.config.window(number) for number in self.part.block_numbers(self.config)}

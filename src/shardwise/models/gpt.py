@@ -24,6 +24,8 @@ from shardwise.models.causal import CausalLM
 class GPTBlock(Block):
     """`x + dropout(attention(ln_1(x)))`, then `x + dropout(mlp(ln_2(x)))`."""
 
+    attention_name = "attn"
+
     def __init__(self, config: GPTConfig, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         name = f"transformer.h.{layer}"
@@ -39,10 +41,6 @@ class GPTBlock(Block):
             config, layer, factory, (f"{name}.mlp.c_fc", f"{name}.mlp.c_proj"), transposed=True, down_init=scaled
         )
         self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
-
-    @property
-    def inner_attention(self) -> Attention:
-        return self.attn
 
     def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return compose(self.attn.project, self.ln_1, x, drops=self.drops_normed)

@@ -61,10 +61,6 @@ class GPTNeoXBlock(Block):
         self.mlp = MLP(config, layer, factory, (f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"))
         self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
 
-    @property
-    def inner_attention(self) -> Attention:
-        return self.attention
-
     def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return compose(self.attention.project, self.input_layernorm, x, drops=self.drops_normed)
 

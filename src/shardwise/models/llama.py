@@ -9,7 +9,11 @@ Shapes: see `models/blocks.py`.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, Literal, TypeAlias, cast
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import DecoderConfig
@@ -21,6 +25,55 @@ from shardwise.models.blocks import Context, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 
+Gate: TypeAlias = Literal["silu", "gelu_tanh"]
+
+
+def gated(gate_up: Tensor, act: Gate) -> Tensor:
+    """Return `act(gate) · up` (arXiv:2002.05202) of `[…, 2F]`, the gate first → `[…, F]`, in few passes over memory.
+
+    Only the input is kept for the backward pass. The bits are those of single operations.
+    """
+    return cast(Tensor, _Gated.apply(gate_up, act))  # type: ignore[no-untyped-call]
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, act: Gate) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.act = act
+        gate, up = gate_up.chunk(2, dim=-1)
+        activated = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")
+        return activated.mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (gate_up,) = ctx.saved_tensors
+        dy = grads[0]
+        gate, up = gate_up.chunk(2, dim=-1)
+        if torch.is_grad_enabled():
+            return _differentiable_gradient(dy, gate, up, ctx.act), None
+        gradient = torch.empty_like(gate_up)
+        dgate, dup = gradient.chunk(2, dim=-1)
+        if ctx.act == "silu":
+            torch.ops.aten.silu.out(gate, out=dup).mul_(dy)
+            torch.ops.aten.silu_backward.grad_input(torch.mul(dy, up, out=dgate), gate, grad_input=dgate)
+        else:
+            torch.ops.aten.gelu.out(gate, approximate="tanh", out=dup).mul_(dy)
+            d_activated = torch.mul(dy, up, out=dgate)
+            torch.ops.aten.gelu_backward.grad_input(d_activated, gate, approximate="tanh", grad_input=dgate)
+        return gradient, None
+
+
+def _differentiable_gradient(dy: Tensor, gate: Tensor, up: Tensor, act: Gate) -> Tensor:
+    """Return the gradient by operations that torch differentiates again."""
+    if act == "gelu_tanh":
+        dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh")
+        return torch.cat((dgate, dy * F.gelu(gate, approximate="tanh")), dim=-1)
+    # torch's `silu_backward` has no gradient.
+    sigmoid = torch.sigmoid(gate)
+    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return torch.cat((dy * up * slope, dy * gate * sigmoid), dim=-1)
+
 
 class GatedMLP(nn.Module):
     """`down(act(gate(x)) · up(x))` (SwiGLU and GeGLU, arXiv:2002.05202), gate and up in one matmul."""
@@ -29,7 +82,9 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.drops_activated = factory.drops_cheap
         self.act = factory.activation(config)
-        self.gated = factory.gated(config)
+        # Of several parts, the gate's width decides on bits.
+        has_parts = factory.group.has_parts
+        self.gated = None if has_parts else partial(gated, act=cast(Gate, config.activation))
         self.gate_up = MergedColumnParallelLinear(
             config.hidden_size,
             (config.intermediate_size, config.intermediate_size),
@@ -65,6 +120,8 @@ class GatedMLP(nn.Module):
 class LlamaBlock(Block):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`; with norms after attention and MLP too, or there alone."""
 
+    attention_name = "self_attn"
+
     def __init__(self, config: DecoderConfig, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         name = f"model.layers.{layer}"
@@ -90,10 +147,6 @@ class LlamaBlock(Block):
         self.mlp = GatedMLP(config, f"{name}.mlp", factory)
         if config.norms_output:
             self.post_feedforward_layernorm = factory.norm(config, f"{name}.post_feedforward_layernorm", RMSNorm)
-
-    @property
-    def inner_attention(self) -> Attention:
-        return self.self_attn
 
     def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.norm_place == "output":

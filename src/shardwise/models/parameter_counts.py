@@ -200,14 +200,9 @@ def local_parameters(
 
 @dataclass(frozen=True)
 class _StageParameters:
-    """The parameters of one stage on one of t ranks.
+    """The parameters of one stage on one of t ranks; the other attributes are arguments of `local_parameters`.
 
     Attributes:
-        model: the whole model.
-        local: widths of the rank's part.
-        tensor: the tensor-parallel degree t.
-        sequence_parallel: true if activations between the cut layers are cut along the sequence.
-        stage: the stage.
         at_both_ends: true if the embedding is tied, and its other end is on another pipeline rank.
     """
 
@@ -221,33 +216,34 @@ class _StageParameters:
     def all(self) -> Iterator[LocalParameter]:
         """Yield them in the order in which the family's module has them, with their pipeline stage."""
         for parameter in self._of_model():
-            place = UnitPlace(self.stage.index, parameter.place.unit)
-            yield parameter if parameter.place == place else replace(parameter, place=place)
+            yield replace(parameter, place=UnitPlace(self.stage.index, parameter.place.unit))
 
     def _of_model(self) -> Iterator[LocalParameter]:
+        model = self.model
         if self.stage.is_first:
             yield from self.embeddings()
-        elif self.stage.is_last and self.at_both_ends and not self.model.head_transform:
+        elif self.stage.is_last and self.at_both_ends and not model.head_transform:
             yield self.embedding()  # the head's weight; a transforming head comes after the blocks with its own
         block = list(self.block())
         for layer in self.stage.layers:
-            place = UnitPlace(self.stage.index, layer)
-            yield from (replace(parameter, in_block=True, place=place) for parameter in block)
-        if self.stage.is_last and self.model.head_transform:
+            yield from (replace(parameter, in_block=True, place=UnitPlace(0, layer)) for parameter in block)
+        if not self.stage.is_last:
+            return
+        if model.head_transform:
             yield from self.bert_heads()
-        elif self.stage.is_last:
-            yield from self.norm()
-            if not self.model.tie_word_embeddings:
-                yield LocalParameter(self.local.vocabulary * self.model.hidden_size, per="prediction", place=HEAD)
+            return
+        yield from self.norm()
+        if not model.tie_word_embeddings:
+            yield LocalParameter(self.local.vocabulary * model.hidden_size, per="prediction", place=HEAD)
 
     def embeddings(self) -> Iterator[LocalParameter]:
-        """Words, positions where they are learned, token types and a norm where the family has them."""
+        """Words, and positions, token types and a norm where the family has them: tables are whole on every rank."""
+        model = self.model
         yield self.embedding()
-        if self.model.learned_positions:
-            yield self.table(self.model.max_position_embeddings)
-        if self.model.token_types:
-            yield self.table(self.model.token_types)
-        if self.model.embedding_norm:
+        for rows in (model.max_position_embeddings if model.learned_positions else 0, model.token_types):
+            if rows:
+                yield replace(self.vector(), elements=rows * model.hidden_size, matrix=True)
+        if model.embedding_norm:
             yield from self.norm()
 
     def block(self) -> Iterator[LocalParameter]:
@@ -256,14 +252,24 @@ class _StageParameters:
         local = self.local
         if model.norms_input:
             yield from self.norm()
-        yield from self.query_key_value()
-        yield from self.query_key_norm()
+        # Queries come first: only shared K/V heads are partial.
+        fused = 1 if model.fused_query_key_value else 3
+        outputs = local.query + 2 * local.key_value
+        copies = local.key_value_copies
+        yield from self.columns(outputs, model.attention_bias, fused, partial_from=local.query, partial_over=copies)
+        if model.query_key_norm == "head":
+            # A rank sees only its own heads, so that its gradient is a part of the sum.
+            yield from 2 * [LocalParameter(model.head_dim, matrix=False, partial_over=self.tensor)]
+        elif model.query_key_norm == "all_heads":
+            yield LocalParameter(local.query, matrix=False)
+            yield LocalParameter(local.key_value, matrix=False, partial_over=copies)
         yield from self.rows(local.query, model.attention_bias and model.attention_output_bias)
         yield from self.norm()
         if model.norm_place == "both":
             yield from self.norm()
         matrices = 2 if model.gated else 1
-        yield from self.columns(matrices * model.intermediate_size, model.mlp_bias, tensors=matrices)
+        width = matrices * model.intermediate_size // self.tensor
+        yield from self.columns(width, model.mlp_bias, tensors=matrices)
         yield from self.rows(local.intermediate, model.mlp_bias)
         if model.norm_place != "input":
             yield from self.norm()
@@ -274,10 +280,9 @@ class _StageParameters:
         The outputs of the two heads' first layers are gathered, so no gradient is partial after these layers.
         """
         hidden = self.model.hidden_size
-        yield from self.columns(hidden, bias=True, per="sequence")  # pooler.dense
-        yield from self.columns(hidden, bias=True, per="prediction")  # transform.dense
-        yield LocalParameter(hidden, matrix=False)  # transform.LayerNorm
-        yield LocalParameter(hidden, matrix=False)
+        yield from self.columns(hidden // self.tensor, bias=True, per="sequence")  # pooler.dense
+        yield from self.columns(hidden // self.tensor, bias=True, per="prediction")  # transform.dense
+        yield from 2 * [LocalParameter(hidden, matrix=False)]  # transform.LayerNorm
         if self.at_both_ends:
             yield self.embedding()  # the decoder's weight
         yield LocalParameter(self.local.vocabulary, matrix=False, place=HEAD)  # the decoder's bias
@@ -290,55 +295,30 @@ class _StageParameters:
         elements = self.local.vocabulary * self.model.hidden_size
         return LocalParameter(elements, per=per, at_both_ends=self.at_both_ends, place=EMBEDDING)
 
-    def table(self, rows: int) -> LocalParameter:
-        """[rows, H], whole on every rank, looked up."""
-        elements = rows * self.model.hidden_size
-        return LocalParameter(elements, partial_over=self._partial_between, place=OUTSIDE)
-
     def vector(self) -> LocalParameter:
         """[H], whole on every rank: a norm's weight or bias, or the bias of a row-parallel layer."""
-        return LocalParameter(self.model.hidden_size, matrix=False, partial_over=self._partial_between)
-
-    @property
-    def _partial_between(self) -> int:
-        """Number of ranks over which gradients of parameters between the cut layers are partial; 1: they are not."""
-        return self.tensor if self.sequence_parallel else 1
+        partial_over = self.tensor if self.sequence_parallel else 1
+        return LocalParameter(self.model.hidden_size, matrix=False, partial_over=partial_over)
 
     def norm(self) -> Iterator[LocalParameter]:
         """A weight, and a bias in LayerNorm."""
-        yield self.vector()
-        if self.model.norm_kind == "layer_norm":
-            yield self.vector()
+        yield from [self.vector()] * (2 if self.model.norm_kind == "layer_norm" else 1)
 
-    def query_key_value(self) -> Iterator[LocalParameter]:
-        """[(q + 2kv)/t, H], and [(q + 2kv)/t] with a bias. Queries come first: only shared K/V heads are partial."""
-        query = self.local.query
-        copies = self.local.key_value_copies
-        outputs = query + 2 * self.local.key_value
+    def columns(
+        self,
+        outputs: int,
+        bias: bool,
+        tensors: int = 1,
+        per: Per = "token",
+        partial_from: int = 0,
+        partial_over: int = 1,
+    ) -> Iterator[LocalParameter]:
+        """A column-parallel layer, [outputs, H], and [outputs] with a bias; partial from an output on."""
         hidden = self.model.hidden_size
-        tensors = 1 if self.model.fused_query_key_value else 3
-        yield LocalParameter(
-            outputs * hidden, tensors=tensors, per="token", partial_from=query * hidden, partial_over=copies
-        )
-        if self.model.attention_bias:
-            yield LocalParameter(outputs, matrix=False, tensors=tensors, partial_from=query, partial_over=copies)
-
-    def query_key_norm(self) -> Iterator[LocalParameter]:
-        """Norms of each head: [head_dim] twice, the same on every rank; norms over all heads: [q/t] and [kv/t]."""
-        if self.model.query_key_norm == "head":
-            # A rank sees only its own heads, so that its gradient is a part of the sum.
-            yield LocalParameter(self.model.head_dim, matrix=False, partial_over=self.tensor)
-            yield LocalParameter(self.model.head_dim, matrix=False, partial_over=self.tensor)
-        elif self.model.query_key_norm == "all_heads":
-            yield LocalParameter(self.local.query, matrix=False)
-            yield LocalParameter(self.local.key_value, matrix=False, partial_over=self.local.key_value_copies)
-
-    def columns(self, outputs: int, bias: bool, tensors: int = 1, per: Per = "token") -> Iterator[LocalParameter]:
-        """A column-parallel layer: [outputs/t, H], and [outputs/t] with a bias."""
-        outputs //= self.tensor
-        yield LocalParameter(outputs * self.model.hidden_size, tensors=tensors, per=per)
+        weight = LocalParameter(outputs * hidden, True, tensors, per, partial_from * hidden, partial_over)
+        yield weight
         if bias:
-            yield LocalParameter(outputs, matrix=False, tensors=tensors)
+            yield LocalParameter(outputs, False, tensors, None, partial_from, partial_over)
 
     def rows(self, inputs: int, bias: bool) -> Iterator[LocalParameter]:
         """A row-parallel layer of which this rank has `inputs` columns: [H, inputs], and [H] with a bias."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
 from shardwise.base.user_code import RAISED, error_text, load
-from shardwise.config import BITWISE, Config, UserModelConfig
+from shardwise.config import BITWISE, Config, ModelConfig, ParallelConfig, Recompute, UserModelConfig
 from shardwise.config.size_rules import FP8_MULTIPLE
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group
@@ -49,20 +49,26 @@ def check_user_model(config: Config) -> type[nn.Module]:
     Raises:
         ConfigError: it cannot be imported, is no `torch.nn.Module`, or cannot be called as the configuration says.
     """
-    model_class = _import_class(config.model.family)
-    problems = _constructor_problems(config, _Constructor.of(model_class)) + _forward_problems(config, model_class)
+    user_class = _OwnClass.of(config.model.family)
+    sources = [config.data, *config.evaluation.sets.values()]
+    given = {
+        "positions_SB": any(source.reset_position_ids for source in sources),
+        "starts_SB": any(source.reset_attention_mask for source in sources),
+    }
+    problems = user_class.constructor_problems(_keys(config.model), config.parallel, config.recompute)
+    problems += user_class.forward_problems([name for name, is_given in given.items() if is_given])
     if problems:
         raise ConfigError(problems)
-    return model_class
+    return user_class.model_class
 
 
-def can_be_cut(config: Config) -> bool:
+def can_be_cut(family: str) -> bool:
     """Return whether the class that `model.family` names takes the tensor-parallel ranks, and so has sharded layers.
 
     Raises:
         ConfigError: it cannot be imported, or is no `torch.nn.Module`.
     """
-    return "group" in _Constructor.of(_import_class(config.model.family)).names
+    return "group" in _OwnClass.of(family).names
 
 
 def build_user_model(
@@ -79,34 +85,31 @@ def build_user_model(
         ConfigError: the class is refused (`check_user_model`) or cannot be made, or its parameters cannot be trained at
             this layout.
     """
-    model_class = check_user_model(config)
-    constructor = _Constructor.of(model_class)
-    arguments = constructor.section_arguments(config)
+    family = config.model.family
+    user_class = _OwnClass.of(check_user_model(config), family)
     values_of_run = (group, sequence_parallel, config.recompute, config.train.seed, device, dtype)
-    for name, value in zip(RUN, values_of_run, strict=True):
-        if name in constructor.names:
-            arguments[name] = value
+    run = {name: value for name, value in zip(RUN, values_of_run, strict=True) if name in user_class.names}
     # A class that takes no seed draws the same weights on every rank.
     torch.manual_seed(config.train.seed)
     chosen = execution()
     try:
         # Which layers are in blocks is known later, and only these multiply in fp8.
         with made_with(replace(chosen, fp8=False)):
-            model = model_class(**arguments)
+            model = user_class.model_class(**user_class.section_arguments(config.model), **run)
     except RAISED as error:
         if devices.is_out_of_memory(error) or isinstance(error, dist.DistError):
             raise  # no fault of the class: the callers say what to do
         raise ConfigError(
-            f"model.family ({config.model.family}) cannot be built: {error_text(error)}{see('runs#own-code-fails')}"
+            f"model.family ({family}) cannot be built: {error_text(error)}{see('runs#own-code-fails')}"
         ) from error
-    if "device" not in constructor.names:
+    if "device" not in user_class.names:
         _move(model, device=device)
-    if "dtype" not in constructor.names:
+    if "dtype" not in user_class.names:
         _move(model, dtype=dtype)
     problems = [*_parameter_problems(model, group), *_dropout_problems(model, group)]
     if problems:
-        raise ConfigError([f"model.family ({config.model.family}): {text}" for text in problems])
-    _finish_blocks(model, config.model.family, chosen)
+        raise ConfigError([f"model.family ({family}): {text}" for text in problems])
+    _finish_blocks(model, family, chosen)
     return model
 
 
@@ -136,15 +139,13 @@ def _finish_blocks(model: nn.Module, family: str, chosen: Execution) -> None:
             layer.scaling = chosen.scaling(layer.group, cuts_outputs=not isinstance(layer, RowParallelLinear))
     if chosen.compiler is None:
         return
-    innermost = {
-        path: blocks
-        for path, blocks in lists.items()
-        if not any(isinstance(inside, nn.ModuleList) for inside in list(blocks.modules())[1:])
-    }
-    for path, blocks in innermost.items():
-        for name, block in blocks.named_children():
-            chosen.compiler.add_block(block, f"{path}.{name}")
-    if not any(len(blocks) for blocks in innermost.values()):
+    has_blocks = False
+    for path, blocks in lists.items():
+        if not any(isinstance(inside, nn.ModuleList) for inside in list(blocks.modules())[1:]):
+            for name, block in blocks.named_children():
+                chosen.compiler.add_block(block, f"{path}.{name}")
+                has_blocks = True
+    if not has_blocks:
         raise ConfigError(
             "compile.enabled (true) needs a model with blocks, and model.family has none: put its blocks into a "
             "torch.nn.ModuleList, or set compile.enabled=false"
@@ -189,148 +190,133 @@ def _converted_tensor(tensor: Tensor, target: dict[str, Any]) -> Tensor:
     return tensor.to(**target)
 
 
-# ---- the class
-
-
-def _import_class(family: str) -> type[nn.Module]:
-    def is_model(value: object) -> bool:
-        return isinstance(value, type) and issubclass(value, nn.Module)
-
-    model_class = load("model.family", family, is_model, "a class derived from torch.nn.Module")
-    return cast("type[nn.Module]", model_class)
-
-
-# ---- its signatures
-
-
-@dataclass(frozen=True)
-class _Constructor:
-    """The arguments of a class.
-
-    Attributes:
-        names: keyword arguments of the class and, as far as constructors pass on `**kwargs`, of its base classes.
-        required: arguments of the class without a default. Those of a base are not required: the class may give them.
-        takes_any: true if the class has `**kwargs`, and so may take other names too.
-    """
-
-    names: tuple[str, ...]
-    required: tuple[str, ...]
-    takes_any: bool
-
-    @classmethod
-    def of(cls, model_class: type[nn.Module]) -> _Constructor:
-        """Read the signatures of a class and of its bases."""
-
-        def takes_any(parameters: Iterable[Parameter]) -> bool:
-            return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
-
-        named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        names: dict[str, None] = {}  # a set in order
-        for base in model_class.__mro__:
-            if base is not model_class and "__init__" not in vars(base):
-                continue  # a mixin: the call goes to the next base as it is
-            parameters = signature(base).parameters.values()
-            names |= {parameter.name: None for parameter in parameters if parameter.kind in named}
-            if base is nn.Module or not takes_any(parameters):
-                break  # no argument of another name goes further
-        parameters = signature(model_class).parameters.values()
-        variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-        required = [
-            parameter.name
-            for parameter in parameters
-            if parameter.default is Parameter.empty and parameter.kind not in variable
-        ]
-        return cls(tuple(names), tuple(required), takes_any(parameters))
-
-    def takes_config(self, keys: dict[str, Any]) -> bool:
-        """Return whether the class gets the section as `config` instead of its keys."""
-        return "config" in self.names and "config" not in keys
-
-    def section_arguments(self, config: Config) -> dict[str, Any]:
-        """Return the arguments that the `model` section gives."""
-        keys = _keys(config)
-        if self.takes_config(keys):
-            return {"config": config.model}
-        return {key: value for key, value in keys.items() if self.takes_any or key in self.names}
-
-
-def _keys(config: Config) -> dict[str, Any]:
-    """Return the keys of `model` that the recipe sets, without `family`."""
-    model = config.model
-    # A key of the user's may have the name of an attribute or a method of the section: `causal`, `json`.
-    values = {**vars(model), **(model.model_extra or {})}
-    return {key: values[key] for key in sorted(model.model_fields_set) if key != "family"}
-
-
-def _constructor_problems(config: Config, constructor: _Constructor) -> list[str]:
-    """Return keys that the class does not take, arguments that no key gives, and settings that need an argument."""
-    family = config.model.family
-    keys = _keys(config)
-    tensor = config.parallel.tensor
-    recompute = config.recompute
-    problems = [f"model.{key}: the run itself gives {key} to {family}: rename it" for key in keys if key in RUN]
-    if not constructor.takes_config(keys):
-        problems += _unknown_keys(family, keys, constructor)
-        missing = (name for name in constructor.required if name not in keys and name not in RUN)
-        problems += [f"model.{name} is missing (an argument of {family})" for name in missing]
-    needed = (
-        ("group", tensor > 1, f"parallel.tensor ({tensor}) must be 1"),
-        ("sequence_parallel", tensor > 1 and config.parallel.sequence, "parallel.sequence (true) must be false"),
-        ("recompute", recompute != "none", f"train.recompute ({recompute}) must be none"),
-    )
-    for name, is_needed, rule in needed:
-        if is_needed and name not in constructor.names:
-            problems.append(f"{rule}: {family} takes no argument {name}")
-    return problems
-
-
-def _unknown_keys(family: str, keys: Iterable[str], constructor: _Constructor) -> list[str]:
-    """Return an error for each key that the class does not take, or that is probably misspelt."""
-    names = [name for name in constructor.names if name not in RUN]
-    problems = []
-    # A class need not take the fields of UserModelConfig: the layout is checked against them.
-    for key in sorted(set(keys) - {*RUN, *names, *UserModelConfig.model_fields}):
-        if not constructor.takes_any:
-            near = nearest_name(key, names, cutoff=0.75)
-            hint = f"did you mean model.{near}?" if near else f"it takes {listing(names) or 'none'}"
-            problems.append(f"model.{key}: {family} takes no such argument; {hint}")
-            continue
-        # `**kwargs` may take any key. Then a key is misspelt only if it is very near an argument that has no key.
-        near = nearest_name(key, [name for name in names if name not in keys], cutoff=0.8)
-        if near:
-            problems.append(f"model.{key}: {family} names no such argument; did you mean model.{near}?")
-    return problems
+# ---- the class and its signatures
 
 
 _IDS = object()
 _TARGETS = object()
 
 
-def _forward_problems(config: Config, model_class: type[nn.Module]) -> list[str]:
-    """Return an error if the run's arguments do not fit `forward`."""
-    sources = [config.data, *config.evaluation.sets.values()]
-    named = []
-    if any(source.reset_position_ids for source in sources):
-        named.append("positions_SB")
-    if any(source.reset_attention_mask for source in sources):
-        named.append("starts_SB")
-    # The method of an instance, even of one that was never initialised, has a signature without `self`.
-    forward = signature(object.__new__(model_class).forward)
-    if model_class.forward is nn.Module.forward:
-        return [f"model.family ({config.model.family}) must have a method forward(ids, targets)"]
-    where = f"model.family ({config.model.family}): forward({', '.join(forward.parameters)})"
-    try:
-        optional = {"dropout", "lengths_B"} & forward.parameters.keys()
-        bound = forward.bind(_IDS, _TARGETS, **dict.fromkeys([*named, *optional]))
-    except TypeError:
-        by_name = f", and {listing(named)} by name" if named else ""
-        return [
-            f"{where} must take the token ids and the targets as its first two arguments, of any names{by_name}; every "
-            "other argument except dropout must have a default"
-        ]
-    if bound.arguments.get("ids_SB", _IDS) is not _IDS or bound.arguments.get("targets_SB", _TARGETS) is not _TARGETS:
-        return [f"{where} must take the token ids first and the targets second, as both are given by position"]
-    return []
+@dataclass(frozen=True)
+class _OwnClass:
+    """A class of the user's own, and the arguments of its constructor.
+
+    Attributes:
+        family: name of the class, as the recipe has it.
+        names: keyword arguments of the class and, as far as constructors pass on `**kwargs`, of its base classes.
+        required: arguments of the class without a default. Those of a base are not required: the class may give them.
+        takes_any: true if the class has `**kwargs`, and so may take other names too.
+    """
+
+    model_class: type[nn.Module]
+    family: str
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_any: bool
+
+    @classmethod
+    def of(cls, model_class: str | type[nn.Module], family: str = "") -> _OwnClass:
+        """Read the signatures of a class, or of the one that a family names, and of its bases."""
+        if isinstance(model_class, str):
+            family = model_class
+            model_class = cast("type[nn.Module]", load("model.family", family, _is_model, _WANTED))
+
+        def takes_any(parameters: Iterable[Parameter]) -> bool:
+            return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+
+        variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        names: dict[str, None] = {}  # a set in order
+        for base in model_class.__mro__:
+            if base is not model_class and "__init__" not in vars(base):
+                continue  # a mixin: the call goes to the next base as it is
+            parameters = signature(base).parameters.values()
+            unnamed = (*variable, Parameter.POSITIONAL_ONLY)
+            names |= {parameter.name: None for parameter in parameters if parameter.kind not in unnamed}
+            if base is nn.Module or not takes_any(parameters):
+                break  # no argument of another name goes further
+        parameters = signature(model_class).parameters.values()
+        has_default = {parameter.name: parameter.default is not Parameter.empty for parameter in parameters}
+        required = [p.name for p in parameters if not has_default[p.name] and p.kind not in variable]
+        return cls(model_class, family, tuple(names), tuple(required), takes_any(parameters))
+
+    def section_arguments(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the arguments that the `model` section gives: the section as `config`, or its keys."""
+        keys = _keys(model)
+        if self._takes_config(keys):
+            return {"config": model}
+        return {key: value for key, value in keys.items() if self.takes_any or key in self.names}
+
+    def _takes_config(self, keys: Mapping[str, Any]) -> bool:
+        return "config" in self.names and "config" not in keys
+
+    def constructor_problems(
+        self, keys: Mapping[str, Any], parallel: ParallelConfig, recompute: Recompute
+    ) -> list[str]:
+        """Return keys that the class does not take, arguments that no key gives, and settings that need an argument."""
+        family = self.family
+        problems = [f"model.{key}: the run itself gives {key} to {family}: rename it" for key in keys if key in RUN]
+        if not self._takes_config(keys):
+            problems += self._unknown_keys(keys)
+            missing = (name for name in self.required if name not in keys and name not in RUN)
+            problems += [f"model.{name} is missing (an argument of {family})" for name in missing]
+        tensor = parallel.tensor
+        needed = (
+            ("group", tensor > 1, f"parallel.tensor ({tensor}) must be 1"),
+            ("sequence_parallel", tensor > 1 and parallel.sequence, "parallel.sequence (true) must be false"),
+            ("recompute", recompute != "none", f"train.recompute ({recompute}) must be none"),
+        )
+        for name, is_needed, rule in needed:
+            if is_needed and name not in self.names:
+                problems.append(f"{rule}: {family} takes no argument {name}")
+        return problems
+
+    def _unknown_keys(self, keys: Mapping[str, Any]) -> list[str]:
+        """Return an error for each key that the class does not take, or that is probably misspelt."""
+        names = [name for name in self.names if name not in RUN]
+        # `**kwargs` may take any key. Then a key is misspelt only if it is very near an argument that has no key.
+        candidates = [name for name in names if name not in keys] if self.takes_any else names
+        problems = []
+        # A class need not take the fields of UserModelConfig: the layout is checked against them.
+        for key in sorted(set(keys) - {*RUN, *names, *UserModelConfig.model_fields}):
+            near = nearest_name(key, candidates, cutoff=0.8 if self.takes_any else 0.75)
+            if near or not self.takes_any:
+                hint = f"did you mean model.{near}?" if near else f"it takes {listing(names) or 'none'}"
+                problems.append(f"model.{key}: {self.family} takes no such argument; {hint}")
+        return problems
+
+    def forward_problems(self, given: Sequence[str]) -> list[str]:
+        """Return an error if the run's arguments, of which some are given by name, do not fit `forward`."""
+        if self.model_class.forward is nn.Module.forward:
+            return [f"model.family ({self.family}) must have a method forward(ids, targets)"]
+        # The method of an instance, even of one that was never initialised, has a signature without `self`.
+        forward = signature(object.__new__(self.model_class).forward)
+        where = f"model.family ({self.family}): forward({', '.join(forward.parameters)})"
+        try:
+            optional = {"dropout", "lengths_B"} & forward.parameters.keys()
+            bound = forward.bind(_IDS, _TARGETS, **dict.fromkeys([*given, *optional])).arguments
+        except TypeError:
+            by_name = f", and {listing(given)} by name" if given else ""
+            return [
+                f"{where} must take the token ids and the targets as its first two arguments, of any names{by_name}; "
+                "every other argument except dropout must have a default"
+            ]
+        if bound.get("ids_SB", _IDS) is not _IDS or bound.get("targets_SB", _TARGETS) is not _TARGETS:
+            return [f"{where} must take the token ids first and the targets second, as both are given by position"]
+        return []
+
+
+_WANTED = "a class derived from torch.nn.Module"
+
+
+def _is_model(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _keys(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of `model` that the recipe sets, without `family`."""
+    # A key of the user's may have the name of an attribute or a method of the section: `causal`, `json`.
+    values = {**vars(model), **(model.model_extra or {})}
+    return {key: values[key] for key in sorted(model.model_fields_set) if key != "family"}
 
 
 # ---- its parameters

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError
-from shardwise.distributed import collectives, placement
-from shardwise.distributed.devices import widest_dtype
+from shardwise.distributed import collectives, devices, placement
 from shardwise.distributed.mesh import Group
-from shardwise.distributed.placement import Piece, Pieces
 from shardwise.layers.chunks import rounding_chunk_elements
 from shardwise.optim import exact_sums
 from shardwise.optim.buckets import Bucket
@@ -112,7 +109,7 @@ def _norm(runs: Sequence[ElementRun], take: Take, dtype: torch.dtype) -> Tensor:
     return norm
 
 
-def _owners(bucket: Bucket, index: int, tensor: Group) -> Iterator[tuple[Piece, int]]:
+def _owners(bucket: Bucket, index: int, tensor: Group) -> Iterator[tuple[placement.Piece, int]]:
     """Yield the pieces of a bucket's parameter, each with the number of ranks that own the same elements."""
     for piece in placement.of_or_whole(bucket.parameters[index], tensor=tensor).pieces:
         yield piece, bucket.copies.size * piece.copies.size
@@ -126,108 +123,7 @@ def sum_dtype(dtypes: Dtypes, data: Group, device: torch.device) -> torch.dtype 
     """
     if data.grain is not None:
         return None
-    return widest_dtype(device) if dtypes.is_stochastic else torch.float32
-
-
-class ModelNorms:
-    """L2 norms over the whole model.
-
-    Args:
-        dtype: the result of `sum_dtype`.
-    """
-
-    def __init__(
-        self, buckets: Sequence[Bucket], device: torch.device, ranks: Ranks, dtype: torch.dtype | None
-    ) -> None:
-        self._world = ranks.world
-        self._device = device
-        self._dtype = dtype
-        self._runs: dict[tuple[int, int], list[ElementRun]] = {}
-        for bucket in buckets:
-            end = 0
-            for index, p in enumerate(bucket.parameters):
-                first = bucket.offsets[index] - bucket.owned.start
-                for piece, copies in _owners(bucket, index, ranks.tensor):
-                    atom = 1 if dtype is not None else _atom(bucket, index, piece, ranks.tensor)
-                    runs = self._runs.setdefault((copies, atom), [])
-                    for start, length in bucket.owned_runs(index, piece.local):
-                        # Between the end of one parameter and the start of the next all is 0: one run covers both.
-                        _append(runs, ElementRun(bucket, start, length), joint=end if start == first else start)
-                end = first + p.numel()
-
-    def measure(self, *takes: Take | None) -> Tensor:
-        """Return a norm for each of `takes`, by one all-reduce; 0 for None, for which nothing is read."""
-        if self._dtype is None:
-            terms = [
-                _Term(column, copies, atom, runs, take)
-                for column, take in enumerate(takes)
-                for (copies, atom), runs in self._runs.items()
-                if take is not None
-            ]
-            return _exact_norms(len(takes), self._world, self._device, terms)
-        squares = torch.zeros(len(takes), dtype=self._dtype, device=self._device)
-        for (copies, _), runs in self._runs.items():
-            for column, take in enumerate(takes):
-                if runs and take is not None:
-                    # `copies` ranks add the same square, so that the sum over the ranks counts it once.
-                    squares[column] += _norm(runs, take, self._dtype).square() / copies
-        return collectives.all_reduce_(squares, self._world).sqrt().float()
-
-
-def _atom(bucket: Bucket, index: int, piece: Piece, tensor: Group) -> int:
-    """Return the elements of an atom of a bucket's parameter (`exact_sums`)."""
-    dims = bucket.orders[index]
-    if dims != tuple(range(len(dims))):
-        return 1
-    shape = piece.shape[::-1] if piece.transposed else piece.shape
-    return exact_sums.atom_elements(shape, tensor.grain or 1)
-
-
-class _Term(NamedTuple):
-    """A part of the exact sum number `place`: the squares of some values, in atoms, which `copies` ranks add."""
-
-    place: int
-    copies: int
-    atom: int
-    runs: Sequence[ElementRun]
-    take: Take
-
-    def total(self) -> int:
-        # A part at a time, as `take` may copy it in a wider dtype. Parts have whole atoms, and are not too short.
-        parts = (part for run in self.runs for part in run.split(max(chunk_elements(run.bucket), 1 << 20)))
-        squares = [exact_sums.atom_squares(self.take(part), self.atom) for part in parts]
-        if not squares:
-            return 0
-        terms = torch.cat(squares)
-        runs_of_terms = terms.split(exact_sums.terms_at_once(terms.device))
-        return exact_sums.joined(exact_sums.exact_sum(part) for part in runs_of_terms)
-
-
-def _exact_norms(count: int, world: Group, device: torch.device, terms: Iterable[_Term]) -> Tensor:
-    """Return `count` norms in float32, of the same bits at every layout. Collective over the world."""
-    sums = [0] * count
-    for term in terms:
-        total = term.total()
-        if total != exact_sums.NOT_A_NUMBER:
-            # `copies` ranks together have it 2 · world times, a whole number of times each.
-            total *= 2 * world.size // term.copies
-        sums[term.place] = exact_sums.joined((sums[term.place], total))
-    limbs = collectives.all_reduce_(exact_sums.limbs(sums, device), world)
-    return torch.tensor(exact_sums.norms(limbs, 2 * world.size), dtype=torch.float32, device=device)
-
-
-def _append(runs: list[ElementRun], run: ElementRun, joint: int) -> None:
-    """Add a run; if the last one ends at `joint` in the same bucket, it is extended to the end of `run` instead."""
-    if runs and runs[-1].bucket is run.bucket and runs[-1].end == joint:
-        start = runs.pop().start
-        run = ElementRun(run.bucket, start, run.end - start)
-    runs.append(run)
-
-
-# ---- tensor by tensor
-
-_Key = tuple[str, tuple[int, ...]]
-"""Name and shape of a canonical tensor."""
+    return devices.widest_dtype(device) if dtypes.is_stochastic else torch.float32
 
 
 @dataclass(frozen=True)
@@ -244,12 +140,116 @@ class _Share:
 
     group: int
     copies: int
-    tensors: dict[int, list[ElementRun]]
-    atoms: dict[int, int]
+    tensors: Mapping[int, list[ElementRun]]
+    atoms: Mapping[int, int]
     numbers: Tensor
 
 
-class CanonicalNorms:
+class _Norms:
+    """L2 norms of tensors, whatever ranks own their elements.
+
+    Args:
+        dtype: the result of `sum_dtype`.
+    """
+
+    def __init__(self, count: int, shares: Sequence[_Share], world: Group, dtype: torch.dtype | None) -> None:
+        self.count = count
+        self._shares = shares
+        self._world = world
+        self._dtype = dtype
+
+    def _measured(self, shares: Sequence[_Share], takes: Sequence[Take | None], device: torch.device) -> Tensor:
+        """Return norms `[len(takes), T]` in float32, by one all-reduce; 0 for None, for which nothing is read."""
+        if self._dtype is None:
+            return self._exactly_measured(shares, takes, device)
+        squares = torch.zeros((len(takes), self.count), dtype=self._dtype, device=device)
+        for share in shares:
+            for column, take in enumerate(takes):
+                if take is not None:
+                    norms = torch.stack([_norm(runs, take, self._dtype) for runs in share.tensors.values()])
+                    # `copies` ranks add the same square, so that the sum over the ranks counts it once.
+                    squares[column].index_add_(0, share.numbers, norms.to(squares).square_().div_(share.copies))
+        return collectives.all_reduce_(squares, self._world).sqrt().float()
+
+    def _exactly_measured(self, shares: Sequence[_Share], takes: Sequence[Take | None], device: torch.device) -> Tensor:
+        """Return the norms with the same bits at every layout."""
+        ranks = self._world.size
+        sums = [0] * (len(takes) * self.count)
+        for share in shares:
+            for column, take in enumerate(takes):
+                if take is None:
+                    continue
+                for number, runs in share.tensors.items():
+                    total = _exact_sum_of_squares(runs, take, share.atoms[number])
+                    if total != exact_sums.NOT_A_NUMBER:
+                        # `copies` ranks together have it 2 · world times, a whole number of times each.
+                        total *= 2 * ranks // share.copies
+                    place = column * self.count + number
+                    sums[place] = exact_sums.joined((sums[place], total))
+        limbs = collectives.all_reduce_(exact_sums.limbs(sums, device), self._world)
+        norms = torch.tensor(exact_sums.norms(limbs, 2 * ranks), dtype=torch.float32, device=device)
+        return norms.view(len(takes), self.count)
+
+
+def _exact_sum_of_squares(runs: Sequence[ElementRun], take: Take, atom: int) -> int:
+    # A part at a time, as `take` may copy it in a wider dtype. Parts have whole atoms, and are not too short.
+    parts = (part for run in runs for part in run.split(max(chunk_elements(run.bucket), 1 << 20)))
+    squares = [exact_sums.atom_squares(take(part), atom) for part in parts]
+    terms = torch.cat(squares)
+    runs_of_terms = terms.split(exact_sums.terms_at_once(terms.device))
+    return exact_sums.joined(exact_sums.exact_sum(part) for part in runs_of_terms)
+
+
+class ModelNorms(_Norms):
+    """L2 norms over the whole model."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], device: torch.device, ranks: Ranks, dtype: torch.dtype | None
+    ) -> None:
+        self._device = device
+        by_kind: dict[tuple[int, int], list[ElementRun]] = {}
+        for bucket in buckets:
+            end = 0
+            for index, p in enumerate(bucket.parameters):
+                first = bucket.offsets[index] - bucket.owned.start
+                for piece, copies in _owners(bucket, index, ranks.tensor):
+                    atom = 1 if dtype is not None else _atom(bucket, index, piece, ranks.tensor)
+                    runs = by_kind.setdefault((copies, atom), [])
+                    for start, length in bucket.owned_runs(index, piece.local):
+                        # Between the end of one parameter and the start of the next all is 0: one run covers both.
+                        _append(runs, ElementRun(bucket, start, length), joint=end if start == first else start)
+                end = first + p.numel()
+        only = torch.zeros(1, dtype=torch.int64, device=device)
+        shares = [_Share(0, copies, {0: runs}, {0: atom}, only) for (copies, atom), runs in by_kind.items() if runs]
+        super().__init__(1, shares, ranks.world, dtype)
+
+    def measure(self, *takes: Take | None) -> Tensor:
+        """Return a norm for each of `takes`, `[len(takes)]`; 0 for None, for which nothing is read. Collective."""
+        return self._measured(self._shares, takes, self._device).flatten()
+
+
+def _atom(bucket: Bucket, index: int, piece: placement.Piece, tensor: Group) -> int:
+    """Return the elements of an atom of a bucket's parameter (`exact_sums`)."""
+    dims = bucket.orders[index]
+    if dims != tuple(range(len(dims))):
+        return 1
+    shape = piece.shape[::-1] if piece.transposed else piece.shape
+    return exact_sums.atom_elements(shape, tensor.grain or 1)
+
+
+def _append(runs: list[ElementRun], run: ElementRun, joint: int) -> None:
+    """Add a run; if the last one ends at `joint` in the same bucket, it is extended to the end of `run` instead."""
+    if runs and runs[-1].bucket is run.bucket and runs[-1].end == joint:
+        start = runs.pop().start
+        run = ElementRun(run.bucket, start, run.end - start)
+    runs.append(run)
+
+
+_Key = tuple[str, tuple[int, ...]]
+"""Name and shape of a canonical tensor."""
+
+
+class CanonicalNorms(_Norms):
     """L2 norms of each canonical tensor, wherever its elements are.
 
     The constructor is collective over `world`: it gives each tensor the same number on every rank. A fused weight is
@@ -265,59 +265,42 @@ class CanonicalNorms:
     def __init__(
         self,
         groups: Sequence[Sequence[Bucket]],
-        pieces: Pieces,
+        pieces: placement.Pieces,
         device: torch.device,
         ranks: Ranks,
         dtype: torch.dtype | None,
     ) -> None:
-        self._world = ranks.world
         self._device = device
-        self._dtype = dtype
         atoms: dict[_Key, int] = {}
-        tensors: list[tuple[int, int, _Key, list[ElementRun]]] = []
+        owned: dict[tuple[int, int], dict[_Key, list[ElementRun]]] = {}
+        elements: dict[_Key, Fraction] = {}  # fractions, as copies share an element
         for group, buckets in enumerate(groups):
             for bucket in buckets:
-                for index in range(len(bucket.parameters)):
-                    for key, copies, runs in _tensors(bucket, index, ranks.tensor, pieces):
-                        tensors.append((group, copies, key, runs))
-                    for piece in pieces[bucket.parameters[index]]:
-                        atoms[piece.name, piece.shape] = _atom(bucket, index, piece, ranks.tensor)
-        elements: dict[_Key, Fraction] = {}  # fractions, as copies share an element
-        for _, copies, key, runs in tensors:
-            elements[key] = elements.get(key, Fraction()) + Fraction(sum(run.length for run in runs), copies)
-        numbers = _agreed_numbers(elements, self._world)
-        self.count = len(numbers)
+                for index, parameter in enumerate(bucket.parameters):
+                    owners = _owners(bucket, index, ranks.tensor)
+                    for piece, (_, copies) in zip(pieces[parameter], owners, strict=True):
+                        key = (piece.name, piece.shape)
+                        atoms[key] = _atom(bucket, index, piece, ranks.tensor)
+                        runs = owned.setdefault((group, copies), {}).setdefault(key, [])
+                        for start, length in bucket.owned_runs(index, piece.local):
+                            _append(runs, ElementRun(bucket, start, length), joint=start)
+                            elements[key] = elements.get(key, Fraction()) + Fraction(length, copies)
+        numbers = _agreed_numbers({key: elements.get(key, Fraction()) for key in atoms}, ranks.world)
         atom_of_number = {numbers[key]: atom for key, atom in atoms.items()}
-        shares: dict[tuple[int, int], dict[int, list[ElementRun]]] = {}
-        for group, copies, key, runs in tensors:
-            if runs:
-                shares.setdefault((group, copies), {})[numbers[key]] = runs
-        self._shares = [
-            _Share(group, copies, runs, atom_of_number, torch.tensor(list(runs), device=device))
-            for (group, copies), runs in shares.items()
-        ]
+        shares = []
+        for (group, copies), by_key in owned.items():
+            tensors = {numbers[key]: runs for key, runs in by_key.items() if runs}
+            if tensors:
+                share_numbers = torch.tensor(list(tensors), device=device)
+                shares.append(_Share(group, copies, tensors, atom_of_number, share_numbers))
+        super().__init__(len(numbers), shares, ranks.world, dtype)
 
     def measure(self, groups: Sequence[int], *takes: Take) -> Tensor:
         """Return norms `[len(takes), T]` in float32 of the tensors of some parameter groups; 0 for all others.
 
         Collective: one all-reduce of these numbers over the world.
         """
-        shares = [share for share in self._shares if share.group in groups]
-        if self._dtype is None:
-            count = len(takes) * self.count
-            terms = [
-                _Term(column * self.count + number, share.copies, share.atoms[number], runs, take)
-                for share in shares
-                for column, take in enumerate(takes)
-                for number, runs in share.tensors.items()
-            ]
-            return _exact_norms(count, self._world, self._device, terms).view(len(takes), self.count)
-        squares = torch.zeros((len(takes), self.count), dtype=self._dtype, device=self._device)
-        for share in shares:
-            for column, take in enumerate(takes):
-                norms = torch.stack([_norm(runs, take, self._dtype) for runs in share.tensors.values()])
-                squares[column].index_add_(0, share.numbers, norms.to(squares).square(), alpha=1.0 / share.copies)
-        return collectives.all_reduce_(squares, self._world).sqrt().float()
+        return self._measured([share for share in self._shares if share.group in groups], takes, self._device)
 
     def runs(self, group: int) -> Iterator[tuple[int, ElementRun]]:
         """Yield the runs that this rank owns of a parameter group, each with its tensor's number."""
@@ -326,18 +309,6 @@ class CanonicalNorms:
                 for number, runs in share.tensors.items():
                     for run in runs:
                         yield number, run
-
-
-def _tensors(bucket: Bucket, index: int, tensor: Group, pieces: Pieces) -> Iterator[tuple[_Key, int, list[ElementRun]]]:
-    """Yield the canonical tensors of which a parameter holds a part, as (key, copies, owned runs)."""
-    runs_by_tensor: dict[tuple[_Key, int], list[ElementRun]] = {}
-    named_pieces = pieces[bucket.parameters[index]]
-    for piece, (_, copies) in zip(named_pieces, _owners(bucket, index, tensor), strict=True):
-        runs = runs_by_tensor.setdefault(((piece.name, piece.shape), copies), [])
-        for start, length in bucket.owned_runs(index, piece.local):
-            _append(runs, ElementRun(bucket, start, length), joint=start)
-    for (key, copies), runs in runs_by_tensor.items():
-        yield key, copies, runs
 
 
 def _agreed_numbers(elements: dict[_Key, Fraction], world: Group) -> dict[_Key, int]:

@@ -71,7 +71,7 @@ class LAMB(SliceOptimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     u = self.direction(p, group, torch.empty_like(p))
-                    if _adapts(group):
+                    if self.needs_whole_tensors(group):
                         norms = [torch.linalg.vector_norm(row_norms(t.detach().reshape(-1))) for t in (p, u)]
                         u.mul_(self.trust_ratio(*norms))
                     p.add_(u, alpha=-float(group["lr"]))
@@ -115,9 +115,10 @@ class LAMB(SliceOptimizer):
                     masters.sub_(direction.mul_(ratios[number]), alpha=float(self.param_groups[i]["lr"]))
                     slices.store(chunk)
 
-    def whole_tensor_groups(self) -> list[int]:
-        """Return the numbers of the parameter groups whose tensors have trust ratios."""
-        return [i for i, group in enumerate(self.param_groups) if _adapts(group)]
+    @staticmethod
+    def needs_whole_tensors(group: dict[str, Any]) -> bool:
+        """Return whether the tensors of a parameter group have trust ratios: those that decay have."""
+        return bool(group["weight_decay"])
 
     def trust_ratio(self, weight_norm: Tensor, direction_norm: Tensor) -> Tensor:
         """Return `weight_norm` / `direction_norm`, ‖w‖ / ‖u‖, `[N]` of N tensors, and 1 where either is 0.
@@ -129,13 +130,8 @@ class LAMB(SliceOptimizer):
         return ratio.clamp(max=1.0) if self.trust_clip else ratio
 
     def direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
-        """Take the gradient of p, of the parameter group `group`, into the moments, and write u to `out`.
-
-        `out` has p's shape `[…]` and may be the gradient's own memory.
-        """
-        assert p.grad is not None
-        if p.grad.is_sparse or p.is_complex():
-            raise RuntimeError("LAMB takes dense and real gradients: make embeddings with sparse=False")
+        """Take the gradient of p, of the parameter group `group`, into the moments, and write u to `out`."""
+        gradient = self.gradient(p)
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
@@ -146,17 +142,11 @@ class LAMB(SliceOptimizer):
         correction1, correction2 = (1 - beta ** state["step"].item() for beta in (beta1, beta2))
         m = state["exp_avg"]
         v = state["exp_avg_sq"]
-        gradient = p.grad.to(p.dtype)
         m.lerp_(gradient, 1 - beta1)
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         # `out` may be the gradient's memory: from here on the gradient is no longer read.
         denominator = torch.sqrt(v, out=out).div_(correction2**0.5).add_(group["eps"])
         return torch.div(m, denominator, out=out).div_(correction1).add_(p, alpha=group["weight_decay"])
-
-
-def _adapts(group: dict[str, Any]) -> bool:
-    """Return whether the tensors of a parameter group have trust ratios: those that decay have."""
-    return bool(group["weight_decay"])
 
 
 def _direction(run: ElementRun) -> Tensor:

@@ -97,7 +97,7 @@ def moved_end_text(settings: OptimizerConfig, steps: int, former_steps: int, ste
     """
 
     def rates(total: int) -> list[float]:
-        return [learning_rate(settings, total, each) for each in (step + 1, min(steps, former_steps))]
+        return [learning_rate(settings, total, number) for number in (step + 1, min(steps, former_steps))]
 
     (rate, *at_end), (former_rate, *former_at_end) = rates(steps), rates(former_steps)
     if rate == former_rate and at_end == former_at_end:

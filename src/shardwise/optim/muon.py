@@ -185,23 +185,18 @@ class Muon(SliceOptimizer):
 
         return self._exchange.updates(take, compute, self._iteration_dtype(model.device))
 
-    def whole_tensor_groups(self) -> list[int]:
-        """Return the numbers of the parameter groups whose matrices are orthogonalized."""
-        return [i for i, group in enumerate(self.param_groups) if group["use_muon"]]
+    @staticmethod
+    def needs_whole_tensors(group: dict[str, Any]) -> bool:
+        """Return whether the matrices of a parameter group are orthogonalized."""
+        return bool(group["use_muon"])
 
     def direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
-        """Take the gradient of p, of the parameter group `group`, into the momentum; write what is orthogonalized.
-
-        `out` has p's shape `[…]` and may be the gradient's own memory.
-        """
-        assert p.grad is not None
-        if p.grad.is_sparse or p.is_complex():
-            raise RuntimeError("Muon takes dense and real gradients of matrices")
+        """Take the gradient of p, of the parameter group `group`, into the momentum; write what is orthogonalized."""
+        gradient = self.gradient(p)
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         momentum = state["momentum_buffer"]
-        gradient = p.grad.to(p.dtype)
         momentum.lerp_(gradient, 1 - group["momentum"])
         return torch.lerp(gradient, momentum, group["momentum"], out=out) if group["nesterov"] else out.copy_(momentum)
 

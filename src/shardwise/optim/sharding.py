@@ -1,4 +1,4 @@
-"""What a user asks of the optimizer: what is cut over the data-parallel ranks, and in which dtypes it computes."""
+"""The choices of a user of the optimizer: what is cut over the data-parallel ranks, and in which dtypes it computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.distributed.mesh import Group, Mesh
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is cut over the data-parallel ranks, and when it travels: arguments of `ZeroRedundancyOptimizer`.
+    """The cut over the data-parallel ranks, and when its parts travel: arguments of `ZeroRedundancyOptimizer`.
 
     Raises:
         ValueError: one of them is out of its range.
@@ -31,7 +31,7 @@ class Sharding:
 
     def __post_init__(self) -> None:
         frequencies = get_args(Frequency)
-        for name, is_valid, wanted in (
+        for name, is_valid, range_text in (
             ("replicate", self.replicate >= 1, "at least 1"),
             ("prefetch", self.prefetch >= 0, "at least 0"),
             ("bucket_mib", self.bucket_mib is None or self.bucket_mib > 0, "positive"),
@@ -40,7 +40,7 @@ class Sharding:
             ("gather", self.gather in frequencies, listing(map(repr, frequencies), "or")),
         ):
             if not is_valid:
-                raise ValueError(f"{name} ({getattr(self, name)!r}) must be {wanted}")
+                raise ValueError(f"{name} ({getattr(self, name)!r}) must be {range_text}")
 
     @property
     def bucket_bytes(self) -> float | None:

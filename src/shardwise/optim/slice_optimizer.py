@@ -100,9 +100,14 @@ class SliceOptimizer(torch.optim.Optimizer):
         """Update the masters of the buckets of `model`, whose gradients are set. Every rank of the model calls this."""
         raise NotImplementedError
 
-    def whole_tensor_groups(self) -> list[int]:
-        """Return the numbers of the parameter groups whose update needs more than each element by itself."""
+    @staticmethod
+    def needs_whole_tensors(group: dict[str, Any]) -> bool:
+        """Return whether the update of a parameter group needs more than each element by itself."""
         raise NotImplementedError
+
+    def whole_tensor_groups(self) -> list[int]:
+        """Return the numbers of the parameter groups that `needs_whole_tensors`."""
+        return [number for number, group in enumerate(self.param_groups) if self.needs_whole_tensors(group)]
 
     def step_rounded(self, model: ModelSlices, slices: RoundedSlices) -> None:
         """Update the masters of the `whole_tensor_groups` as `step_slices` does, with stochastic rounding by `slices`.
@@ -112,8 +117,23 @@ class SliceOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
-        """Take the gradient of p, of the parameter group `group`, into the state, and write the direction to `out`."""
+        """Take the gradient of p, of the parameter group `group`, into the state, and write the direction to `out`.
+
+        `out` has p's shape `[…]` and may be the gradient's own memory.
+        """
         raise NotImplementedError
+
+    def gradient(self, p: nn.Parameter) -> Tensor:
+        """Return the gradient of p in its dtype.
+
+        Raises:
+            RuntimeError: it is sparse or complex.
+        """
+        assert p.grad is not None
+        if p.grad.is_sparse or p.is_complex():
+            name = type(self).__name__
+            raise RuntimeError(f"{name} takes dense and real gradients: make embeddings with sparse=False")
+        return p.grad.to(p.dtype)
 
 
 def gradient_of(bucket: Bucket) -> Tensor:

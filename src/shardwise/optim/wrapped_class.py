@@ -1,4 +1,4 @@
-"""What the wrapped class does and which state it keeps, found out by running it on a small parameter.
+"""Facts of the wrapped class: what it does and which state it keeps, found out by running it on a small parameter.
 
 ZeRO-1 gives the wrapped optimizer flat slices of many parameters. This is right for Adam, SGD and their like, and wrong
 for a class that looks at a whole parameter (somebody's LAMB, Muon's matrix, Adafactor's factors), at all of them

@@ -23,16 +23,14 @@ from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import named_pieces, of_or_whole
 from shardwise.distributed.torch_private import WithoutCompiler
 from shardwise.optim import checks, gradient_norms, stochastic_rounding, wrapped_class
+from shardwise.optim.bucket_collectives import Gathers, PartialGradients, Reductions
 from shardwise.optim.buckets import Bucket, weak_hook
-from shardwise.optim.flat_memory import draw_in_place
-from shardwise.optim.freed_buckets import make_buckets
-from shardwise.optim.gathers import Gathers, UnitWeights, places_in
+from shardwise.optim.freed_buckets import draw_in_place, make_buckets
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.master_update import HostUpdate, Update, options_of
-from shardwise.optim.reductions import PartialGradients, Reductions
 from shardwise.optim.sharding import Dtypes, Ranks, Sharding
 from shardwise.optim.slice_optimizer import ModelSlices, SliceOptimizer
-from shardwise.optim.unsharded_parameters import UncutGradients, take_first_values
+from shardwise.optim.unit_weights import UnitWeights, places_in
 
 
 class ZeroRedundancyOptimizer(WithoutCompiler):
@@ -73,8 +71,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         optimizer_dtype: dtype of masters and state; None: float32. If parameters have another dtype, each rank keeps a
             master copy of its part (float64 parameters keep theirs).
         grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm` (None: no clipping).
-        further: torch_xla's next positional arguments (pin_layout, sharding_groups, grad_norm_groups, lazy_init). Here
-            and by keyword, the arguments of other libraries are accepted if their values change nothing.
         group: the ranks that have the same part of the model; default: `mesh.replicas`, else the world.
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
         gradient_dtype: dtype of accumulated gradients (default: the parameter's).
@@ -102,8 +98,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         defaults: options of the wrapped class.
 
     Raises:
-        TypeError: an argument that neither class takes and that would change something, with what replaces it where
-            another library's ZeroRedundancyOptimizer takes it.
+        TypeError: an argument that neither class takes, with what replaces it where another library's
+            ZeroRedundancyOptimizer takes it.
         ValueError: a class that is not elementwise, LAMB or Muon; parameters that DDP or FSDP already manage, or that
             are others, or in another order, on another rank; a cut model without `mesh`.
         RuntimeError: a launcher started several ranks, but no process group was initialised.
@@ -116,6 +112,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     _inner: torch.optim.Optimizer | None = None
     _before_changes: torch.Event | None = None
     _weights: UnitWeights | None = None
+    _uncut: checks.UncutGradients | None = None
 
     def __init__(
         self,
@@ -124,7 +121,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         optimizer_dtype: torch.dtype | None = None,
         grad_clipping: bool = True,
         max_norm: float | None = 1.0,
-        *further: object,
+        *,
         group: Group | dist.ProcessGroup | None = None,
         mesh: Mesh | None = None,
         gradient_dtype: torch.dtype | None = None,
@@ -149,7 +146,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._dtypes = Dtypes(
             gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32, state_dtype, rounding, rounding_seed
         )
-        defaults = checks.known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
+        checks.require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults)
         self._inner_class = wrapped_class.class_for_slices(optimizer_class, defaults)
         _require_suitable(self._inner_class, self._sharding, self._dtypes, model)
         self.optimizer_class = optimizer_class
@@ -198,9 +195,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             for options in groups:
                 for shape in {piece.shape for p in options["params"] for piece in of_or_whole(p).pieces}:
                     self._inner_class.require_tensor(shape, options)
-        take_first_values(groups, self._ranks, device)
+        checks.take_first_values(groups, self._ranks, device)
         self._partial.append(PartialGradients([bucket for options in groups for bucket in self._move(options)]))
-        self._uncut = UncutGradients(self.param_groups, self.buckets, self._ranks, device)
+        if self.tensor.size > 1:
+            self._uncut = checks.UncutGradients(self.param_groups, self.buckets, self._ranks, device)
         sum_dtype = gradient_norms.sum_dtype(self._dtypes, self.group, device)
         self._model = ModelNorms(self.buckets, device, self._ranks, sum_dtype)
         # Norms that were measured before lack the gradients of the new buckets.
@@ -209,7 +207,11 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     @property
     def _device(self) -> torch.device:
-        return checks.device_of(self.param_groups, self._ranks.mesh)
+        """That of the parameters, trained or frozen; without any, the mesh's."""
+        mesh = self._ranks.mesh
+        otherwise = torch.device("cpu") if mesh is None else mesh.device
+        first = next((p.device for options in self.param_groups for p in options["params"]), otherwise)
+        return torch.device("cpu") if first.type == "meta" else first
 
     def _move(self, options: dict[str, Any]) -> list[Bucket]:
         """Give a group's parameters the first rank's values, and move those that are trained into buckets."""
@@ -312,7 +314,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                 )
         self._reductions.overlaps = False
         self.gathers.wait()
-        self._watch.check()
+        if self._watch.is_due:
+            self._watch.check()
         if self._before_changes is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._before_changes)
             self._before_changes = None
@@ -320,7 +323,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._reductions.finish()
         for gradients in self._partial:
             gradients.sum_()
-        self._uncut.take_first()
+        if self._uncut is not None:
+            self._uncut.take_first()
         # Two numbers in any case: the order in which an all-reduce adds may depend on its length.
         self._norms = self._model.measure(ElementRun.gradient, ElementRun.weights if measures_weights else None)
         self._norms[0] *= self._scale

@@ -140,15 +140,15 @@ class _Ledger:
 
     def input_gradient(self, needs: PassBytes) -> None:
         """Do the first half of a split backward pass, which frees nothing that was kept."""
-        held = self.kept + self.losses
-        with_copied_loss = held + needs.loss_kept
-        in_blocks = held - needs.kept - needs.loss_kept + needs.backward
+        before = self.kept + self.losses
+        with_copied_loss = before + needs.loss_kept
+        in_blocks = before - needs.kept - needs.loss_kept + needs.backward
         self.kept += needs.waiting
         afterwards = self.kept + self.losses
         self.sent += needs.back
         self._most_activations = max(self._most_activations, self.kept)
         self._most_forward = max(self._most_forward, afterwards)
-        self._note(max(with_copied_loss, in_blocks, held + needs.split, afterwards))
+        self._note(max(with_copied_loss, in_blocks, before + needs.split, afterwards))
 
     def end_of_backward(self, action: Action, needs: PassBytes) -> None:
         """Do a whole backward pass or the second half of a split one: it frees what the micro-batch kept."""

@@ -40,10 +40,8 @@ def build_stages(
         config: the whole configuration.
         layout: layout on the ranks of `mesh`.
         mesh: mesh of the ranks.
-        dtype: dtype of the parameters; default: torch's.
         device: device of the parameters; default: the mesh's.
-        deferred: true if the optimizer gives the parameters of a family memory and values (`LayerOptions`).
-        loss, compiler: as in `build_model`.
+        dtype, deferred, loss, compiler: as in `build_model`.
     """
     build = partial(
         build_model,

@@ -33,15 +33,7 @@ class StageTimes:
 
     def of(self, kind: ActionKind) -> float:
         """Return the time of an action of this kind."""
-        match kind:
-            case "forward":
-                return self.forward
-            case "backward":
-                return self.backward
-            case "input":
-                return self.backward - self.weight
-            case "weight":
-                return self.weight
+        return self.backward - self.weight if kind == "input" else float(getattr(self, kind))
 
 
 @dataclass(frozen=True)

@@ -535,12 +535,10 @@ class FollowedFolder:
 
     Attributes:
         renamed_to: present path of the folder if it was renamed; else None.
-        taken: present path of the folder, and a text for the user, once something else has its old name; else None.
     """
 
     def __init__(self, path: Path) -> None:
         self.renamed_to: Path | None = None
-        self.taken: tuple[Path, str] | None = None
         self._path = path.absolute()
         # An open descriptor stays with the folder when its name changes.
         self._descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -549,7 +547,7 @@ class FollowedFolder:
         """Leave a link of the old name if the folder was renamed since the last call.
 
         Raises:
-            RunError: it is not found, or something else has its name; for a name that is taken, once.
+            RunError: it is not found, or something else has its name.
         """
         status = os.fstat(self._descriptor)
         try:
@@ -572,13 +570,10 @@ class FollowedFolder:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.symlink_to(new_path, target_is_directory=True)
         except OSError as error:
-            text = (
+            raise RunError(
                 f"the run's folder ({self._path}) was renamed to {new_path} while the run trained, and a link of the "
                 f"old name cannot be made ({reason_of(error)}): start again with --run-dir {new_path}"
-            )
-            self.taken = (new_path, text)
-            self._path = new_path
-            raise RunError(text) from None
+            ) from None
         self.renamed_to = new_path
 
     def _candidates(self) -> Iterator[Path]:

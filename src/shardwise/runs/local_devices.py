@@ -97,11 +97,6 @@ def _nvidia(found_devices: DeviceList, ranks: Owners) -> None:
 
     try:
         handles = [ask("nvmlDeviceGetHandleByIndex", index) for index in range(ask("nvmlDeviceGetCount") or 0)]
-        index_of_bus = {
-            _bus_address(ask("nvmlDeviceGetPciInfo", handle)): index
-            for index, handle in enumerate(handles)
-            if handle is not None
-        }
         # Some releases of pynvml lack the constant; then links are not told.
         most_links = getattr(pynvml, "NVML_NVLINK_MAX_LINKS", 0)
         for index, handle in enumerate(handles):
@@ -110,8 +105,7 @@ def _nvidia(found_devices: DeviceList, ranks: Owners) -> None:
                     f"NVML does not tell of GPU {index}, which may have failed: nvidia-smi says why"
                 )
                 continue
-            links = _nvidia_links(ask, handle, index_of_bus, most_links)
-            found_devices.devices.append(_gpu(ask, index, handle, links, ranks))
+            found_devices.devices.append(_gpu(ask, index, handle, _nvidia_links(ask, handle, most_links), ranks))
     finally:
         ask("nvmlShutdown")
 
@@ -132,31 +126,14 @@ def _gpu(ask: Callable[..., Any], index: int, handle: Any, links: tuple[str, ...
     )
 
 
-def _nvidia_links(
-    ask: Callable[..., Any], handle: Any, index_of_bus: dict[str, int], most_links: int
-) -> tuple[str, ...]:
-    """Count the NVLinks to each other GPU, or to a switch; describe the PCIe link of a GPU without any."""
-    counts: dict[str, int] = {}
-    for link in range(most_links):
-        if ask("nvmlDeviceGetNvLinkState", handle, link):
-            remote = index_of_bus.get(_bus_address(ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)))
-            end = "a switch" if remote is None else f"GPU {remote}"
-            counts[end] = counts.get(end, 0) + 1
-    if counts:
-        return tuple(f"{count} NVLink{'s' * (count > 1)} to {end}" for end, count in counts.items())
+def _nvidia_links(ask: Callable[..., Any], handle: Any, most_links: int) -> tuple[str, ...]:
+    """Count the NVLinks; describe the PCIe link of a GPU without any."""
+    count = sum(bool(ask("nvmlDeviceGetNvLinkState", handle, link)) for link in range(most_links))
+    if count:
+        return (f"{count} NVLink{'s' * (count > 1)}",)
     generation = ask("nvmlDeviceGetCurrPcieLinkGeneration", handle)
     width = ask("nvmlDeviceGetCurrPcieLinkWidth", handle)
     return () if generation is None or width is None else (f"PCIe {generation} x{width}",)
-
-
-def _bus_address(pci: Any) -> str:
-    """Return the address of a device on the PCI bus; NVML writes the domain with 4 or 8 digits."""
-    if pci is None:
-        return ""
-    address = pci.busId
-    text = address.decode() if isinstance(address, bytes) else str(address)
-    domain, _, remainder = text.lower().partition(":")
-    return f"{domain[-4:]}:{remainder}"
 
 
 def _neuron(found_devices: DeviceList, ranks: Owners, program: str, sys_root: Path) -> None:

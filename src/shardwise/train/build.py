@@ -27,7 +27,7 @@ from shardwise.distributed.placement import of_or_whole, placements
 from shardwise.estimates.memory import expected_memory
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
-from shardwise.layers.weight_gradients import add_without_cast, let_products_add
+from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.models.blocks import Stages, block_matrices
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.optim.state import kept_bytes, state_bytes
@@ -37,7 +37,6 @@ from shardwise.pipeline.stages import build_stages
 from shardwise.train.checkpoint_choice import went_back
 from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.compile.units import Compilation, products_add, products_add_in_graphs
-from shardwise.train.evaluator import Evaluator
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import user_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
@@ -46,9 +45,8 @@ from shardwise.train.observers import Observer
 from shardwise.train.rank_agreement import raised_on_every_rank, versions
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed
-from shardwise.train.saving import Checkpoints, make_stop_check
+from shardwise.train.saving import Checkpoints, StateHashes, make_stop_check
 from shardwise.train.start import OpenedRun
-from shardwise.train.state_hashes import StateHashes
 from shardwise.train.step_record import Progress, StepRecord
 from shardwise.train.trainer import Trainer
 
@@ -97,8 +95,6 @@ def build_trainer(
     if config.model.is_own and compilation is None:
         with optimizer.gathered(all_units=False):
             check_axes(model, feed.batches, mesh.device, config.model.vocab_size)
-    progress = progress or Progress()
-    evaluator = Evaluator(config, layout, mesh, model, optimizer, feed, progress, reporter, data.tokenizer_path)
     return Trainer(
         config=config,
         layout=layout,
@@ -106,10 +102,10 @@ def build_trainer(
         model=model,
         optimizer=optimizer,
         feed=feed,
-        progress=progress,
-        evaluator=evaluator,
-        is_logged=None if reporter is None else reporter.is_logged,
+        progress=progress or Progress(),
         pipeline=build_pipeline(config, layout, mesh, model, dtype),
+        reporter=reporter,
+        tokenizer_path=data.tokenizer_path,
         compilation=compilation,
     )
 
@@ -201,7 +197,7 @@ def build_checkpoints(
     settings = config.checkpoint
     state_hashes = None
     if config.log.state_hash_every:
-        state_hashes = StateHashes(trainer.model, trainer.optimizer, mesh, config, reporter)
+        state_hashes = StateHashes(trainer, reporter)
     saver = Saver(
         opened.folder.checkpoints.root,
         trainer.model,
@@ -218,13 +214,11 @@ def build_checkpoints(
         find_root=None if opened.followed is None else opened.followed.follow,
     )
     return Checkpoints(
+        trainer,
         saver,
-        config,
         reporter,
-        mesh,
         reason_to_stop=make_stop_check(opened.folder.directory),
         went_back=went_back(config, None if resumed is None else resumed.manifest),
-        batches=trainer.feed.batches,
         copies=copies,
         followed=opened.followed,
         state_hashes=state_hashes,
@@ -238,7 +232,7 @@ def build_observers(
     progress = trainer.progress
 
     def report(record: StepRecord, _: bool) -> None:
-        if reporter.is_logged(record.step):
+        if record.is_logged:
             record = replace(record, checkpoint_seconds=checkpoints.take_seconds())
         reporter.step(record)
 
@@ -251,7 +245,7 @@ def build_observers(
     def hash_state(*_: object) -> None:
         progress.phase = "hash of the state"
         if checkpoints.state_hashes is not None:
-            checkpoints.state_hashes.now(progress)
+            checkpoints.state_hashes.now()
 
     return [
         Observer(1, report),
@@ -260,24 +254,16 @@ def build_observers(
         Observer(config.train.eval_every, lambda *_: trainer.evaluator.texts(), takes_long=True),
         Observer(1, keep_graphs),
         Observer(config.evaluation.tasks_every, lambda *_: trainer.evaluator.tasks(), takes_long=True),
-        Observer(1, lambda record, is_last: checkpoints.after_step(progress, is_last, record.agreed_flags)),
+        Observer(1, lambda record, is_last: checkpoints.after_step(is_last, record.agreed_flags)),
     ]
 
 
 def build_memory_copies(opened: OpenedRun, trainer: Trainer) -> MemoryCopies | None:
     """The copies of the state in memory; None where the configuration has none. Collective over the mesh."""
-    if not steps_between(opened.config):
+    if not steps_between(opened.config.checkpoint):
         return None
     folder = opened.folder
-    return MemoryCopies(
-        f"{folder.id}-{folder.key}",
-        _described(opened),
-        trainer.model,
-        trainer.optimizer,
-        opened.config,
-        opened.mesh,
-        began=folder.began,
-    )
+    return MemoryCopies(f"{folder.id}-{folder.key}", _described(opened), trainer, began=folder.began)
 
 
 def _described(opened: OpenedRun) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, glance, survey
 from shardwise.checkpoint.storage.root import Root
-from shardwise.checkpoint.storage.run_identity import is_inside, original_of, require_ownership
+from shardwise.checkpoint.storage.run_identity import require_ownership
 from shardwise.config import Config, changed_stages
 from shardwise.runs.folder import RunDirectory
 
@@ -28,23 +27,20 @@ class FoundCheckpoints:
         root: the place.
         saved: all checkpoints, newest first.
         candidates: checkpoints to try, in this order, until one is intact.
-        original: folder of which this run's folder is a copy; None where it is no copy.
     """
 
     root: Root
     saved: tuple[StepFolder, ...]
     candidates: tuple[StepFolder, ...]
-    original: Path | None = None
 
 
 def look_for_checkpoints(
-    config: Config, root: Root, directory: RunDirectory, stored: Mapping[str, Any] | None, run: str | None
+    config: Config, root: Root, directory: RunDirectory, stored: Mapping[str, Any] | None
 ) -> FoundCheckpoints:
     """The checkpoints at a place, of which nothing is changed.
 
     Args:
         stored: configuration of the earlier run in this folder; None where there is none.
-        run: id of that run; None stands for the id that the folder has.
 
     Raises:
         ConfigError: the checkpoints there are not this run's, it has saved its own elsewhere, or `data.stages` changes
@@ -57,12 +53,8 @@ def look_for_checkpoints(
     candidates = choose(present, config, root, is_resumed=stored is not None)
     if stored is not None:
         _require_kept_stages(config, stored, candidates)
-    run = run or directory.stored_id()
-    # A copied folder has the id of its original: by the id alone both runs could save at one place.
-    original = original_of(root, run, directory.path)
-    if not is_inside(root, directory.path):
-        require_ownership(root, run if original is None else None, is_empty=not present)
-    return FoundCheckpoints(root, tuple(present), tuple(candidates), original)
+    require_ownership(root, directory.stored_id(), directory.path, is_empty=not present)
+    return FoundCheckpoints(root, tuple(present), tuple(candidates))
 
 
 def _require_kept_stages(config: Config, stored: Mapping[str, Any], candidates: Sequence[StepFolder]) -> None:

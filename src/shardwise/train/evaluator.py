@@ -7,20 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.registered import provided
-from shardwise.config import Config, Layout
 from shardwise.data.samples.batch import Batches
 from shardwise.data.training_data import Tokenizer
-from shardwise.distributed.mesh import Mesh
-from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.train.evaluation import Evaluation, evaluate_rounds
-from shardwise.train.feed import Feed
 from shardwise.train.loss import perplexity
 from shardwise.train.reporter import Reporter
-from shardwise.train.step_record import Progress
+from shardwise.train.training import Training
 
 
 @dataclass(eq=False, repr=False)
@@ -28,18 +23,11 @@ class Evaluator:
     """Evaluates the model of a training on its texts and tasks. All methods are collective.
 
     Attributes:
-        feed: micro-batches of the texts.
         reporter: records the results, if there is one.
         tokenizer_path: folder of the data's tokenizer, which tasks need; None if it is not known.
     """
 
-    config: Config
-    layout: Layout
-    mesh: Mesh
-    model: nn.Module
-    optimizer: ZeroRedundancyOptimizer
-    feed: Feed
-    progress: Progress
+    training: Training
     reporter: Reporter | None = None
     tokenizer_path: Path | None = None
 
@@ -48,26 +36,24 @@ class Evaluator:
 
         The loss is the sum over the objectives; the perplexity is that of the first, which predicts tokens.
         """
-        batches = self.feed.evaluation_batches
+        batches = self.training.feed.evaluation_batches
         assert batches is not None, "where train.eval_every asks for evaluations, data without them are refused"
         self._begin("evaluation")
         result = self._evaluate(batches)
-        token_perplexity = perplexity(result.losses[batches.objectives[0]])
         if self.reporter is not None:
-            losses = result.losses if len(result.losses) > 1 else {}
-            self.reporter.evaluation(self.progress.step, result.loss, token_perplexity, losses)
-        return result.loss, token_perplexity
+            self.reporter.evaluation(self.training.progress.step, result)
+        return result.loss, perplexity(result.losses[batches.objectives[0]])
 
     def texts(self) -> None:
         """Evaluate the held-out part, and each of `evaluation.sets`."""
-        if self.config.evaluates_held_out:
+        if self.training.config.evaluates_held_out:
             self.held_out()
         self._begin("evaluation")
-        sets = self.feed.sets
+        sets = self.training.feed.sets
         for name, batches in sets.batches.items():
             result = self._evaluate(batches, sets.bytes_V)
             if self.reporter is not None:
-                self.reporter.evaluation_set(self.progress.step, name, result)
+                self.reporter.evaluation(self.training.progress.step, result, name)
 
     def before_steps(self) -> None:
         """Evaluate the texts before the first step."""
@@ -81,33 +67,38 @@ class Evaluator:
         """Score `evaluation.tasks`."""
         assert self.tokenizer_path is not None, "tasks without a tokenizer are refused before a run starts"
         self._begin("evaluation on tasks")
+        training = self.training
+        optimizer = training.optimizer
         tokenizer = Tokenizer.load(self.tokenizer_path)
         stop = frozenset(() if tokenizer.end_of_document_id is None else (tokenizer.end_of_document_id,))
+        model = training.model.eval()
         results = None
-        with self.optimizer.gathered(all_units=False):
+        with optimizer.gathered(all_units=False):
             try:
                 results = provided("evaluate_tasks")(
-                    self.config, self.model.eval(), self.mesh, tokenizer, stop, in_step=self.optimizer.gathers_in_passes
+                    training.config, model, training.mesh, tokenizer, stop, in_step=optimizer.gathers_in_passes
                 )
             except ConfigError as error:
                 # A document that cannot be scored must not end a training.
                 if self.reporter is not None:
-                    self.reporter.warning(f"evaluation.tasks have no scores at step {self.progress.step}: {error}")
-        self.model.train()
+                    self.reporter.warning(f"evaluation.tasks have no scores at step {training.progress.step}: {error}")
+        model.train()
         if results is not None and self.reporter is not None:
-            self.reporter.tasks(self.progress.step, results["results"])
+            self.reporter.tasks(training.progress.step, results["results"])
 
     def _begin(self, phase: str) -> None:
-        self.progress.phase = phase
+        self.training.progress.phase = phase
         # New parameters may still be under way.
-        self.optimizer.gathers.wait()
+        self.training.optimizer.gathers.wait()
 
     def _evaluate(self, batches: Batches, bytes_V: npt.NDArray[np.int64] | None = None) -> Evaluation:
         """Evaluate the first `eval_batches` global batches of a text."""
-        rounds = self.feed.evaluation(batches, self.layout.accumulation(self.config.train))
-        with self.optimizer.gathered(all_units=False):
+        training = self.training
+        config = training.config
+        rounds = training.feed.evaluation(batches, training.layout.accumulation(config.train))
+        with training.optimizer.gathered(all_units=False):
             result = evaluate_rounds(
-                self.model, rounds, batches.objectives, self.mesh, self.config.parallel, bytes_V=bytes_V
+                training.model, rounds, batches.objectives, training.mesh, config.parallel, bytes_V=bytes_V
             )
-        self.model.train()
+        training.model.train()
         return result

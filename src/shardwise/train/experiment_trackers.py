@@ -39,25 +39,14 @@ _MLFLOW_SECONDS = 60.0
 
 
 def require_trackers(config: Config) -> tuple[str, ...]:
-    """Look whether each of `log.trackers` can record; what one records on this machine alone is noted.
+    """Look whether each of `log.trackers` is installed; what one records on this machine alone is noted.
 
     Raises:
-        ConfigError: a package is not installed, or MLflow has no place to record.
+        ConfigError: a package is not installed.
     """
     for name in config.log.trackers:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"log.trackers ({name}) needs the package {name}: pip install 'shardwise[{name}]'")
-    # With databases the client would make one here, which a dry run must not.
-    if "mlflow" in config.log.trackers and importlib.util.find_spec("sqlalchemy") is None:
-        mlflow: Any = importlib.import_module("mlflow")
-        try:
-            mlflow.MlflowClient()
-        except Exception as error:  # noqa: BLE001  of the library, or of the system
-            raise ConfigError(
-                f"log.trackers (mlflow) must have a server or a database, and {mlflow.get_tracking_uri()} cannot be "
-                "opened: set MLFLOW_TRACKING_URI to a server, or pip install mlflow, which has databases "
-                f"({_reason(error)})"
-            ) from None
     if "wandb" in config.log.trackers and _is_without_key():
         return (
             "log.trackers: wandb has no key on this machine, so it records in the run's folder, and `wandb sync` "

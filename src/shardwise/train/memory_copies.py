@@ -25,29 +25,28 @@ from typing import Any
 import psutil
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise import __version__
 from shardwise.base import units
 from shardwise.base.files import reason_of
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import local_pieces
-from shardwise.config import Config
+from shardwise.config.sections import CheckpointConfig
 from shardwise.distributed import collectives
-from shardwise.distributed.mesh import Group, Mesh
+from shardwise.distributed.collectives import Pending
+from shardwise.distributed.mesh import Group
 from shardwise.launch.environment import NODE
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_bytes, state_numbers, state_tensors
-from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.train.memory_copy_files import CopyFiles, CopyPart, is_in_use
+from shardwise.train.training import Training
 
 MEMORY = Path("/dev/shm")
 _KEPT = 2
 """Steps that are kept: while a rank writes a step, another may still write the step before."""
 _STALE_SECONDS = 3600.0
 """Age from which a folder of another run is removed if no process uses it: a run that starts again is back by then."""
-_HEADER = {"fits", "shapes", "states", "steps", "began", "described"}
-"""Keys that the header of a part must have."""
 _LAYOUT_KEYS = ("name", "zero", "bucket_mib")
 """Keys of `optimizer` that decide which values are in a part, and in which order."""
 
@@ -72,21 +71,6 @@ class NodeLayout:
         return NodeLayout(os.environ.get("SLURMD_NODENAME") or os.uname().nodename, per_node, max(1, world // per_node))
 
 
-@dataclass(frozen=True)
-class RestoredCopy:
-    """The state that was restored.
-
-    Attributes:
-        manifest: manifest of the state, without files and tensors.
-        folder: folder of this node with the parts that were read.
-        received: number of ranks whose part came from another node.
-    """
-
-    manifest: Manifest
-    folder: Path
-    received: int
-
-
 class MemoryCopies:
     """Writes and reads the copies of one run; every rank of the mesh makes the same calls.
 
@@ -100,10 +84,7 @@ class MemoryCopies:
         self,
         run: str,
         described: Mapping[str, Any],
-        model: nn.Module,
-        optimizer: ZeroRedundancyOptimizer,
-        config: Config,
-        mesh: Mesh,
+        training: Training,
         memory: Path = MEMORY,
         began: Sequence[int] = (),
     ) -> None:
@@ -117,21 +98,20 @@ class MemoryCopies:
         self.count = 0
         self.seconds = 0.0
         self._described = described
-        self._every = steps_between(config)
-        self._model = model
-        self._optimizer = optimizer
-        self._config = config
-        self._mesh = mesh
-        self._nodes = NodeLayout.of_job(mesh.world.size)
+        self._model = training.model
+        self._optimizer = training.optimizer
+        self._config = training.config
+        self._mesh = training.mesh
+        self._nodes = NodeLayout.of_job(self._mesh.world.size)
         self._began = tuple(began)
-        self._group: Group = mesh.host_group("memory copies")
+        self._group: Group = self._mesh.host_group("memory copies")
         self._run = run
-        self._files = CopyFiles(memory / f"shardwise-{os.getuid()}-{run}-{self._nodes.name}")
         # Why a part of another node is not kept, until the ranks agree on it.
         self._receive_problem: str | None = None
         # A node has the parts of its own ranks, and on several nodes those of the node before.
         parts_per_rank = 2 if self._nodes.count > 1 else 1
         self.node_bytes = self._state_bytes() * self._nodes.per_node * _KEPT * parts_per_rank
+        self._files = CopyFiles(memory / f"shardwise-{os.getuid()}-{run}-{self._nodes.name}")
         try:
             self._files.open()
             self._remove_stale(memory)
@@ -145,7 +125,13 @@ class MemoryCopies:
         """A line for the user at the start."""
         if self.problem is not None:
             return f"copies in memory: none: {self.problem}"
-        return f"copies in memory: every {self._every:,} steps, {units.size(self.node_bytes)} of each node"
+        every = steps_between(self._config.checkpoint)
+        return f"copies in memory: every {every:,} steps, {units.size(self.node_bytes)} of each node"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this node."""
+        return self._files.path
 
     def copy(self, step: int, described: Mapping[str, Any]) -> None:
         """Keep the state after a step; training waits. `described`: fields of `Manifest` on the training's progress."""
@@ -166,11 +152,14 @@ class MemoryCopies:
         self.count += 1
         self.seconds += time.perf_counter() - start
 
-    def restore(self, not_before: int) -> RestoredCopy | None:
+    def restore(self, not_before: int) -> tuple[Manifest, int] | None:
         """Set the state to the newest step from `not_before` on of which all parts are present; None without one.
 
         Parts that are damaged, of another layout or configuration, or of steps that were undone, count as missing. A
         part that another node has and that does not fit here ends the copies, and nothing is restored.
+
+        Returns:
+            manifest of the state, without files and tensors, and the number of ranks whose part another node had.
         """
         valid_parts = [] if self.problem is not None else self._valid_parts()
         rank_nodes: list[str] = []
@@ -195,19 +184,10 @@ class MemoryCopies:
         self._fill_state(header, content)
         finish_restoring(self._optimizer)
         progress = {**header["described"], "losses": tuple(header["described"]["losses"])}
-        manifest = Manifest(
-            step=step,
-            **self._described,
-            **progress,
-            optimizer={"states": header["states"], "steps": header["steps"]},
-            # Not known of a copy, and not needed to continue.
-            config={},
-            versions={},
-            created="",
-            files=(),
-            tensors={},
-        )
-        return RestoredCopy(manifest, self._files.path, received)
+        optimizer = {"states": header["states"], "steps": header["steps"]}
+        # The rest is not known of a copy, and not needed to continue.
+        rest: dict[str, Any] = {"config": {}, "versions": {}, "created": "", "files": (), "tensors": {}}
+        return Manifest(step=step, **self._described, **progress, optimizer=optimizer, **rest), received
 
     def remove(self) -> None:
         """Forget the copies of this node: the run has ended, and the disk has its state."""
@@ -235,8 +215,7 @@ class MemoryCopies:
                 f"(checkpoint.memory_share={share:g})"
             )
         # Parts of an earlier start are replaced by those of this one.
-        replaced = self._files.bytes() if self._files.is_open else 0
-        free = shutil.disk_usage(memory).free + replaced
+        free = shutil.disk_usage(memory).free + self._files.bytes()
         if self.node_bytes < free:
             return None
         return f"{memory} has {units.size(free)}, {units.size(self.node_bytes)} needed"
@@ -304,46 +283,39 @@ class MemoryCopies:
         """Send this rank's part to the next node, and keep the part of the node before."""
         rank = self._mesh.world.rank
         size = self._mesh.world.size
-        next_rank = (rank + self._nodes.per_node) % size
         previous_rank = (rank - self._nodes.per_node) % size
-        content = self._files.content(CopyPart(rank, step))
         # Both sends are started before the receive: all ranks send at once, and none waits for another in a circle.
-        sends = [collectives.send(tensor, self._group, next_rank) for tensor in (_length(content), content)]
-        self._keep(step, previous_rank, source=previous_rank)
+        sends = self._send(CopyPart(rank, step), (rank + self._nodes.per_node) % size)
+        self._receive(CopyPart(previous_rank, step), previous_rank)
         for send in sends:
             send.wait()
 
-    def _keep(self, step: int, rank: int, source: int) -> None:
-        """Receive the part of `rank` from `source`; an error of writing is kept until the ranks agree on it."""
+    def _send(self, part: CopyPart, target: int) -> list[Pending]:
+        """Start to send the length and the bytes of a part."""
+        content = self._files.content(part)
+        return [collectives.send(tensor, self._group, target) for tensor in (torch.tensor([content.numel()]), content)]
+
+    def _receive(self, part: CopyPart, source: int) -> None:
+        """Keep a part that `source` sends; an error of writing is kept until the ranks agree on it."""
+        length = int(collectives.receive(torch.zeros(1, dtype=torch.int64), self._group, source))
+        # Received first, as the sender waits even if the write fails.
+        content = collectives.receive(torch.empty(length, dtype=torch.uint8), self._group, source)
         try:
-            self._receive(step, rank, source)
+            self._files.make()
+            self._files.write_content(part, content)
         except OSError as error:
             self._receive_problem = f"{self._files.path}: {reason_of(error)}"
 
-    def _receive(self, step: int, rank: int, source: int) -> None:
-        """Write the part of `rank` that `source` sends, received first, as the sender waits even if the write fails."""
-        length = int(collectives.receive(torch.zeros(1, dtype=torch.int64), self._group, source))
-        part = collectives.receive(torch.empty(length, dtype=torch.uint8), self._group, source)
-        self._files.make()
-        self._files.write_content(CopyPart(rank, step), part)
-
     def _valid_parts(self) -> list[CopyPart]:
         """The parts on this node of this rank and of the one that sends its own, which this run can continue from."""
-        if not self._files.is_open:
-            return []
-        kept = self._ranks_kept()
-        return [part for part in self._files.parts() if part.rank in kept and self._is_valid(part)]
-
-    def _is_valid(self, part: CopyPart) -> bool:
-        content = self._files.read(part)
-        if content is None:
-            return False
-        header, _ = content
-        return (
-            header.keys() >= _HEADER
-            and header["fits"] == self._fits()
-            and is_of_history(part.step, header["began"], self._began)
-        )
+        valid = []
+        for part in self._files.parts():
+            content = self._files.read(part) if part.rank in self._ranks_kept() else None
+            if content is None or content[0].get("fits") != self._fits():
+                continue
+            if is_of_history(part.step, content[0]["began"], self._began):
+                valid.append(part)
+        return valid
 
     def _fetch(self, rank_nodes: Sequence[str], nodes: Mapping[str, Container[CopyPart]], step: int) -> int:
         """Bring to each node the parts of its ranks that it lacks; returns their number.
@@ -360,11 +332,10 @@ class MemoryCopies:
             source = next(holder for holder, its_node in enumerate(rank_nodes) if part in nodes[its_node])
             received += 1
             if self._mesh.world.rank == source:
-                content = self._files.content(part)
-                for tensor in (_length(content), content):
-                    collectives.send(tensor, self._group, rank).wait()
+                for send in self._send(part, rank):
+                    send.wait()
             elif self._mesh.world.rank == rank:
-                self._keep(step, rank, source)
+                self._receive(part, source)
         return received
 
     def _fill_state(self, header: Mapping[str, Any], content: Tensor) -> None:
@@ -381,8 +352,7 @@ class MemoryCopies:
         """Remove half-written files of killed ranks, and folders of this user's runs that ended long ago."""
         if not self._leads_node:
             return
-        if self._files.is_open:
-            self._files.remove_half_written()
+        self._files.remove_half_written()
         for folder in memory.glob(f"shardwise-{os.getuid()}-*-{self._nodes.name}"):
             # A folder may be removed meanwhile by another run, or be another user's.
             with contextlib.suppress(OSError):
@@ -391,12 +361,11 @@ class MemoryCopies:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def steps_between(config: Config) -> int:
-    """Steps between copies, as the configuration says; 0: none. By default they are those of a job's checkpoints."""
-    every = config.checkpoint.memory_every
-    if every is None and NODE in os.environ:
-        return config.checkpoint.every
-    return every or 0
+def steps_between(settings: CheckpointConfig) -> int:
+    """Steps between copies; 0: none. By default they are those of a job's checkpoints."""
+    if settings.memory_every is None and NODE in os.environ:
+        return settings.every
+    return settings.memory_every or 0
 
 
 def is_of_history(step: int, copied: Sequence[int], began: Sequence[int]) -> bool:
@@ -418,7 +387,3 @@ def newest_complete(nodes: Mapping[str, Iterable[CopyPart]], world: int) -> int 
     present = {part for parts in nodes.values() for part in parts}
     steps = sorted({step for _, step in present}, reverse=True)
     return next((step for step in steps if all(CopyPart(rank, step) in present for rank in range(world))), None)
-
-
-def _length(part: Tensor) -> Tensor:
-    return torch.tensor([part.numel()])

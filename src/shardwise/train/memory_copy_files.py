@@ -1,12 +1,13 @@
 """The files of copies in memory (`memory_copies.py`), one for each rank and step.
 
-The folder may be opened by no other user. A file has the length of a header, the header (JSON), the bytes of tensors,
-and a digest of all these. A file that has another name, is no plain file or is damaged counts as missing.
+The folder is this user's alone. A file has the length of a header, the header (JSON), the bytes of tensors, and a
+digest of all these. A file that cannot be read or is damaged counts as missing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -15,7 +16,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -24,9 +25,6 @@ from torch import Tensor
 from shardwise.base import files, parsing
 
 _NAME = re.compile(r"rank-(\d{4,})-step-(\d{8,})")
-_NEW = ".new"
-_IN_USE = "in-use"
-"""A file that the ranks of a run keep locked while they may write beside it."""
 _HEADER_BYTES = 8
 """Bytes of the number that is the header's length."""
 _DIGEST_BYTES = 16
@@ -45,87 +43,64 @@ class CopyPart(NamedTuple):
 
 
 class CopyFiles:
-    """The folder at a path. All methods but `open` and `make` need it to be open.
-
-    Attributes:
-        is_open: the folder exists, and is this user's alone.
-    """
+    """The folder at a path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._folder: int | None = None
-        self._in_use: BinaryIO | None = None
+        self._lock: int | None = None
 
     @property
     def is_open(self) -> bool:
-        return self._folder is not None
+        """The folder exists, and is this user's alone."""
+        return self._lock is not None
 
     def open(self) -> None:
-        """Open the folder if it exists.
+        """Show other runs until the end of this process that the folder, if it exists, is in use.
 
         Raises:
             OSError: another user owns it or may use it, or it is a link.
         """
-        if self._folder is None:
+        if self._lock is None:
             with contextlib.suppress(FileNotFoundError):
-                self._folder = files.open_folder(self.path, files.OTHERS)
+                self._lock = _locked(self.path, fcntl.LOCK_SH)
 
     def make(self) -> None:
-        """Make and open the folder, and let other runs know that it is in use until this process ends.
-
-        Raises:
-            OSError: as `open`, or it cannot be made.
-        """
+        """Make the folder if it does not exist, and open it."""
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.open()
-        if self._in_use is None:
-            path = self.path / _IN_USE
-            self._in_use = os.fdopen(files.open_own(path, os.O_RDWR | os.O_CREAT, folder=self._folder), "r+b")
-            files.lock(self._in_use, wait=False, shared=True)
 
     def parts(self) -> list[CopyPart]:
         """The parts by their names, in the order of ranks and steps."""
-        parts = []
-        for name in self._names():
-            match = _NAME.fullmatch(name)
-            if match is not None:
-                part = CopyPart(int(match[1]), int(match[2]))
-                # Each part has one name: more leading zeros are another file.
-                if part.file_name == name:
-                    parts.append(part)
-        return sorted(parts)
+        matches = (_NAME.fullmatch(path.name) for path in self.path.glob("rank-*"))
+        return sorted(CopyPart(int(match[1]), int(match[2])) for match in matches if match is not None)
 
     def bytes(self) -> int:
         """Bytes of all parts together."""
-        names = [part.file_name for part in self.parts()]
-        return sum(os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_size for name in names)
+        return sum((self.path / part.file_name).lstat().st_size for part in self.parts())
 
     def write(self, part: CopyPart, header: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
-        """Write a part; its file gets its name once it is complete."""
+        """Write a part."""
         text = json.dumps({**header, **part._asdict()}).encode()
         digest = xxhash.xxh3_128()
         head: list[Any] = [len(text).to_bytes(_HEADER_BYTES, "little"), text]
-        with self._new(part) as file:
-            # Piece by piece, so that the host never has a second copy of the whole state.
+        path = self.path / part.file_name
+        # Piece by piece, so that the host never has a second copy of the whole state.
+        with path.with_suffix(".new").open("wb") as file:
             for piece in chain(head, map(raw, tensors)):
                 digest.update(piece)
                 file.write(piece)
             file.write(digest.digest())
-        self._name_new(part)
+        path.with_suffix(".new").replace(path)
 
     def write_content(self, part: CopyPart, content: Tensor) -> None:
         """Write a part from bytes that `content` returned."""
-        with self._new(part) as file:
-            file.write(raw(content))
-        self._name_new(part)
+        path = self.path / part.file_name
+        path.with_suffix(".new").write_bytes(raw(content))
+        path.with_suffix(".new").replace(path)
 
     def content(self, part: CopyPart) -> Tensor:
-        """The bytes of a part's file, which are not copied.
-
-        Raises:
-            OSError: it is not there, or is no plain file. ValueError: it is empty.
-        """
-        with os.fdopen(files.open_own(self.path / part.file_name, os.O_RDONLY, folder=self._folder), "rb") as file:
+        """The bytes of a part's file, which are not copied. OSError or ValueError: it is not there, or is empty."""
+        with (self.path / part.file_name).open("rb") as file:
             # Private and writable, as torch warns of memory that it may not write; a write would copy its page.
             mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         return torch.frombuffer(mapped, dtype=torch.uint8)
@@ -149,58 +124,40 @@ class CopyFiles:
         return (header, content[end:-_DIGEST_BYTES]) if is_named_so else None
 
     def remove(self, part: CopyPart) -> None:
-        """Remove a part, or a folder of its name."""
-        self._remove(part.file_name)
+        (self.path / part.file_name).unlink(missing_ok=True)
 
     def remove_half_written(self) -> None:
         """Remove files that killed ranks have not written to the end."""
-        for name in self._names():
-            if name.endswith(_NEW):
-                self._remove(name)
+        for path in self.path.glob("*.new"):
+            path.unlink(missing_ok=True)
 
     def remove_all(self) -> None:
         """Remove the folder with all its content."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _remove(self, name: str) -> None:
-        try:
-            os.unlink(name, dir_fd=self._folder)
-        except FileNotFoundError:
-            pass
-        except IsADirectoryError:
-            shutil.rmtree(name, dir_fd=self._folder)
-
-    def _names(self) -> list[str]:
-        # A scan moves the position of its descriptor: each has its own.
-        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._folder)
-        try:
-            with os.scandir(folder) as entries:
-                return [entry.name for entry in entries]
-        finally:
-            os.close(folder)
-
-    def _new(self, part: CopyPart) -> BinaryIO:
-        """A new file to write, which has no part's name yet."""
-        name = part.file_name + _NEW
-        # A rank that was killed may have left one. O_EXCL: whatever else gets this name meanwhile is not followed.
-        self._remove(name)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return os.fdopen(os.open(name, flags, 0o600, dir_fd=self._folder), "wb")
-
-    def _name_new(self, part: CopyPart) -> None:
-        name = part.file_name
-        os.replace(name + _NEW, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether a process may write to a folder of parts.
+    """Return whether a process may write to a folder of parts. OSError: it is gone, or may be another user's."""
+    try:
+        os.close(_locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB))
+    except BlockingIOError:
+        return True
+    return False
 
-    Raises:
-        OSError: as `open_lock`; the folder may be another user's.
+
+def _locked(folder: Path, kind: int) -> int:
+    """A descriptor of a folder, locked until it is closed or the process ends. BlockingIOError: another has the lock.
+
+    Ranks share their lock: while any of them lives, no other process can lock the folder alone.
     """
-    # A lock ends with its process, however that ends. Ranks share theirs: while any lives, no other can lock alone.
-    with files.open_lock(folder / _IN_USE) as file:
-        return not files.lock(file, wait=False)
+    files.require_trusted(folder, files.OTHERS)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, kind)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def raw(tensor: Tensor) -> memoryview:

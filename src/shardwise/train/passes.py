@@ -8,28 +8,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from shardwise.base.errors import RunError, see
-from shardwise.config import Config
 from shardwise.distributed import collectives
-from shardwise.distributed.mesh import Mesh
 from shardwise.layers.bitwise.replicated import ReplicatedParameters
 from shardwise.layers.units import WeightScales, units
 from shardwise.models.blocks import gives_losses
-from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.clock import BACKWARD, FORWARD
 from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets
 from shardwise.train.model_checks import find_non_finite
-from shardwise.train.step_clock import PIPELINE
-from shardwise.train.step_meters import StepMeters
-
-if TYPE_CHECKING:
-    from shardwise.pipeline.schedule import Pipeline  # imports torch's compiler, which is slow
+from shardwise.train.step_meters import PIPELINE, StepMeters
+from shardwise.train.training import Training
 
 _WHOLE_MODEL = (-2, 0, 0)
 """A place in the model, for `DropoutKey`: layer, site and shard."""
@@ -39,29 +32,24 @@ class Passes:
     """Computes the losses and gradients of global batches on one rank.
 
     Args:
-        pipeline: runs the stages of this rank, where the model is cut into stages.
         meters: measure the passes, and add up the losses of a mixture's sources.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        model: nn.Module,
-        optimizer: ZeroRedundancyOptimizer,
-        pipeline: Pipeline | None,
-        meters: StepMeters,
-    ) -> None:
+    def __init__(self, training: Training, meters: StepMeters) -> None:
+        config = training.config
         self._config = config
-        self._mesh = mesh
-        self._model = model
-        self._optimizer = optimizer
-        self._pipeline = pipeline
+        self._mesh = training.mesh
+        self._model = training.model
+        self._optimizer = training.optimizer
+        self._pipeline = training.pipeline
         self._clock = meters.clock
         self._sources = meters.sources
-        self._replicated: dict[nn.Module, ReplicatedParameters] = defaultdict(ReplicatedParameters)
-        self._weight_scales = WeightScales(model) if config.precision.matmul is not None else None
-        self._groups = config.train.groups_apart(mesh.dp.size)
+        # A backward pass in two parts computes the gradient of each parameter by itself.
+        self._replicated: dict[nn.Module, ReplicatedParameters] | None = None
+        if self._mesh.tp.grain is not None and not config.splits_backward:
+            self._replicated = defaultdict(ReplicatedParameters)
+        self._weight_scales = WeightScales(self._model) if config.precision.matmul is not None else None
+        self._groups = config.train.groups_apart(self._mesh.dp.size)
 
     def run(self, micro_batches: list[MicroBatch], step: int, *, last: bool = True) -> Tensor:
         """Add the gradients of the global mean loss; returns this rank's terms of each objective's mean, [N, K].
@@ -82,7 +70,8 @@ class Passes:
             dropout = batch.dropout_key(self._config.train, step)
             # Random numbers of a user's own layers are a function of step and samples too.
             recording = nullcontext() if self._sources is None else self._sources.record(batch)
-            with dropout.seeded(self._mesh.device, *_WHOLE_MODEL), self._forward_pass(part), recording:
+            replicated = nullcontext() if self._replicated is None else self._replicated[part].forward_pass()
+            with dropout.seeded(self._mesh.device, *_WHOLE_MODEL), replicated, recording:
                 out = batch.result(part, batch.call_of(part, x, dropout)())
             if not gives_losses(part):
                 return out
@@ -92,11 +81,8 @@ class Passes:
 
         group_length = len(micro_batches) // self._groups
 
-        def ends_group(number: int) -> bool:
-            return (number + 1) % group_length == 0 and number + 1 < len(micro_batches)
-
-        def end_group(number: int, leaves: Iterable[Tensor]) -> None:
-            if ends_group(number):
+        def end_group(number: int, leaves: Iterable[Tensor] | None = None) -> None:
+            if (number + 1) % group_length == 0 and number + 1 < len(micro_batches):
                 self._optimizer.end_group(leaves)
 
         with nullcontext() if self._weight_scales is None else self._weight_scales.kept():
@@ -114,8 +100,8 @@ class Passes:
                         loss = compute(self._model, None, number).sum()
                     with record_function(f"backward, micro-batch {number}"), self._clock.phase(BACKWARD):
                         loss.backward()
-                    if ends_group(number):
-                        self._optimizer.end_group()
+                    if self._groups > 1:
+                        end_group(number)
             return self._loss_terms(sums, counts.wait(), len(micro_batches))
 
     def over_ranks(self, losses_NK: Tensor) -> Tensor:
@@ -156,12 +142,6 @@ class Passes:
             "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
             f"{see('training#loss-not-finite')}"
         )
-
-    def _forward_pass(self, part: nn.Module) -> AbstractContextManager[None]:
-        # A backward pass in two parts computes the gradient of each parameter by itself.
-        if self._mesh.tp.grain is None or self._config.splits_backward:
-            return nullcontext()
-        return self._replicated[part].forward_pass()
 
     def _loss_terms(self, sums: list[Tensor], counts_K: Tensor, micro_batches: int) -> Tensor:
         missing = torch.zeros_like(counts_K, dtype=torch.float32)

@@ -71,17 +71,21 @@ class ProgressLine:
         self._done = record.step
         self._step_seconds = step_seconds
         self._tokens_per_second = tokens_per_second
-        if self._display is not None:
-            return
+        self._show_step(record, now)
+
+    def _show_step(self, record: StepRecord, now: float) -> None:
+        """Print a line if it is time for one; a terminal draws the present step by itself."""
         overdue = now - self._printed_at >= _LONGEST_SILENCE
-        if self._every_update or record.step >= self._next_line or record.step == self._end or overdue:
-            progress, (loss, *numbers) = self._parts(now)
-            smoothed = f"{record.mean_steps}-step mean {record.mean_loss:.4f}"
-            self._console.print(Text(_GAP.join([*progress, loss, smoothed, *numbers])), soft_wrap=True)
-            self._printed_at = now
-            # At multiples of `every`, also after a line that came out of turn.
-            every = max(1, math.ceil((self._end - self._first) / _LINES_PER_RUN))
-            self._next_line = self._first + ((record.step - self._first) // every + 1) * every
+        is_due = self._every_update or record.step >= self._next_line or record.step == self._end or overdue
+        if self._display is not None or not is_due:
+            return
+        progress, (loss, *numbers) = self._parts(now)
+        smoothed = f"{record.mean_steps}-step mean {record.mean_loss:.4f}"
+        self._console.print(Text(_GAP.join([*progress, loss, smoothed, *numbers])), soft_wrap=True)
+        self._printed_at = now
+        # At multiples of `every`, also after a line that came out of turn.
+        every = max(1, math.ceil((self._end - self._first) / _LINES_PER_RUN))
+        self._next_line = self._first + ((record.step - self._first) // every + 1) * every
 
     def stop(self) -> None:
         if self._display is not None:
@@ -150,11 +154,7 @@ class NotebookProgress(ProgressLine):
         self._shown_at = now
         self._handle = ipython.display(self._mime_bundle(now), raw=True, display_id=True)
 
-    def update(self, record: StepRecord, step_seconds: float, tokens_per_second: float, now: float) -> None:
-        self._record = record
-        self._done = record.step
-        self._step_seconds = step_seconds
-        self._tokens_per_second = tokens_per_second
+    def _show_step(self, record: StepRecord, now: float) -> None:
         if now - self._shown_at >= _NOTEBOOK_SECONDS:
             self._show(now)
 

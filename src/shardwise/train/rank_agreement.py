@@ -13,14 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
 from shardwise import __version__
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.diff import by_dotted_key
 from shardwise.config import Config
-from shardwise.distributed import collectives, devices
+from shardwise.distributed import collectives
 from shardwise.distributed.collectives import agree
 from shardwise.distributed.mesh import Group, Mesh, join
 
@@ -145,17 +142,12 @@ def _named(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listing(ranks, most=_SHOWN)}"
 
 
-def largest_of_ranks(numbers: Sequence[float], mesh: Mesh) -> Tensor:
-    """The largest of all ranks' numbers, one by one, on the device. Collective; the host does not wait."""
-    return collectives.all_reduce_(devices.to_device(torch.tensor(numbers), mesh.device), mesh.world, op="max")
-
-
 def agree_to_stop(reason: str | None, mesh: Mesh, is_complete: bool) -> tuple[str | None, bool]:
     """The first rank's reason to stop, and whether the work of any rank is complete; the same on every rank."""
     if mesh.world.size == 1:
         return reason, is_complete
     # Two numbers in each call; the texts, which take a slower exchange of objects, travel only when there is one.
-    stop, complete = largest_of_ranks((float(reason is not None), float(is_complete)), mesh).tolist()
+    stop, complete = collectives.reduce_numbers((reason is not None, is_complete), mesh.world)
     return first_reason(reason, mesh) if stop else None, bool(complete)
 
 

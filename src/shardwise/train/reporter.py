@@ -32,21 +32,21 @@ from shardwise.train.compile.units import CapturedGraph
 from shardwise.train.evaluation import Evaluation
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
+from shardwise.train.loss import perplexity
 from shardwise.train.model_checks import mean_text
 from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_notebook, parts_of_loss
 from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
 from shardwise.train.start_screen import print_pipeline, print_summary
+from shardwise.train.step_meters import STRAGGLER_STEPS
 from shardwise.train.step_record import (
     SMOOTHED_STEPS,
     StartTotals,
     StepRecord,
     Throughput,
     end_of_run,
-    end_of_stage,
 )
-from shardwise.train.straggler import STRAGGLER_STEPS
 from shardwise.train.summary import start_rows
-from shardwise.train.trace import trace_text, traced_steps
+from shardwise.train.trace import no_trace_text, trace_text
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""
@@ -93,7 +93,6 @@ class Reporter:
         self.memory = memory
         train = config.train
         self._steps_before = 0
-        self._end = end_of_stage(config, 0)
         length = train.sequence_length
         self._token_flops = flops_per_token(config.model, length, config.data.predictions(length))
         self._peak_flops = peak_flops(device_name, precision.parameter)
@@ -145,7 +144,6 @@ class Reporter:
         """
         began = time.perf_counter()
         self._steps_before = steps_before
-        self._end = end_of_stage(self.config, steps_before)
         end_of_all = end_of_run(self.config, steps_before)
         if totals is None:
             # Up to the checkpoint that is continued from, as recorded: the time of steps that were lost does not count.
@@ -170,14 +168,20 @@ class Reporter:
             steps_before=steps_before,
             seconds_before_training=process_seconds() if seconds_before is None else seconds_before,
             ranks=self.layout.world,
-            mfu_terms=self._mfu_terms(),
+            # FLOPs of a token, with the way attention is counted, and the denominator.
+            mfu_terms={
+                "flops_per_token": self._token_flops,
+                "attention": "causal" if self.config.model.causal else "full",
+                "peak_flops_per_device": self._peak_flops,
+                "devices": self.layout.world,
+            },
             loaded=loaded,
         )
         self._show_start(steps_before, end_of_all, epochs)
         if self.config.log.tensorboard:
             self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
-        if totals is None:
-            self._tell_no_trace(end_of_all)
+        if totals is None and (text := no_trace_text(self.config.log, steps_before, end_of_all)) is not None:
+            self.message(text)
 
     def _show_start(self, done: int, end: int, epochs: str) -> None:
         """Print the summary of a run that goes on from `done` steps up to `end`, and begin the progress line."""
@@ -202,15 +206,6 @@ class Reporter:
             is_display = self._in_notebook and console is self._consoles[0]
             kind = NotebookProgress if is_display else ProgressLine
             self._progress.append(kind(console, self.totals, done, end, every_update=every_update))
-
-    def _tell_no_trace(self, end: int) -> None:
-        """Tell the user of a trace of which this run, which does the steps up to `end`, takes no step."""
-        before = self._steps_before
-        if self.config.log.profile_steps is not None and not traced_steps(self.config, before, end):
-            taken = f"the steps {before + 1:,} to {end:,}" if end > before else "no step"
-            self.message(
-                f"no trace: log.profile ({self.config.log.profile}) has no step of this run, which takes {taken}"
-            )
 
     def before_steps(self, doing: str) -> None:
         """Show what the run does before its first step is done."""
@@ -258,10 +253,6 @@ class Reporter:
             f"of which training waited {saved.blocked:.2f} s"
         )
 
-    def is_logged(self, step: int) -> bool:
-        """Return whether files and progress show this step; the same on every rank."""
-        return step % (self.config.log.every or 1) == 0 or step == self._end
-
     def step(self, record: StepRecord) -> None:
         """Record a finished step; called after every step, of which those of `log.every` are written."""
         self.totals.throughput.add(record.seconds)
@@ -273,7 +264,7 @@ class Reporter:
         steps = self.config.log.profile_steps
         if steps is not None and record.step == steps[-1]:
             self._report_trace()
-        if not self.is_logged(record.step):
+        if not record.is_logged:
             return
         self._rank_file.step(record)
         if self._metrics is None:
@@ -335,30 +326,26 @@ class Reporter:
                 f"own fastest {STRAGGLER_STEPS} steps took{see('training#slow-rank')}"
             )
 
-    def evaluation(self, step: int, loss: float, perplexity: float, losses: Mapping[str, float] | None = None) -> None:
-        """Record the evaluation made after `step` steps, with the loss of each objective where there are several."""
-        self._evaluation = {"loss": loss, "perplexity": perplexity}
-        if self._metrics is None:
-            return
-        values = {"loss": loss, **_by_objective(losses or {}), "perplexity": perplexity}
-        self._metrics.write({"event": "eval", "step": step, "time": now(), **values})
-        self._scalars(step, {"eval": values})
-        shown = f" ({parts_of_loss(losses)})" if losses else ""
-        self.message(f"evaluation at step {step:,}: loss {loss:.4f}{shown}, perplexity {perplexity:,.2f}")
-
-    def evaluation_set(self, step: int, name: str, result: Evaluation) -> None:
-        """Record the evaluation of one of `evaluation.sets` made after `step` steps."""
-        objectives = result.losses if len(result.losses) > 1 else {}
-        values = {"loss": result.loss, **_by_objective(objectives)}
-        further = {"perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
+    def evaluation(self, step: int, result: Evaluation, name: str | None = None) -> None:
+        """Record an evaluation made after `step` steps: of the held-out part, or of a further set by its name."""
+        losses = result.losses if len(result.losses) > 1 else {}
+        # Of the held-out part it is that of the first objective, which predicts tokens, whatever tokens these are.
+        token_perplexity = result.perplexity if name else perplexity(next(iter(result.losses.values())))
+        further = {"perplexity": token_perplexity, "bits_per_byte": result.bits_per_byte}
+        values = {"loss": result.loss, **_by_objective(losses)}
         values |= {key: value for key, value in further.items() if value is not None}
-        self._last_of_sets[name] = values
-        self._event("eval_set", step=step, set=name, **values)
-        self._scalars(step, {f"eval/{name}": values})
-        shown = f", {values['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in values else ""
-        if "perplexity" in values:
-            shown = f", perplexity {values['perplexity']:,.2f}{shown}"
-        self.message(f"evaluation of {name} at step {step:,}: loss {result.loss:.4f}{shown}")
+        shown = f"loss {result.loss:.4f}"
+        if name is None:
+            self._evaluation = values
+            self._event("eval", step=step, **values)
+            shown += f" ({parts_of_loss(losses)})" if losses else ""
+        else:
+            self._last_of_sets[name] = values
+            self._event("eval_set", step=step, set=name, **values)
+        self._scalars(step, {"eval" if name is None else f"eval/{name}": values})
+        shown += f", perplexity {values['perplexity']:,.2f}" if "perplexity" in values else ""
+        shown += f", {values['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in values else ""
+        self.message(f"evaluation{'' if name is None else f' of {name}'} at step {step:,}: {shown}")
 
     def tasks(self, step: int, results: Mapping[str, Mapping[str, Any]]) -> None:
         """Record the metrics of tasks, as `lm_eval` names them (`acc,none`), made after `step` steps."""
@@ -456,7 +443,7 @@ class Reporter:
 
     def _report_trace(self) -> None:
         """Print the path of the trace, if this run recorded a step."""
-        text = trace_text(self.config, self._steps_before, self._step, self.layout.world, self.run)
+        text = trace_text(self.config.log, self._steps_before, self._step, self.layout.world, self.run)
         if text is not None:
             self.message(text)
 
@@ -486,15 +473,6 @@ class Reporter:
             "mfu": rate("mfu") if is_known else None,
         }
 
-    def _mfu_terms(self) -> dict[str, Any]:
-        """The terms of MFU: FLOPs of a token, with the way attention is counted, and the denominator."""
-        return {
-            "flops_per_token": self._token_flops,
-            "attention": "causal" if self.config.model.causal else "full",
-            "peak_flops_per_device": self._peak_flops,
-            "devices": self.layout.world,
-        }
-
     def _facts(self) -> dict[str, Any]:
         """Facts that the first record of a run and its results both have."""
         return {
@@ -520,10 +498,14 @@ class Reporter:
             # An earlier run has done all steps, and recorded their loss.
             final_loss = self._recorded("step", self._step).get("loss")
             evaluation = evaluation or self._recorded("eval", self._step)
-            for event in self._all_recorded("eval_set", self._step):
-                facts = ("event", "time", "step", "set")
-                sets[event["set"]] = {key: value for key, value in event.items() if key not in facts}
-            tasks = {event["task"]: event["metrics"] for event in self._all_recorded("eval_task", self._step)}
+            facts = ("event", "time", "step", "set")
+            for event in self.run.events("eval_set", "eval_task"):
+                if event.get("step") != self._step:
+                    continue
+                if event["event"] == "eval_task":
+                    tasks[event["task"]] = event["metrics"]
+                else:
+                    sets[event["set"]] = {key: value for key, value in event.items() if key not in facts}
         return {
             **self._facts(),
             "steps": self._step,
@@ -544,14 +526,8 @@ class Reporter:
 
     def _recorded(self, name: str, step: int) -> dict[str, Any]:
         """The last event of this name and step in the folder's metrics, read on rank 0; {} where there is none."""
-        recorded = self._all_recorded(name, step)
-        return recorded[-1] if recorded else {}
-
-    def _all_recorded(self, name: str, step: int) -> list[dict[str, Any]]:
-        """The events of this name and step in the folder's metrics, read on rank 0."""
-        if self._metrics is None:
-            return []
-        return [event for event in self.run.events(name) if event.get("step") == step]
+        events = [] if self._metrics is None else self.run.events(name)
+        return next((event for event in reversed(list(events)) if event.get("step") == step), {})
 
 
 def _plain_console(file: IO[str]) -> Console:
@@ -562,13 +538,11 @@ def _plain_console(file: IO[str]) -> Console:
 def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str, Mapping[str, float | None]]:
     """Further numbers by prefix: seconds by part, bytes sent, bytes in use, and the scores of the slowest rank."""
     slow = record.straggler
-    scores = {} if slow is None else {"relative": slow.relative, "own": slow.own}
-    memory = {**record.memory, "peak": record.peak_memory_bytes}
     return {
         "seconds": parts,
         "bytes": record.communication_bytes,
-        "memory": memory,
-        "straggler": scores,
+        "memory": {**record.memory, "peak": record.peak_memory_bytes},
+        "straggler": {} if slow is None else {"relative": slow.relative, "own": slow.own},
         "source_loss": {name: source.loss for name, source in record.sources.items()},
         "source_share": {name: source.share for name, source in record.sources.items()},
     }

@@ -23,8 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import read_manifest, restore
@@ -37,30 +35,27 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
 )
 from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require_writable
 from shardwise.config import Config, changed_stages, position_after
-from shardwise.data.samples.batch import Batches, BlendedBatches
+from shardwise.data.samples.batch import BlendedBatches
 from shardwise.data.training_data import PreparedData, continued_stages
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
-from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.checkpoint_choice import FoundCheckpoints, goes_back, look_for_checkpoints
 from shardwise.train.reporter import Reporter
 from shardwise.train.saving import STREAM
 from shardwise.train.step_record import Progress
+from shardwise.train.training import Training
 
 _ALL_DATA = ""
 """The name of data that are no mixture."""
 _KEYS_OF_MIXTURES = ("data.mixture", "data.stages")
 
 
-def find_checkpoints(
-    config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None, run: str | None = None
-) -> FoundCheckpoints:
+def find_checkpoints(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None) -> FoundCheckpoints:
     """The checkpoints that exist; checks that new ones can be written. On one rank, before the training.
 
     Args:
         stored: configuration of the earlier run in this folder; None where there is none.
-        run: id of that run; None stands for the id that the folder has.
 
     Raises:
         ConfigError: `checkpoint.path` cannot be read or written, or the checkpoints there are not this run's.
@@ -69,7 +64,7 @@ def find_checkpoints(
     try:
         # Before all other looks: at a remote place that does not answer, each of them would hang.
         exists = in_time(root, root.exists)
-        present = look_for_checkpoints(config, root, directory, stored, run)
+        present = look_for_checkpoints(config, root, directory, stored)
         if exists or config.checkpoint.path is not None:
             require_writable(root)
         # Last, as this writes: nothing may change at a place that is refused.
@@ -109,15 +104,7 @@ class Resumed:
     seconds: float = 0.0
 
 
-def restore_first(
-    candidates: Sequence[StepFolder],
-    config: Config,
-    model: nn.Module,
-    optimizer: ZeroRedundancyOptimizer,
-    mesh: Mesh,
-    progress: Progress,
-    reporter: Reporter,
-) -> Resumed | None:
+def restore_first(candidates: Sequence[StepFolder], training: Training, reporter: Reporter) -> Resumed | None:
     """Restore the first intact candidate, and warn of each that is damaged; None without candidates. Collective.
 
     A checkpoint is also used, with a warning, if only parts are damaged that the training does not need: weights beside
@@ -127,17 +114,18 @@ def restore_first(
         ConfigError: a checkpoint is of another model or optimizer. RunError: no candidate is intact; or one that may be
         intact could not be read, and an older one would undo its steps.
     """
+    mesh = training.mesh
     skipped = []
     for candidate in candidates:
         step = candidate.step
         problem = candidate.problem
         unreadable = candidate.unreadable
         if problem is None:
-            progress.phase = f"loading of the checkpoint of step {step}"
+            training.progress.phase = f"loading of the checkpoint of step {step}"
             try:
                 manifest = read_manifest(candidate.folder, mesh.world)
                 require_step(manifest, candidate.folder, step)
-                damage = restore(candidate.folder, manifest, model, optimizer, mesh).damage
+                damage = restore(candidate.folder, manifest, training.model, training.optimizer, mesh).damage
             except StoreError as error:
                 # A place that does not answer may hold an intact checkpoint: no older one is taken for it.
                 problem = str(error)
@@ -148,7 +136,7 @@ def restore_first(
                         f"the checkpoint of step {step:,} is damaged, but all that its training needs is intact: "
                         f"it is used, and saved again ({'; '.join(damage)})"
                     )
-                continue_from(manifest, progress, config)
+                continue_from(manifest, training.progress, training.config)
                 return Resumed(replace(manifest, files=(), tensors={}), candidate.folder, damage)
         if unreadable:
             raise RunError(
@@ -194,7 +182,7 @@ def set_later_aside(root: Root, saved: Sequence[StepFolder], step: int, mesh: Me
     return names
 
 
-def continue_data(manifest: Manifest, data: PreparedData, batches: Batches, progress: Progress, config: Config) -> None:
+def continue_data(manifest: Manifest, data: PreparedData, training: Training) -> None:
     """Let the training part go on from a checkpoint, whose progress is set.
 
     A mixture may have got sources since, and lost those that are not read. Other data, which `--change` allows, are
@@ -204,6 +192,9 @@ def continue_data(manifest: Manifest, data: PreparedData, batches: Batches, prog
         ConfigError: the text or its tokens are not those that the run began with; or a stage that has begun is not
             that of the run.
     """
+    config = training.config
+    progress = training.progress
+    batches = training.feed.batches
     # A copy in memory has no configuration, and fits one with the same stages alone.
     if manifest.config and (problems := changed_stages(manifest.config, config, manifest.step)):
         raise ConfigError(problems)

@@ -90,8 +90,10 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
                 continue
             turn = _end_stage(stage, _train(stage))
         if not turn.is_last:
+            # The model, whose parts refer to each other, and its compiled code make room for those of the next stage.
             del stage
-            _forget_model()
+            gc.collect()
+            torch.compiler.reset()
     leave()
     assert turn.path is not None
     return turn.path
@@ -101,7 +103,7 @@ def _train(stage: _OpenedStage) -> str | None:
     """Train to the last step of a stage; returns who asked the run to stop before it."""
     config = stage.opened.config
     trainer = stage.trainer
-    with closing(Trace.of(config, trainer.mesh, stage.reporter.run)) as trace, SteppedCollection() as garbage:
+    with closing(Trace.of(config.log, trainer.mesh, stage.reporter.run)) as trace, SteppedCollection() as garbage:
         observers = [
             Observer(1, lambda *_: garbage.after_step()),
             *build_observers(config, trainer, stage.reporter, stage.checkpoints, stage.graphs),
@@ -139,7 +141,6 @@ class _OpenedStage:
     reporter: Reporter
     checkpoints: Checkpoints
     graphs: RunGraphs | None
-    copies: MemoryCopies | None
 
 
 @contextmanager
@@ -152,7 +153,13 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
     if turn.began is None:
         stages = [fitted_to_devices(stage, layout, mesh)[0] for stage in stages_of(config)]
     neediest = neediest_stage(stages, layout, mesh.device.type != "cpu")
-    with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
+
+    def doing() -> dict[str, Any]:
+        """The facts of a heartbeat. Another thread calls this."""
+        place = {"device": str(mesh.device), "stage": mesh.pp.rank, "step": progress.step}
+        return {**place, "doing": _phase(progress), "called": calls_of_groups()}
+
+    with heartbeat.beating(doing), _explained(config, layout, mesh, progress):
         shortage = require_device(neediest, layout, mesh.world.rank, mesh.device)
         opened = open_run(config, layout, mesh, progress, turn.path, recipe)
         path = opened.folder.directory.path
@@ -175,7 +182,10 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
                 yield _Turn(stage_after(config, progress.step), path, progress.step)
                 return
             _begin(opened, trainer, reporter, copies, resumed, turn)
-            _tell_memory(reporter, shortage, choice)
+            if shortage is not None:
+                reporter.warning(shortage)
+            if choice is not None:
+                reporter.message(f"chosen for the memory of the devices: {choice}")
             graphs = None
             if trainer.compilation is not None:
                 # After the start is reported: this tells the user which graphs have to be compiled. The graphs stay
@@ -189,7 +199,7 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
                 # between two stages counts after the first step.
                 if turn.began is None:
                     stop_requests.install()
-                yield _OpenedStage(opened, trainer, reporter, checkpoints, graphs, copies)
+                yield _OpenedStage(opened, trainer, reporter, checkpoints, graphs)
         # A program that called `shardwise.train` reads the results on any rank.
         collectives.barrier(mesh.world)
 
@@ -201,8 +211,12 @@ def _end_stage(stage: _OpenedStage, stopped_by: str | None) -> _Turn:
     progress = opened.progress
     progress.phase = "wait for the checkpoint"
     stage.checkpoints.finish()
-    if stage.copies is not None:
-        _end_copies(stage.copies, stage.reporter)
+    copies = stage.checkpoints.copies
+    if copies is not None:
+        copies.remove()
+        if copies.count:
+            wait = f"{1000 * copies.seconds / copies.count:.1f} ms"
+            stage.reporter.message(f"copies in memory: {copies.count:,}, for each of which training waited {wait}")
     if stopped_by is not None:
         _stop(opened, stopped_by, stage.reporter)
     path = opened.folder.directory.path
@@ -222,18 +236,6 @@ def _following(config: Config, progress: Progress) -> Config | None:
     if progress.step >= config.train.steps or left == 0:
         return None
     return following.model_copy(update={"train": following.train.model_copy(update={"stop_after": left})})
-
-
-def _forget_model() -> None:
-    """Free the memory of a stage's model, and forget its compiled code."""
-    gc.collect()  # its parts refer to each other
-    torch.compiler.reset()
-
-
-def _doing(mesh: Mesh, progress: Progress) -> dict[str, Any]:
-    """The facts of a heartbeat. Another thread calls this."""
-    place = {"device": str(mesh.device), "stage": mesh.pp.rank}
-    return {**place, "step": progress.step, "doing": _phase(progress), "called": calls_of_groups()}
 
 
 def _phase(progress: Progress) -> str:
@@ -299,7 +301,7 @@ def _begin(
     """
     config = opened.config
     if resumed is not None:
-        continue_data(resumed.manifest, opened.data, trainer.feed.batches, opened.progress, config)
+        continue_data(resumed.manifest, opened.data, trainer)
     reporter.start(
         loaded=None if opened.weights is None else str(opened.weights),
         steps_before=opened.progress.step,
@@ -361,21 +363,11 @@ def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Me
     if copies is not None and opened.config.checkpoint.resume == "auto":
         copy = copies.restore(newest)
         if copy is not None:
-            continue_from(copy.manifest, opened.progress, opened.config)
-            seconds = time.perf_counter() - start
-            return Resumed(copy.manifest, Root.of(copy.folder), (), copy.received, seconds)
-    resumed = restore_first(
-        candidates, opened.config, trainer.model, trainer.optimizer, opened.mesh, opened.progress, reporter
-    )
+            manifest, received = copy
+            continue_from(manifest, opened.progress, opened.config)
+            return Resumed(manifest, Root.of(copies.folder), (), received, time.perf_counter() - start)
+    resumed = restore_first(candidates, trainer, reporter)
     return None if resumed is None else replace(resumed, seconds=time.perf_counter() - start)
-
-
-def _end_copies(copies: MemoryCopies, reporter: Reporter) -> None:
-    """Forget the copies of a run whose state the disk has, and tell their cost."""
-    copies.remove()
-    if copies.count:
-        wait = f"{1000 * copies.seconds / copies.count:.1f} ms"
-        reporter.message(f"copies in memory: {copies.count:,}, for each of which training waited {wait}")
 
 
 def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, *, is_border: bool) -> None:
@@ -418,13 +410,6 @@ def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
     warning = other_tokenizer_text(weights, opened.data.tokenizer_path)
     if warning is not None:
         reporter.warning(warning)
-
-
-def _tell_memory(reporter: Reporter, shortage: str | None, choice: str | None) -> None:
-    if shortage is not None:
-        reporter.warning(shortage)
-    if choice is not None:
-        reporter.message(f"chosen for the memory of the devices: {choice}")
 
 
 def _stop(opened: OpenedRun, stopped_by: str, reporter: Reporter) -> NoReturn:

@@ -15,23 +15,40 @@ from typing import Any, NamedTuple
 from shardwise.base.errors import LostPeerError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saver
-from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config
-from shardwise.data.samples.batch import Batches
 from shardwise.distributed import collectives
-from shardwise.distributed.mesh import Mesh
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import joined
 from shardwise.optim.learning_rate import learning_rate
+from shardwise.optim.state_digest import StateHash, place_in_training
+from shardwise.optim.state_hash import StateSums
 from shardwise.runs.folder import FollowedFolder, RunDirectory
 from shardwise.train.memory_copies import MemoryCopies, steps_between
-from shardwise.train.rank_agreement import first_reason, largest_of_ranks
+from shardwise.train.rank_agreement import first_reason
 from shardwise.train.reporter import Reporter
-from shardwise.train.state_hashes import StateHashes
-from shardwise.train.step_record import Progress
+from shardwise.train.training import Training
 
 STREAM = "stream"
 """The key of the state of streams and mixtures in a manifest's `rng`."""
+
+
+class StateHashes:
+    """Makes the hashes that `log.state_hash_every` asks for, and one for each checkpoint; `reporter` records them."""
+
+    def __init__(self, training: Training, reporter: Reporter) -> None:
+        self._sums = StateSums(training.model, training.optimizer, training.mesh)
+        self._progress = training.progress
+        self._seed = training.config.train.seed
+        self._reporter = reporter
+        self._last: StateHash | None = None
+
+    def now(self) -> StateHash:
+        """The hash of the present state, which is recorded unless this step's is. Collective."""
+        progress = self._progress
+        place = place_in_training(progress.step, progress.samples, progress.tokens, progress.position, self._seed)
+        if self._last is None or self._last.place != place:
+            self._last = StateHash(place, self._sums.measure())
+            self._reporter.state_hash(progress.step, self._last)
+        return self._last
 
 
 class SaveFlags(NamedTuple):
@@ -66,20 +83,17 @@ class Checkpoints:
     Attributes:
         reason_to_stop: returns this rank's reason to stop, or None; all ranks obey a reason that any rank has.
         went_back: record of how the run last went back, for the manifests' `schedule`.
-        batches: samples of the training part, whose state is saved too.
         copies: copies of the state in the memory of the nodes.
         followed: folder of the run, on rank 0.
         state_hashes: hashes of the state, which manifests have where the run has some.
         stopped_by: who asked the run to stop after its last step so far; None if nobody did.
     """
 
+    training: Training
     saver: Saver
-    config: Config
     reporter: Reporter
-    mesh: Mesh
     reason_to_stop: Callable[[], str | None]
-    went_back: Mapping[str, Any]
-    batches: Batches
+    went_back: Mapping[str, Any] = field(default_factory=dict)
     copies: MemoryCopies | None = None
     followed: FollowedFolder | None = None
     state_hashes: StateHashes | None = None
@@ -89,44 +103,46 @@ class Checkpoints:
     _reported_name: Path | None = field(default=None, init=False)
 
     def flags(self) -> SaveFlags:
-        """This rank's flags after the present step. On rank 0 this also follows the run's folder."""
-        is_displaced = self._is_displaced()
-        minutes = self.config.checkpoint.every_minutes
+        """This rank's flags after the present step."""
+        minutes = self.training.config.checkpoint.every_minutes
         is_due = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         return SaveFlags(
-            stop=float(is_displaced or self.reason_to_stop() is not None),
-            save=float(is_due and self.mesh.world.rank == 0),
+            stop=float(self.reason_to_stop() is not None),
+            save=float(is_due and self.training.mesh.world.rank == 0),
         )
 
-    def after_step(self, progress: Progress, is_last: bool, agreed_flags: Sequence[float] | None = None) -> None:
+    def after_step(self, is_last: bool, agreed_flags: Sequence[float] | None = None) -> None:
         """Save if a checkpoint is due, and set `stopped_by`, the same on every rank.
 
         Args:
             agreed_flags: largest of all ranks' `flags` during the step; None exchanges them now.
 
         Raises:
-            RunError: something else has the name of the run's folder; raised on every rank, with a checkpoint saved.
+            RunError: the run's folder is not found; on rank 0.
         """
+        mesh = self.training.mesh
+        settings = self.training.config.checkpoint
+        progress = self.training.progress
         progress.phase = "checkpoint"
         start = time.perf_counter()
+        self.follow()
         # A save of an earlier step may have ended since, in the thread that writes.
         self._report()
         if agreed_flags is None:
-            agreed_flags = largest_of_ranks(self.flags(), self.mesh).tolist()
+            agreed_flags = collectives.reduce_numbers([int(flag) for flag in self.flags()], mesh.world)
         stop, save = agreed_flags
-        # None in spite of the flag: no rank has a reason of its own, and the folder was displaced.
-        self.stopped_by = first_reason(self.reason_to_stop(), self.mesh) if stop else None
-        if stop:
-            self._end_if_displaced(progress)
-        every = self.config.checkpoint.every
-        if self.stopped_by is not None or save or is_last or (every and progress.step % every == 0):
-            self._save(progress)
+        self.stopped_by = first_reason(self.reason_to_stop(), mesh) if stop else None
+        is_due = settings.every and progress.step % settings.every == 0
+        if self.stopped_by is not None or save or is_last or is_due:
+            fields = self._described()
+            if self.state_hashes is not None:
+                fields["state_hash"] = self.state_hashes.now().recorded()
+            self.saver.save(progress.step, fields)
             self._saved_at = time.monotonic()
-        copy_every = steps_between(self.config)
-        is_copied = copy_every and progress.step % copy_every == 0
+        copy_every = steps_between(settings)
         # The disk has the state of a last step: a copy of it would never be read.
-        if self.copies is not None and is_copied and not (is_last or self.stopped_by):
-            self.copies.copy(progress.step, self._described(progress))
+        if self.copies is not None and progress.step % copy_every == 0 and not (is_last or self.stopped_by):
+            self.copies.copy(progress.step, self._described())
         self._seconds += time.perf_counter() - start
 
     def take_seconds(self) -> float:
@@ -139,7 +155,7 @@ class Checkpoints:
         """Go on in the run's folder where it was renamed, and tell the user; on rank 0.
 
         Raises:
-            RunError: it is not found.
+            RunError: it is not found, or something else has its name.
         """
         if self.followed is None:
             return
@@ -150,36 +166,6 @@ class Checkpoints:
                 f"the run's folder was renamed to {self._reported_name}: the run goes on there, and a link of the old "
                 "name leads to it, which can be removed once the run has ended"
             )
-
-    def _is_displaced(self) -> bool:
-        """Follow the run's folder; return whether something else has its name."""
-        try:
-            self.follow()
-        except RunError:
-            if self.followed is None or self.followed.taken is None:
-                raise
-        return self.followed is not None and self.followed.taken is not None
-
-    def _end_if_displaced(self, progress: Progress) -> None:
-        """Save in the run's folder, and raise RunError, where other ranks cannot find it by its name. Collective."""
-        # Rank 0 alone follows the folder; the others learn here that they are to end.
-        taken = collectives.broadcast_object(None if self.followed is None else self.followed.taken, self.mesh.world)
-        if taken is None:
-            return
-        folder, text = taken
-        # A save that is under way still uses the former root.
-        self.saver.wait()
-        if self.config.checkpoint.path is None:
-            self.saver.root = Root.of(RunDirectory(folder).checkpoints)
-        self._save(progress)
-        raise RunError(text)
-
-    def _save(self, progress: Progress) -> None:
-        """Save a checkpoint of the present state. Collective."""
-        fields = self._described(progress)
-        if self.state_hashes is not None:
-            fields["state_hash"] = self.state_hashes.now(progress).recorded()
-        self.saver.save(progress.step, fields)
 
     def save_again(self, manifest: Manifest) -> None:
         """Save the checkpoint that was just restored once more: it replaces one that is damaged in part."""
@@ -225,9 +211,10 @@ class Checkpoints:
         for saved in self.saver.finished():
             self.reporter.saved(saved, continues=continues)
 
-    def _described(self, progress: Progress) -> dict[str, Any]:
+    def _described(self) -> dict[str, Any]:
         """The fields of a manifest on the training's progress."""
-        config = self.config
+        config = self.training.config
+        progress = self.training.progress
         schedule = {
             "name": config.optimizer.schedule,
             "steps": config.train.steps,
@@ -237,7 +224,7 @@ class Checkpoints:
         # All random numbers are functions of these, the step and the sample. The only other state is where streams are
         # read, and where the stages of a mixture began.
         rng: dict[str, Any] = {"seed": config.train.seed, "dropout_mode": config.train.dropout_mode}
-        if state := self.batches.state(progress.position):
+        if state := self.training.feed.batches.state(progress.position):
             rng[STREAM] = state
         return {
             "samples": progress.samples,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ class RunFolder:
         key: text that tells this folder from copies of it, which may have the same id.
         checkpoints: checkpoints that the run can continue from.
         changes: keys whose values differ from those of the earlier run of this folder, one line each.
-        notes: remarks for the user on files of the earlier run that were rebuilt, and on trackers.
+        notes: remarks for the user on trackers.
         batch_note: remark on a global batch that is kept from the earlier run; None where the configured one is used.
         began: steps that were done when each earlier start of the run began to train.
         former_steps: `train.steps` of the earlier run of this folder; None where there was none.
@@ -105,9 +104,19 @@ def open_run(
     data = while_others_wait(lambda: prepare(with_model_tokenizer(config, model)), mesh.world)
     sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
-    base_model = _base_model(config)
-    folder, companions = _open_folder(config, run_path, recipe, mesh, weights, data.tokenizer_path)
-    followed = FollowedFolder(folder.directory.path) if mesh.world.rank == 0 else None
+    load = config.checkpoint.load
+    base_model = load if load is not None and hub.is_hub_id(load) else None
+    folder: RunFolder | None = None
+    companions = Companions()
+    rank = mesh.world.rank
+    with raised_on_every_rank(mesh.world):
+        if rank == 0:
+            folder, companions = _open(config, run_path or new_run_path(recipe), mesh, weights, data.tokenizer_path)
+    folder = collectives.broadcast_object(folder, mesh.world)
+    assert folder is not None
+    # Only now is there a folder for the logs: what ranks above 0 print goes there from here on.
+    output.redirect(rank, folder.directory.log(rank))
+    followed = FollowedFolder(folder.directory.path) if rank == 0 else None
     return OpenedRun(config, layout, mesh, progress, data, sets, folder, weights, followed, companions, base_model)
 
 
@@ -142,58 +151,26 @@ def _find_weights(config: Config, run_path: Path | None, mesh: Mesh) -> tuple[Ro
     return Root.of(folder), Root.of(folder)
 
 
-def _base_model(config: Config) -> str | None:
-    """The hub id in `checkpoint.load`; None where it names a folder, a URL or nothing."""
-    load = config.checkpoint.load
-    return load if load is not None and hub.is_hub_id(load) else None
-
-
-def _open_folder(
-    config: Config, run_path: Path | None, recipe: str, mesh: Mesh, weights: Root | None, tokenizer: Path | None
-) -> tuple[RunFolder, Companions]:
-    """Rank 0 makes the folder, or opens that of an earlier run; all ranks have the same, or all fail.
-
-    Only rank 0 has the companions.
-    """
-    folder: RunFolder | None = None
-    companions = Companions()
-    with raised_on_every_rank(mesh.world):
-        if mesh.world.rank == 0:
-            folder, companions = _open(config, run_path or new_run_path(recipe), mesh, weights, tokenizer)
-    folder = collectives.broadcast_object(folder, mesh.world)
-    assert folder is not None
-    # Only now is there a folder for the logs: what ranks above 0 print goes there from here on.
-    output.redirect(mesh.world.rank, folder.directory.log(mesh.world.rank))
-    return folder, companions
-
-
 def _open(
     config: Config, run_path: Path, mesh: Mesh, weights: Root | None, tokenizer: Path | None
 ) -> tuple[RunFolder, Companions]:
     """Open the folder on rank 0: check all that is there, then write the run's files."""
     directory = RunDirectory(run_path)
     resolved = config.recorded()
-    earlier = earlier_run(directory, config)
-    stored = None if earlier is None else earlier.config
-    run_id = None if earlier is None else earlier.id
-    tracker_notes = require_trackers(config)
+    stored = earlier_run(directory, config)
+    notes = require_trackers(config)
     # Before anything is written: a folder that is refused must not look like that of a run.
-    checkpoints = find_checkpoints(config, directory, stored, run_id)
+    checkpoints = find_checkpoints(config, directory, stored)
     companions = _companions(config, checkpoints, stored, weights, tokenizer)
     directory.create()
     changes: tuple[str, ...] = ()
-    notes = tracker_notes
     batch_note = None
     former_steps = None
-    if earlier is not None:
-        former_steps = earlier.config["train"]["steps"]
-        changes = tuple(resume_changes(earlier.config, resolved))
-        notes += earlier.notes
-        batch_note = kept_batch_note(earlier.config, config)
-    if checkpoints.original is not None:
-        run_id = uuid.uuid4().hex
-        notes += (f"{run_path} is a copy of {checkpoints.original}: it goes on as a run of its own, with another id",)
-    run_id = directory.id(run_id)
+    if stored is not None:
+        former_steps = stored["train"]["steps"]
+        changes = tuple(resume_changes(stored, resolved))
+        batch_note = kept_batch_note(stored, config)
+    run_id = directory.id()
     began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
     folder = RunFolder(directory, run_id, directory.key(), checkpoints, changes, notes, batch_note, began, former_steps)
     folder.require_room(config, checkpoint_bytes(config, mesh.device.type != "cpu"))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
 from shardwise.config import Config
 from shardwise.pipeline.clock import StepTiming
 from shardwise.train.source_losses import SourceRecord
-from shardwise.train.straggler import Straggler
 
 THROUGHPUT_STEPS = 10
 """Steps over which throughput is averaged."""
@@ -43,32 +42,28 @@ class Progress:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SMOOTHED_STEPS))
     phase: str = "start"
 
-    @property
-    def mean_loss(self) -> float:
-        """The mean of `losses`."""
-        return fmean(self.losses)
-
     def end_position(self, config: Config) -> int:
         """The place in the order of the data after the last step with these sizes."""
         return self.position + (config.last_step - self.step) * config.train.global_batch
 
-    def advance(self, loss: float, samples: int, length: int) -> None:
-        """Count a step that was done, on `samples` samples of `length` tokens."""
+    def advance(self, loss: float, samples: int, length: int) -> float | None:
+        """Count a step that was done, on `samples` samples of `length` tokens.
+
+        Returns:
+            standard deviations by which the loss is above the mean of the steps before it; None after too few steps.
+        """
         self.step += 1
         self.position += samples
         self.samples += samples
         self.tokens += samples * length
+        spike = None
+        if len(self.losses) == SMOOTHED_STEPS:
+            mean = fmean(self.losses)
+            # The last bound keeps the division defined where all losses are 0.
+            deviation = max(pstdev(self.losses, mean), _LEAST_DEVIATION * abs(mean), sys.float_info.min)
+            spike = (loss - mean) / deviation
         self.losses.append(loss)
-
-
-def loss_spike(loss: float, earlier_losses: Sequence[float]) -> float | None:
-    """Standard deviations by which a loss is above the mean of the steps before it; None after too few steps."""
-    if len(earlier_losses) < SMOOTHED_STEPS:
-        return None
-    mean = fmean(earlier_losses)
-    # The last bound keeps the division defined where all losses are 0.
-    deviation = max(pstdev(earlier_losses, mean), _LEAST_DEVIATION * abs(mean), sys.float_info.min)
-    return (loss - mean) / deviation
+        return spike
 
 
 def end_of_run(config: Config, steps_before: int) -> int:
@@ -80,6 +75,20 @@ def end_of_run(config: Config, steps_before: int) -> int:
 def end_of_stage(config: Config, steps_before: int) -> int:
     """The last step of a run, or of its stage, that begins after `steps_before` steps."""
     return min(config.last_step, end_of_run(config, steps_before))
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The slowest rank.
+
+    Attributes:
+        relative: work of this rank divided by that of the fastest rank of its stage.
+        own: work of this rank divided by its own best.
+    """
+
+    rank: int
+    relative: float
+    own: float
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ class StepRecord:
         peak_memory_bytes: most memory that this rank has used since its start.
         losses: mean loss of each objective, where there are several; `loss` is their sum.
         timing: timing of a pipeline's step, in steps that are logged.
-        split: seconds of this rank by part (`train/step_clock.py`); empty where it was not measured.
+        split: seconds of this rank by part (`train/step_meters.py`); empty where it was not measured.
         checkpoint_seconds: time for which training waited for checkpoints and copies after the steps before this one,
             since the last step that is logged.
         communication_bytes: bytes that this rank sent in the step, by axis of the mesh; `pp` has the messages between
@@ -112,6 +121,7 @@ class StepRecord:
         straggler: slowest rank.
         allocator: bytes by `devices.allocator_bytes`, on an accelerator.
         sources: numbers of each source of a mixture, in steps that are logged.
+        is_logged: files and progress show this step; the same on every rank.
         agreed_flags: largest of all ranks' flags, which were read with the step's numbers (`Trainer.step`); None where
             there were none, or where much time has passed since then.
     """
@@ -139,6 +149,7 @@ class StepRecord:
     allocator: Mapping[str, int] = field(default_factory=dict)
     sources: Mapping[str, SourceRecord] = field(default_factory=dict)
     agreed_flags: tuple[float, ...] | None = None
+    is_logged: bool = True
 
     @property
     def work_seconds(self) -> float | None:

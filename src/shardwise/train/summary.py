@@ -22,7 +22,6 @@ from shardwise.estimates.memory import (
     MemoryEstimate,
     checkpoint_bytes,
     expected_memory,
-    invariant_dropout,
     memory_by_rank,
     memory_of_machine,
     neediest_rank,
@@ -92,9 +91,7 @@ def dry_run(
         *summary.work(shown_device),
         *([] if predicted is None else predicted.rows),
         *summary.pipeline(),
-        *summary.window(),
         *summary.compute(),
-        *summary.dropout(),
         *summary.needs(),
         ("checkpoints", summary.when_saved(None if predicted is None else predicted.seconds)),
         *(summary.host_memory() if predicted is None and not accelerator else []),
@@ -155,9 +152,7 @@ def start_rows(
         ("batch", summary.batch),
         ("layout", summary.layout_text),
         ("device", f"{device_name}, {precision.parameter}{dtypes}{_numbers(precision)}{summary.advice(precision)}"),
-        *summary.window(),
         ("memory", known),
-        *summary.dropout(),
         ("MFU", _utilization(config, device_name, precision)),
         ("run", str(run_path)),
     ]
@@ -291,17 +286,6 @@ class _Summary:
         chunks = "v·m" if self.layout.virtual > 1 else "m"
         return f"{shown} {formula:.1%} where stages are equal, (p-1) / ({chunks}+p-1)"
 
-    def window(self) -> _Rows:
-        """The window of attention, with a remark if it is too long to hide anything."""
-        shapes = self.config.shapes
-        layers = 0 if shapes is None else shapes.num_hidden_layers
-        windows = [window for layer in range(layers) if shapes and (window := shapes.window(layer)) is not None]
-        if not windows:
-            return []
-        length = self.config.train.sequence_length
-        remark = f", which hides nothing: train.sequence_length is {length:,}" if windows[0] >= length else ""
-        return [("attention", f"a window of {windows[0]:,} keys in {len(windows)} of {layers} blocks{remark}")]
-
     def compute(self) -> _Rows:
         """The FLOPs of the training, and those of what is computed again."""
         token_flops = _token_flops(self.config)
@@ -313,23 +297,6 @@ class _Summary:
         if self.config.recompute != "none":
             rows.append(("recompute", _recompute(workload, token_flops)))
         return rows
-
-    def dropout(self) -> _Rows:
-        """The price of dropout masks that do not depend on the layout."""
-        config = self.config
-        masks = invariant_dropout(config, self.layout, self.accelerator, pipeline_rank=self.rank)
-        if masks is None:
-            return []
-        fast = config.model_copy(update={"train": config.train.model_copy(update={"dropout_mode": "fast"})})
-        fast_memory = expected_memory(fast, self.layout, self.accelerator)
-        peak = "at the same peak as fast dropout"
-        # Masks may be live at another time than the peak of the step.
-        if self.memory and fast_memory and self.memory.total != fast_memory.total:
-            peak = f"{units.size(self.memory.total - fast_memory.total)} above the peak of fast dropout"
-        held = f"{units.size(masks.bytes_held)} of attention probabilities and masks on {self.rank_name}"
-        hashed = f"{units.count(masks.elements_hashed)} elements of masks hashed by {self.rank_name} per step"
-        unfused = "; attention step by step, by no fused kernel" if masks.attends_step_by_step else ""
-        return [("dropout", f"layout-invariant: {held}, {peak}"), ("  time", f"{hashed}{unfused}")]
 
     def memory_text(self, total: int) -> str:
         """The bytes of the rank that needs most."""

@@ -10,28 +10,36 @@ from pathlib import Path
 import torch
 import torch.profiler
 
-from shardwise.config import Config
+from shardwise.config import LogConfig
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import named_messages
 from shardwise.pipeline.clock import message_name
 from shardwise.runs.folder import RunDirectory
 
 
-def traced_steps(config: Config, before: int, done: int) -> range:
-    """The steps of `log.profile` that a run does: after step `before`, up to step `done`."""
-    steps = config.log.profile_steps or range(0)
-    return range(max(steps.start, before + 1), min(steps.stop, done + 1))
-
-
-def trace_text(config: Config, before: int, done: int, world: int, run: RunDirectory) -> str | None:
-    """A line for the user with the path of the trace; None where no step was traced."""
-    steps = traced_steps(config, before, done)
+def trace_text(settings: LogConfig, before: int, done: int, world: int, run: RunDirectory) -> str | None:
+    """A line for the user with the path of the trace; None where the run, from `before` to `done`, traced no step."""
+    steps = _traced_steps(settings, before, done)
     if not steps:
         return None
-    ranks = sorted(set(config.log.profile_ranks or range(world)))
+    ranks = sorted(set(settings.profile_ranks or range(world)))
     named = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
     suffix = f" and so on for each of {len(ranks):,} ranks" if len(ranks) > 1 else ""
     return f"trace of {named}: {run.trace(ranks[0])}{suffix}; ui.perfetto.dev shows it"
+
+
+def no_trace_text(settings: LogConfig, before: int, end: int) -> str | None:
+    """A line for the user where `log.profile` has no step of the run, which goes from `before` to `end`; else None."""
+    if settings.profile_steps is None or _traced_steps(settings, before, end):
+        return None
+    taken = f"the steps {before + 1:,} to {end:,}" if end > before else "no step"
+    return f"no trace: log.profile ({settings.profile}) has no step of this run, which takes {taken}"
+
+
+def _traced_steps(settings: LogConfig, before: int, done: int) -> range:
+    """The steps of `log.profile` that a run does: after step `before`, up to step `done`."""
+    steps = settings.profile_steps or range(0)
+    return range(max(steps.start, before + 1), min(steps.stop, done + 1))
 
 
 class Trace:
@@ -51,13 +59,13 @@ class Trace:
         self._has_begun = False
 
     @staticmethod
-    def of(config: Config, mesh: Mesh, run: RunDirectory) -> Trace:
+    def of(settings: LogConfig, mesh: Mesh, run: RunDirectory) -> Trace:
         """The trace that `log.profile` asks of this rank."""
-        ranks = config.log.profile_ranks
+        ranks = settings.profile_ranks
         rank = mesh.world.rank
-        if config.log.profile_steps is None or (ranks is not None and rank not in ranks):
+        if settings.profile_steps is None or (ranks is not None and rank not in ranks):
             return Trace(range(0), None, pipelined=False)
-        return Trace(config.log.profile_steps, run.trace(rank), pipelined=mesh.pp.size > 1)
+        return Trace(settings.profile_steps, run.trace(rank), pipelined=mesh.pp.size > 1)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

@@ -7,57 +7,49 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
 from torch.profiler import record_function
 
-from shardwise.config import Config, Layout
-from shardwise.distributed.mesh import Mesh
 from shardwise.optim.learning_rate import learning_rate
-from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.train.evaluator import Evaluator
-from shardwise.train.feed import Feed
 from shardwise.train.model_checks import check_replicas
 from shardwise.train.observers import Observer, observe
 from shardwise.train.passes import Passes
+from shardwise.train.reporter import Reporter
 from shardwise.train.saving import Checkpoints
-from shardwise.train.step_clock import DATA, OPTIMIZER
-from shardwise.train.step_meters import StepMeters
-from shardwise.train.step_record import Progress, StepRecord, end_of_stage, loss_spike
+from shardwise.train.step_meters import DATA, OPTIMIZER, StepMeters
+from shardwise.train.step_record import StepRecord, end_of_stage
+from shardwise.train.training import Training
 
 if TYPE_CHECKING:
-    from shardwise.pipeline.schedule import Pipeline  # imports torch's compiler, which is slow
     from shardwise.train.compile.units import Compilation
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Trainer:
+class Trainer(Training):
     """Trains one model on one rank of a mesh; every rank runs the same steps.
 
     Attributes:
-        feed: micro-batches of this rank, for training and evaluation.
-        evaluator: evaluates the model on the texts of the feed.
-        is_logged: returns whether files and progress show a step; None for a caller who reads each record.
-        pipeline: runs the stages of this rank, where the model is cut into stages.
+        reporter: records the steps and evaluations; None for a caller who reads each record.
+        tokenizer_path: folder of the data's tokenizer, which tasks need; None if it is not known.
         compilation: the compiled units of the model, if it is compiled.
+        evaluator: evaluates the model on the texts of the feed.
+        log_every: steps between those that files and progress show; None without a reporter.
     """
 
-    config: Config
-    layout: Layout
-    mesh: Mesh
-    model: nn.Module
-    optimizer: ZeroRedundancyOptimizer
-    feed: Feed
-    progress: Progress
-    evaluator: Evaluator
-    is_logged: Callable[[int], bool] | None = None
-    pipeline: Pipeline | None = None
+    reporter: Reporter | None = None
+    tokenizer_path: Path | None = None
     compilation: Compilation | None = None
 
     def __post_init__(self) -> None:
-        self.meters = StepMeters(self.mesh, self.model, self.optimizer, self.feed.batches, self.pipeline)
-        self.passes = Passes(self.config, self.mesh, self.model, self.optimizer, self.pipeline, self.meters)
+        self.evaluator = Evaluator(self, self.reporter, self.tokenizer_path)
+        self.meters = StepMeters(self)
+        self.passes = Passes(self, self.meters)
+        self.log_every = None if self.reporter is None else self.config.log.every or 1
+        self._last = end_of_stage(self.config, 0)
+        self._stage_starts = {stage.at for stage in self.config.data.stages}
 
     def run(
         self,
@@ -75,7 +67,7 @@ class Trainer:
             who asked the run to stop before its last step; None if nobody did.
         """
         first = self.progress.step + 1
-        last = end_of_stage(self.config, self.progress.step)
+        last = self._last = end_of_stage(self.config, self.progress.step)
         with closing(self.feed), self.passes.gathers_behind_forward():
             # Whatever made the weights: ranks that begin with others would train another model.
             self.compare_replicas()
@@ -112,10 +104,10 @@ class Trainer:
         """
         start = time.perf_counter()
         step = self.progress.step + 1
-        is_logged = self.is_logged is not None and self.is_logged(step)
+        is_logged = self.is_logged(step)
         clock = self.meters.clock
         # Marks around the update are read in the next step, so the step before a logged one is measured too.
-        clock.begin(measures=is_logged or (self.is_logged is not None and self.is_logged(step + 1)))
+        clock.begin(measures=is_logged or self.is_logged(step + 1))
         self.progress.phase = "reading of data"
         self.feed.seconds = 0.0
         with clock.phase(DATA):
@@ -127,7 +119,7 @@ class Trainer:
         flags = None if rank_flags is None else rank_flags()
         with clock.phase(OPTIMIZER):
             # A caller who reads each record may read all of it.
-            has_all_norms = self.is_logged is None or is_logged
+            has_all_norms = self.log_every is None or is_logged
             norms = self.optimizer.norms() if has_all_norms else (self.optimizer.gradient_norm(),)
         numbers = self.meters.read(losses_NK, norms, flags, is_logged=is_logged)
         loss = sum(numbers.losses)
@@ -140,18 +132,20 @@ class Trainer:
         # The loss and the norms are finite: from here on the parameters change.
         with record_function("optimizer"), clock.phase(OPTIMIZER):
             self.optimizer.step()
-        if any(stage.at == self.progress.step for stage in self.config.data.stages):
+        if self.progress.step in self._stage_starts:
             # Other data have another loss: its first steps are no spike.
             self.progress.losses.clear()
-        spike = loss_spike(loss, self.progress.losses)
-        self.progress.advance(loss, self.config.train.global_batch, self.config.train.sequence_length)
+        spike = self.progress.advance(loss, self.config.train.global_batch, self.config.train.sequence_length)
         seconds = time.perf_counter() - start
         return self.meters.record(
             numbers,
-            self.progress,
             lr=lr,
             spike=spike,
             seconds=seconds,
             input_seconds=self.feed.seconds,
             is_logged=is_logged,
         )
+
+    def is_logged(self, step: int) -> bool:
+        """Return whether files and progress show this step; the same on every rank."""
+        return self.log_every is not None and (step % self.log_every == 0 or step == self._last)

@@ -17,7 +17,7 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
-from shardwise.data.formats.text import random_text
+from shardwise.data.training_data import random_text
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.optim.state_digest import StateHash, by_tensor
@@ -144,7 +144,7 @@ def first_half(trainer: Trainer, target: Path) -> tuple[Reference, Path]:
     }
     record, device_gradients = step_with_gradients(trainer)
     gradients = {name: tensor.cpu() for name, tensor in device_gradients.items()}
-    records = [record, *(trainer.step() for _ in range(half(trainer.config) - 1))]
+    records = [record, *(trainer.step() for _ in range(trainer.config.train.steps // 2 - 1))]
     states = (state_texts(trainer, records), dict[str, str]())
     checkpoint = save(trainer, target)
     trainer.feed.close()
@@ -155,22 +155,17 @@ def train_reference(config: Config, cell: Cell, folder: Path) -> Path:
     """Train in this process without a stop, save the reference, and return the folder of the middle's checkpoint."""
     trainer = make_trainer(config, cell)
     begin, checkpoint = first_half(trainer, folder / "one-process")
-    records = [trainer.step() for _ in range(config.train.steps - half(config))]
+    records = [trainer.step() for _ in range(config.train.steps - config.train.steps // 2)]
     trainer.feed.close()
     losses = [*begin.losses, *(record.loss for record in records)]
     replace(begin, losses=losses, states=(begin.states[0], state_texts(trainer, records))).save(folder)
     return checkpoint
 
 
-def half(config: Config) -> int:
-    """Return the number of the step after which checkpoints change hands."""
-    return config.train.steps // 2
-
-
 def continued(config: Config, cell: Cell, folder: Path) -> tuple[list[float], dict[str, str]]:
     """Train on from a checkpoint to the last step; return the losses and the texts of the state. Collective."""
     trainer = resume(config, cell, folder)
-    records = [trainer.step() for _ in range(config.train.steps - half(config))]
+    records = [trainer.step() for _ in range(config.train.steps - config.train.steps // 2)]
     check_replicas(trainer.model, trainer.mesh, config.train.steps, trainer.optimizer)
     trainer.feed.close()
     return [record.loss for record in records], state_texts(trainer, records)
@@ -252,8 +247,8 @@ def _largest(by_name: Mapping[str, float]) -> tuple[float, str]:
 def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
     """Return the largest relative difference from the last losses of `reference`."""
     expected_losses = reference[len(reference) - len(losses) :]
-    differences: dict[str, float] = {}
-    for index, (loss, expected) in enumerate(zip(losses, expected_losses, strict=True)):
-        differences[str(index)] = abs(loss - expected) / abs(expected)
-    largest, _ = _largest(differences)
-    return largest
+    differences = {
+        str(step): abs(loss - expected) / abs(expected)
+        for step, (loss, expected) in enumerate(zip(losses, expected_losses, strict=True))
+    }
+    return _largest(differences)[0]

@@ -5,21 +5,19 @@ The ranks import torch, and the process that examines the machine does not.
 
 from __future__ import annotations
 
-import re
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ShardwiseError, shown
 from shardwise.base.hardware import accelerators
-from shardwise.verify.machine_checks import Check, ok
+from shardwise.verify.machine_checks import Check, ok, wrong
 
 _TIMEOUT = 60.0
 """Seconds after which a rank gives up that waits for the other one."""
 _ELEMENTS = 2**20
 """Elements of the tensor: 4 MiB of float32."""
-_LOG_LINES = 12
-"""Lines that are shown of a log, whose last line says what failed."""
 _FIX = (
     "if the ranks cannot connect, name the interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or let the "
     "firewall pass local connections; NCCL_DEBUG=INFO says more"
@@ -32,26 +30,18 @@ def collective() -> Check:
     from shardwise.verify.rank_calls import call_on_ranks
 
     try:
-        temporary = tempfile.TemporaryDirectory(prefix="shardwise-doctor-")
-    except OSError as error:
-        problem = f"temporary files cannot be written: {error.strerror}"
-        return Check("collective", "wrong", problem, "set TMPDIR to a folder with room that you can write")
-    with temporary as name:
-        folder = Path(name)
-        try:
-            facts = call_on_ranks(_sum_on_ranks, ranks=2, folder=folder).single()
-        except EndedError:
-            raise
-        except (ShardwiseError, OSError, ValueError) as error:
-            return Check("collective", "wrong", _without_paths(str(error), folder), _FIX)
+        folder = Path(tempfile.mkdtemp(prefix="shardwise-doctor-"))
+        facts = call_on_ranks(_sum_on_ranks, ranks=2, folder=folder).single()
+    except EndedError:
+        raise
+    except (ShardwiseError, OSError, ValueError) as error:
+        # The folder stays: the message names logs in it.
+        return wrong("collective", shown(str(error)), _FIX)
+    shutil.rmtree(folder, ignore_errors=True)
     present = accelerators()[1]
     if facts["accelerators"] < present:
-        return Check(
-            "collective",
-            "wrong",
-            f"torch {facts['torch']} finds {facts['accelerators']} accelerators, and this machine has {present}",
-            "install a torch that is built for them, or their driver",
-        )
+        found = f"torch {facts['torch']} finds {facts['accelerators']} accelerators, and this machine has {present}"
+        return wrong("collective", found, "install a torch that is built for them, or their driver")
     return ok(
         "collective",
         f"2 ranks on {facts['device']} by {facts['backend']}: 4 MiB summed in {1000 * facts['seconds']:.1f} ms",
@@ -89,18 +79,3 @@ def _sum_on_ranks() -> dict[str, Any]:
         "seconds": seconds,
         "backend": devices.backend(device),
     }
-
-
-def _without_paths(text: str, folder: Path) -> str:
-    """Remove the files of a folder that is about to be removed from a text; a log's end stands in place of its path."""
-    logs = [Path(path) for path in re.findall(rf"^log: ({re.escape(str(folder))}.*)$", text, re.MULTILINE)]
-    lines = [line for line in text.splitlines() if str(folder) not in line]
-    for log in logs:
-        if log.is_file():
-            lines += _last_lines(log)
-    return "\n".join(lines) or text.replace(f"{folder}/", "")
-
-
-def _last_lines(log: Path) -> list[str]:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return [shown(line) for line in lines[-_LOG_LINES:]]

@@ -7,7 +7,7 @@ import platform
 import re
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -37,6 +37,38 @@ _FEW_FILES = 4096
 _INTERFACE_KEYS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
+Status = Literal["ok", "warning", "wrong"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The finding of a check.
+
+    Attributes:
+        name: subject of the check.
+        status: `wrong` if trainings fail here; `warning` if some do, or they are slow.
+        found: present state, or the problem.
+        mend: advice; empty if all is well.
+    """
+
+    name: str
+    status: Status
+    found: str
+    mend: str = ""
+
+
+def ok(name: str, found: str) -> Check:
+    return Check(name, "ok", found)
+
+
+def warning(name: str, found: str, mend: str) -> Check:
+    return Check(name, "warning", found, mend)
+
+
+def wrong(name: str, found: str, mend: str) -> Check:
+    return Check(name, "wrong", found, mend)
+
+
 def machine(run_path: Path) -> Iterator[Check]:
     """Check the whole machine, for runs in the folder `run_path`."""
     yield from devices()
@@ -55,21 +87,16 @@ def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
 
     listed = list_devices({})
     for problem in listed.problems:
-        yield Check(
-            "devices", "warning", problem, "ask the vendor's tool (nvidia-smi, neuron-ls), or restart the driver"
-        )
+        yield warning("devices", problem, "ask the vendor's tool (nvidia-smi, neuron-ls), or restart the driver")
     shown = "; ".join(map(_described, listed.devices))
     kind, count = accelerators()
     is_listed = any(device.kind != "cpu" for device in listed.devices)
     has_device_files = any(dev.glob("nvidia[0-9]*")) or any(dev.glob("neuron[0-9]*"))
     if count == 0 and (is_listed or has_device_files):
-        yield Check(
-            "devices",
-            "warning",
-            f"{shown}: trainings here run on the CPU, as torch {torch_version() or '(not installed)'} or the "
-            "environment hides them",
-            "install a torch that is built for them, or unset CUDA_VISIBLE_DEVICES or NEURON_RT_VISIBLE_CORES",
-        )
+        torch = torch_version() or "(not installed)"
+        problem = f"{shown}: trainings here run on the CPU, as torch {torch} or the environment hides them"
+        mend = "install a torch that is built for them, or unset CUDA_VISIBLE_DEVICES or NEURON_RT_VISIBLE_CORES"
+        yield warning("devices", problem, mend)
     else:
         usable = f"{count} × {kind}" if count else "no accelerator, so ranks run on the CPU"
         yield ok("devices", f"{shown}: {usable}")
@@ -97,7 +124,7 @@ def fabric(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/inf
         # NCCL and gloo take beginnings of names; `=` asks NCCL for whole names, and `^` for all others.
         names = [name.strip() for name in value.lstrip("=").split(",") if name.strip()]
         if names and not value.startswith("^") and not any(interface.startswith(tuple(names)) for interface in up):
-            yield Check("network", "wrong", f"{key} ({value}) must name an interface that is up", f"unset {key}")
+            yield wrong("network", f"{key} ({value}) must name an interface that is up", f"unset {key}")
     for port in sorted(infiniband.glob("*/ports/*/state")):
         state = port.read_text(encoding="ascii", errors="replace").strip()
         name = f"{port.parents[2].name} port {port.parent.name}"
@@ -105,14 +132,13 @@ def fabric(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/inf
             yield ok("RDMA", f"{name} is active")
         else:
             mend = "connect it, or set NCCL_IB_HCA to the ports that are"
-            yield Check("RDMA", "warning", f"{name} ({state}) must be active", mend)
+            yield warning("RDMA", f"{name} ({state}) must be active", mend)
     host = socket.gethostname()
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
-        yield Check(
+        yield warning(
             "network",
-            "warning",
             f"the name of this machine ({host}) leads nowhere: {reason_of(error)}",
             "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface that ranks use",
         )
@@ -134,13 +160,13 @@ def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Che
     if value is None:
         if usable < cpus:
             problem = f"{cpus_text}: each rank would start a thread on every CPU"
-            return Check("threads", "warning", problem, fix)
+            return warning("threads", problem, fix)
         return ok("threads", f"{cpus_text}; the ranks share them, as OMP_NUM_THREADS is not set")
     threads = whole_number(value)
     if not threads:
-        return Check("threads", "warning", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
+        return warning("threads", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
     if threads > usable:
-        return Check("threads", "warning", f"OMP_NUM_THREADS ({value}) must be at most the CPUs ({usable})", fix)
+        return warning("threads", f"OMP_NUM_THREADS ({value}) must be at most the CPUs ({usable})", fix)
     return ok("threads", f"{cpus_text}; OMP_NUM_THREADS {value}")
 
 
@@ -158,7 +184,7 @@ def memory(free: int | None) -> Check:
         return ok("memory", "the system does not tell how much is free")
     if free < _LITTLE_MEMORY:
         mend = "end other processes, or choose a machine with more"
-        return Check("memory", "warning", f"free memory ({size(free)}) must be at least {size(_LITTLE_MEMORY)}", mend)
+        return warning("memory", f"free memory ({size(free)}) must be at least {size(_LITTLE_MEMORY)}", mend)
     return ok("memory", f"{size(free)} free")
 
 
@@ -170,15 +196,13 @@ def limits() -> Iterator[Check]:
     # A limit of -1 stands for none.
     if 0 <= most < _FEW_FILES:
         mend = f"raise it: ulimit -Hn {_FEW_FILES}, or LimitNOFILE of the service"
-        yield Check(
-            "open files", "warning", f"the limit ({most:,}) must be at least {_FEW_FILES:,} for many ranks", mend
-        )
+        yield warning("open files", f"the limit ({most:,}) must be at least {_FEW_FILES:,} for many ranks", mend)
     else:
         yield ok("open files", "no limit" if most < 0 else f"up to {most:,}")
     shared = Path("/dev/shm")
     if accelerators()[1] and shared.is_dir() and free_bytes(shared) < _LITTLE_SHARED:
         problem = f"{shared} ({size(free_bytes(shared))} free) must have at least {size(_LITTLE_SHARED)} for NCCL"
-        yield Check("shared memory", "wrong", problem, "start the container with --shm-size=1g or --ipc=host")
+        yield wrong("shared memory", problem, "start the container with --shm-size=1g or --ipc=host")
 
 
 def place(name: str, folder: Path) -> Iterator[Check]:
@@ -196,16 +220,16 @@ def place(name: str, folder: Path) -> Iterator[Check]:
                 lock(file.fileno(), wait=False)
             except NoLocksError:
                 problem = f"the disk of {folder} has no locks: a second run in one folder is not refused"
-                yield Check(name, "warning", problem, "start one run in a folder, or choose another disk by --run-dir")
+                yield warning(name, problem, "start one run in a folder, or choose another disk by --run-dir")
     except OSError as error:
         setting = "--run-dir" if name == "run folder" else "SHARDWISE_CACHE"
         mend = f"make it writable, or choose another by {setting}"
-        yield Check(name, "wrong", f"{folder} cannot be written: {reason_of(error)}", mend)
+        yield wrong(name, f"{folder} cannot be written: {reason_of(error)}", mend)
         return
     free = free_bytes(existing)
     if free < _LITTLE_DISK:
         problem = f"free disk space under {folder} ({size(free)}) must be at least {size(_LITTLE_DISK)}"
-        yield Check(name, "warning", problem, "make room: `shardwise checkpoint prune` removes old checkpoints")
+        yield warning(name, problem, "make room: `shardwise checkpoint prune` removes old checkpoints")
     else:
         yield ok(name, f"{folder} can be written, {size(free)} free")
 
@@ -216,40 +240,16 @@ def launcher(variables: Mapping[str, str]) -> Check:
     place_in_job = joined(variables)
     if problem is not None:
         mend = "unset RANK and WORLD_SIZE, which a launcher sets for its ranks"
-        return Check("launcher", "wrong", problem, mend)
+        return wrong("launcher", problem, mend)
     if place_in_job is not None:
         return ok("launcher", f"this is rank {place_in_job.rank} of {place_in_job.world}")
     try:
         task = task_of(variables)
     except ConfigError as error:
-        return Check("launcher", "wrong", str(error), "start it as the message says, or unset these variables")
+        return wrong("launcher", str(error), "start it as the message says, or unset these variables")
     if task is not None:
         return ok("launcher", "this is one of several tasks of srun or mpirun, which `shardwise train` joins")
     return ok("launcher", "none: `shardwise train` starts the local ranks itself")
-
-
-Status = Literal["ok", "warning", "wrong"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """The finding of a check.
-
-    Attributes:
-        name: subject of the check.
-        status: `wrong` if trainings fail here; `warning` if some do, or they are slow.
-        found: present state, or the problem.
-        mend: advice; empty if all is well.
-    """
-
-    name: str
-    status: Status
-    found: str
-    mend: str = ""
-
-
-def ok(name: str, found: str) -> Check:
-    return Check(name, "ok", found)
 
 
 _EXTRA = re.compile(r"""extra == ['"]([^'"]+)""")
@@ -270,50 +270,32 @@ def software(
         requirements = [Requirement(text) for text in requires("shardwise") or []]
     except metadata.PackageNotFoundError:
         problem = f"shardwise {__version__} is imported from a folder, and which versions it needs is not known"
-        yield Check("packages", "warning", problem, "pip install shardwise, or pip install -e . in its source")
+        yield warning("packages", problem, "pip install shardwise, or pip install -e . in its source")
         return
     python = platform.python_version()
     supported = SpecifierSet(metadata.metadata("shardwise")["Requires-Python"])
     if python in supported:
         yield ok("python", f"{python}, of {supported}")
     else:
-        yield Check("python", "wrong", f"{python} must be {supported}", "make an environment with a Python that is")
-    groups: dict[str, list[Requirement]] = {"torch": [], "packages": []}
+        yield wrong("python", f"{python} must be {supported}", "make an environment with a Python that is")
+    well: dict[str, list[str]] = {"torch": [], "packages": []}
     for requirement in requirements:
         extras = _EXTRA.findall(str(requirement.marker))
-        for extra in [f"[{extra}]" for extra in extras] or ["torch" if requirement.name == "torch" else "packages"]:
-            groups.setdefault(extra, []).append(requirement)
-    for name in ("torch", "packages", *sorted({*groups} - {"torch", "packages", f"[{_FOR_DEVELOPERS}]"})):
-        yield from _packages(name, groups[name], version)
-
-
-def _packages(name: str, requirements: Iterable[Requirement], version: Callable[[str], str]) -> Iterator[Check]:
-    """Yield a check for each package of a group that is not well, and one of all others."""
-    installed = {requirement.name: _installed(requirement.name, version) for requirement in requirements}
-    is_extra = name.startswith("[")
-    if is_extra and None in installed.values():
-        yield ok(name, f"not installed, which is optional: pip install 'shardwise{name}'")
-        return
-    well = []
-    for requirement in requirements:
-        present = installed[requirement.name]
-        applies = is_extra or requirement.marker is None or requirement.marker.evaluate()
-        if not applies:
+        if _FOR_DEVELOPERS in extras or not (extras or requirement.marker is None or requirement.marker.evaluate()):
             continue
-        if present is not None and requirement.specifier.contains(present, prereleases=True):
-            well.append(f"{requirement.name} {present}")
-            continue
-        problem = f"{requirement.name} ({present}) must be {requirement.specifier}"
-        if present is None:
-            problem = f"{requirement.name} is not installed, and must be {requirement.specifier or 'there'}"
-        mend = _TORCH if name == "torch" else f"pip install '{requirement.name}{requirement.specifier}'"
-        yield Check(name, "warning" if is_extra else "wrong", problem, mend)
-    if well:
-        yield ok(name, ", ".join(well))
-
-
-def _installed(name: str, version: Callable[[str], str]) -> str | None:
-    try:
-        return version(name)
-    except metadata.PackageNotFoundError:
-        return None
+        try:
+            present = version(requirement.name)
+        except metadata.PackageNotFoundError:
+            present = ""
+        for name in [f"[{extra}]" for extra in extras] or ["torch" if requirement.name == "torch" else "packages"]:
+            group = well.setdefault(name, [])
+            if present and requirement.specifier.contains(present, prereleases=True):
+                group.append(f"{requirement.name} {present}")
+            elif present or not extras:
+                found = f"{requirement.name} ({present or 'not installed'}) must be {requirement.specifier or 'there'}"
+                mend = _TORCH if name == "torch" else f"pip install '{requirement.name}{requirement.specifier}'"
+                yield Check(name, "warning" if extras else "wrong", found, mend)
+    for name, group in well.items():
+        if group or name.startswith("["):
+            optional = f"not installed, which is optional: pip install 'shardwise{name}'"
+            yield ok(name, ", ".join(group) or optional)

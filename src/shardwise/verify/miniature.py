@@ -242,7 +242,7 @@ def _check_own_model(config: Config) -> None:
     # Costly to import, for models of the user's own alone.
     from shardwise.models.user_model import can_be_cut, check_user_model
 
-    if config.parallel.tensor > 1 and not can_be_cut(config):
+    if config.parallel.tensor > 1 and not can_be_cut(config.model.family):
         raise ConfigError(
             f"parallel.tensor must be 1: {config.model.family} takes no argument group, so it is not made of sharded "
             "layers, and only data parallelism and ZeRO can be verified"

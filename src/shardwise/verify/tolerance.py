@@ -38,11 +38,6 @@ class Tolerance:
         is_mixed = dtypes.gradient == dtypes.reduce == "float32" and not in_fp8
         return Tolerance(2.0**-10, (8 if is_mixed else 64) * 2.0**-8)
 
-    @property
-    def is_of_float32(self) -> bool:
-        """True if this is the contract's tolerance."""
-        return self.losses <= 1e-5
-
 
 @dataclass(frozen=True)
 class Differences:

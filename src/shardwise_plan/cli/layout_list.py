@@ -6,100 +6,67 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.base import units
-from shardwise.base.terminal import wrapped
 from shardwise.cli import output
 from shardwise.config import tokens_of_run
 from shardwise.estimates.memory import offloaded_bytes
-from shardwise.models import parameter_counts
+from shardwise.models.parameter_counts import parameter_count
+from shardwise_plan.cli import rows
 from shardwise_plan.cli.nodes import Answer
-from shardwise_plan.cli.rows import (
-    COLUMNS,
-    FREED_PARTS,
-    RANGE,
-    TIGHT,
-    accuracy,
-    accuracy_text,
-    blocks,
-    calendar_text,
-    cost_text,
-    figure_names,
-    figures,
-    hours_text,
-    length_text,
-    network_text,
-    plan_facts,
-    price_text,
-    range_text,
-    time_unit,
-    training_time,
-)
 from shardwise_plan.plan import Plan
-from shardwise_plan.proposals import Proposal, proposals, sensitivities
+from shardwise_plan.proposals import proposals, sensitivities
 from shardwise_plan.search import Search
-
-_LEGEND = (
-    '"MFU" = model FLOPs, without recompute and masked attention, over the peak',
-    '"free" = device memory - run - 6% reserve (context, buffers, fragmentation)',
-)
-_COMPILED = '"step" = with compiled blocks (compile.enabled) where the layout can be compiled'
 
 
 def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
     """Print the answer; `name` is that of the recipe."""
     result = answer.result
     best = listed[0]
-    unit = time_unit(best)
-    for sentence in (what_is_trained(name, best), answer.steps, answer.budget, answer.unused):
-        _prose(sentence)
+    for sentence in (what_is_trained(name, best), *answer.sentences):
+        rows.prose(sentence)
     output.line()
     for proposal in proposals(listed):
-        _show_proposal(proposal, listed.index(proposal.plan) + 1, unit)
+        plan = proposal.plan
+        number = listed.index(plan) + 1
+        on = units.counted(plan.cluster.world, "device")
+        price = f", {rows.cost_text(plan)}" if plan.cost is not None else ""
+        time = rows.duration(plan.calendar.seconds)
+        rows.prose(f"{proposal.title.capitalize()}: layout {number} on {on}, {time}{price}", "  ")
+        output.line(f"  {plan.text().partition(', ')[0]}")
+        rows.prose(f"  Why: {proposal.reason}.", "  ")
     output.line()
-    for line in blocks(figure_names(best, unit), _rows(listed, unit), "layouts", 4):
-        output.line(line)
+    rows.blocks(rows.figure_names(best), _rows(listed), "layouts", 4)
     output.line()
-    left_out = result.plans.index(listed[-1]) + 1 - len(listed)
-    if left_out:
-        _prose(
+    if left_out := result.plans.index(listed[-1]) + 1 - len(listed):
+        rows.prose(
             f"Left out: {units.counted(left_out, 'layout')} at most 4% slower than a listed layout with the same "
             f"degrees and ZeRO; only schedule, micro-batch, recompute or SP differ. --all lists the "
             f"{len(result.plans)} fastest with them."
         )
-    for line in dropped_lines(result):
-        output.line(line)
+    output.line(f"Of {result.valid + sum(result.refused.values()):,} layouts were dropped:")
+    for count, reason in drop_reasons(result):
+        rows.prose(f"  {count:>9,}  {reason}", " " * 13)
     output.line()
-    for note in notes(listed, unit):
-        _prose(note)
-    for line in accuracy([best], f": layout 1 takes {ranges}, {RANGE}" if (ranges := range_text(best)) else ""):
-        output.line(line)
+    ranges = rows.range_text(best)
+    consequence = f": layout 1 takes {ranges}, {rows.RANGE}" if ranges else ""
+    for sentence in (*notes(listed), *rows.accuracy([best], consequence)):
+        rows.prose(sentence)
 
 
 def what_is_trained(name: str, plan: Plan) -> str:
     """Return a sentence on the model, the devices and the tokens."""
-    train = plan.config.train
-    tokens = tokens_of_run(plan.config)
-    parameters = units.count(parameter_counts.parameter_count(plan.config.model) or 0)
-    return f"{name}, {parameters} parameters, on {plan.cluster}: {units.count(tokens)} tokens in {train.steps:,} steps"
+    tokens = units.count(tokens_of_run(plan.config))
+    parameters = units.count(parameter_count(plan.config.model) or 0)
+    return f"{name}, {parameters} parameters, on {plan.cluster}: {tokens} tokens in {plan.config.train.steps:,} steps"
 
 
-def _show_proposal(proposal: Proposal, number: int, unit: str) -> None:
-    plan = proposal.plan
-    price = f", {cost_text(plan)}" if plan.cost is not None else ""
-    on = units.counted(plan.cluster.world, "device")
-    _prose(f"{proposal.title.capitalize()}: layout {number} on {on}, {training_time(plan, unit)} {unit}{price}", "  ")
-    output.line(f"  {plan.text().partition(', ')[0]}")
-    for line in wrapped(f"Why: {proposal.reason}.", COLUMNS - 2):
-        output.line(f"  {line}")
-
-
-def _rows(listed: Sequence[Plan], unit: str) -> list[tuple[str, Sequence[str], str]]:
+def _rows(listed: Sequence[Plan]) -> list[tuple[str, Sequence[str], str]]:
     has_several = len({plan.cluster.nodes for plan in listed}) > 1
-    rows: list[tuple[str, Sequence[str], str]] = []
+    cells: list[tuple[str, Sequence[str], str]] = []
     for number, plan in enumerate(listed, 1):
         degrees, _, details = plan.text().partition(", ")
-        nodes = f", {units.counted(plan.cluster.nodes, 'node')}, {hours_text(plan)}" if has_several else ""
-        rows.append((f"{number:>2}  {degrees}", figures(plan, unit), f"{details}{nodes}"))
-    return rows
+        nodes = f", {units.counted(plan.cluster.nodes, 'node')}, {rows.hours_text(plan)}" if has_several else ""
+        cells.append((f"{number:>2}  {degrees}", rows.figures(plan), f"{details}{nodes}"))
+    return cells
 
 
 def drop_reasons(result: Search) -> list[tuple[int, str]]:
@@ -111,45 +78,34 @@ def drop_reasons(result: Search) -> list[tuple[int, str]]:
     return sorted(reasons, reverse=True)
 
 
-def dropped_lines(result: Search) -> list[str]:
-    """Return a table of the layouts that are not listed, by the reason."""
-    rows = [(f"{number:,}", reason) for number, reason in drop_reasons(result)]
-    width = max((len(number) for number, _ in rows), default=0)
-    lines = [f"Of {result.valid + sum(result.refused.values()):,} layouts were dropped:"]
-    for number, reason in rows:
-        first, *further = wrapped(reason, COLUMNS - width - 4)
-        lines.append(f"  {number:>{width}}  {first}")
-        lines += [f"{' ' * (width + 4)}{line}" for line in further]
-    return lines
-
-
-def notes(listed: Sequence[Plan], unit: str) -> list[str]:
+def notes(listed: Sequence[Plan]) -> list[str]:
     """Return what the list assumes, and what its words mean."""
     best = listed[0]
-    sentences = [f"A step of layout 1: {best.time.shares()}"]
     changed = [
-        f"{length_text(case.seconds, unit)} if {case.assumption}"
+        f"{rows.duration(case.seconds)} if {case.assumption}"
         for case in sensitivities(best)[:-1]
         if case.seconds > best.calendar.seconds
     ]
-    sentences.append(f"Layout 1 takes {', '.join(changed)}.")
-    sentences.append(f"Network: {network_text(best)}, of one device in one direction.")
-    sentences.append(f'"{unit}" = on the calendar, with {calendar_text(best)}.')
-    if price := price_text(best):
+    sentences = [
+        f"A step of layout 1: {best.time.shares()}",
+        f"Layout 1 takes {', '.join(changed)}.",
+        f"Network: {rows.network_text(best)}, of one device in one direction.",
+        f'"time" = on the calendar, with {rows.calendar_text(best)}.',
+    ]
+    if price := rows.price_text(best):
         sentences.append(price)
     if best.kilowatt_hours is not None:
-        watts = best.cluster.device.watts
         sentences.append(
-            f"Energy of layout 1: {best.kilowatt_hours:,.0f} kWh, at {watts:,.0f} W for each device, without hosts, "
-            "network and cooling."
+            f"Energy of layout 1: {best.kilowatt_hours:,.0f} kWh, at {best.cluster.device.watts:,.0f} W for each "
+            "device, without hosts, network and cooling."
         )
-    if any(plan.is_tight for plan in listed):
-        sentences.append(TIGHT)
-    if any(plan.frees_parts for plan in listed):
-        sentences.append(FREED_PARTS)
+    sentences += rows.warnings(listed)
     if any(plan.config.compile.enabled for plan in listed):
-        sentences.append(_COMPILED)
-    sentences += _LEGEND
+        sentences.append('"step" = with compiled blocks (compile.enabled) where the layout can be compiled')
+    sentences += [
+        '"MFU" = model FLOPs, without recompute and masked attention, over the peak',
+        '"free" = device memory - run - 6% reserve (context, buffers, fragmentation)',
+    ]
     if on_host := offloaded_bytes(best.config, best.layout, best.cluster.device.is_accelerator):
         sentences.append(
             f"Layout 1 needs {units.size(on_host)} of the host's memory for each rank, which is not checked."
@@ -165,7 +121,7 @@ def answer_facts(answer: Answer, listed: Sequence[Plan]) -> dict[str, Any]:
             "names": list(proposal.names),
             "layout": listed.index(proposal.plan) + 1,
             "reason": proposal.reason,
-            "sensitivity_seconds": {s.assumption: s.seconds for s in sensitivities(proposal.plan)},
+            "sensitivity_seconds": {case.assumption: case.seconds for case in sensitivities(proposal.plan)},
         }
         for proposal in proposals(listed)
     ]
@@ -174,15 +130,8 @@ def answer_facts(answer: Answer, listed: Sequence[Plan]) -> dict[str, Any]:
         "dropped": dict(result.too_large),
         "refused": dict(result.refused),
         "slower": result.slower,
-        "budget": answer.budget or None,
-        "steps": answer.steps or None,
-        "unused": answer.unused or None,
+        **answer.remarks,
         "proposals": proposed,
-        "plans": [*map(plan_facts, listed)],
-        "accuracy": accuracy_text(listed[0]),
+        "plans": [*map(rows.plan_facts, listed)],
+        "accuracy": rows.accuracy_text(listed[0]),
     }
-
-
-def _prose(text: str, indent: str = "") -> None:
-    for line in wrapped(text, COLUMNS, indent):
-        output.line(line)

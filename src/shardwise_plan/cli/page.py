@@ -12,18 +12,9 @@ from markupsafe import Markup
 from shardwise import __version__
 from shardwise.base import units
 from shardwise.pipeline.timeline import Timeline
+from shardwise_plan.cli import rows
 from shardwise_plan.cli.layout_list import drop_reasons, notes, what_is_trained
 from shardwise_plan.cli.nodes import Answer
-from shardwise_plan.cli.rows import (
-    accuracy,
-    changed_time,
-    cost_text,
-    figure_names,
-    figures,
-    range_text,
-    time_unit,
-    training_time,
-)
 from shardwise_plan.plan import Plan
 from shardwise_plan.proposals import Proposal, proposals, sensitivities
 from shardwise_watch import report
@@ -56,38 +47,36 @@ def page(name: str, answer: Answer, listed: Sequence[Plan]) -> str:
         lstrip_blocks=True,
     )
     best = listed[0]
-    unit = time_unit(best)
     proposed = proposals(listed)
-    ranges = range_text(best)
+    ranges = rows.range_text(best)
     return environment.get_template("plan_page.html").render(
         title=f"{name} on {best.cluster}",
         subject=what_is_trained(name, best),
-        sentences=[text for text in (answer.steps, answer.budget, answer.unused) if text],
+        sentences=answer.sentences,
         version=__version__,
-        accuracy=" ".join(accuracy([best], f": layout 1 takes {ranges}" if ranges else "")),
-        unit=unit,
-        proposals=[_proposal(proposal, listed, unit) for proposal in proposed],
-        sensitivity=_sensitivity(proposed, unit),
+        accuracy=" ".join(rows.accuracy([best], f": layout 1 takes {ranges}" if ranges else "")),
+        proposals=[_proposal(proposal, listed) for proposal in proposed],
+        sensitivity=_sensitivity(proposed),
         timeline=_timeline(best),
         memories=[_memory(proposal) for proposal in proposed],
-        names=["devices", "tokens/s", *figure_names(best, unit), "bubble", "communication", "device-hours"],
-        rows=[_row(plan, unit) for plan in listed],
+        names=["devices", "tokens/s", *rows.figure_names(best), "bubble", "communication", "device-hours"],
+        rows=[_row(plan) for plan in listed],
         dropped=drop_reasons(answer.result),
-        notes=notes(listed, unit),
+        notes=notes(listed),
     )
 
 
-def _proposal(proposal: Proposal, listed: Sequence[Plan], unit: str) -> dict[str, Any]:
+def _proposal(proposal: Proposal, listed: Sequence[Plan]) -> dict[str, Any]:
     plan = proposal.plan
     tiles = [
         ("devices", f"{plan.cluster.world:,}"),
-        (f"{unit} on the calendar", training_time(plan, unit)),
+        ("time on the calendar", rows.duration(plan.calendar.seconds)),
         ("step", units.step_duration(plan.time.total)),
         ("free memory", units.size(plan.headroom)),
         ("goodput", f"{plan.calendar.goodput:.1%}"),
     ]
     if plan.cost is not None:
-        tiles.append(("price", cost_text(plan)))
+        tiles.append(("price", rows.cost_text(plan)))
     if plan.kilowatt_hours is not None:
         tiles.append(("energy", f"{plan.kilowatt_hours:,.0f} kWh"))
     return {
@@ -98,17 +87,17 @@ def _proposal(proposal: Proposal, listed: Sequence[Plan], unit: str) -> dict[str
     }
 
 
-def _sensitivity(proposed: Sequence[Proposal], unit: str) -> list[tuple[str, list[str]]]:
+def _sensitivity(proposed: Sequence[Proposal]) -> list[tuple[str, list[str]]]:
     """Return a row for what is assumed, and for each change of it, with a cell for each proposal."""
-    as_assumed = [training_time(proposal.plan, unit) for proposal in proposed]
-    rows = [("as assumed", as_assumed)]
+    usual = [proposal.plan.calendar.seconds for proposal in proposed]
+    table = [("as assumed", [*map(rows.duration, usual)])]
     for changes in zip(*(sensitivities(proposal.plan) for proposal in proposed), strict=True):
         cells = [
-            changed_time(proposal.plan, change.seconds, unit)
-            for proposal, change in zip(proposed, changes, strict=True)
+            f"{rows.duration(change.seconds)} ({change.seconds / seconds - 1:+.1%})"
+            for change, seconds in zip(changes, usual, strict=True)
         ]
-        rows.append((changes[0].assumption, cells))
-    return rows
+        table.append((changes[0].assumption, cells))
+    return table
 
 
 def _timeline(plan: Plan) -> dict[str, Any]:
@@ -189,12 +178,12 @@ def _parts(amounts: Mapping[str, float], total: float, shown: Callable[[float], 
     ]
 
 
-def _row(plan: Plan, unit: str) -> dict[str, Any]:
+def _row(plan: Plan) -> dict[str, Any]:
     time = plan.time
     cells = (
         f"{plan.cluster.world:,}",
         f"{plan.tokens_per_second:,.0f}",
-        *figures(plan, unit),
+        *rows.figures(plan),
         f"{time.bubble / time.total:.1%}",
         f"{time.communication / time.total:.1%}",
         f"{plan.device_hours:,.0f}",

@@ -24,7 +24,7 @@ from shardwise.config.recipe_files import carried_comments, is_without_data, own
 from shardwise_plan.cli.against_run import compare_with_run
 from shardwise_plan.cli.devices import compare_devices, named_devices, prices
 from shardwise_plan.cli.layout_list import answer_facts, show
-from shardwise_plan.cli.nodes import Answer, Machines, answer, is_comparison, node_counts, seconds_of
+from shardwise_plan.cli.nodes import Answer, Machines, answer, node_counts, seconds_of
 from shardwise_plan.cli.rows import range_text
 from shardwise_plan.device_specs import MOST_FAILURES, Price, shipped_text
 from shardwise_plan.plan import Plan, distinct
@@ -33,6 +33,10 @@ from shardwise_plan.run_stages import run_with_layout
 
 _MOST_ROWS = 10
 """Rows of the list without `--all`."""
+_OPTIONS = (
+    "recipe", "overrides", "device", "nodes", "objective", "price", "budget", "failures", "restart", "why", "all",
+    "write", "layout", "show_device", "calibrate", "output", "json", "html", "plot",
+)  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -99,25 +103,45 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.calibrate:
-        return _calibrate(arguments)
-    if arguments.output is not None:
+        _require_alone(arguments, "--calibrate", "calibrate", "output")
+        _calibrate(arguments.output or Path("measured.yaml"))
+    elif arguments.output is not None:
         raise ConfigError(f"-o ({arguments.output}) must go with --calibrate; a recipe is written by --write")
-    if arguments.show_device is not None:
-        return _show_device(arguments)
-    if arguments.recipe is None:
+    elif arguments.show_device is not None:
+        _require_alone(arguments, f"--show-device ({arguments.show_device})", "show_device")
+        output.raw(shipped_text(arguments.show_device).rstrip("\n"))
+    elif arguments.recipe is None:
         raise ConfigError("RECIPE must be named, or the folder of a run, or --calibrate or --show-device given")
-    if arguments.device is None:
+    elif arguments.device is None:
         raise ConfigError("--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it")
-    if Path(arguments.recipe).is_dir():
+    elif Path(arguments.recipe).is_dir():
+        _require_alone(
+            arguments, "RUN (whose keys are as they were)", "recipe", "device", "nodes", "all", "json", "write"
+        )
         nodes = node_counts(arguments.nodes)
         if len(nodes) > 1:
             raise ConfigError(f"--nodes ({arguments.nodes}) must be one number: that of the run's machines")
-        return compare_with_run(arguments, Machines(arguments.device).on(nodes[0]))
+        machines = Machines(arguments.device).on(nodes[0])
+        compare_with_run(Path(arguments.recipe), machines, as_json=arguments.json, write=arguments.write)
+    else:
+        _plan(arguments)
+    return 0
+
+
+def _require_alone(arguments: argparse.Namespace, subject: str, *allowed: str) -> None:
+    """Refuse options that do not go with what is asked for."""
+    given = [name for name in _OPTIONS if name not in allowed and getattr(arguments, name)]
+    if given:
+        name = {"overrides": "key=value", "recipe": "RECIPE"}.get(given[0], f"--{given[0].replace('_', '-')}")
+        raise ConfigError(f"{name} must be left out: {subject} goes without it")
+
+
+def _plan(arguments: argparse.Namespace) -> None:
     recipe: str = arguments.recipe
     config = largest_stage(load_config(recipe, arguments.overrides))
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
-    if is_comparison(arguments):
-        # A rule of the batch would otherwise let each cluster train other tokens.
+    if arguments.budget is not None or "," in f"{arguments.nodes}{arguments.device}":
+        # A rule of the batch would otherwise let each of the compared clusters train other tokens.
         config = config.with_tokens_for_any_batch()
     devices = named_devices(arguments.device)
     price_of = prices(arguments.price, devices)
@@ -130,7 +154,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None and not arguments.plot.suffix:
         raise ConfigError(f"--plot ({arguments.plot}) must end in its format, such as .png or .svg")
     if len(devices) > 1:
-        return compare_devices(arguments, devices, answered)
+        one = {name for name in _OPTIONS if name not in ("why", "write", "plot", "html", "all")}
+        _require_alone(arguments, f"--device ({arguments.device}), of several devices,", *one)
+        compare_devices(arguments, devices, answered)
+        return
     chosen = answered(devices[0])
     # The numbers that --layout, --why and a plot have are those of the rows.
     listed = chosen.result.plans if arguments.all else _without_details(chosen.result.plans)
@@ -149,9 +176,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         show(recipe_name(recipe), chosen, listed)
     if arguments.plot is not None:
-        draw(listed, arguments.plot)
+        _draw(listed, arguments.plot)
         output.progress(f"wrote {arguments.plot}")
-    return 0
 
 
 def _machines(arguments: argparse.Namespace, device: str, price: Price | None) -> Machines:
@@ -160,7 +186,11 @@ def _machines(arguments: argparse.Namespace, device: str, price: Price | None) -
         raise ConfigError(
             f"--failures ({failures}) must be failures of a device in a year, from 0 to {MOST_FAILURES:,g}"
         )
-    restart = None if arguments.restart is None else seconds_of(arguments.restart, "--restart")
+    restart = None if arguments.restart is None else seconds_of(arguments.restart)
+    if arguments.restart is not None and restart is None:
+        raise ConfigError(
+            f"--restart ({arguments.restart!r}) must be a time in minutes, hours, days or weeks, such as '15 minutes'"
+        )
     return Machines(device, price, failures, restart)
 
 
@@ -177,28 +207,13 @@ def _without_details(plans: Sequence[Plan]) -> list[Plan]:
     return listed
 
 
-def _show_device(arguments: argparse.Namespace) -> int:
-    if arguments.recipe is not None or arguments.device is not None:
-        raise ConfigError(f"--show-device ({arguments.show_device}) must go alone: it plans nothing")
-    output.raw(shipped_text(arguments.show_device).rstrip("\n"))
-    return 0
-
-
-def _calibrate(arguments: argparse.Namespace) -> int:
-    other_options = (
-        "recipe", "overrides", "device", "nodes", "objective", "price", "budget", "failures", "restart", "why", "write",
-        "layout", "html", "plot", "show_device",
-    )  # fmt: skip
-    if any(getattr(arguments, option) for option in other_options) or arguments.json:
-        raise ConfigError("--calibrate must go alone or with -o FILE: it measures this machine, whatever the recipe")
+def _calibrate(target: Path) -> None:
     # A plan needs neither the launcher of ranks nor what fits constants to measurements.
     from shardwise_plan.calibrate import calibrate
 
-    target: Path = arguments.output or Path("measured.yaml")
     output.progress("measuring this machine takes about a minute; other work on it makes the figures worse")
     output.table(calibrate(target))
     output.progress(f"wrote {target}; plan with: shardwise plan RECIPE --device {target}")
-    return 0
 
 
 def _show_differences(plans: list[Plan], first: int, second: int) -> None:
@@ -206,26 +221,23 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
     for number in (first, second):
         if not 1 <= number <= len(plans):
             raise ConfigError(f"--why {first} {second} must name two layouts of the list, 1 to {len(plans)}")
-    left = plans[first - 1]
-    right = plans[second - 1]
-    output.prose(f"{first}: {left.text()}")
-    output.prose(f"{second}: {right.text()}")
-    output.line()
-    right_seconds = dict(right.time.rows())
-    parts = [(part, seconds, right_seconds[part]) for part, seconds in left.time.rows()]
-    parts.append(("step", left.time.total, right.time.total))
+    pair = [plans[first - 1], plans[second - 1]]
+    for number, plan in zip((first, second), pair, strict=True):
+        output.prose(f"{number}: {plan.text()}")
+    left, right = ({**dict(plan.time.rows()), "step": plan.time.total} for plan in pair)
     # The step itself stays last, below its parts.
-    parts[:-1] = sorted(parts[:-1], key=lambda part: -abs(part[2] - part[1]))
-    rows = [(name.replace("_", " "), f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}") for name, a, b in parts if a or b]
+    parts = sorted(left, key=lambda part: (part == "step", -abs(right[part] - left[part])))
+    rows = [
+        (part.replace("_", " "), f"{left[part]:.4f}", f"{right[part]:.4f}", f"{right[part] - left[part]:+.4f}")
+        for part in parts
+        if left[part] or right[part]
+    ]
+    output.line()
     output.table(rows, ("seconds", str(first), str(second), "difference"), right=(1, 2, 3))
     output.line()
-    right_bytes = dict(right.memory.rows())
-    memory_rows = []
-    for kind, size in left.memory.rows():
-        other_size = right_bytes.get(kind, 0)
-        if size or other_size:
-            memory_rows.append((kind, units.size(size), units.size(other_size)))
-    output.table(memory_rows, ("memory", str(first), str(second)), right=(1, 2))
+    sizes = [dict(plan.memory.rows()) for plan in pair]
+    kinds = [(kind, *(units.size(of.get(kind, 0)) for of in sizes)) for kind in sizes[0] | sizes[1]]
+    output.table(kinds, ("memory", str(first), str(second)), right=(1, 2))
 
 
 def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: int | None) -> None:
@@ -270,7 +282,7 @@ _MOST_BARS = 20_000
 """Largest number of actions that a picture shows: each is an object of matplotlib."""
 
 
-def draw(plans: Sequence[Plan], path: Path) -> None:
+def _draw(plans: Sequence[Plan], path: Path) -> None:
     """Draw time against memory of all plans, and the timeline of the best one, in the format of the file's suffix."""
     # Costly to import, for a plot alone.
     from shardwise.base.libraries import optional_library

@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from shardwise.base.errors import ConfigError, RunError
 from shardwise.cli import output
 from shardwise.cli.model_argument import HELP
 from shardwise.launch.environment import joined
-from shardwise_use.channel import Channel
 from shardwise_use.cli.sampling import add_sampling, require_valid
 
 _POLL_SECONDS = 0.2
@@ -105,20 +105,20 @@ def talk(
     return code
 
 
-def _accept(listener: socket.socket, model: subprocess.Popen[bytes]) -> Channel | None:
+def _accept(listener: socket.socket, model: subprocess.Popen[bytes]) -> Connection | None:
     """The connection to the model; None if its process has ended."""
     while model.poll() is None:
         with contextlib.suppress(TimeoutError):
             connection = listener.accept()[0]
             connection.settimeout(None)
-            return Channel(connection)
+            return Connection(connection.detach())
     return None
 
 
 class _Terminal:
     """The person's side of a conversation."""
 
-    def __init__(self, channel: Channel, arguments: argparse.Namespace, *, shows_stats: bool) -> None:
+    def __init__(self, channel: Connection, arguments: argparse.Namespace, *, shows_stats: bool) -> None:
         self._channel = channel
         self._sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "seed")}
         self._shows_stats = shows_stats
@@ -126,8 +126,9 @@ class _Terminal:
         self._is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self) -> None:
-        ready = self._channel.receive()
-        if ready is None:
+        try:
+            ready = self._channel.recv()
+        except (EOFError, OSError):
             return
         if ready["max_tokens"] < self._max_tokens:
             output.progress(f"an answer has at most {ready['max_tokens']:,} tokens, half of what the model reads")
@@ -143,12 +144,14 @@ class _Terminal:
                 else "write the beginning of a text, and the model continues it"
             )
             output.line(f"{kind}; {_COMMANDS}")
-        # An OSError: the model has gone, and its exit code says why.
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while True:
-                request = self._command(self._read())
-                if request is not None and not self._answer(request):
-                    return
+                if request := self._command(self._read()):
+                    self._answer(request)
+        except EOFError:
+            pass
+        except OSError:
+            return  # the model has gone, and its exit code says why
         if self._is_interactive:
             output.line()
 
@@ -200,17 +203,15 @@ class _Terminal:
         else:
             output.progress(f"/temperature ({value}) must be a number of at least 0, such as /temperature 0.7")
 
-    def _answer(self, request: dict[str, Any]) -> bool:
-        """Send a request and show the answer, which Ctrl-C stops; returns False if the model has gone."""
+    def _answer(self, request: dict[str, Any]) -> None:
+        """Send a request and show the answer, which Ctrl-C stops. OSError: the model has gone."""
         previous = signal.signal(signal.SIGINT, lambda *_: self._channel.send({"stop": True}))
         try:
             self._channel.send(request)
-            while True:
-                message = self._channel.receive()
-                if message is None:
-                    return False
-                if self._show(message):
-                    return True
+            while not self._show(self._channel.recv()):
+                pass
+        except EOFError:
+            raise ConnectionResetError from None
         finally:
             signal.signal(signal.SIGINT, previous)
 
@@ -219,14 +220,13 @@ class _Terminal:
         if "refused" in message:
             output.progress(message["refused"])
             return True
-        sys.stdout.write(output.text(message["piece"]))
-        sys.stdout.flush()
-        if "end" not in message:
+        if "piece" in message:
+            sys.stdout.write(output.text(message["piece"]))
+            sys.stdout.flush()
             return False
         output.line()
         if self._shows_stats:
-            first = message["first_seconds"]
-            seconds_after = message["seconds"] - first
-            speed = f", then {(message['tokens'] - 1) / seconds_after:,.0f} tokens/s" if message["tokens"] > 1 else ""
-            output.progress(f"{message['tokens']:,} tokens; the first after {first:.2f} s{speed}")
+            tokens = message["tokens"]
+            speed = f", then {(tokens - 1) / message['decode_seconds']:,.0f} tokens/s" if tokens > 1 else ""
+            output.progress(f"{tokens:,} tokens; the first after {message['prefill_seconds']:.2f} s{speed}")
         return True

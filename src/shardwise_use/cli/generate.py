@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base import files, hardware, units
 from shardwise.base.errors import ConfigError, keys_renamed
@@ -32,13 +33,13 @@ from shardwise.cli.model_argument import (
 )
 from shardwise.config import Config, check_layout
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.launch.environment import is_launched
+from shardwise.launch.environment import Rank, is_launched
 from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
 from shardwise_use.cli.chat import talk
 from shardwise_use.cli.sampling import add_sampling, require_valid
 
 if TYPE_CHECKING:
-    from shardwise_use.inference_jobs import Answer
+    from shardwise_use.generation import Answer
 
 KEYS = (
     "parallel.tensor", "parallel.pipeline", "parallel.stages", "precision.mode", "data.tokenizer", "model.family",
@@ -74,18 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
         return talk(arguments, completes=True)
     text = _prompt_text(arguments)
     with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
-        config = generation_config(folder, values)
-        require_ranks(config, place.world if place is not None else arguments.nproc or config.parallel.ranks)
-        tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
-        ids, room = _fit(config, folder, tokenizer, text)
-        if place is None:
-            # Before the ranks start, each of which would fail by itself.
-            check_accelerators(config.parallel.ranks, hardware.accelerators()[1])
-            if config.parallel.ranks > 1:
-                return launch_command("generate", arguments, folder, config.parallel.ranks)
+        config, tokenizer = prepare(arguments, place, folder, values, announce)
+        ids, room = _fit(config, tokenizer, text)
+        if place is None and config.parallel.ranks > 1:
+            return launch_command("generate", arguments, folder, config.parallel.ranks)
         leads = place is None or place.rank == 0
         with as_rank(place) as ending:
-            from shardwise_use.inference_jobs import Prompt, run_generation
+            from shardwise_use.generation import Prompt
+            from shardwise_use.inference_jobs import run_generation
 
             most_tokens = min(arguments.max_tokens, room)
             stops = folder.stops(tokenizer)
@@ -95,18 +92,41 @@ def run(arguments: argparse.Namespace) -> int:
             with folder, keys_renamed(ARGUMENTS):
                 answer = run_generation(config, folder.weights, tokenizer, prompt, show)
             if leads:
-                stopped = "eos" if answer.ended else "context" if most_tokens < arguments.max_tokens else "max_tokens"
+                is_full = answer.end == "max_tokens" and most_tokens < arguments.max_tokens
+                stopped = "context" if is_full else answer.end
                 _finish(arguments, folder, text, len(ids), answer, stopped)
         return ending.code
 
 
-def require_ranks(config: Config, ranks: int) -> None:
-    """Check the layout, whose ranks hold one copy of the model."""
-    world = config.parallel.ranks
-    if ranks != world:
-        keys = config.parallel.keys_text
-        raise ConfigError(f"--nproc ({ranks}) must be {keys}: one copy of the model writes one text")
-    check_layout(config, world)
+def prepare(
+    arguments: argparse.Namespace,
+    place: Rank | None,
+    folder: ModelFolder,
+    values: dict[str, Any],
+    announce: Callable[[str], None] | None = None,
+) -> tuple[Config, Tokenizer]:
+    """Return the configuration and the tokenizer of a model that writes text, whose ranks hold one copy of it.
+
+    Raises:
+        ConfigError: it is none, or needs other ranks.
+    """
+    config = generation_config(folder, values)
+    if not config.model.causal:
+        raise ConfigError(
+            f"the model in {folder.name} must be a causal language model, which predicts the next token, and "
+            f"{config.model.family} predicts masked ones: `shardwise evaluate` tells how well"
+        )
+    ranks = config.parallel.ranks
+    given = place.world if place is not None else arguments.nproc or ranks
+    if given != ranks:
+        raise ConfigError(
+            f"--nproc ({given}) must be {config.parallel.keys_text}: one copy of the model writes one text"
+        )
+    check_layout(config, ranks)
+    if place is None:
+        # Before the ranks start, each of which would fail by itself.
+        check_accelerators(ranks, hardware.accelerators()[1])
+    return config, open_tokenizer(config, folder, cached=is_launched(), announce=announce)
 
 
 def _prompt_text(arguments: argparse.Namespace) -> str:
@@ -124,14 +144,9 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
     return text
 
 
-def _fit(config: Config, folder: ModelFolder, tokenizer: Tokenizer, text: str) -> tuple[list[int], int]:
+def _fit(config: Config, tokenizer: Tokenizer, text: str) -> tuple[list[int], int]:
     """The prompt's ids, and how many tokens may follow. The last one needs no position: the model does not read it."""
     model = config.model
-    if not model.causal:
-        raise ConfigError(
-            f"the model in {folder.name} must be a causal language model, which predicts the next token, and "
-            f"{model.family} predicts masked ones: `shardwise evaluate` tells how well"
-        )
     ids = tokenizer.encode_prompt(text)
     if not ids:
         raise ConfigError(f"the prompt ({text!r}) must have at least 1 token, and the tokenizer makes none of it")

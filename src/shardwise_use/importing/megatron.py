@@ -36,12 +36,12 @@ from shardwise.config import GPTConfig, LlamaConfig
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel
 from shardwise_use.importing.megatron_arguments import SIZES, choose_vocabulary, is_count, read_args
-from shardwise_use.importing.tensor_parallel_shards import Shards, Stacked, require_ranks, stack
+from shardwise_use.importing.tensor_parallel_shards import Shards, Stacked, rank_paths, require_ranks, stack
 
 RankStates: TypeAlias = Mapping[tuple[int, int], Mapping[str, Any]]
 """(tensor-parallel rank, pipeline stage) → content of its file."""
 _TRACKER = "latest_checkpointed_iteration.txt"
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 # Without and with pipeline stages.
 _RANK_NAMES = ("mp_rank_{:02d}", "mp_rank_{:02d}_{:03d}")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -152,8 +152,6 @@ def combined(
 
 def _iteration(source: Path) -> Path:
     """The folder with the ranks' folders."""
-    if not source.is_dir():
-        raise ConfigError(f"{source} must be the folder of a Megatron-LM checkpoint: there is no folder of that name")
     tracker = source / _TRACKER
     if not tracker.is_file():
         return source
@@ -171,14 +169,9 @@ def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
     """(tensor-parallel rank, pipeline stage) → its file."""
     ranks: dict[tuple[int, int], Path] = {}
     problems: list[str] = []
-    for path in sorted(folder.iterdir()):
-        match = _RANK.fullmatch(path.name)
-        if match is None:
-            continue
-        if match[3]:
-            raise ConfigError(f"{folder} is of a model with experts ({path.name}), and no family here has them")
+    for rank, path in rank_paths(folder, _RANK).items():
         if files := [path / name for name in _FILES if (path / name).is_file()]:
-            ranks[int(match[1]), int(match[2] or 0)] = files[0]
+            ranks[rank] = files[0]
         else:
             problems.append(f"{path} must hold {listing(_FILES, 'or')}, and it holds neither")
     if problems:
@@ -233,7 +226,7 @@ def _degrees(
         raise ConfigError(
             f"{folder}: TP {tensor!r} × PP {pipeline!r} must be whole numbers, at most {_MOST_RANKS:,} ranks"
         )
-    require_ranks(str(folder), ranks, tensor, pipeline, rank_names[pipeline > 1].format)
+    require_ranks(str(folder), ranks, tensor, pipeline, rank_names[pipeline > 1])
     return tensor, pipeline
 
 

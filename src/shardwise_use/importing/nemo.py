@@ -26,6 +26,7 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise_use.importing import megatron_arguments, pickled
 from shardwise_use.importing.hugging_face import ForeignModel
 from shardwise_use.importing.megatron import combined
+from shardwise_use.importing.tensor_parallel_shards import rank_paths
 
 _SHOWN = 6
 
@@ -73,31 +74,20 @@ def open_nemo(source: Path, vocab_size: int | None = None, *, allow_drift: bool 
 
 def _files(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
     """The folder, and (tensor-parallel rank, pipeline stage) → its file. A rank whose file is missing is left out."""
-    folder = source
-    name: str | None = None
-    if source.suffix == ".ckpt":
-        folder = source.parent
-        name = source.name
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} must be the folder of a checkpoint: there is no folder of that name")
-    ranks: dict[tuple[int, int], Path] = {}
-    for path in sorted(folder.iterdir()):
-        match = _RANK.fullmatch(path.name)
-        if match is not None:
-            ranks[int(match[1] or match[2]), int(match[3] or 0)] = path
-    if not ranks:
-        ranks[0, 0] = folder
+    is_file = source.suffix == ".ckpt"
+    folder = source.parent if is_file else source
+    ranks = rank_paths(folder, _RANK) or {(0, 0): folder}
     names = sorted({file.name for path in ranks.values() for file in path.glob("*.ckpt")})
     if not names:
         raise ConfigError(
             f"{folder} must hold folders tp_rank_00_pp_rank_000, … or mp_rank_00, … with a .ckpt in each, or one .ckpt"
         )
-    if name is None and len(names) > 1:
+    if len(names) > 1 and not is_file:
         raise ConfigError(
             f"{folder} must hold one checkpoint, and it holds {listing(names, most=_SHOWN)}: name one, as "
             f"{folder / names[-1]}"
         )
-    chosen = name or names[0]
+    chosen = source.name if is_file else names[0]
     if chosen not in names:
         raise ConfigError(f"{source} must be a checkpoint in {folder}, which holds {listing(names, most=_SHOWN)}")
     return folder, {rank: path / chosen for rank, path in ranks.items() if (path / chosen).is_file()}

@@ -37,11 +37,9 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.config import LlamaConfig, weight_names
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel
-from shardwise_use.importing.tensor_parallel_shards import Shards, Stacked, drift, require_ranks, stack
+from shardwise_use.importing.tensor_parallel_shards import Shards, Stacked, drift, rank_paths, require_ranks, stack
 
-_CURRENT = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
-_OLD = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})")
-_EXPERTS = re.compile(r"dp_rank_\d+_ep_rank_\d+_.*\.pt")
+_RANK = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt|tp_rank_(\d{2,})_pp_rank_(\d{2,})")
 _OLD_FILE = "checkpoint.pt"
 _STARTED = "checkpoint"
 _DONE = "done"
@@ -76,7 +74,7 @@ def open_neuronx(
     ranks = _ranks(source)
     tensor = max(rank for rank, _ in ranks) + 1
     pipeline = max(stage for _, stage in ranks) + 1
-    require_ranks(str(source), set(ranks), tensor, pipeline, lambda t, p: f"tp_rank_{t:02d}_pp_rank_{p:02d}")
+    require_ranks(str(source), set(ranks), tensor, pipeline, "tp_rank_{:02d}_pp_rank_{:02d}")
     spelled = weight_names(config.family)
     states = {rank: _state(path, re.compile(spelled.buffers)) for rank, path in sorted(ranks.items())}
     shards = Shards(str(source), tensor, allow_drift)
@@ -102,19 +100,10 @@ def open_neuronx(
 
 def _ranks(source: Path) -> dict[tuple[int, int], Path]:
     """(tensor-parallel rank, pipeline stage) → its file."""
-    if not source.is_dir():
-        raise ConfigError(f"{source} must be the folder of a checkpoint: there is no folder of that name")
     if (source / _STARTED).is_file() and not (source / _DONE).exists():
         raise ConfigError(f"{source} must be a checkpoint that was completed: it has no file '{_DONE}'")
-    folder = source / "model" if (source / "model").is_dir() else source
-    files: dict[tuple[int, int], Path] = {}
-    for path in sorted(folder.iterdir()):
-        if _EXPERTS.fullmatch(path.name):
-            raise ConfigError(f"{folder} is of a model with experts ({path.name}), and no family here has them")
-        if match := _CURRENT.fullmatch(path.name):
-            files[int(match[1]), int(match[2])] = path
-        elif match := _OLD.fullmatch(path.name):
-            files[int(match[1]), int(match[2])] = path / _OLD_FILE if path.is_dir() else path
+    ranks = rank_paths(source / "model" if (source / "model").is_dir() else source, _RANK)
+    files = {rank: path / _OLD_FILE if path.is_dir() else path for rank, path in ranks.items()}
     absent = [str(path) for path in files.values() if not path.is_file()]
     if absent:
         raise ConfigError(f"{source} lacks {listing(absent[:_SHOWN])}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from shardwise.checkpoint.format.writing import STREAM_BYTES, StreamedWeight
 from shardwise.checkpoint.storage.root import Buffer
 
 _SHOWN = 8
+_EXPERTS = re.compile(r"mp_rank_\d+_\d+_\d+|dp_rank_\d+_ep_rank_\d+_.*\.pt")
+"""Names of the files of a model with experts, of Megatron-LM and of neuronx-distributed."""
 _DRIFT_REFUSED = "replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"
 _DRIFT_TOO_LARGE = (
     "they differ by more than their norm, as unrelated matrices do: they are of different checkpoints, or the model's "
@@ -113,27 +117,36 @@ def drift(tensor: Tensor, replica: Tensor) -> float:
     return relative if math.isfinite(relative) else math.inf
 
 
-def require_ranks(
-    where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: Callable[[int, int], str]
-) -> None:
-    """Raise ConfigError where the ranks of a source are not those of its degrees.
+def rank_paths(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
+    """(tensor-parallel rank, pipeline stage) → the file or folder whose name has these numbers.
 
-    Args:
-        where: subject of the message.
-        ranks: (tensor-parallel rank, pipeline stage) of each rank.
-        tensor: tensor-parallel degree.
-        pipeline: number of pipeline stages.
-        name: gives the name of a rank.
+    Raises:
+        ConfigError: there is no such folder, or it is of a model with experts.
     """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} must be the folder of a checkpoint: there is no folder of that name")
+    ranks: dict[tuple[int, int], Path] = {}
+    for path in sorted(folder.iterdir()):
+        if _EXPERTS.fullmatch(path.name):
+            raise ConfigError(f"{folder} is of a model with experts ({path.name}), and no family here has them")
+        if match := pattern.fullmatch(path.name):
+            numbers = [int(number) for number in match.groups() if number]
+            ranks[numbers[0], numbers[1] if len(numbers) > 1 else 0] = path
+    return ranks
+
+
+def require_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: str) -> None:
+    """Raise ConfigError where the ranks of a source are not those of its degrees; `name`: format of a rank's name."""
     expected = {(t, p) for t in range(tensor) for p in range(pipeline)}
     degrees = f"TP {tensor} × PP {pipeline}"
-    problems: list[str] = []
-    if missing := sorted(expected - ranks):
-        names = listing((name(*rank) for rank in missing), most=_SHOWN)
-        problems.append(f"{where} must have every rank of {degrees}: it lacks {names}")
-    if extra := sorted(ranks - expected):
-        names = listing((name(*rank) for rank in extra), most=_SHOWN)
-        problems.append(f"{where} must have the ranks of {degrees} alone: it also has {names}")
+    problems = [
+        f"{where} must have {text} {listing((name.format(*rank) for rank in sorted(wrong)), most=_SHOWN)}"
+        for text, wrong in (
+            (f"every rank of {degrees}: it lacks", expected - ranks),
+            (f"the ranks of {degrees} alone: it also has", ranks - expected),
+        )
+        if wrong
+    ]
     if problems:
         raise ConfigError(problems)
 
@@ -202,13 +215,12 @@ class Shards:
         Vectors are not bounded: biases begin at 0, so that their drift may be larger than they are, and norm weights
         are much alike in any model.
         """
-        limit = _MOST_DRIFT if are_matrices else sys.float_info.max
-        if self.allow_drift and drift <= limit:
-            self._accepted_drifts[name] = drift
-        elif self.allow_drift:
-            self._refused_drifts.append((name, f"{requirement} ({drift:.0%} of their norm)"))
-        else:
+        if not self.allow_drift:
             self._refused_drifts.append((name, requirement))
+        elif drift <= (_MOST_DRIFT if are_matrices else sys.float_info.max):
+            self._accepted_drifts[name] = drift
+        else:
+            self._refused_drifts.append((name, f"{requirement} ({drift:.0%} of their norm)"))
 
     @property
     def notes(self) -> list[str]:

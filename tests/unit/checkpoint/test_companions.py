@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,7 +136,7 @@ MODEL_TYPES = ["gpt2", "gpt_neox", "llama", "mistral", "qwen3", "smollm3", "gemm
 
 
 @pytest.mark.parametrize("where", ["data", "weights"])
-@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizerFast", "LlamaTokenizer", None])
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "LlamaTokenizer", None])
 def test_transformers_gets_the_ids_of_the_training(tmp_path: Path, name: str | None, where: str) -> None:
     """From the tokenizer of the data, and from that of loaded weights where the data are tokens."""
     own = tmp_path / "own"
@@ -208,8 +207,10 @@ def test_fault_09_what_is_a_key_of_the_model_stays_the_models() -> None:
 
 
 def test_fault_09_companions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.companions \(gone\) must be a Hugging Face folder or its c"):
-        find_companions(run_of(companions="gone"), None, None)
+    (tmp_path / "empty").mkdir()
+    for place in ("gone", tmp_path / "empty"):
+        with pytest.raises(ConfigError, match=r"checkpoint\.companions \(.*\) must "):
+            find_companions(run_of(companions=place), None, None)
     weights = published(tmp_path / "published")
     for text, problem in (("{", "cannot be read"), ("[]", "must hold a JSON object")):
         (weights / "generation_config.json").write_text(text)
@@ -237,31 +238,3 @@ def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path) -> None:
     allowed, ignored = (*BESIDE_WEIGHTS, "model-*.safetensors"), hub._IN_FOLDERS
     there = [*templates, "tokenizer/x", "original/tokenizer.json", "LICENSES/x", "added/model-1.safetensors"]
     assert [*filter_repo_objects(there, allow_patterns=[*allowed], ignore_patterns=[ignored])] == [*templates]
-
-
-def test_fault_09_a_runs_folder_means_its_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = published(tmp_path / "published")
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    newest = SimpleNamespace(location=str(weights))
-    monkeypatch.setattr(
-        "shardwise.checkpoint.storage.checkpoint_folders.weights_folder", lambda location, announce: newest
-    )
-    assert find_companions(run_of(companions=run), None, weights).ids == IDS
-
-
-def test_fault_09_a_named_place_without_anything_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("no model")
-    with pytest.raises(
-        ConfigError, match=r"checkpoint\.companions \(.*\) must hold a config\.json with ids of special"
-    ):
-        find_companions(run_of(companions=tmp_path), None, None)
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ConfigError, match=r"^checkpoint\.companions: .* holds no checkpoint yet"):
-        find_companions(run_of(companions=tmp_path), None, None)
-
-
-def test_fault_09_a_source_that_names_no_end_disagrees_with_nothing(tmp_path: Path) -> None:
-    """Such as a BERT's config.json, which has the id of the padding alone."""
-    (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": 0}))
-    assert find_companions(run_of(), Root.of(tmp_path), tokenizer(tmp_path / "own")) == Companions()

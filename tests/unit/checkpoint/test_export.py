@@ -80,13 +80,6 @@ def test_transformers_computes_the_same_logits(variant: str, tmp_path: Path) -> 
     assert error <= 1e-5, f"{variant}: transformers' logits are off by {error:.1e} of their norm"
 
 
-def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
-    model, config, mesh = build(tie_word_embeddings=True)
-    export_hugging_face(model, config, mesh, tmp_path / "model")
-    assert "lm_head.weight" not in stored(tmp_path / "model")
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "model").tie_word_embeddings is True
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_config_is_the_models(dtype: torch.dtype, tmp_path: Path) -> None:
     model, config, mesh = build(dtype, attention_bias=True)

@@ -2,16 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.cli import main
-from shardwise.cli.help import module_of
-from shardwise.config import Config, check_layout, load_config
+from shardwise.config import Config, load_config
 from shardwise.config.rope_scaling import _OPTIONAL, _REQUIRED
-from shardwise.pipeline.partition import compute_shares
 from tests.arch.source import config_fields
 
 FIELDS: dict[str, Any] = {
@@ -84,24 +80,3 @@ def test_fault_06_each_section_is_a_key_of_a_cache(keys: list[str]) -> None:
     assert len({*sections(config)}) == len(sections(config))
     assert {*sections(config)} == {*sections(again)}
     assert other not in {config}
-
-
-@pytest.mark.parametrize("keys", CASES)
-def test_fault_06_commands_take_every_mapping_and_list(
-    keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shutil.which", lambda *_: None)
-    for command in ("train", "submit"):
-        monkeypatch.setattr(f"{module_of(command)}.glance_at_inputs", lambda *_: ([], []))
-    # The planner searches the keys that are not given.
-    keys = [*keys, "train.micro_batch=1", "parallel.tensor=1", "parallel.pipeline=2"]
-    config = load_config("llama2-tiny", keys)
-    assert sum(compute_shares(config, check_layout(config, 2))) == pytest.approx(1)
-    for arguments in (
-        ["train", "llama2-tiny", *keys, "--dry-run"],
-        ["plan", "llama2-tiny", *keys, "train.recompute=none", "--device", "h100:2"],
-        ["submit", "llama2-tiny", *keys, "--nodes", "2", "launch.ranks_per_node=1", "--dry-run"],
-    ):
-        code = main(arguments)
-        assert code == 0, capsys.readouterr().err

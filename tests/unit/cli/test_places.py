@@ -36,6 +36,31 @@ def test_nobody_waits_for_a_place_that_does_not_answer(
     assert capsys.readouterr().err == f"shardwise: {URL} cannot be reached: no answer within 0 s\n"
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["checkpoint inspect loop", "checkpoint verify loop", "checkpoint export loop out", "data fetch loop out",
+     "evaluate loop", "chat loop", "generate loop --prompt a", "stop loop"],
+)  # fmt: skip
+def test_a_path_that_may_not_be_entered_is_wrong_input(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link to itself stands for all of them: the superuser may enter every folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert main(command.split()) == 2
+    assert "loop" in capsys.readouterr().err
+
+
+def test_an_export_onto_a_link_that_leads_nowhere_is_wrong_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_checkpoint(tmp_path / "run")
+    (tmp_path / "out").symlink_to(tmp_path / "nothing")
+    assert main(["checkpoint", "export", str(folder), str(tmp_path / "out")]) == 2
+    assert f"renamed to {tmp_path / 'out'}: Not a directory" in capsys.readouterr().err
+
+
 def test_one_checkpoint_has_no_others_to_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_checkpoint(tmp_path)
     assert main(["checkpoint", "prune", str(folder), "--keep", "1"]) == 2

@@ -33,10 +33,6 @@ def test_a_recipe_is_copied_once(
     ("arguments", "text"),
     [
         (["quikstart"], "did you mean quickstart?"),
-        (
-            ["--write", "x.yaml"],
-            "--write x.yaml needs the NAME of the recipe to copy: shardwise recipes NAME --write FILE",
-        ),
         (["--schema", "quickstart"], "--schema stands alone: it prints one schema for all recipes"),
     ],
 )

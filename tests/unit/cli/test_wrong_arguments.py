@@ -14,38 +14,27 @@ TRAIN = "train llama2-tiny "
 MISTAKES = {
     # commands
     "trian llama2-tiny": "`shardwise train`",
-    "pretrain llama2-tiny": "`shardwise train`",
     "llama2-tiny --nproc 2": "`shardwise train llama2-tiny --nproc 2`",
-    "my/recipe.yaml": "`shardwise train my/recipe.yaml`",
     "convert a b": "`shardwise checkpoint import`",
     "data prepar x": "`shardwise data prepare`",
     "checkpoint compare a b": "`shardwise checkpoint diff`",
     "--verison": "`shardwise --version`",
     # options
-    TRAIN + "--nprocs 2": "--nproc",
     TRAIN + "--run_dir runs/a": "--run-dir",
     TRAIN + "--step 20": "train.steps=VALUE",
-    TRAIN + "--train.steps=20": "train.steps=VALUE",
     TRAIN + "--batch_size 8": "train.global_batch=VALUE or train.micro_batch=VALUE",
-    TRAIN + "--bf16": "precision.mode=mixed",
-    TRAIN + "--compile=False": "compile.enabled=false",
     TRAIN + "--no-compile": "compile.enabled=false",
-    "plan llama2-tiny --devices h100:8": "--device",
     "evaluate runs/latest --batch-size 4": "train.micro_batch=VALUE",
     "generate runs/latest --prompt a --max_new_tokens 5": "--max-tokens",
     # names of other programs, as options and as keys
-    TRAIN + "--adam_beta2 0.95": "optimizer.betas=VALUE",
-    TRAIN + "train.max_grad_norm=1": "optimizer.max_norm",
     TRAIN + "--tensor-model-parallel-size 2": "parallel.tensor=VALUE",
     TRAIN + "model.n_embd=64": "model.hidden_size",
     TRAIN + "--zero_optimization.stage=2": "optimizer.zero=VALUE",
     TRAIN + "--resume_from_checkpoint=out/checkpoint-10": "--run-dir",
     # slips
     TRAIN + "train.global_bacth=8": "train.global_batch",
-    TRAIN + "trian.steps=3": "train",
     TRAIN + "parallelism.tensor_parallel_degree=2": "parallel",
     TRAIN + "optimizer.muon.momentm=0.9": "optimizer.muon.momentum",
-    TRAIN + "train.tensor=2": "parallel.tensor",
     "train gpt-tiny train.dropout=0.1": "model.resid_pdrop",
 }
 

@@ -36,34 +36,17 @@ def resolved(*overrides: str) -> dict[str, Any]:
     ("overrides", "expected"),
     [
         (["data.stages=[{at: 4, weights: {web: 1}}]"], "data.stages.0.weights must be left out without data.mixture"),
-        (
-            [WEB, "data.split=9,1"],
-            "data.split (9,1) must be left out with data.mixture: it is a key of each source, as "
-            "data.mixture.web.split",
-        ),
+        ([WEB, "data.split=9,1"], "data.split (9,1) must be left out with data.mixture: it is a key of each source,"),
         (["data.mixture.web.path=web"], "data.mixture must have a source with a weight, which is read from the first"),
-        (["data.mixture.web={path: web, weight: 0}"], "data.mixture.web.weight (0) must be greater than 0"),
-        (["data.mixture.web={path: web, weight: -1}"], "data.mixture.web.weight (-1) must be greater than 0"),
         (["data.mixture.web={weight: 1}"], "data.mixture.web: it must name its data by one of dataset, path, blend"),
         (["data.mixture.web={path: a, hook: 'a:B', weight: 1}"], "blend and hook, and it has path and hook"),
         (["data.mixture.web={hook: abc, weight: 1}"], "its hook ('abc') must read package.module:Name"),
-        ([WEB, "data.stages=4"], "data.stages (4) must be a list of mappings, such as [{"),
         (["data.mixture={'a b': {path: a, weight: 1}}"], "data.mixture.a b: its name must have letters, digits"),
-        ([WEB, "data.mixture.web.kind=text"], "data.mixture.web.kind: unknown key; a source has dataset"),
         ([WEB, "data.stages=[{at: 0, weights: {web: 1}}]"], "data.stages.0.at (0) must be greater than 0"),
-        (
-            [WEB, "data.stages=[{at: 5, weights: {web: 1}}, {at: 5, weights: {web: 2}}]"],
-            "data.stages.1.at (5) must be more than that of the stage before (5)",
-        ),
-        (
-            [WEB, "data.stages=[{at: 5x, weights: {web: 1}}]"],
-            "data.stages.0.at ('5x') must be a whole number of steps, or",
-        ),
+        ([WEB, "data.stages=[{at: 5, weights: {web: 1}}, {at: 5, weights: {web: 2}}]"], "data.stages.1.at (5) must"),
+        ([WEB, "data.stages=[{at: 5x, weights: {web: 1}}]"], "data.stages.0.at ('5x') must be a whole number of"),
         ([WEB, "data.stages=[{at: 5, weights: {}}]"], "data.stages.0.weights must name the sources"),
-        (
-            [WEB, "data.stages=[{at: 5, weights: {wed: 1}}]"],
-            "data.stages.0.weights.wed must be a source",
-        ),
+        ([WEB, "data.stages=[{at: 5, weights: {wed: 1}}]"], "data.stages.0.weights.wed must be a source"),
         ([WEB, "data.stages=[{at: 5, weights: {web: 0}}]"], "data.stages.0.weights.web (0) must be above 0"),
     ],
 )

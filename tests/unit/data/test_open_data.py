@@ -14,11 +14,9 @@ from shardwise.config import Config, config_from
 from shardwise.data import hub
 from shardwise.data.describe import Glance, glance, inspect
 from shardwise.data.formats import stream as stream_data
-from shardwise.data.formats.inspecting import Inspection
-from shardwise.data.formats.record import DataFormat
-from shardwise.data.formats.text import random_text
+from shardwise.data.formats.common import random_text
+from shardwise.data.formats.record import DataFormat, Inspection
 from shardwise.data.open_data import FORMATS, format_of, prepare
-from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.reading.text_sources import open_source
 from shardwise.data.tokens.tokenizer import train_tokenizer
@@ -36,12 +34,11 @@ SIZES = {
 
 @pytest.fixture
 def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with data of each kind, none of which counts as small, a tokenizer of 257 tokens, and no network."""
+    """A folder with data of each kind, a tokenizer of 257 tokens, and no network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("shardwise.data.hub.HubFiles.download", None)
     monkeypatch.setattr("shardwise.data.cache.locked", None)
-    monkeypatch.setattr(text_sources, "SMALL_BYTES", 0)
     (tmp_path / "one.jsonl").write_text('{"text": "one"}\n{"text": \n')
     (tmp_path / "bad.jsonl").write_text('{"text": \n')
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
@@ -144,12 +141,11 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
     [
         (
             {"path": "texts"},
-            "5% of the text, whole documents from all over it, or the end of a text of few documents; the run "
-            "evaluates nothing",
+            "5% of the data; the run evaluates nothing",
         ),
         (
             {"path": "tokens", "split": "80,15,5"},
-            "15% of the documents, after the first 80%; the run evaluates nothing",
+            "15% of the data; the run evaluates nothing",
         ),
         (
             {"path": "texts", "streaming": True, "tokenizer": "tokenizer"},
@@ -169,64 +165,10 @@ def test_the_held_out_part_has_a_row(
     monkeypatch.setattr(hub, "find", lambda wanted: "hub")
     (row,) = [row for name, row in look(**data).rows if name == "held out"]
     assert row.startswith(text)
-
-
-def test_the_held_out_part_has_a_size_once_it_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
-    config = chosen(dataset="tiny", vocab_size=512)
-    (row,) = [row for name, row in glance(config).rows if name == "held out"]
-    assert row.startswith("5% of the text, whole documents from all over it; the run evaluates nothing")
-    tokens = prepare(config).count("eval")
-    sequences = (tokens - 1) // 16
-    sizes = f"{tokens:,} tokens, {sequences:,} full sequences; "
-    for every, batches, reading in (
-        (0, 8, "the run evaluates nothing (train.eval_every=0), `shardwise evaluate` all of it"),
-        (1, 8, "an evaluation of the run reads its first 16 sequences (train.eval_batches × train.global_batch), "),
-        (1, sequences, "each evaluation reads all of them, `shardwise evaluate` also the last, incomplete one"),
-    ):
-        train = config.train.model_copy(update={"eval_every": every, "eval_batches": batches})
-        (row,) = [row for name, row in glance(config.model_copy(update={"train": train})).rows if name == "held out"]
-        assert f"; {sizes}{reading}" in row
-    packed = chosen(dataset="tiny", vocab_size=512, packing="best_fit")
-    (row,) = [row for name, row in glance(packed).rows if name == "held out"]
-    assert f"; {tokens:,} tokens; the run evaluates nothing" in row, "cut samples are others"
-
-
-def test_a_small_text_is_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusals of the start, and the part that it will hold out; still nothing is prepared."""
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    said = "model.vocab_size (300) must be at most 257, the vocabulary that {} has text for: "
-    for name, text in (("few.txt", "a b c"), ("few.jsonl", '{"text": "a b c"}\n')):
-        (tmp_path / name).write_text(text)
-        path = str(tmp_path / name)
-        (problem,) = look(path=path).problems
-        assert problem.startswith(said.format(path))
-        with pytest.raises(DataError) as refusal:
-            prepare(chosen(path=path), tmp_path / "other")
-        assert refusal.value.problems == [problem]
-    first, second = ({"weight": 1, "path": str(tmp_path / name)} for name in ("few.txt", "few.jsonl"))
-    (problem,) = look(mixture={"a": first, "b": second}).problems
-    assert problem.startswith("data.mixture.a: "), "the other sources have the tokenizer of the first one"
-    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    (problem,) = look(path=str(tmp_path / "bad.jsonl")).problems
-    assert ": line 2 is not JSON" in problem
-    rows = dict(look(vocab_size=257, path=str(tmp_path / "few.txt")).rows)
-    assert rows["tokenizer"] == "byte-level BPE of 257 tokens, trained on the data when the run starts"
-    assert rows["held out"].startswith("5% of the text, its end, as its documents are few or long; ")
-    assert not (tmp_path / "cache").exists()
-
-
-def test_held_out_conversations_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me, the model."}]}
-    path = tmp_path / "chat.jsonl"
-    path.write_text(f"{json.dumps(chat)}\n" * 6)
-    config = chosen(vocab_size=270, path=str(path), format="chat")
-    evaluated = config.model_copy(update={"train": config.train.model_copy(update={"eval_every": 1})})
-    rows = dict(glance(evaluated).rows)
-    assert rows["held out"] == "1 of 6 conversations, by the 5% of data.split; each evaluation reads all of them"
-    conversations = prepare(evaluated, tmp_path / "cache", any_size=True).conversations
-    assert {part: len(chats.lengths) for part, chats in conversations.items()} == {"train": 5, "eval": 1, "test": 0}
+    config = chosen(**data)
+    evaluating = config.model_copy(update={"train": config.train.model_copy(update={"eval_every": 1})})
+    reads = "an evaluation of the run reads its first 16 sequences at most" in evaluating.held_out_text
+    assert reads is not text.startswith("nothing")
 
 
 @pytest.mark.parametrize("found", ["hub", "unknown", ConfigError("no such repository")])
@@ -269,7 +211,7 @@ def test_shards_are_opened(at: Path) -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no data": ({"path": "nowhere"}, "data.path (nowhere) does not exist"),
-    "an empty file": ({"path": "empty.txt"}, "empty.txt is empty"),
+    "an empty file": ({"path": "empty.txt"}, "empty.txt holds no text"),
     "no text": ({"path": "latin.txt"}, "latin.txt: byte 0 (0xe9) is not UTF-8"),
     "no JSON": ({"path": "bad.jsonl"}, "bad.jsonl: line 1 is not JSON"),
     "no such field": ({"path": "one.jsonl", "text_key": "body"}, "one.jsonl: line 1 has no field 'body'"),

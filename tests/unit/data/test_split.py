@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.data.formats.text import plan_split
 from shardwise.data.reading.text_sources import TextPiece
-from shardwise.data.split import plan_split
 
 
 def divided(texts: list[list[str]], weights: tuple[float, float]) -> tuple[dict[str, str], bool]:

@@ -14,8 +14,8 @@ from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.optim.freed_buckets import make_buckets
-from shardwise.optim.gathers import places_in
 from shardwise.optim.sharding import Dtypes, Sharding
+from shardwise.optim.unit_weights import places_in
 from shardwise.train.build import decay_groups
 from tests.unit.estimates.families import MODELS, make_config, section
 

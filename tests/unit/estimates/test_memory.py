@@ -9,7 +9,7 @@ from shardwise.config import Config, Layout, config_from
 from shardwise.distributed.mesh import Group
 from shardwise.estimates.activations import BlockStack, block_stack
 from shardwise.estimates.bucket_shapes import bucket_shapes
-from shardwise.estimates.memory import MemoryEstimate, checkpoint_bytes, expected_memory, invariant_dropout
+from shardwise.estimates.memory import MemoryEstimate, checkpoint_bytes, expected_memory
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.build import build_model
@@ -294,20 +294,6 @@ def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
     assert memory.activations + memory.loss + memory.buffers == gradients + 2 * 32 * HIDDEN  # and of x
 
 
-def test_masks_cost_what_they_hash_and_hold() -> None:
-    masks = invariant_dropout(config("gpt", p=0.1, dropout_mode="invariant"), Layout(1))
-    assert masks is not None
-    probabilities, hidden = 128 * 4 * 64, 128 * HIDDEN
-    of_block = 2 * hidden + 128 * SIZES["intermediate_size"]
-    assert masks.attends_step_by_step
-    assert masks.elements_hashed == 4 * (LAYERS * (probabilities + of_block) + hidden)  # four micro-batches
-    assert masks.bytes_held == LAYERS * (9 * probabilities + of_block) + hidden
-    again = invariant_dropout(config("gpt", p=0.1, dropout_mode="invariant", recompute="full"), Layout(1))
-    assert again is not None
-    assert again.elements_hashed == 4 * (2 * LAYERS * (probabilities + of_block) + hidden)
-    assert again.bytes_held == 9 * probabilities + of_block + hidden
-
-
 @pytest.mark.parametrize(
     ("mode", "moments", "accelerator", "each"),
     [
@@ -336,4 +322,3 @@ def test_of_a_model_of_your_own_nothing_is_known() -> None:
     assert parameter_count(own.model) is None
     assert expected_memory(own, Layout(1)) is None
     assert checkpoint_bytes(own) is None
-    assert invariant_dropout(own, Layout(1)) is None

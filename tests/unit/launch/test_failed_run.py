@@ -49,10 +49,6 @@ def test_a_resume_that_would_fail_alike_is_not_offered(family: str, is_offered: 
     assert (facts["every"], facts["every_minutes"]) == (0, 5)
 
 
-def test_steps_after_the_last_record_count_too(run: Path) -> None:
-    assert failure_text(KILLED, run, FIRST, None, steps=29).startswith("FAILED at step 29: ")
-
-
 def test_a_start_that_took_no_step_loses_none(run: Path) -> None:
     lines = failure_text(KILLED, run, FIRST + 3600, None).splitlines()
     assert lines[0].startswith("FAILED before the first step after checkpoint 20: ")

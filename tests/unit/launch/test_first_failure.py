@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.base.errors import see
 from shardwise.launch.environment import ERROR_FILE
-from shardwise.launch.first_failure import Failure, read_failure, report_failure, root_cause, signal_name
+from shardwise.launch.first_failure import Failure, read_failure, report_failure, root_cause
 
 
 def test_the_first_report_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,11 +17,6 @@ def test_the_first_report_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert report_failure(Failure(3, "the cause: α", 2))
     assert report_failure(Failure(0, "a consequence", 1))
     assert read_failure(path) == Failure(3, "the cause: α", 2)
-
-
-def test_without_a_launcher_nobody_else_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ERROR_FILE, raising=False)
-    assert not report_failure(Failure(0, "text", 1))
 
 
 def test_a_report_that_was_cut_off_is_none(tmp_path: Path) -> None:
@@ -78,9 +73,3 @@ def test_the_log_is_named_where_there_is_one(tmp_path: Path) -> None:
     failure = root_cause(None, {5: 3}, tmp_path)
     assert failure.log == str(log)
     assert failure.told == f"rank 5 ended with exit code 3 and named no reason\nlog: {log}"
-
-
-def test_signal_names() -> None:
-    assert signal_name(15) == "SIGTERM"
-    assert signal_name(2) == "Ctrl-C (SIGINT)"
-    assert signal_name(35) == "signal 35"

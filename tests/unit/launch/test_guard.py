@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -49,13 +48,6 @@ def test_a_parent_that_died_before_is_noticed() -> None:
     environment = {**os.environ, PARENT_PID: str(gone.pid)}
     child = subprocess.run([sys.executable, "-c", CHILD], env=environment, timeout=SECONDS)
     assert child.returncode == -signal.SIGKILL
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is of Linux")
-def test_a_kernel_that_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: -1))
-    with pytest.raises(OSError, match=r"prctl\(PR_SET_PDEATHSIG\) failed"):
-        local.die_with_parent()
 
 
 def test_elsewhere_a_thread_watches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.launch import local
 from shardwise.launch.environment import HEARTBEATS, Rank
-from shardwise.launch.first_failure import Failure, report_done
+from shardwise.launch.first_failure import report_done
 from shardwise.launch.local import LaunchError, launch
 from shardwise.launch.stop_requests import NOTICE
 from tests.e2e import processes
@@ -104,16 +104,6 @@ report_failure(Failure(0, "rank 0: a consequence", 1))
     assert failure(tmp_path, command(tmp_path, body)) == "2: rank 1: the cause\n"
     assert time.time() - float((tmp_path / "failed").read_text()) < TORCH_WAITS
     assert not any(alive(pid) for pid in pids(tmp_path))
-
-
-def test_a_folder_that_is_closed_under_a_run_is_no_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", "RUN/logs/error.json")
-
-    monkeypatch.setattr(local, "run_ranks", closed)
-    with pytest.raises(LaunchError, match=r"watched: RUN/logs/error\.json: Permission denied$") as caught:
-        launch(["true"], 2, tmp_path)
-    assert caught.value.exit_code == 1
 
 
 def test_a_killed_rank_is_named_before_what_followed_from_it(tmp_path: Path) -> None:
@@ -279,31 +269,3 @@ def test_fault_19_a_rank_that_ends_before_its_work_is_done_is_a_failure(
     for rank in (0, 1):
         report_done(Rank(rank, rank, 2))
     launch([sys.executable, "-c", "pass"], 2, tmp_path)
-
-
-@pytest.mark.parametrize("left", [[], ["run/logs/notes"]])
-def test_fault_23_no_stub_is_left_of_a_folder_that_was_removed_while_the_run_trained(
-    left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = tmp_path / "run"
-
-    def remove(_command: object, _nproc: int, logs: Path, _watch: object) -> local.LocalRanksEnd:
-        run.rename(tmp_path / "moved")
-        logs.mkdir(parents=True)
-        written = [logs / name for name in ("error.json", "exit-codes.json", "rank-0001.log")]
-        for path in (*written, *map(tmp_path.joinpath, left)):
-            path.touch()
-        return local.LocalRanksEnd(1, None, Failure(0, "it was removed", 1), {}, ())
-
-    monkeypatch.setattr(local, "run_ranks", remove)
-    with pytest.raises(LaunchError, match="it was removed"):
-        launch([], 2, run)
-    assert [str(path.relative_to(tmp_path)) for path in run.rglob("*") if path.is_file()] == left
-    assert run.exists() == bool(left)
-    assert (tmp_path / "moved/logs").exists()
-
-
-def test_a_launcher_that_is_killed_is_told_with_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_wait", lambda agent, *_: agent.kill() or agent.wait())
-    with pytest.raises(LaunchError, match=r"starts the ranks was killed by SIGKILL\nlog: .*launcher\.log$"):
-        launch([sys.executable, "-c", "pass"], 1, tmp_path)

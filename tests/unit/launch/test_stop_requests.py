@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,23 +68,6 @@ def test_a_signal_before_the_time_limit_leaves_the_first_sigterm_its_meaning(mon
     assert requests.by == "SIGUSR1"
 
 
-def test_a_signal_within_the_handler_of_another_is_not_the_first_too(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """`timeout` sends two at once: the handler of the second may run within that of the first."""
-    stop_requests.install()
-    hear = stop_requests.Requests.hear
-
-    def interrupted(requests: stop_requests.Requests, number: int) -> bool:
-        if number == signal.SIGUSR1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return hear(requests, number)
-
-    monkeypatch.setattr(stop_requests.Requests, "hear", interrupted)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert capfd.readouterr().err == f"{stop_requests.NOTICE}\n", "the user is told once"
-
-
 def test_before_training_a_signal_ends_at_once() -> None:
     stop_requests.end_at_once()
     for number in stop_requests.SIGNALS:
@@ -110,15 +90,6 @@ def test_a_process_that_leaves_hears_nothing(tmp_path: Path) -> None:
     assert stop_requests.requested(tmp_path) is None
 
 
-def test_off_the_main_thread_nothing_is_installed() -> None:
-    before = {number: signal.getsignal(number) for number in stop_requests.SIGNALS}
-    for install in (stop_requests.install, stop_requests.end_at_once, stop_requests.ignore):
-        thread = threading.Thread(target=install)
-        thread.start()
-        thread.join()
-    assert {number: signal.getsignal(number) for number in stop_requests.SIGNALS} == before
-
-
 def test_a_file_asks_and_is_forgotten(tmp_path: Path) -> None:
     stop_requests.install()
     stop_requests.request(tmp_path, "`shardwise stop`")
@@ -139,8 +110,3 @@ def test_only_rank_0_of_a_launched_run_tells_that_it_trains(tmp_path: Path, monk
             monkeypatch.setenv(name, value)
         stop_requests.install()
         assert stop_requests.training_mark(tmp_path).exists() == told
-
-
-def test_a_closed_terminal_hears_nothing() -> None:
-    code = "import os; from shardwise.launch import stop_requests as stopping; os.close(2); stopping.say('gone')"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

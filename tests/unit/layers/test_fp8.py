@@ -18,7 +18,7 @@ from shardwise.layers.linear import (
     LinearOptions,
     RowParallelLinear,
 )
-from shardwise.layers.weight_gradients import add_without_cast, graph_gradients, let_products_add
+from shardwise.layers.matmul import add_without_cast, graph_gradients, let_products_add
 from tests.unit.layers.groups import pretend_group
 
 FORMATS = {OPERAND: (3, -6), GRADIENT: (2, -14)}

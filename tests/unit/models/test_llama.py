@@ -1,4 +1,4 @@
-"""What Llama's attention is given, and its canonical names. Against Hugging Face: tests/dist/test_llama.py."""
+"""What Llama's attention is given, and its canonical names. Against Hugging Face: tests/dist/test_families.py."""
 
 from typing import Any
 

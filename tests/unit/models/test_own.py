@@ -1,5 +1,6 @@
 """A class of the user's own: where it is looked for, what it is given, and why one is refused."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.base.errors import ConfigError, see
+from shardwise.base.errors import ConfigError
 from shardwise.config import check_layout
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
@@ -40,42 +41,24 @@ def test_the_current_directory_comes_before_installed_packages(write: Write, tmp
 
 
 @pytest.mark.parametrize(
-    ("family", "missing"), [("nowhere:Model", "nowhere"), ("mine.nowhere:Model", "mine.nowhere"), ("a.b:C", "a")]
+    ("family", "head", "said"),
+    [
+        ("nowhere:Model", None, r"there is no module nowhere in .*start in the folder that holds it, or install it"),
+        ("mine.nowhere:Model", None, r"there is no module mine\.nowhere "),
+        ("a.b:C", None, r"there is no module a "),
+        ("mine:Modle", None, r"mine\.py lacks Modle; did you mean Model\?"),
+        ("failing:Model", "\n\nimport nowhere\n", r"imported: ModuleNotFoundError: .* \(.*failing\.py, line 3\)"),
+        ("failing:Model", "\n\nraise OSError('no disk')\n", r"imported: OSError: no disk \(.*failing\.py, line 3\)"),
+        ("failing:Model", "def broken(:\n", r"cannot be imported: SyntaxError.*\(failing\.py, line 1\)"),
+        ("failing:Model", "def Model():\n    pass\n", r"Model must be a class derived from torch\.nn\.Module"),
+        ("failing:Model", "Model = 3\n", r"Model must be a class derived from torch\.nn\.Module"),
+    ],
 )
-def test_a_module_that_is_missing(family: str, missing: str, write: Write, tmp_path: Path) -> None:
-    write(path="mine/other.py")
-    assert problem(config(family)) == (
-        f"model.family ({family}): there is no module {missing} in {tmp_path} nor among the installed packages; "
-        "start in the folder that holds it, or install it (`shardwise explain own-code-not-found`)"
-    )
-
-
-def test_a_module_that_cannot_be_imported(write: Write, tmp_path: Path) -> None:
-    where = f"({tmp_path / 'mine.py'}, line 3)"
-    said = problem(config(write(head="\n\nimport no_such_package\nclass Model:\n")))
-    assert said == (
-        "model.family (mine:Model) cannot be imported: ModuleNotFoundError: No module named 'no_such_package' "
-        f"{where}{see('runs#own-code-fails')}"
-    )
-    said = problem(config(write(head="\n\nraise OSError('no disk')\nclass Model:\n", path="failing.py")))
-    assert f"cannot be imported: OSError: no disk ({tmp_path / 'failing.py'}, line 3) " in said
-    said = problem(config(write(head="def broken(:\nclass Model:\n", path="broken.py")))
-    assert "cannot be imported: SyntaxError" in said
-    assert "(broken.py, line 1)" in said
-
-
-def test_a_class_that_is_missing(write: Write, tmp_path: Path) -> None:
-    write()
-    assert problem(config("mine:Modle")) == (
-        f"model.family (mine:Modle): {tmp_path / 'mine.py'} lacks Modle; did you mean Model?"
-    )
-
-
-@pytest.mark.parametrize("code", ["def Model():\n    pass\n", "class Model:\n    pass\n", "Model = 3\n"])
-def test_what_is_no_module(code: str, write: Write, tmp_path: Path) -> None:
-    assert problem(config(write("", "", head=code))) == (
-        f"model.family (mine:Model): {tmp_path / 'mine.py'}: Model must be a class derived from torch.nn.Module"
-    )
+def test_a_class_that_cannot_be_found(family: str, head: str | None, said: str, write: Write) -> None:
+    write(path="mine/other.py" if "nowhere" in family else "mine.py")
+    if head is not None:
+        write("", "", head=head, path="failing.py")
+    assert re.search(rf"model\.family \({family}\).*{said}", problem(config(family)))
 
 
 # ---- what it is given
@@ -182,7 +165,7 @@ def test_a_misspelt_key_is_reported_as_far_as_names_are_known(write: Write) -> N
         self.layer, self.given = nn.Linear(3, width), kwargs
     """
     chosen = config(write(takes_all), widht=3, color="red")
-    assert problem(chosen) == "model.widht: mine:Model names no such argument; did you mean model.width?"
+    assert problem(chosen) == "model.widht: mine:Model takes no such argument; did you mean model.width?"
     assert build(config("mine:Model", widht=3, width=5, color="red")).given == {"color": "red", "widht": 3}
 
 
@@ -273,21 +256,24 @@ def test_what_a_layout_asks_for_must_be_an_argument(write: Write) -> None:
     assert check_user_model(config("mine:Model", alone)), "sequence parallelism has no effect at TP 1"
 
 
+RESETS = {"data": {"reset_position_ids": True, "reset_attention_mask": True}}
+
+
 @pytest.mark.parametrize(
-    ("forward", "shown"),
+    ("parameters", "said"),
     [
-        ("def forward(self, ids):\n    pass", "ids"),
-        ("def forward(self, *, ids_SB, targets_SB):\n    pass", "ids_SB, targets_SB"),
-        ("def forward(self, ids, targets, mask):\n    pass", "ids, targets, mask"),
-        ("def forward(self, ids, dropout, targets):\n    pass", "ids, dropout, targets"),
-        ("def forward(self, ids, lengths_B=None, targets=None):\n    pass", "ids, lengths_B, targets"),
+        ("self, ids", "ids) must take the token ids and the targets as its first two arguments, of any names; every"),
+        ("self, *, ids_SB, targets_SB", "ids_SB, targets_SB) must take"),
+        ("self, ids, targets, mask", "ids, targets, mask) must take"),
+        ("self, ids, dropout, targets", "ids, dropout, targets) must take"),
+        ("self, ids, lengths_B=None, targets=None", "ids, lengths_B, targets) must take"),
+        ("module, ids, targets, self", "ids, targets, self) must take"),
+        ("self, targets_SB, ids_SB", "targets_SB, ids_SB) must take the token ids first and the targets second"),
     ],
 )
-def test_forward_takes_the_batch_and_needs_no_more(forward: str, shown: str, write: Write) -> None:
-    assert problem(config(write(PLAIN, "    " + forward.replace("\n", "\n    ")))) == (
-        f"model.family (mine:Model): forward({shown}) must take the token ids and the targets as its first two "
-        "arguments, of any names; every other argument except dropout must have a default"
-    )
+def test_forward_takes_the_batch_and_needs_no_more(parameters: str, said: str, write: Write) -> None:
+    family = write(PLAIN, f"    def forward({parameters}):\n        pass")
+    assert problem(config(family)).startswith(f"model.family (mine:Model): forward({said}")
 
 
 def test_a_class_without_forward(write: Write) -> None:
@@ -295,64 +281,28 @@ def test_a_class_without_forward(write: Write) -> None:
     assert said == "model.family (mine:Model) must have a method forward(ids, targets)"
 
 
-def test_ids_and_targets_are_not_taken_the_other_way_round(write: Write) -> None:
-    takes = "def forward(self, targets_SB, ids_SB):\n        pass"
-    assert problem(config(write(PLAIN, f"    {takes}"))) == (
-        "model.family (mine:Model): forward(targets_SB, ids_SB) must take the token ids first and the targets second, "
-        "as both are given by position"
-    )
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        "ids_SB, targets_SB, dropout",
-        "ids, targets",
-        "input_ids, labels, /, *, dropout",
-        "x, y=None, mask=None, **rest",
-        "*batch, dropout=None",
-    ],
-)
-def test_forward_may_take_more(parameters: str, write: Write) -> None:
-    assert check_user_model(config(write(PLAIN, f"    def forward(self, {parameters}):\n        pass")))
-
-
 @pytest.mark.parametrize(
     "forward",
     [
+        "def forward(self, ids_SB, targets_SB, dropout):",
+        "def forward(self, input_ids, labels, /, *, dropout):",
+        "def forward(self, x, y=None, mask=None, **rest):",
+        "def forward(self, *batch, dropout=None):",
         "def forward(module, ids, targets):",
         "def forward(*everything):",
         "@staticmethod\n    def forward(ids, targets):",
         "@classmethod\n    def forward(cls, ids, targets):",
     ],
 )
-def test_the_argument_of_forward_that_receives_the_model_may_have_any_name(forward: str, write: Write) -> None:
+def test_forward_may_take_more_and_the_model_by_any_name(forward: str, write: Write) -> None:
     assert check_user_model(config(write(PLAIN, f"    {forward}\n        pass")))
 
 
-def test_a_message_shows_forward_without_the_argument_that_receives_the_model(write: Write) -> None:
-    takes = "def forward(module, ids, targets, self):\n        pass"
-    assert problem(config(write(PLAIN, f"    {takes}"))) == (
-        "model.family (mine:Model): forward(ids, targets, self) must take the token ids and the targets as its first "
-        "two arguments, of any names; every other argument except dropout must have a default"
-    )
-
-
-RESETS = {"data": {"reset_position_ids": True, "reset_attention_mask": True}}
-
-
-def test_forward_may_take_what_the_data_section_asks_for(write: Write) -> None:
-    takes = "def forward(self, ids, targets, positions_SB, starts_SB):\n        pass"
-    assert check_user_model(config(write(PLAIN, f"    {takes}"), RESETS))
-
-
 def test_forward_must_take_what_the_data_section_asks_for(write: Write) -> None:
-    takes = "def forward(self, ids, targets):\n        pass"
-    assert problem(config(write(PLAIN, f"    {takes}"), RESETS)) == (
-        "model.family (mine:Model): forward(ids, targets) must take the token ids and the targets as its first two "
-        "arguments, of any names, and positions_SB and starts_SB by name; every other argument except dropout must "
-        "have a default"
-    )
+    takes = "def forward(self, ids, targets, positions_SB, starts_SB):\n        pass"
+    assert check_user_model(config(write(PLAIN, f"    {takes}", path="taking.py"), RESETS))
+    family = write(PLAIN, "    def forward(self, ids, targets):\n        pass")
+    assert ", and positions_SB and starts_SB by name; every other" in problem(config(family, RESETS))
 
 
 def test_all_is_told_at_once(write: Write) -> None:
@@ -362,25 +312,21 @@ def test_all_is_told_at_once(write: Write) -> None:
     assert [text.split()[0] for text in found] == ["model.depth:", "parallel.tensor", "model.family"]
 
 
-def test_a_constructor_that_raises_is_told_with_the_users_own_line(write: Write, tmp_path: Path) -> None:
-    failing = """
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.layer = sw.GQAQKVColumnParallelLinear(8, (6, 4), head_dim=4)
-    """
-    assert unbuildable(config(write(failing))) == (
-        "model.family (mine:Model) cannot be built: ValueError: query size (6) must be a multiple of head_dim (4) "
-        f"({tmp_path / 'mine.py'}, line 10){see('runs#own-code-fails')}"
-    )
-
-
-@pytest.mark.parametrize("layers", ["pass", "self.layer = nn.Linear(2, 2).requires_grad_(False)"])
-def test_a_model_without_parameters(layers: str, write: Write) -> None:
-    empty = f"""
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (
+            "self.layer = sw.GQAQKVColumnParallelLinear(8, (6, 4), head_dim=4)",
+            r"cannot be built: ValueError: query size \(6\) .* \(.*mine\.py, line 10\)",
+        ),
+        ("pass", r"the number of trainable parameters \(0\) must be at least 1$"),
+        ("self.layer = nn.Linear(2, 2).requires_grad_(False)", r"the number of trainable parameters \(0\)"),
+    ],
+)
+def test_a_class_that_makes_no_model(layers: str, said: str, write: Write) -> None:
+    constructor = f"""
     def __init__(self, vocab_size):
         super().__init__()
         {layers}
     """
-    assert unbuildable(config(write(empty))) == (
-        "model.family (mine:Model): the number of trainable parameters (0) must be at least 1"
-    )
+    assert re.match(rf"model\.family \(mine:Model\).* {said}", unbuildable(config(write(constructor))))

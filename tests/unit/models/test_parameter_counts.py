@@ -19,134 +19,63 @@ from shardwise.models.parameter_counts import (
 )
 from tests.unit.estimates.families import MODELS, family, make_config, meta_model, section
 
-LLAMA2_7B: dict[str, Any] = {
-    "family": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-LLAMA3_8B = LLAMA2_7B | {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
-LLAMA32_1B = LLAMA2_7B | {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": True,
-}
-GPT2: dict[str, Any] = {"family": "gpt", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12}
-GPT2_XL = GPT2 | {"n_embd": 1600, "n_layer": 48, "n_head": 25}
-PYTHIA_69B: dict[str, Any] = {
-    "family": "gpt_neox",
-    "vocab_size": 50432,
-    "hidden_size": 4096,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-GPT_NEOX_20B = PYTHIA_69B | {
-    "hidden_size": 6144,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 44,
-    "num_attention_heads": 64,
-}
-BERT_LARGE: dict[str, Any] = {
-    "family": "bert",
-    "vocab_size": 30522,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
+
+def sizes(family: str, vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> Any:
+    """A `model` section."""
+    return {
+        "family": family,
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **more,
+    }
+
+
+def gpt(hidden: int, layers: int, heads: int) -> Any:
+    return {"family": "gpt", "vocab_size": 50257, "n_embd": hidden, "n_layer": layers, "n_head": heads}
+
+
+LLAMA2_7B = sizes("llama", 32000, 4096, 11008, 32, 32)
+GPT2_XL = gpt(1600, 48, 25)
+BERT_LARGE = sizes("bert", 30522, 1024, 4096, 24, 16)
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-2 7B": (LLAMA2_7B, 6_738_415_616),
+    "Llama-3 8B": (sizes("llama", 128256, 4096, 14336, 32, 32, num_key_value_heads=8), 8_030_261_248),
+    "Llama-3.2 1B": (
+        sizes("llama", 128256, 2048, 8192, 16, 32, num_key_value_heads=8, tie_word_embeddings=True),
+        1_235_814_400,
+    ),
+    "Mistral 7B": (sizes("mistral", 32768, 4096, 14336, 32, 32, num_key_value_heads=8), 7_248_023_552),
+    "Qwen2.5 7B": (sizes("qwen2", 152064, 3584, 18944, 28, 28, num_key_value_heads=4), 7_615_616_512),
+    "Qwen3 0.6B": (
+        sizes("qwen3", 151936, 1024, 3072, 28, 16, num_key_value_heads=8, tie_word_embeddings=True),
+        596_049_920,
+    ),
+    "OLMo-2 7B": (sizes("olmo2", 100352, 4096, 11008, 32, 32), 7_298_617_344),
+    "OLMo-3, of the same shapes": (sizes("olmo3", 100352, 4096, 11008, 32, 32), 7_298_617_344),
+    "SmolLM3 3B": (sizes("smollm3", 128256, 2048, 11008, 36, 16, num_key_value_heads=4), 3_075_098_624),
+    "Gemma 3 1B": (
+        sizes("gemma3", 262144, 1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256, sliding_window=512),
+        999_885_952,
+    ),
+    "GPT-2": (gpt(768, 12, 12), 124_439_808),
+    "GPT-2 XL": (GPT2_XL, 1_557_611_200),
+    "Pythia 6.9B": (sizes("gpt_neox", 50432, 4096, 16384, 32, 32), 6_857_302_016),
+    "GPT-NeoX 20B": (sizes("gpt_neox", 50432, 6144, 24576, 44, 64), 20_554_567_680),
+    "BERT-large": (BERT_LARGE, 336_226_108),
 }
 
 
-MISTRAL_7B = LLAMA3_8B | {"family": "mistral", "vocab_size": 32768}
-QWEN25_7B = LLAMA2_7B | {
-    "family": "qwen2",
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-}
-QWEN3_06B = LLAMA2_7B | {
-    "family": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": True,
-}
-OLMO2_7B = LLAMA2_7B | {"family": "olmo2", "vocab_size": 100352}
-GEMMA3_1B: dict[str, Any] = {
-    "family": "gemma3",
-    "vocab_size": 262144,
-    "hidden_size": 1152,
-    "intermediate_size": 6912,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "sliding_window": 512,
-}
-SMOLLM3_3B = LLAMA2_7B | {
-    "family": "smollm3",
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-}
+def model(section: dict[str, Any], **changes: object) -> Any:
+    return family(make_config(section | changes))
 
 
-def model(sizes: dict[str, Any], **changes: object) -> Any:
-    return family(make_config(sizes | changes))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "published"),
-    [
-        (LLAMA2_7B, 6_738_415_616),
-        (LLAMA3_8B, 8_030_261_248),
-        (LLAMA32_1B, 1_235_814_400),
-        (MISTRAL_7B, 7_248_023_552),
-        (QWEN25_7B, 7_615_616_512),
-        (QWEN3_06B, 596_049_920),
-        (OLMO2_7B, 7_298_617_344),
-        (SMOLLM3_3B, 3_075_098_624),
-        (OLMO2_7B | {"family": "olmo3"}, 7_298_617_344),
-        (GEMMA3_1B, 999_885_952),
-        (GPT2, 124_439_808),
-        (GPT2_XL, 1_557_611_200),
-        (PYTHIA_69B, 6_857_302_016),
-        (GPT_NEOX_20B, 20_554_567_680),
-        (BERT_LARGE, 336_226_108),
-    ],
-    ids=[
-        "Llama-2 7B",
-        "Llama-3 8B",
-        "Llama-3.2 1B",
-        "Mistral 7B",
-        "Qwen2.5 7B",
-        "Qwen3 0.6B",
-        "OLMo-2 7B",
-        "SmolLM3 3B",
-        "OLMo-3, of the same shapes",
-        "Gemma 3 1B",
-        "GPT-2",
-        "GPT-2 XL",
-        "Pythia 6.9B",
-        "GPT-NeoX 20B",
-        "BERT-large",
-    ],
-)
-def test_published_models(sizes: dict[str, Any], published: int) -> None:
-    assert parameter_count(model(sizes)) == published
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(name: str) -> None:
+    published, count = PUBLISHED[name]
+    assert parameter_count(model(published)) == count
 
 
 @pytest.mark.parametrize("recipe", recipe_names())

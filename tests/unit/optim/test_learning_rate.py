@@ -27,26 +27,10 @@ def make(
     lr: float = 1e-3,
     stop_after: int | None = None,
 ) -> Config:
-    return config_from(
-        {
-            "model": {
-                "family": "llama",
-                "vocab_size": 64,
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 4,
-            },
-            "train": {"steps": steps, "global_batch": 1, "sequence_length": 8, "stop_after": stop_after},
-            "optimizer": {
-                "lr": lr,
-                "min_lr": min_lr,
-                "warmup_steps": warmup,
-                "constant_steps": constant,
-                "schedule": schedule,
-            },
-        }
-    )
+    keys = {"schedule": schedule, "lr": lr, "min_lr": min_lr, "warmup_steps": warmup, "constant_steps": constant}
+    overrides = [f"optimizer.{key}={value}" for key, value in keys.items()]
+    stops = "null" if stop_after is None else stop_after
+    return load_config("llama-small", [f"train.steps={steps}", f"train.stop_after={stops}", *overrides])
 
 
 def with_keys(*keys: str) -> Config:

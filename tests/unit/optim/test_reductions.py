@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shardwise.optim import reductions
-from shardwise.optim.reductions import Reductions
+from shardwise.optim import bucket_collectives
+from shardwise.optim.bucket_collectives import Reductions
 
 
 @dataclass(eq=False)
@@ -46,10 +46,10 @@ def calls_of(passes: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     buckets = {name: Recorded(name, calls) for name in "ABC"}
     at_end: list[Callable[[], None]] = []
-    monkeypatch.setattr(reductions, "after_backward", at_end.append)
+    monkeypatch.setattr(bucket_collectives, "after_backward", at_end.append)
     step = made(buckets)
     for number, names in enumerate(passes):
-        monkeypatch.setattr(reductions, "backward_number", lambda number=number: number)
+        monkeypatch.setattr(bucket_collectives, "backward_number", lambda number=number: number)
         for name in names:
             step.take(name)  # type: ignore[arg-type]
         while at_end:
@@ -81,14 +81,15 @@ def test_a_second_gradient_in_a_pass_begins_a_new_round(monkeypatch: pytest.Monk
 def test_a_pass_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     bucket = Recorded("A", calls)
-    monkeypatch.setattr(reductions, "after_backward", lambda function: None)  # an error ends a pass without its end
-    monkeypatch.setattr(reductions, "backward_number", lambda: 1)
+    # An error ends a pass without its end.
+    monkeypatch.setattr(bucket_collectives, "after_backward", lambda function: None)
+    monkeypatch.setattr(bucket_collectives, "backward_number", lambda: 1)
     step = made({"A": bucket, "B": Recorded("B", calls)})
     step.take("A")  # type: ignore[arg-type]
     step.reset()
     bucket.is_reducing = False  # as `Bucket.reset` leaves it
     at_end: list[Callable[[], None]] = []
-    monkeypatch.setattr(reductions, "after_backward", at_end.append)
-    monkeypatch.setattr(reductions, "backward_number", lambda: 2)
+    monkeypatch.setattr(bucket_collectives, "after_backward", at_end.append)
+    monkeypatch.setattr(bucket_collectives, "backward_number", lambda: 2)
     step.take("A")  # type: ignore[arg-type]
     assert len(at_end) == 1, "the next pass has an end again"

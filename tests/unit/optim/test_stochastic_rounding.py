@@ -15,7 +15,7 @@ from shardwise import LAMB, ZeroRedundancyOptimizer
 from shardwise.distributed import devices as device
 from shardwise.distributed.placement import named_pieces
 from shardwise.layers import chunks
-from shardwise.optim import gradient_norms, stochastic_rounding
+from shardwise.optim import stochastic_rounding
 from shardwise.optim.gradient_norms import ElementRun
 from tests.unit.optim.net import PLAIN, assert_equal, batch, make, train
 
@@ -345,7 +345,7 @@ def test_a_state_of_before_rounding_loads() -> None:
 
 
 def test_a_device_without_float64_sums_norms_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_norms, "widest_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(device, "widest_dtype", lambda device: torch.float32)
     monkeypatch.setattr(Tensor, "double", lambda self: pytest.fail("float64 was used"))
     model = make().bfloat16()
     clipped = STOCHASTIC | {"grad_clipping": True}

@@ -41,5 +41,5 @@ def test_what_is_left_out_or_replaced_is_what_the_refusals_say() -> None:
     for name in names:
         (row,) = (row for row in rows if f"`{name}`" in row)
         wanted = re.findall(r"`([^`]+)`", row.split("|")[3])
-        advice = ARGUMENTS["optimizer"][name].advice
+        advice = ARGUMENTS["optimizer"][name]
         assert advice == f"use {wanted[0]}" if wanted else advice.startswith("leave it out"), row

@@ -16,7 +16,6 @@ from shardwise.estimates.memory import (
     MemoryEstimate,
     checkpoint_bytes,
     expected_memory,
-    invariant_dropout,
     memory_by_rank,
 )
 from shardwise.estimates.rank_workload import RankWorkload
@@ -227,22 +226,6 @@ def test_full_recompute_leaves_backward_passes_in_one_part(schedule: str) -> Non
         assert len(order) == 2 * 2 * M
     waits = [simulate(parallel, M, recompute).bubble for recompute in ("none", "selective", "full")]
     assert waits[0] == waits[1] < waits[2]
-
-
-def test_invariant_masks_are_held_for_all_in_flight() -> None:
-    masks = {}
-    for pipeline in (1, 2):
-        chosen = config("gpt", 0.1, pipeline=pipeline, train={"dropout_mode": "invariant"})
-        masks[pipeline] = [
-            invariant_dropout(chosen, check_layout(chosen, pipeline), pipeline_rank=rank) for rank in range(pipeline)
-        ]
-    (whole,), (first, last) = masks[1], masks[2]
-    assert whole is not None
-    assert first is not None
-    assert last is not None
-    assert first.elements_hashed + last.elements_hashed == whole.elements_hashed
-    assert first.bytes_held == whole.bytes_held + S * H  # two passes through half of the blocks, and the embedding's
-    assert last.bytes_held == (whole.bytes_held - S * H) // 2
 
 
 # ---- bytes on the wire

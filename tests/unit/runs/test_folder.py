@@ -35,21 +35,6 @@ def test_two_runs_of_one_second_do_not_collide(tmp_path: Path) -> None:
     assert names == ["a-b-20261121-120005", "a-b-20261121-120005-2", "a-b-20261121-120005-3"]
 
 
-def test_paths(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
-    assert not run.path.exists()
-    assert run.rank_metrics(7) == tmp_path / "run/ranks/rank-0007.jsonl"
-    assert run.log(12) == tmp_path / "run/logs/rank-0012.log"
-    assert run.create().path.is_dir()
-
-
-def test_a_reserved_folder_holds_no_run_and_a_used_one_does(tmp_path: Path) -> None:
-    run = RunDirectory(folder.new_run_path("quickstart", tmp_path))
-    assert not run.create().holds_run
-    run.write_config("model: {vocab_size: 7}\n")
-    assert RunDirectory(run.path).create().holds_run
-
-
 def test_what_is_replaced_is_kept_under_a_number(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for number in (1, 2, 3):
@@ -143,26 +128,6 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
         assert RunLock.is_held(tmp_path), "it cannot be told that the run is over"
 
 
-def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(ConfigError, match="must be a folder"):
-        RunDirectory(tmp_path / "notes.txt").create()
-
-
-def test_a_folder_that_cannot_be_made_is_the_users_to_change(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    inside = tmp_path / "file/runs"
-    for make in (
-        lambda: folder.new_run_path("quickstart", inside),
-        lambda: RunDirectory(inside / "run").create(),
-        lambda: RunDirectory(tmp_path / "run").mark_latest(inside),
-    ):
-        with pytest.raises(ConfigError, match=r"file/runs.* cannot be made: Not a directory; start in a folder"):
-            make()
-    with pytest.raises(ConfigError, match=r"file cannot be made: File exists; start in a folder"):
-        folder.new_run_path("quickstart", tmp_path / "file")
-
-
 def test_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.require_room(1)
@@ -179,21 +144,6 @@ def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
     outside.mark_latest(root)
     assert (root / "latest").readlink() == outside.path
     assert sorted(path.name for path in root.iterdir()) == ["latest", "one", "two"]
-
-
-def test_latest_that_is_a_real_folder_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "latest").mkdir()
-    with pytest.raises(ConfigError, match="must be a symbolic link"):
-        RunDirectory(tmp_path / "one").create().mark_latest(tmp_path)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "results.json"
-    folder.write_atomic(path, "old")
-    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(OSError, match="no space left"):
-        folder.write_atomic(path, "new")
-    assert path.read_text() == "old"
 
 
 def test_lines_are_on_disk_at_once_and_are_only_appended(tmp_path: Path) -> None:
@@ -276,12 +226,6 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert secret not in text
 
 
-def test_a_launcher_hands_over_what_the_user_typed(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path).create()
-    run.write_environment({}, ["cpu"], 2, ["shardwise", "train", "mine.yaml", "--token=abc"])
-    assert json.loads(run.environment.read_text())["command"][1:] == ["train", "mine.yaml", "--token=(redacted)"]
-
-
 def test_the_commit_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
@@ -324,15 +268,11 @@ def test_fault_17_a_copied_folder_has_another_key_and_a_renamed_one_the_same(tmp
 
 def test_fault_21_what_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run").create()
-    for path in (run.config, run.environment, run.identity, run.metrics, run.path / "stop.json"):
+    for path in (run.config, run.metrics, run.path / "stop.json"):
         path.mkdir()
-    (run.path / "tensorboard").touch()
     writers = {
-        "config.yaml cannot be made": lambda: run.write_config("a: 1\n"),
-        "environment.json cannot be made": lambda: run.write_environment({}, [], 1),
-        "run.json cannot be made": run.id,
+        "config.yaml cannot be made: .*; start in a folder that can be written": lambda: run.write_config("a: 1\n"),
         "metrics.jsonl cannot be made: Is a directory": lambda: AppendedFile(run.metrics),
-        "tensorboard/events cannot be made: File exists": lambda: AppendedFile(run.tensorboard / "events"),
         "stop.json, by which an earlier run was asked to stop, must be removed": lambda: clear(run.path),
         "metrics.jsonl cannot be read: Is a directory": lambda: list(run.events("step")),
     }

@@ -71,20 +71,6 @@ def _events(run: shardwise.Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_objects_train_as_their_names_do_and_are_recorded(recipe: str) -> None:
-    config = shardwise.load_recipe(recipe)
-    heard: list[int] = []
-
-    def hear(event: dict[str, Any]) -> None:
-        heard.append(event.get("step", 0))
-
-    by_object = shardwise.train(config, loss=own_hooks.cross_entropy, callbacks=[hear, lambda event: None])
-    assert losses(by_object) == pytest.approx(losses(shardwise.train(config)), rel=1e-6)
-    assert max(heard) == config.train.steps
-    assert by_object.config().hooks.loss == f"{HERE}:cross_entropy"
-    assert len(set(by_object.config().hooks.callbacks)) == 2
-
-
 def test_a_callback_stops_a_run_with_a_checkpoint(recipe: str) -> None:
     config = shardwise.load_recipe(recipe, train={"eval_every": 0})
     with pytest.raises(StoppedError, match=r"hooks\.callbacks \(tests\.own_hooks:stop_at_2\)"):
@@ -131,16 +117,9 @@ def test_fault_19_a_run_that_a_hook_ends_has_failed(hook: str, told: str, recipe
     assert (run.state, run.results) == ("failed", {})
 
 
-def test_fault_19_a_module_that_ends_python_is_wrong_input(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("ends.py").write_text("import sys\nsys.exit(0)\n")
-    assert main(["train", recipe, "hooks.loss=ends:loss"]) == 2
-    assert "hooks.loss (ends:loss) cannot be imported: sys.exit(0) was called (" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("value", "stops"),
-    [(True, True), (np.True_, True), (np.array([1.0])[0] > 0, True), (False, False), (np.False_, False), (None, False),
-     (1, False), ("yes", False), ([0], False), (np.ones(3), False), (float("nan"), False)],
+    [(True, True), (np.True_, True), (False, False), (None, False), (1, False), (np.ones(3), False)],
     ids=repr,
 )  # fmt: skip
 def test_a_callback_stops_by_true_alone(
@@ -210,16 +189,10 @@ def test_a_part_may_be_missing_where_nothing_reads_it(tmp_path: Path) -> None:
     ("sample", "found"),
     [
         ([1, 131], "ids from 1 to 131"),
-        ([-1, 4], "ids from -1 to 4"),
         ([1.0, 2.0], "float64 of shape (2,)"),
-        ([[1, 2]], "int64 of shape (1, 2)"),
         ([1], "1 of them"),
         (list(range(18)), "18 of them"),
-        ([None], "object of shape (1,)"),
-        (None, "of type NoneType"),
-        ({"input_ids": [1, 2]}, "of type dict"),
         ("text", "of type str"),
-        (5, "of type int"),
     ],
     ids=str,
 )
@@ -237,18 +210,6 @@ def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, t
     )
 
 
-def test_a_reader_that_cannot_open_a_part_names_it(tmp_path: Path) -> None:
-    told = r"hooks\.data \(tests\.own_hooks:torn\): its evaluation part cannot be opened: OSError: no disk is there"
-    with pytest.raises(DataError, match=told):
-        prepare(reader_config("torn"), tmp_path)
-
-
-def test_a_callback_that_cannot_be_made_names_its_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"hooks\.callbacks \({HERE}:Broken\) cannot be made: RuntimeError: no room"):
-        MetricsWithCallbacks(tmp_path / "metrics.jsonl", make_config(hooks={"callbacks": [f"{HERE}:Broken"]}))
-    assert list(tmp_path.iterdir()) == [], "a run's folder with metrics is in use"
-
-
 # ---- what is refused before ranks start
 
 
@@ -257,14 +218,11 @@ def test_a_callback_that_cannot_be_made_names_its_key(tmp_path: Path) -> None:
     [
         ({"data": "nowhere:Reader"}, "hooks.data (nowhere:Reader): there is no module nowhere"),
         ({"data": f"{HERE}:Readr"}, "lacks Readr; did you mean Reader?"),
-        ({"data": f"{HERE}:of_one"}, "of_one must be a function or class that takes (config, part)"),
         ({"loss": f"{HERE}:of_one"}, "of_one must be a function that takes (logits_SBV, targets_SB)"),
-        ({"optimizer": f"{HERE}:Reader"}, "Reader must be a class derived from torch.optim.Optimizer"),
         (
             {"optimizer": f"{HERE}:WithoutStep"},
             "shardwise.LAMB or shardwise.Muon; its trial failed with: NotImpl",
         ),
-        ({"optimizer": f"{HERE}:Dividing"}, "its trial failed with: ZeroDivisionError: division by zero (/"),
         ({"optimizer": f"{HERE}:Normalized"}, "optimizer_class Normalized cannot be sharded"),
         (
             {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"mass": 1, "lr": 2}},
@@ -272,7 +230,6 @@ def test_a_callback_that_cannot_be_made_names_its_key(tmp_path: Path) -> None:
         ),
         ({"optimizer_options": {"momentum": 1}}, "hooks.optimizer_options (momentum) must be left out"),
         ({"optimizer": "torch.optim:Rprop"}, "optimizer.weight_decay (0.01) must be 0 with hooks.optimizer"),
-        ({"callbacks": [f"{HERE}:cross_entropy"]}, "cross_entropy must be a function that takes (event)"),
         ({"callbacks": [f"{HERE}:Reader"]}, "Reader must be a function that takes (event), or a class"),
     ],
     ids=str,
@@ -297,14 +254,7 @@ def test_a_wrong_hook_is_one_sentence_with_its_key(hooks: dict[str, Any], proble
             {"data": {"dataset": "tiny"}, "hooks": {"data": "a:B"}},
             r"data.dataset \(tiny\) must be left out with hooks.data",
         ),
-        (
-            {"model": BERT, "hooks": {"data": "a:B"}},
-            "hooks.data .* must be left out with model.family bert",
-        ),
-        (
-            {"model": BERT, "hooks": {"loss": "a:b"}},
-            "hooks.loss .* must be left out with model.family bert",
-        ),
+        ({"model": BERT, "hooks": {"loss": "a:b"}}, "hooks.loss .* must be left out with model.family bert"),
         ({"compile": {"enabled": True}, "hooks": {"loss": "a:b"}}, "compile.enabled .* must be false with hooks.loss"),
         ({"optimizer": {"name": "lamb"}, "hooks": {"optimizer": "a:B"}}, r"optimizer.name \(lamb\) must be left out"),
         (
@@ -312,8 +262,6 @@ def test_a_wrong_hook_is_one_sentence_with_its_key(hooks: dict[str, Any], proble
             "hooks.loss .* whose forward gives the loss",
         ),
         ({"hooks": {"loss": "no path"}}, r"hooks.loss \('no path'\) must read package.module:Name"),
-        ({"hooks": {"callbacks": ["a:b", ""]}}, r"hooks.callbacks.1 \(''\) must read package.module:Name"),
-        ({"hooks": {"callbacks": "a:b"}}, "hooks.callbacks .* must be a list"),
     ],
     ids=str,
 )

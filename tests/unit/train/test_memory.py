@@ -121,22 +121,6 @@ def test_a_pipeline_is_advised_what_its_own_rank_saves() -> None:
     assert not [one for one in odd if "share the optimizer state" in one], "15 samples do not divide over 2 replicas"
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_more_ranks_help_where_state_is_shared(zero: int) -> None:
-    chosen = config(optimizer={"zero": zero}, train={"global_batch": 60})
-    found = [one for one in remedies(chosen, Layout(1)) if one.startswith("2 ranks, which share")]
-    assert len(found) == zero, "only with ZeRO do more replicas hold less each"
-
-
-def test_it_never_leaves_the_user_without_advice() -> None:
-    chosen = config(
-        model={"num_attention_heads": 1, "num_key_value_heads": 1},
-        train={"global_batch": 1, "micro_batch": 1, "sequence_length": 62, "recompute": "full"},
-        precision={"mode": "bfloat16"},
-    )
-    assert remedies(chosen, Layout(1)) == ["a smaller model"]
-
-
 def test_a_tensor_whose_size_overflows_is_a_lack_of_memory() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**31 - 1, 2**31 - 1)
@@ -253,24 +237,25 @@ def test_offloaded_state_must_fit_into_the_memory_of_the_host(
     assert require_device(config(), Layout(2), 0, accelerator) is None
 
 
-def test_a_dtype_that_the_device_lacks_is_refused(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "computes_in", lambda device, dtype: dtype == torch.float32)
-    assert require_device(config(), Layout(2), 0, accelerator) is None
-    with pytest.raises(
-        ConfigError, match=r"^precision.mode \(bfloat16\) must be float32: some GPU does not compute in bfloat16"
-    ):
-        require_device(config(precision={"mode": "bfloat16"}), Layout(2), 0, accelerator)
-
-
-def test_products_that_the_device_lacks_are_refused(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = config(precision={"mode": "mixed", "matmul": "fp8"})
+@pytest.mark.parametrize(
+    ("lacking", "precision", "told"),
+    [
+        ("computes_in", {"mode": "bfloat16"}, r"^precision.mode \(bfloat16\) must be float32: some GPU"),
+        (
+            "multiplies_fp8",
+            {"mode": "mixed", "matmul": "fp8"},
+            r"^precision.matmul \(fp8\) must be left out on some GPU",
+        ),
+    ],
+)
+def test_a_precision_that_the_device_lacks_is_refused(
+    lacking: str, precision: dict[str, str], told: str, accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "multiplies_fp8", lambda device: True)
-    assert require_device(chosen, Layout(2), 0, accelerator) is None
-    monkeypatch.setattr(devices, "multiplies_fp8", lambda device: False)
-    with pytest.raises(
-        ConfigError, match=r"^precision.matmul \(fp8\) must be left out on some GPU, for which shardwise has no"
-    ):
-        require_device(chosen, Layout(2), 0, accelerator)
+    assert require_device(config(precision=precision), Layout(2), 0, accelerator) is None
+    monkeypatch.setattr(devices, lacking, lambda *_: False)
+    with pytest.raises(ConfigError, match=told):
+        require_device(config(precision=precision), Layout(2), 0, accelerator)
 
 
 def test_symmetric_memory_is_refused_where_ranks_share_none(

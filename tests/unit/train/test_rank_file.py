@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.train.straggler import Straggler
+from shardwise.train.step_record import Straggler
 from tests.unit.train.test_report import lines, record, reporter
 
 

@@ -151,8 +151,8 @@ def test_a_run_goes_on_where_it_was(
     monkeypatch.setattr(resume, "read_manifest", lambda folder, _world: Manifest.read(folder))
     monkeypatch.setattr(resume, "restore", lambda *_: SimpleNamespace(damage=()))
     candidates = find_checkpoints(chosen, RunDirectory(tmp_path), STORED).candidates
-    mesh, progress = SimpleNamespace(world=None), Progress()
-    resume.restore_first(candidates, chosen, None, None, mesh, progress, Told())  # type: ignore[arg-type]
+    progress = Progress()
+    resume.restore_first(candidates, training(chosen, progress), Told())  # type: ignore[arg-type]
     assert (progress.step, progress.samples, progress.tokens) == (100, 800, 25_600)
     assert progress.position == position
 
@@ -161,16 +161,9 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     manifest = Manifest.read(write_checkpoint(tmp_path, 100))
     batches = TokenBatches(np.arange(99), 16, seed=1)
     data = make_data()
-    resume.continue_data(manifest, replace(data, fingerprint="tiny"), batches, Progress(), config())
+    resume.continue_data(manifest, replace(data, fingerprint="tiny"), training(config(), batches=batches))
     with pytest.raises(ConfigError, match=r"the data .* must be those that the run began with \(fingerprint tiny"):
-        resume.continue_data(manifest, replace(data, fingerprint="other"), batches, Progress(), config())
-
-
-def test_a_copy_in_memory_has_no_configuration_to_compare(tmp_path: Path) -> None:
-    manifest = replace(Manifest.read(write_checkpoint(tmp_path, 100)), config={})
-    chosen = make_config(data={"stages": [{"at": 2, "sequence_length": 32}]}, train={"steps": 200})
-    batches = TokenBatches(np.arange(99), 16, seed=1)
-    resume.continue_data(manifest, replace(make_data(), fingerprint="tiny"), batches, Progress(), chosen)
+        resume.continue_data(manifest, replace(data, fingerprint="other"), training(config(), batches=batches))
 
 
 def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_path: Path) -> None:
@@ -182,7 +175,7 @@ def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_
     chosen.let_change(check_changes(["data.path", "data.mixture"]))
     progress = Progress()
     progress.losses.extend([1.0, 2.0])
-    resume.continue_data(manifest, replace(make_data(), fingerprint="other"), batches, progress, chosen)
+    resume.continue_data(manifest, replace(make_data(), fingerprint="other"), training(chosen, progress, batches))
     assert batches.order.stages == (Stage(0, 0, {"web": 1.0}),)
     assert not progress.losses, "the first losses of other data are no spikes"
 
@@ -191,6 +184,18 @@ def test_a_run_that_goes_on_stops_after_as_many_steps_of_its_own() -> None:
     chosen = make_config(train={"steps": 20, "stop_after": 5})
     assert [end_of_run(chosen, before) for before in (0, 10, 18)] == [5, 15, 20]
     assert end_of_run(config(), 10) == 20
+
+
+def training(chosen: Config, progress: Progress | None = None, batches: Any = None) -> Any:
+    """A training without a model."""
+    return SimpleNamespace(
+        config=chosen,
+        progress=progress or Progress(),
+        feed=SimpleNamespace(batches=batches),
+        mesh=SimpleNamespace(world=None),
+        model=None,
+        optimizer=None,
+    )
 
 
 class Told:
@@ -212,9 +217,9 @@ def test_only_damage_is_rolled_back_for(seen: str, folder: Path, monkeypatch: py
         raise StoreError("no answer")
 
     monkeypatch.setattr(resume, "read_manifest", read_manifest)
-    mesh, told = SimpleNamespace(world=None), Told()
+    told = Told()
     with pytest.raises(RunError, match=r"checkpoint of step 100 could not be used, and no older .*: no answer; start"):
-        resume.restore_first(found, config(), None, None, mesh, Progress(), told)  # type: ignore[arg-type]
+        resume.restore_first(found, training(config()), told)  # type: ignore[arg-type]
     (warning,) = told.warnings
     assert warning.startswith("the checkpoint of step 200 was left out: "), "what a killed save leaves is no checkpoint"
     assert "set aside" not in warning
@@ -240,33 +245,20 @@ def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         find_checkpoints(at, theirs, STORED)
 
 
-def test_fault_17_a_copied_run_is_a_run_of_its_own(tmp_path: Path) -> None:
+def test_fault_17_a_copied_run_is_refused_and_a_moved_one_goes_on(tmp_path: Path) -> None:
     run, place = RunDirectory(tmp_path / "a").create(), tmp_path / "place"
     for root in (Root.of(run.checkpoints), Root.of(place)):
         write_checkpoint(root, 100)
         record_owner(root, Owner.here(run.id(), run.path))
     copied = RunDirectory(shutil.copytree(run.path, tmp_path / "b"))
-    found = find_checkpoints(config(), copied, STORED)
-    assert (found.original, [each.step for each in found.candidates]) == (run.path, [100])
-    with pytest.raises(ConfigError, match=rf"{place}\) must be a run's own, and it is that of {run.path} on "):
-        find_checkpoints(config(path=str(place)), copied, STORED)
-    assert find_checkpoints(config(), run, STORED).original is None
-    new = copied.id("0" * 32)
-    assert copied.stored_id() == new == copied.id() == "0" * 32
-    record_owner(Root.of(copied.checkpoints), Owner.here(new, copied.path))
-    assert find_checkpoints(config(), copied, STORED).original is None, "it has an id of its own now"
+    for at in ({}, {"path": str(place)}):
+        with pytest.raises(ConfigError, match=rf"is a copy of {run.path}: .* `shardwise branch {run.path}`"):
+            find_checkpoints(config(**at), copied, STORED)
     moved = RunDirectory(run.path.rename(tmp_path / "c"))
     for at in ({}, {"path": str(place)}):
-        found = find_checkpoints(config(**at), moved, STORED)
-        assert (found.original, [each.step for each in found.candidates]) == (None, [100])
-    for root in (Root.of(moved.checkpoints), Root.of(place)):
-        record_owner(root, Owner.here(moved.id(), moved.path))
-    again = RunDirectory(shutil.copytree(moved.path, tmp_path / "d"))
-    assert find_checkpoints(config(), again, STORED).original == moved.path
-    with pytest.raises(ConfigError, match=rf"{place}\) must be a run's own"):
-        find_checkpoints(config(path=str(place)), again, STORED)
+        assert [each.step for each in find_checkpoints(config(**at), moved, STORED).candidates] == [100]
     run.path.symlink_to(moved.path)  # as a run leaves it whose folder is renamed
-    assert find_checkpoints(config(path=str(place)), moved, STORED).original is None
+    assert find_checkpoints(config(path=str(place)), moved, STORED).candidates
 
 
 def test_a_later_checkpoint_that_cannot_be_renamed_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

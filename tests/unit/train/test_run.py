@@ -14,7 +14,6 @@ from shardwise.base.errors import ConfigError, DataError, LostPeerError, RunErro
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Layout, load_config
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.run import _explained, _report_weights, _warn_of_repeats, _with_one_batch, run
 from shardwise.train.step_record import Progress
@@ -42,34 +41,6 @@ def test_what_a_library_says_of_a_lost_rank_is_a_sentence() -> None:
     assert isinstance(found, LostPeerError)
     text = "rank 0 lost the connection to another rank during forward and backward"
     assert str(found) == f"{text} (`shardwise explain lost-connection`)"
-
-
-def test_two_ranks_on_one_accelerator_are_told() -> None:
-    found = ends(RuntimeError("ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA"), Progress())
-    assert isinstance(found, ConfigError)
-    told = (
-        "rank 0 must have an accelerator of its own, and shares cpu with another rank: start at most one rank on each"
-    )
-    assert str(found).startswith(told)
-
-
-def test_weights_whose_tokenizer_is_another_are_told(tmp_path: Path) -> None:
-    said: dict[str, list[str]] = {"message": [], "warning": []}
-    for name, text in (("weights", "a b"), ("data", "c d")):
-        train_tokenizer([text] * 9, 258, name).save(tmp_path / name)
-    run: Any = SimpleNamespace(
-        weights=Root.of(tmp_path / "weights"),
-        data=SimpleNamespace(tokenizer_path=tmp_path / "data"),
-        folder=SimpleNamespace(changes=()),
-        mesh=SimpleNamespace(world=SimpleNamespace(rank=1)),
-    )
-    reporter: Any = SimpleNamespace(**{kind: lines.append for kind, lines in said.items()}, changed=lambda _: None)
-    _report_weights(run, reporter)
-    assert said["message"] == [f"weights: those of {tmp_path / 'weights'}"]
-    assert said["warning"] == [
-        f"data.tokenizer gives other ids than the tokenizer of the loaded weights ({tmp_path / 'weights'}): leave it "
-        "out to keep what they learned"
-    ]
 
 
 def test_fault_07_a_run_says_what_it_changes_beside_loaded_weights(tmp_path: Path) -> None:

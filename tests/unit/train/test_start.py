@@ -43,16 +43,6 @@ def test_a_failure_on_another_rank_ends_the_wait(monkeypatch: pytest.MonkeyPatch
     assert rank_agreement.while_others_wait(lambda: "done", PAIR) == "done"
 
 
-def test_a_failure_on_this_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_agreement.collectives, "reduce_numbers", lambda mine, group: [True, mine[1]])
-
-    def fail() -> None:
-        raise OSError("no such file")
-
-    with pytest.raises(OSError, match="no such file"):
-        rank_agreement.while_others_wait(fail, PAIR)
-
-
 def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.data.hub.resolve", lambda *_, **__: tmp_path / "0123")
     monkeypatch.setattr(rank_agreement.collectives, "any_rank", lambda is_true, group: True)
@@ -62,16 +52,6 @@ def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch:
     told = r"checkpoint\.load \(acme/tiny\) must be one commit on every machine: set checkpoint\.revision=0123"
     with pytest.raises(ConfigError, match=told):
         start._find_weights(make_config(checkpoint={"load": "acme/tiny"}), None, Mesh(device="cpu"))
-
-
-def test_a_folder_is_no_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = make_config(checkpoint={"load": "acme/tiny"})
-    assert start._base_model(config) == "acme/tiny"
-    Path("acme/tiny").mkdir(parents=True)
-    assert start._base_model(config) is None
-    assert start._base_model(make_config(checkpoint={"load": "s3://acme/tiny"})) is None
-    assert start._base_model(make_config()) is None
 
 
 def test_fault_09_a_resumed_run_has_what_lies_beside_its_newest_checkpoint(tmp_path: Path) -> None:

@@ -61,22 +61,13 @@ def test_many_ranks_are_cut_too() -> None:
     assert len(rank_table(config, layout, False)) == 17
 
 
-def test_what_each_rank_has() -> None:
-    rows = rank_table(*chosen(schedule="interleaved"), False)
-    assert [row[:3] for row in rows] == [
-        ("pp 0", "ranks 0-3", "blocks 0-1 and 4-5"),
-        ("pp 1", "ranks 4-7", "blocks 2-3 and 6-7"),
-    ]
-    assert all(row[3].endswith(" parameters") and row[4].endswith(" activations") for row in rows)
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_printed(terminal: bool) -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=80, color_system="truecolor" if terminal else None)
     print_pipeline(console, *chosen(), False)
     text = stream.getvalue()
-    assert ("\x1b[" in text, "╭─" in text and " pipeline " in text) == (terminal, terminal)
-    assert "blocks 4-7" in text
+    assert ("\x1b[" in text) == terminal
+    assert "pp 1  ranks 4-7  blocks 4-7  " in text
     if not terminal:
         assert "pp 0  F0F1· · B0--F2B1--F3B2--· B3--\n" in text

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shardwise.train.rank_file import Occurrence
-from shardwise.train.step_record import SMOOTHED_STEPS, loss_spike
-from shardwise.train.straggler import STRAGGLER_STEPS, Straggler, Stragglers
+from shardwise.train.step_meters import STRAGGLER_STEPS, Stragglers
+from shardwise.train.step_record import SMOOTHED_STEPS, Progress, Straggler
 
 
 def played(
@@ -56,7 +56,6 @@ def test_stages_of_unequal_work_are_not_compared_with_each_other() -> None:
 
 def test_nobody_is_named_before_there_is_a_window_of_steps() -> None:
     assert played([0.1, 0.9], steps=STRAGGLER_STEPS) is None
-    assert played([0.3]) is None, "a rank that is alone"
 
 
 def test_a_rank_alone_in_its_stage_is_compared_with_its_own_best() -> None:
@@ -83,10 +82,15 @@ def test_an_occurrence_is_told_once_until_it_has_ended() -> None:
     assert not slow.begins(None)
 
 
-def test_a_loss_spike_is_counted_in_standard_deviations() -> None:
+def test_a_Progress_is_counted_in_standard_deviations() -> None:
+    def spike(loss: float, before: list[float]) -> float | None:
+        progress = Progress()
+        progress.losses.extend(before)
+        return progress.advance(loss, 8, 16)
+
     before = [3.0, 3.2] * (SMOOTHED_STEPS // 2)
-    assert loss_spike(4.1, before) == pytest.approx(10.0)
-    assert loss_spike(3.1, before) == pytest.approx(0.0)
-    assert loss_spike(4.1, before[1:]) is None, "too few steps before"
-    assert loss_spike(3.0 + 3e-3, [3.0] * SMOOTHED_STEPS) == pytest.approx(1.0), "equal losses have a least deviation"
-    assert math.isfinite(loss_spike(1.0, [0.0] * SMOOTHED_STEPS) or 0.0)
+    assert spike(4.1, before) == pytest.approx(10.0)
+    assert spike(3.1, before) == pytest.approx(0.0)
+    assert spike(4.1, before[1:]) is None, "too few steps before"
+    assert spike(3.0 + 3e-3, [3.0] * SMOOTHED_STEPS) == pytest.approx(1.0), "equal losses have a least deviation"
+    assert math.isfinite(spike(1.0, [0.0] * SMOOTHED_STEPS) or 0.0)

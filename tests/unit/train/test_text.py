@@ -33,13 +33,6 @@ def test_a_character_comes_with_its_last_byte(tokenizer: Tokenizer) -> None:
     assert found == ["a", "", "", "", "🎹", "b", ""]
 
 
-def test_what_stays_incomplete_comes_at_the_end(tokenizer: Tokenizer) -> None:
-    detokenizer = Detokenizer(tokenizer)
-    start = int(tokenizer.encode("🎹")[0])
-    assert detokenizer.push(start) == ""
-    assert detokenizer.finish() == "\ufffd"
-
-
 def test_bytes_that_are_no_text_do_not_stop_what_follows(tokenizer: Tokenizer) -> None:
     start = int(tokenizer.encode("🎹")[0])
     letters = tokenizer.encode("abc").tolist()

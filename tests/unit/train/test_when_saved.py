@@ -1,5 +1,6 @@
 """When a run saves, and what a checkpoint says of its place."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,14 @@ def saved(every: int, stopped_at: int | None = None) -> tuple[dict[int, Any], st
     config = make_config(checkpoint={"every": every}, train={"steps": 5})
     made: Any = Saves()
     progress, stop = Progress(), None
-    checkpoints = Checkpoints(
-        made, config, None, Mesh(), lambda: "somebody" if progress.step == stopped_at else None, {}, BATCHES
-    )  # type: ignore[arg-type]
+    training: Any = SimpleNamespace(
+        config=config, mesh=Mesh(), progress=progress, feed=SimpleNamespace(batches=BATCHES)
+    )
+    reporter: Any = None
+    checkpoints = Checkpoints(training, made, reporter, lambda: "somebody" if progress.step == stopped_at else None)
     for step in range(1, 6):
         progress.step, progress.samples, progress.position = step, 8 * step, 8 * step + 24
-        checkpoints.after_step(progress, step == 5)
+        checkpoints.after_step(step == 5)
         stop = checkpoints.stopped_by
         if stop is not None:
             break
@@ -65,7 +68,8 @@ def test_the_place_in_the_data_is_ahead_of_the_samples() -> None:
 def test_a_checkpoint_that_is_saved_again_has_all_progress() -> None:
     """The losses too, by which a spike is noticed after the next resume."""
     made: Any = Saves()
-    checkpoints = Checkpoints(made, make_config(), None, Mesh(), lambda: None, {}, BATCHES)  # type: ignore[arg-type]
+    unused: Any = None
+    checkpoints = Checkpoints(unused, made, unused, lambda: None)
     progress = {"samples": 40, "position": 64, "tokens": 640, "losses": (2.0, 1.5), "schedule": {}, "rng": {}}
     unknown: dict[str, Any] = {"config": {}, "versions": {}, "created": "", "files": (), "tensors": {}}
     checkpoints.save_again(Manifest(step=5, **progress, layout={}, data={}, optimizer={}, **unknown))  # type: ignore[arg-type]

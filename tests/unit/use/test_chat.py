@@ -1,28 +1,29 @@
 """The person's side of a conversation, with a model that a thread plays. Real ones: tests/e2e/test_chat.py."""
 
 import argparse
+import contextlib
 import io
 import os
 import pty
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
-from shardwise_use.channel import Channel
 from shardwise_use.cli.chat import _Terminal
 
-Model = Callable[[Channel], None]
+Model = Callable[[Connection], None]
 
 
 def talk(model: Model, lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the lines to a model, to which the other end of the channel is given."""
-    here, there = map(Channel, socket.socketpair())
+    here, there = Pipe()
     thread = threading.Thread(target=model, args=(there,))
     thread.start()
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
@@ -38,21 +39,21 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(
 ) -> None:
     requests: list[Any] = []
 
-    def model(channel: Channel) -> None:
+    def model(channel: Connection) -> None:
         channel.send({"ready": True, "has_template": False, "max_tokens": 8})
-        requests.append(channel.receive())
+        requests.append(channel.recv())
         channel.send({"piece": "a long"})
         os.kill(os.getpid(), signal.SIGINT)
         # Without a stop this waits for ever.
-        requests.append(channel.receive())
-        channel.send({"piece": "", "end": "stopped", "tokens": 2, "first_seconds": 0.5, "seconds": 1.0})
-        requests.append(channel.receive())
-        channel.send({"piece": "short", "end": "eos", "tokens": 1, "first_seconds": 0.5, "seconds": 0.5})
-        requests.append(channel.receive())
+        requests.append(channel.recv())
+        channel.send({"end": "stopped", "tokens": 2, "prefill_seconds": 0.5, "decode_seconds": 0.5})
+        requests.append(channel.recv())
+        channel.send({"piece": "short"})
+        channel.send({"end": "eos", "tokens": 1, "prefill_seconds": 0.5, "decode_seconds": 0.0})
 
     talk(model, "one\n/temperature 0\ntwo\n", monkeypatch)
     first = {"text": "one", "temperature": 0.8, "top_p": 0.9, "seed": 5}
-    assert requests == [first, {"stop": True}, {**first, "text": "two", "temperature": 0.0, "seed": 6}, None]
+    assert requests == [first, {"stop": True}, {**first, "text": "two", "temperature": 0.0, "seed": 6}]
     shown = capsys.readouterr()
     assert shown.out == "a long\nshort\n"
     assert shown.err == "an answer has at most 8 tokens, half of what the model reads\n"
@@ -63,36 +64,38 @@ def test_an_unknown_command_is_told_with_those_that_exist(
 ) -> None:
     requests: list[Any] = []
 
-    def model(channel: Channel) -> None:
+    def model(channel: Connection) -> None:
         channel.send({"ready": True, "has_template": True, "max_tokens": 16})
-        requests.append(channel.receive())
+        with contextlib.suppress(EOFError):
+            requests.append(channel.recv())
 
     talk(model, "/foo bar\n/help\n", monkeypatch)
     unknown, helped = capsys.readouterr().err.splitlines()
     assert unknown == f"there is no command /foo: {helped}"
     assert helped.startswith("/reset begins anew, /temperature T changes the temperature, /quit leaves")
-    assert requests == [None], "the model read a command"
+    assert not requests, "the model read a command"
 
 
 def test_a_model_that_goes_ends_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def model(channel: Channel) -> None:
+    def model(channel: Connection) -> None:
         channel.send({"ready": True, "has_template": True, "max_tokens": 16})
-        channel.receive()
+        channel.recv()
         channel.close()
 
     talk(model, "one\ntwo\n", monkeypatch)
 
 
 EARLY_END = """\
-import argparse, socket, threading
+import argparse, threading
+from multiprocessing import Pipe
 from shardwise_use.cli.chat import _Terminal
-from shardwise_use.channel import Channel
 
-here, there = map(Channel, socket.socketpair())
+here, there = Pipe()
 
 def model():
     there.send({"ready": True, "has_template": False, "max_tokens": 16})
-    there.send({"piece": there.receive()["text"][::-1], "end": "eos", "tokens": 1, "first_seconds": 1, "seconds": 1})
+    there.send({"piece": there.recv()["text"][::-1]})
+    there.send({"end": "eos", "tokens": 1})
 
 threading.Thread(target=model, daemon=True).start()
 values = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 16}

@@ -7,7 +7,6 @@ import pytest
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import load_config
 from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise.distributed.mesh import Mesh
@@ -86,13 +85,15 @@ class Person:
         self._patience = patience
         self._waits = 0
 
-    def receive(self) -> dict[str, Any] | None:
-        return self._requests.pop(0) if self._requests else None
+    def recv(self) -> dict[str, Any]:
+        if not self._requests:
+            raise EOFError
+        return self._requests.pop(0)
 
     def send(self, message: dict[str, Any]) -> None:
         self.heard.append(message)
 
-    def has_message(self, seconds: float = 0.0) -> bool:
+    def poll(self, seconds: float = 0.0) -> bool:
         if seconds:
             self._waits += 1
             # At first the person has written nothing for a while.
@@ -108,7 +109,7 @@ def test_an_answer_ends_by_a_token_by_its_length_or_by_a_stop(tokenizer: Tokeniz
     model = Alphabet()
     transcript = Transcript(tokenizer, None, window=20, max_tokens=4)
     stops = {int(tokenizer.encode("x")[0])}
-    Conversation(model, mesh, load_config("llama2-tiny"), open_reader(model, mesh, 20), transcript, stops, person).run()
+    Conversation(model, mesh, None, open_reader(model, mesh, 20), transcript, stops, person).run()
     ready, *heard = person.heard
     assert ready == {"ready": True, "has_template": False, "max_tokens": 4}
     answers = "".join(message.get("piece", "") + ("|" if "end" in message else "") for message in heard)

@@ -13,8 +13,8 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import config_from, load_config
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise_use.generation import _Uncached
-from shardwise_use.inference_jobs import Prompt, run_generation
+from shardwise_use.generation import Prompt, _Uncached
+from shardwise_use.inference_jobs import run_generation
 
 
 class Places:

@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
-from shardwise.verify.layouts import AXES, Cell, candidates, common_batch, parse_layouts
+from shardwise.verify.layouts import AXES, Cell, candidates, parse_layouts
 
 RECIPE = load_config("llama2-tiny")
 
@@ -60,11 +60,3 @@ def test_names_tell_layouts_apart() -> None:
     full = Cell("cpu", 8, tensor=2, sequence=True, pipeline=2, schedule="zbv", zero=1, recompute="full")
     assert full.name == "TP 2 + SP × PP 2 × DP 2 (ZeRO-1), schedule zbv, recompute full, on cpu"
     assert Cell().name == "one process, on cpu"
-
-
-def test_one_global_batch_is_enough_for_every_schedule() -> None:
-    """DualPipeV needs two micro-batches for each pipeline rank."""
-    cells = candidates(RECIPE, "cpu", 8, parse_layouts(["all"]))
-    batch = common_batch(cells)
-    assert batch == 16
-    assert all(batch // cell.data >= 2 * cell.pipeline and batch % cell.data == 0 for cell in cells)

@@ -1,6 +1,5 @@
 """What the miniature keeps of a recipe, and where it can be trained."""
 
-import json
 import math
 
 import pytest
@@ -64,13 +63,6 @@ def test_a_plain_model_of_the_users_own_is_verified_with_data_parallelism_alone(
     ]
 
 
-def test_of_hooks_the_loss_stays() -> None:
-    """Data are random tokens, and rounding may turn what an optimizer of signs does."""
-    hooks = ("hooks.loss=mine:loss", "hooks.optimizer=mine:Lion", "hooks.data=mine:Reader", "data.dataset=null")
-    config, _ = small(load_config("llama2-tiny", hooks))
-    assert config.hooks.paths == {"hooks.loss": "mine:loss"}
-
-
 @pytest.mark.parametrize("copies", [1, 2])
 def test_every_cell_is_a_configuration_of_its_layout(copies: int) -> None:
     config, cells = small(load_config("llama2-7b", [f"parallel.replicate={copies}"]))
@@ -123,20 +115,6 @@ def test_a_part_of_a_head_that_rotates_stays_even(part: float) -> None:
     model = small(neox)[0].model
     assert model.rotary_dim >= 2
     assert model.rotary_dim % 2 == 0
-
-
-def test_factors_of_frequencies_are_as_many_as_the_frequencies() -> None:
-    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    scaling["original_max_position_embeddings"] = 64
-    recipe = load_config("llama2-tiny", ["model.rope_scaling=" + json.dumps(scaling)])
-    model = small(recipe)[0].model.model_dump()
-    assert len(model["rope_scaling"]["long_factor"]) == model["head_dim"] // 2
-
-
-def test_the_precision_of_accelerators_is_that_of_all_devices() -> None:
-    recipe = load_config("llama2-tiny", ["precision.mode=null"])
-    modes = [miniature(recipe, [Cell()], 2, has_accelerator=has).precision.mode for has in (False, True)]
-    assert modes == ["float32", "mixed"]
 
 
 @pytest.mark.parametrize("family", ["llama2-tiny", "bert-tiny"])

@@ -22,7 +22,7 @@ GPUS = [
         memory_bytes=20 * GIB,
         memory_total_bytes=80 * GIB,
         utilization=0.931,
-        links=("18 NVLinks to a switch",),
+        links=("18 NVLinks",),
         processes=(*(DeviceProcess(10 + rank, LONG, rank) for rank in (0, 1, 2, 5)), DeviceProcess(99)),
     )
     for index in range(2)
@@ -47,7 +47,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     write_three()
     assert main(["ls"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    gpu = "0: NVIDIA H100 80GB HBM3 20.0 GiB of 80.0 GiB 93% 18 NVLinks to a switch ranks 0-2, 5 of"
+    gpu = "0: NVIDIA H100 80GB HBM3 20.0 GiB of 80.0 GiB 93% 18 NVLinks ranks 0-2, 5 of"
     assert " ".join(lines[1]) == f"{gpu} {LONG}; process 99"
     assert lines[4] == ["run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent"]
     assert lines[5][:6] == [LONG, "killed", "20/1000", "2.8944", "8.2k", "41%"]

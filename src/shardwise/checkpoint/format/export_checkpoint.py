@@ -64,7 +64,9 @@ class Export:
         self.masters = 0
         weights = self._manifest.tensors.get(MODEL, {})
         # In the order of their bytes a disk reads the weights in one go.
-        positions = {name: [(piece.file, piece.offset) for piece in weights[name].pieces[:1]] for name in weights}
+        positions = {
+            name: min(((p.file, p.offset) for p in entry.pieces), default=(0, 0)) for name, entry in weights.items()
+        }
         self.weights = [self._weight(name) for name in sorted(weights, key=lambda name: positions[name])]
         if not self.weights:
             raise ConfigError(f"{folder} must hold weights: it has none")

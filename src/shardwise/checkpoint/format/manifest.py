@@ -18,8 +18,8 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NoReturn, TypeAlias, overload
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,7 @@ class TensorEntry:
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: Sequence[PieceEntry]
+    pieces: Pieces | Sequence[PieceEntry]
 
     def nbytes(self, piece: PieceEntry) -> int:
         return piece.box.numel * DTYPES[self.dtype].itemsize
@@ -284,22 +284,13 @@ def _manifest(plain: Mapping[str, Any]) -> Manifest:
     states = _value(plain, "tensors", dict)
     for state in states:
         entries = _value(states, state, dict)
-        tensors[state] = {name: _tensor(f"{state}/{name}", entries[name], files, lengths) for name in entries}
+        tensors[state] = {name: _tensor(f"{state}/{name}", entries[name], lengths) for name in entries}
     _require_disjoint(tensors)
-    counts: dict[str, Any] = {key: _count(plain, key) for key in ("step", "samples", "position", "tokens")}
-    objects = {key: _value(plain, key, dict) for key in ("config", "layout", "schedule", "data", "rng", "versions")}
-    created = _value(plain, "created", str)
-    losses = _losses(plain, objects["schedule"])
-    return Manifest(
-        **counts,
-        **objects,
-        created=created,
-        optimizer=optimizer,
-        files=files,
-        tensors=tensors,
-        losses=losses,
-        state_hash=state_hash,
-    )
+    known: dict[str, Any] = {key: _count(plain, key) for key in ("step", "samples", "position", "tokens")}
+    for key in ("config", "layout", "schedule", "data", "rng", "versions"):
+        known[key] = _value(plain, key, dict)
+    known |= {"created": _value(plain, "created", str), "losses": _losses(plain, known["schedule"])}
+    return Manifest(**known, optimizer=optimizer, files=files, tensors=tensors, state_hash=state_hash)
 
 
 def _losses(plain: Mapping[str, Any], schedule: dict[str, Any]) -> tuple[float, ...]:
@@ -335,57 +326,26 @@ def _file(plain: object) -> FileEntry:
     return file
 
 
-def _tensor(name: str, plain: object, files: tuple[FileEntry, ...], lengths: Numbers) -> TensorEntry:
+def _tensor(name: str, plain: object, lengths: Numbers) -> TensorEntry:
     """The tensor that a JSON value describes; `lengths`: the length of each file."""
     fields, dtype, shape = tensor_fields(name, plain)
     if dtype not in DTYPES:
         raise ValueError(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
-    entries = _value(fields, "pieces", list)
-    pieces = Pieces.of_json(entries, len(shape))
-    tensor = TensorEntry(shape, dtype, ())
-    if pieces is None or not _fit(pieces, tensor, lengths):
-        _refuse(name, entries, tensor, files)
-    return replace(tensor, pieces=pieces)
-
-
-def _fit(pieces: Pieces, tensor: TensorEntry, lengths: Numbers) -> bool:
-    """True if each piece lies in the tensor, and in a file that is listed.
-
-    No sum or product here can overflow. All pieces are looked at together, so the first wrong one is not known.
-    """
-    are_listed = (pieces.files < len(lengths)).all()
-    are_inside = (pieces.starts <= np.array(tensor.shape, dtype=np.int64) - pieces.sizes).all()
-    if not are_listed or not are_inside:
-        return False
+    pieces = Pieces.of_json(_value(fields, "pieces", list), len(shape))
+    if pieces is None:
+        raise ValueError(
+            f"the pieces of {name} must be [file, offset, start, size], start and size with {len(shape)} whole numbers"
+        )
+    # All pieces are looked at together, and no sum or product here can overflow.
+    if not (pieces.files < len(lengths)).all():
+        raise ValueError(f"the pieces of {name} must be in files that are listed")
+    if not (pieces.starts <= np.array(shape, dtype=np.int64) - pieces.sizes).all():
+        raise ValueError(f"the pieces of {name} must lie in its shape ({list(shape)})")
     # No file is as long as a product that is not exact: its checksums would not fit in a manifest.
-    nbytes = pieces.sizes.prod(axis=1, dtype=np.float64) * DTYPES[tensor.dtype].itemsize
-    return bool((pieces.offsets <= lengths[pieces.files] - nbytes).all())
-
-
-def _refuse(name: str, entries: list[Any], tensor: TensorEntry, files: tuple[FileEntry, ...]) -> NoReturn:
-    """Raise ValueError with what is wrong with the first piece that does not fit."""
-    shape = tensor.shape
-    for entry in entries:
-        if not _is_piece(entry, len(shape)):
-            numbers = f"start and size with {len(shape)} numbers"
-            raise ValueError(f"a piece of {name} must be [file, offset, start, size], {numbers}")
-        file, offset, start, size = entry
-        if not all(a + n <= length for a, n, length in zip(start, size, shape, strict=True)):
-            raise ValueError(f"a piece of {name} (start {start}, size {size}) must lie in its shape ({list(shape)})")
-        if file >= len(files):
-            raise ValueError(f"a piece of {name} must be in a file that is listed")
-        piece = PieceEntry(file, offset, Box(tuple(start), tuple(size)))
-        end = offset + tensor.nbytes(piece)
-        if end > files[file].bytes:
-            raise ValueError(f"a piece of {name} (to byte {end}) must lie in its file ({files[file].bytes} bytes)")
-    raise AssertionError("one of the pieces does not fit")
-
-
-def _is_piece(entry: object, dims: int) -> bool:
-    """True if a JSON value is `[file, offset, start, size]`, of whole numbers, for a tensor of so many dims."""
-    if not (isinstance(entry, list) and len(entry) == 4 and is_counts(entry[:2])):
-        return False
-    return all(is_counts(numbers) and len(numbers) == dims for numbers in entry[2:])
+    nbytes = pieces.sizes.prod(axis=1, dtype=np.float64) * DTYPES[dtype].itemsize
+    if not (pieces.offsets <= lengths[pieces.files] - nbytes).all():
+        raise ValueError(f"the pieces of {name} must lie in their files")
+    return TensorEntry(shape, dtype, pieces)
 
 
 def _require_disjoint(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
@@ -445,7 +405,7 @@ class PieceEntry:
     box: Box
 
 
-class Pieces(Sequence[PieceEntry]):
+class Pieces:
     """Pieces as a table of numbers, which become entries when they are asked for.
 
     Args:
@@ -456,7 +416,7 @@ class Pieces(Sequence[PieceEntry]):
         self.table = table
 
     @staticmethod
-    def of(pieces: Sequence[PieceEntry], dims: int) -> Pieces:
+    def of(pieces: Pieces | Sequence[PieceEntry], dims: int) -> Pieces:
         if isinstance(pieces, Pieces):
             return pieces
         return Pieces.of_rows([(piece.file, piece.offset, *piece.box.start, *piece.box.size) for piece in pieces], dims)
@@ -498,21 +458,11 @@ class Pieces(Sequence[PieceEntry]):
         return len(self.table)
 
     def __eq__(self, pieces: object) -> bool:
-        if isinstance(pieces, Pieces):
-            return np.array_equal(self.table, pieces.table)
-        return isinstance(pieces, Sequence) and list(self) == list(pieces)
+        return isinstance(pieces, Pieces | Sequence) and list(self) == list(pieces)
 
     __hash__ = None  # type: ignore[assignment]  # as a list has none: the table can be large
 
-    @overload
-    def __getitem__(self, index: int) -> PieceEntry: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Pieces: ...
-
-    def __getitem__(self, index: int | slice) -> PieceEntry | Pieces:
-        if isinstance(index, slice):
-            return Pieces(self.table[index])
+    def __getitem__(self, index: int) -> PieceEntry:
         return _entry(self.table[index].tolist())
 
     def __iter__(self) -> Iterator[PieceEntry]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError, see
+from shardwise.base.files import write_files
 from shardwise.base.model_folder import (
     BESIDE_WEIGHTS,
     CHAT_TEMPLATES,
@@ -19,7 +20,7 @@ from shardwise.base.model_folder import (
     TOKENIZER_CONFIG,
     holds_tokenizer,
 )
-from shardwise.base.parsing import json_value
+from shardwise.base.parsing import json_object, json_value
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, ModelConfig, model_from, rope_scaling, shapes_of
@@ -62,7 +63,7 @@ class FilesBesideWeights:
         """The fields of `generation_config.json`."""
         if GENERATION not in self.files:
             return {}
-        return _json_object(self.files[GENERATION], f"{self.place}/{GENERATION}")
+        return json_object(self.files[GENERATION], f"{self.place}/{GENERATION}")
 
     @property
     def end_ids(self) -> list[int]:
@@ -80,10 +81,7 @@ class FilesBesideWeights:
             return None
         # Tokenizers are read from a folder on this machine, and these files may come from a store.
         with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-            for name, content in self.files.items():
-                file = Path(folder, name)
-                file.parent.mkdir(exist_ok=True)
-                file.write_bytes(content)
+            write_files(Path(folder), self.files)
             try:
                 return Tokenizer.load(folder)
             except DataError:
@@ -110,7 +108,7 @@ def read_as_it_is(files: Mapping[str, bytes], *, pairs: bool) -> dict[str, bytes
     read = dict(files)
     if TOKENIZER in files:
         with contextlib.suppress(ConfigError):  # transformers cannot read the file either
-            settings = _json_object(files.get(TOKENIZER_CONFIG, b"{}"), TOKENIZER_CONFIG)
+            settings = json_object(files.get(TOKENIZER_CONFIG, b"{}"), TOKENIZER_CONFIG)
             if settings.get("tokenizer_class") not in (PLAIN_CLASS["tokenizer_class"], "TokenizersBackend"):
                 read[TOKENIZER_CONFIG] = to_json(plain_settings(settings, pairs=pairs))
     return read
@@ -118,7 +116,7 @@ def read_as_it_is(files: Mapping[str, bytes], *, pairs: bool) -> dict[str, bytes
 
 def token_ids(config_file: Root) -> dict[str, Any]:
     """The ids of special tokens in a `config.json`; a copy without one has the same default."""
-    fields = _json_object(config_file.read(), str(config_file))
+    fields = json_object(config_file.read(), str(config_file))
     return {key: value for key, value in fields.items() if key.endswith(_ID_SUFFIX)}
 
 
@@ -151,16 +149,6 @@ def _vocabulary(tokenizer: Any) -> dict[str, int]:
         vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
     # Tokens that were added after the training of the tokenizer stand apart.
     return {**vocabulary, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
-
-
-def _json_object(text: bytes, file: str) -> dict[str, Any]:
-    try:
-        values = json_value(text)
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold a JSON object")
-    return values
 
 
 _LONGEST = "max_position_embeddings"

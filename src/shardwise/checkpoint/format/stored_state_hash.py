@@ -55,11 +55,10 @@ def stored_sum(stored: StoredTensors, state: str, name: str) -> int:
 
 def _are_sums(sums: Mapping[str, Any], manifest: Manifest) -> bool:
     """True if sums in a manifest are texts, of tensors that the manifest has."""
-    return all(
-        isinstance(names, Mapping) and _are_texts_of(names, manifest.tensors.get(state, {}))
-        for state, names in sums.items()
-    )
-
-
-def _are_texts_of(names: Mapping[str, Any], tensors: Mapping[str, Any]) -> bool:
-    return all(name in tensors and isinstance(text, str) for name, text in names.items())
+    for state, names in sums.items():
+        known = manifest.tensors.get(state, {})
+        if not isinstance(names, Mapping) or not names.keys() <= known.keys():
+            return False
+        if not all(isinstance(text, str) for text in names.values()):
+            return False
+    return True

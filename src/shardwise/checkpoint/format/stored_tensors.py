@@ -19,7 +19,7 @@ from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast, parse_header
-from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, consecutive
+from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, consecutive, read_range
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names
 
@@ -129,11 +129,7 @@ class StoredTensors:
         """Bytes of a file, verified where it is a checkpoint's: plain files have no checksums."""
         if self.manifest is not None:
             return self.reader(file).read(start, stop)
-        path = self.folder / self._files[file]
-        data = path.read(start, stop)
-        if len(data) != stop - start:
-            raise DamageError(f"{path} is damaged: it ends at byte {start + len(data):,}, before byte {stop:,}")
-        return data
+        return read_range(self.folder / self._files[file], start, stop)
 
     def reader(self, file: int) -> ChunkedReader:
         """The reader of a checkpoint's file, which is kept."""

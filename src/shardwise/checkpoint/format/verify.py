@@ -18,7 +18,14 @@ from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, Numbers, Pieces, TensorEntry, label
 from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, parse_header
 from shardwise.checkpoint.format.stored_state_hash import state_hash_problems
-from shardwise.checkpoint.storage.chunks import READ_BYTES, FileEntry, consecutive, require_size, verify_chunk
+from shardwise.checkpoint.storage.chunks import (
+    READ_BYTES,
+    FileEntry,
+    consecutive,
+    read_range,
+    require_size,
+    verify_chunk,
+)
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 
 _SUFFIX = ".safetensors"
@@ -225,12 +232,10 @@ def _verify_file(
     for first in range(0, entry.chunks, at_once):
         begin = first * entry.chunk_bytes
         stop = min(begin + at_once * entry.chunk_bytes, entry.bytes)
-        data = memoryview(file.read(begin, stop))
+        data = memoryview(read_range(file, begin, stop))
         report.bytes += len(data)
         if progress is not None:
             progress(len(data))
-        if len(data) != stop - begin:
-            raise DamageError(f"{file} is damaged: it ends at byte {begin + len(data):,}, before byte {stop:,}")
         for chunk in range(first, min(first + at_once, entry.chunks)):
             offset = (chunk - first) * entry.chunk_bytes
             try:

@@ -287,6 +287,5 @@ def require_room(folder: Root, needed: int, subject: str, advice: str = "make ro
     free = folder.free_bytes()
     if free is not None and free < needed:
         raise StoreError(
-            f"{subject} needs {size(needed)} ({needed:,} bytes) in {folder}, where {size(free)} are free: {advice}",
-            out_of_space=True,
+            f"{subject} needs {size(needed)} ({needed:,} bytes) in {folder}, where {size(free)} are free: {advice}"
         )

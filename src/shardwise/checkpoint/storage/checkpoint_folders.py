@@ -332,10 +332,11 @@ def weights_folder(location: str, announce: Callable[[str], None] | None) -> Nam
     """
     root = answering_root(location)
     names = root.names()
-    # A folder of weights may hold checkpoints too, of a run that continued from them: its config.json decides.
+    # A folder of weights may hold checkpoints too, of a run that continued from them.
     # A folder with a step's name and no manifest is a save that was not completed, whatever files it has.
     may_have_weights = MANIFEST not in names and step_of(root.name) is None
-    if may_have_weights and (_MODEL_CONFIG in names or not _holds_checkpoints(names)):
+    has_model = not {_MODEL_CONFIG, SINGLE, INDEX}.isdisjoint(names)
+    if may_have_weights and (has_model or not _holds_checkpoints(names)):
         if not root.exists():
             raise ConfigError(f"{root} must be a folder with weights: there is nothing of that name")
         return NamedFolder(root, False, location)
@@ -368,21 +369,17 @@ def load_location(load: str, announce: Callable[[str], None] | None = None, *, k
     if not is_url(load) and not user_path(load).is_dir():
         return load
     try:
-        root = answering_root(load)
-        names = root.names()
-        is_one_model = not {MANIFEST, SINGLE, INDEX, _MODEL_CONFIG}.isdisjoint(names)
-        if not is_one_model and _holds_checkpoints(names):
-            return weights_folder(load, announce).location
+        folder = weights_folder(load, announce)
     except ConfigError as error:
         raise ConfigError([f"{key}: {problem}" for problem in error.problems]) from None
     except StoreError as error:
         raise ConfigError(f"{key}: {error}") from None
-    if is_url(load) and MANIFEST not in names:
+    if is_url(load) and not folder.is_checkpoint:
         raise ConfigError(
-            f"{key} ({root}) must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a Hugging Face "
-            "folder to this machine first"
+            f"{key} ({folder.root}) must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a Hugging "
+            "Face folder to this machine first"
         )
-    return load
+    return folder.location
 
 
 def companions_folder(companions: str) -> Root:

@@ -195,11 +195,17 @@ class ChunkedReader:
         if not self._has_required_size:
             require_size(self._file, self._entry)
             self._has_required_size = True
-        data = self._file.read(start, stop)
-        if len(data) != stop - start:
-            raise DamageError(f"{self._file} is damaged: it ends at byte {start + len(data):,}, before byte {stop:,}")
+        data = read_range(self._file, start, stop)
         self.bytes_read += len(data)
         return data
+
+
+def read_range(file: Root, start: int, stop: int) -> bytes:
+    """Bytes `start` to `stop` of a file; DamageError where it ends before."""
+    data = file.read(start, stop)
+    if len(data) != stop - start:
+        raise DamageError(f"{file} is damaged: it ends at byte {start + len(data):,}, before byte {stop:,}")
+    return data
 
 
 def read_whole(folder: Root, entry: FileEntry) -> bytes:

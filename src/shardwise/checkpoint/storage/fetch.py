@@ -1,23 +1,14 @@
-"""Copies of files from anywhere that fsspec reads: checked, and fetched once however many processes ask.
+"""Copies of files from anywhere that fsspec reads: whole, and fetched once however many processes ask.
 
-Beside a file NAME there are, hidden by a dot:
-
-    .NAME.fetch         the file while it is fetched
-    .NAME.fetched.json  of a complete file: its source, its version and its SHA-256
-    .NAME.lock          one process fetches, the others wait
-
-Where one of these is a link, it is not followed. The record identifies the file of a URL without what signs the URL: a
-presigned URL is a new one each time, and whoever has it can read the file.
+Beside a file NAME there are `.NAME.fetch`, the file while it is fetched, and `.NAME.lock`: one process fetches, the
+others wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
@@ -25,28 +16,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.files import (
-    NoLocksError,
-    lock,
-    name_problem,
-    new_file,
-    open_lock,
-    open_own,
-    require_replaceable,
-    to_disk,
-)
-from shardwise.base.parsing import json_value
-from shardwise.base.redaction import unsigned
+from shardwise.base.files import NoLocksError, lock, name_problem, new_file, open_lock, require_replaceable, to_disk
 from shardwise.base.units import size as size_text
 from shardwise.checkpoint.storage.root import ANONYMOUS, WEB_SCHEMES, Root, StoreError, in_time
 
 _ABSENT_STATUSES = (HTTPStatus.NOT_FOUND, HTTPStatus.GONE)
-_VERSION_KEYS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "last_modified", "mtime")
-"""Facts that filesystems report of a file, and that change with its content."""
 _PATTERN_CHARACTERS = frozenset("*?[")
 _SHOWN = 3
-_OWN_FILE = re.compile(r"(.*/)?\.[^/]+\.(fetch|fetched\.json)")
-"""Names of the files that a fetch makes beside its target."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +33,11 @@ class Remote:
         root: place of the file.
         name: path relative to the folder or pattern that was named.
         size: bytes; None where the server does not report them.
-        version: text that changes when the file does, as far as the server reports it.
     """
 
     root: Root
     name: str
     size: int | None
-    version: str
 
 
 @dataclass(frozen=True)
@@ -82,6 +56,12 @@ class Fetched:
     sha256: str
     is_new: bool
 
+    @staticmethod
+    def of(path: Path, *, is_new: bool) -> Fetched:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return Fetched(path, path.stat().st_size, sha256, is_new)
+
 
 def find(url: str, *, anonymous: bool = False) -> list[Remote]:
     """The files that a URL or a path names: one file, those of a folder, or what a pattern matches.
@@ -91,8 +71,8 @@ def find(url: str, *, anonymous: bool = False) -> list[Remote]:
         anonymous: read a public bucket without credentials.
 
     Raises:
-        ConfigError: there are none, this user may not read them, or the URL cannot be read by what is installed.
-        StoreError: the place does not answer.
+        ConfigError: there are none, or the URL cannot be read by what is installed.
+        StoreError: the place does not answer, or this user may not read it (`refused`).
     """
     root = Root.of(url, anonymous=anonymous)
     try:
@@ -100,12 +80,14 @@ def find(url: str, *, anonymous: bool = False) -> list[Remote]:
     except StoreError as error:
         if error.missing:
             raise ConfigError(str(error)) from None
-        if error.refused:
-            may_be_public = root.scheme in ANONYMOUS and not anonymous
-            advice = "; if it is public, read it by --anonymous" if may_be_public else ""
-            raise ConfigError(f"{error}{advice}") from None
+        if error.refused and root.scheme in ANONYMOUS and not anonymous:
+            raise StoreError(f"{error}; if it is public, read it by --anonymous", refused=True) from None
         raise
-    _require_inside(root, remotes)
+    if wrong := [problem for remote in remotes if (problem := name_problem(remote.name, nested=True))]:
+        raise ConfigError(
+            f"{root}: the name of each file ({listing(wrong, most=_SHOWN)}) must lie in the folder that it is "
+            "fetched to: nothing was fetched; name the others by a pattern, or rename it there"
+        )
     return remotes
 
 
@@ -118,7 +100,7 @@ def fetch(
     progress: Callable[[int], None] | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Fetched:
-    """Copy one file to `target`, unless it is there as it was fetched, or has that SHA-256.
+    """Copy one file to `target`, unless a file of its length, or of that SHA-256, is there.
 
     Any number of processes may call it at once: one fetches. The file gets its name when it is whole and on the disk.
 
@@ -126,74 +108,84 @@ def fetch(
         remote: the file.
         target: path on this machine.
         sha256: required SHA-256 of the file; None for any.
-        force: replace a file that was not fetched from there.
+        force: replace another file.
         progress: called with the number of bytes that came since the last call.
         announce: called with one line for the user.
 
     Raises:
-        ConfigError: another file is at `target`, the disk has no room, the source may not be read, or the SHA-256 is
-            not that which was asked for.
+        ConfigError: another file is at `target`, the disk has no room, or the file is not the one that was asked for.
         StoreError: the source cannot be read, or `target` cannot be written.
     """
-    announce = announce or _ignore
+    part = target.with_name(f".{target.name}.fetch")
     target_root = Root.of(target)
-    part = _hidden_file(target, "fetch")
     with target_root.store_errors("written"):
         target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target, announce), contextlib.ExitStack() as stack:
-        present = _present(remote, target, sha256, force, announce)
-        if present is not None:
-            return present
+        lock_file = open_lock(target.with_name(f".{target.name}.lock"))
+    with lock_file, contextlib.ExitStack() as stack:
+        with contextlib.suppress(NoLocksError):
+            if not lock(lock_file, wait=False):
+                if announce is not None:
+                    announce(f"waiting for another process that fetches {target.name}")
+                lock(lock_file, wait=True)
+        require_replaceable(target, "DEST")
+        if target.exists():
+            with target_root.store_errors("read"):
+                present = Fetched.of(target, is_new=False)
+            problem = _problem(present, remote, sha256)
+            if problem is None:
+                return present
+            if not force:
+                raise ConfigError(f"{target} is there, and {problem}: name another place, or replace it by --force")
         _require_room(remote, target)
         with target_root.store_errors("written"):
             # A link that another user may have put there would be followed by the filesystem's client.
             new_file(part).close()
             stack.callback(part.unlink, missing_ok=True)
-            _copy(remote, part, progress or _ignore)
+            _copy(remote, part, progress)
             with part.open("rb") as file:
                 to_disk(file)
-            fetched = Fetched(target, part.stat().st_size, _digest(part), is_new=True)
-            _require_intact(remote, fetched, sha256)
-            # The record comes first: a file without one would be refused as another's.
-            record = _origin(remote) | {"sha256": fetched.sha256}
-            Root.of(_hidden_file(target, "fetched.json")).write(json.dumps(record, indent=2).encode() + b"\n")
+            fetched = Fetched.of(part, is_new=True)
+            if problem := _problem(fetched, remote, sha256):
+                raise ConfigError(f"{remote.root}: {problem}: it is another file, or changed on its way")
             part.replace(target)
         Root.of(target.parent).sync()
-        return fetched
+        return replace(fetched, path=target)
 
 
-# ---- at the source
+def _problem(file: Fetched, remote: Remote, sha256: str | None) -> str | None:
+    """Why a file is not the one that is to be fetched; None where it is, as far as that can be told."""
+    if sha256 is not None and file.sha256 != sha256:
+        return f"its SHA-256 ({file.sha256}) must be that which was asked for ({sha256})"
+    if sha256 is None and remote.size not in (None, file.size):
+        return f"its size ({file.size:,} bytes) must be that which {remote.root} has ({remote.size:,})"
+    return None
 
 
 def _listed(root: Root) -> list[Remote]:
     """The files that a place names."""
     is_pattern = root.scheme not in WEB_SCHEMES and not _PATTERN_CHARACTERS.isdisjoint(root.path)
     if not is_pattern and (root.scheme in WEB_SCHEMES or not root.is_folder()):
-        return [_remote(root, _info(root))]
+        info = _info(root)
+        name = root.name
+        if root.scheme in WEB_SCHEMES:
+            # The query of a URL is no part of the file's name.
+            parts = urlsplit(root.path)
+            name = parts.path.rstrip("/").rpartition("/")[2] or parts.hostname or name
+        return [Remote(root, name, info.get("size"))]
     with root.store_errors("read"):
         infos = root.fs.glob(root.path, detail=True) if is_pattern else root.fs.find(root.path, detail=True)
     remotes: list[Remote] = []
     for path, info in sorted(infos.items()):
         name = path.rpartition("/")[2] if is_pattern else path.removeprefix(root.path.rstrip("/") + "/")
-        # An object store lists markers of folders. What a fetch left there would be taken for a record of this machine.
+        # An object store lists markers of folders.
         is_marker = path.endswith("/") and not info.get("size")
-        if info["type"] != "file" or is_marker or _OWN_FILE.fullmatch(name):
-            continue
-        shown = path if root.is_local else f"{root.scheme}://{path}"
-        remotes.append(_remote(replace(root, path=path, shown=shown), info, name))
+        if info["type"] == "file" and not is_marker:
+            shown = path if root.is_local else f"{root.scheme}://{path}"
+            remotes.append(Remote(replace(root, path=path, shown=shown), name, info.get("size")))
     if not remotes:
         lacks = "match a file or more, and it matches none" if is_pattern else "hold files, and the folder has none"
         raise ConfigError(f"{root} must {lacks}")
     return remotes
-
-
-def _require_inside(root: Root, remotes: list[Remote]) -> None:
-    """Raise ConfigError where the name of a file leads out of the folder that it is fetched to."""
-    if wrong := [problem for remote in remotes if (problem := name_problem(remote.name, nested=True))]:
-        raise ConfigError(
-            f"{root}: the name of each file ({listing(wrong, most=_SHOWN)}) must lie in the folder that it is "
-            "fetched to: nothing was fetched; name the others by a pattern, or rename it there"
-        )
 
 
 def _info(root: Root) -> dict[str, Any]:
@@ -213,66 +205,17 @@ def _info(root: Root) -> dict[str, Any]:
             raise root.failure(cause, "read") from None
 
 
-def _remote(root: Root, info: dict[str, Any], name: str | None = None) -> Remote:
-    """The file at a place, of which the filesystem reports `info`."""
-    # The query of a URL is no part of the file's name.
-    if name is None and root.scheme in WEB_SCHEMES:
-        parts = urlsplit(root.path)
-        name = parts.path.rstrip("/").rpartition("/")[2] or parts.hostname
-    return Remote(root, name or root.name, info.get("size"), _version(info))
-
-
-def _version(info: dict[str, Any]) -> str:
-    """A text of the reported facts that change with a file's content."""
-    return json.dumps([info.get("size"), {key: str(info[key]) for key in _VERSION_KEYS if info.get(key)}])
-
-
-# ---- on this machine
-
-
-def _present(
-    remote: Remote, target: Path, sha256: str | None, force: bool, announce: Callable[[str], None]
-) -> Fetched | None:
-    """The file at `target` where it needs no fetch; None where it is to be fetched."""
-    require_replaceable(target, "DEST")
-    if not target.exists():
-        return None
-    with Root.of(target).store_errors("read"):
-        actual = _digest(target)
-    record = _record(target)
-    intact = _origin(remote) | {"sha256": actual}
-    if actual == sha256 or (sha256 is None and record.items() >= intact.items()):
-        return Fetched(target, target.stat().st_size, actual, is_new=False)
-    if record.get("source") != intact["source"] and not force:
-        raise ConfigError(
-            f"{target} is there already and was not fetched from {remote.root}: name another place, or replace it by "
-            "--force"
-        )
-    announce(f"{target} is damaged, or there in another version: fetching it again")
-    return None
-
-
-def _copy(remote: Remote, part: Path, progress: Callable[[int], None]) -> None:
+def _copy(remote: Remote, part: Path, progress: Callable[[int], None] | None) -> None:
     """Have the client of the place write the file to `part`."""
     from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 
-    told = 0
+    class Told(Callback):  # type: ignore[misc]
+        def relative_update(self, inc: int = 1) -> None:
+            if progress is not None:
+                progress(inc)
 
-    def tell(_: int | None, value: int) -> None:
-        nonlocal told
-        progress(value - told)
-        told = value
-
-    try:
-        with remote.root.store_errors("read"):
-            remote.root.fs.get_file(remote.root.path, str(part), callback=Callback(hooks={"progress": tell}))
-    except StoreError as error:
-        # The name of a file may be listed where its content may not be read.
-        if error.refused:
-            raise ConfigError(str(error)) from None
-        raise
-    # The client of the local disk reports none.
-    tell(None, part.stat().st_size)
+    with remote.root.store_errors("read"):
+        remote.root.fs.get_file(remote.root.path, str(part), callback=Told())
 
 
 def _require_room(remote: Remote, target: Path) -> None:
@@ -283,64 +226,3 @@ def _require_room(remote: Remote, target: Path) -> None:
             f"{target.parent} ({size_text(free)} free) must have room for {remote.root} ({size_text(remote.size)}): "
             "make room, or name a place on another disk"
         )
-
-
-def _require_intact(remote: Remote, fetched: Fetched, sha256: str | None) -> None:
-    """Refuse a file that came while its source changed, or is not the one that was asked for."""
-    # Asked again: the parts may be of two versions.
-    if _version(_info(remote.root)) != remote.version:
-        raise StoreError(f"{remote.root} changed while it was fetched: start again once it is complete")
-    if remote.size not in (None, fetched.size):
-        problem = f"its size ({fetched.size:,} bytes) must be that which its server reports ({remote.size:,})"
-    elif sha256 not in (None, fetched.sha256):
-        problem = f"its SHA-256 ({fetched.sha256}) must be that which was asked for ({sha256})"
-    else:
-        return
-    raise ConfigError(f"{remote.root}: {problem}: the file there is another one, or it was changed on its way")
-
-
-# ---- files beside
-
-
-def _hidden_file(target: Path, kind: str) -> Path:
-    """A hidden file beside the target; `kind`: its suffix, as the module's docstring lists them."""
-    return target.with_name(f".{target.name}.{kind}")
-
-
-def _origin(remote: Remote) -> dict[str, str]:
-    """The fields of a record that identify a file and its version."""
-    root = remote.root
-    source = unsigned(root.path) if root.scheme in WEB_SCHEMES else root.shown
-    return {"source": source, "version": remote.version}
-
-
-def _record(target: Path) -> dict[str, Any]:
-    """The record of a complete file; empty where there is none, or none that can be used."""
-    try:
-        with os.fdopen(open_own(_hidden_file(target, "fetched.json"), os.O_RDONLY), "rb") as file:
-            record = json_value(file.read())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(target: Path, announce: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of `target`, where the file system supports locks."""
-    with Root.of(target).store_errors("written"):
-        file = open_lock(_hidden_file(target, "lock"))
-    with file:
-        with contextlib.suppress(NoLocksError):
-            if not lock(file, wait=False):
-                announce(f"waiting for another process that fetches {target.name}")
-                lock(file, wait=True)
-        yield
-
-
-def _ignore(_: object) -> None:
-    pass

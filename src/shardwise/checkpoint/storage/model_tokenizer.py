@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.base.files import cache_root
+from shardwise.base.files import cache_root, write_files
 from shardwise.base.model_folder import holds_tokenizer, tokenizer_names
 from shardwise.checkpoint.format.model_files import differ_in_tokens, files_beside_weights
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -66,10 +66,7 @@ def _tokenizer_beside(weights: Root) -> str | None:
         raise ConfigError(f"checkpoint.load: {error}") from None
 
     def build(folder: Path) -> dict[str, Any]:
-        for name, content in files.items():
-            file = folder / "tokenizer" / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
+        write_files(folder / "tokenizer", files)
         return {"tokenizer": cache.tokenizer_digest(folder / "tokenizer")}
 
     key = cache.key_of({"model": {name: content.hex() for name, content in files.items()}})

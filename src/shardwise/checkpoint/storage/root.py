@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from shardwise.base import files
 from shardwise.base.errors import ConfigError, RunError, listing, see
-from shardwise.base.files import free_bytes, name_problem, sync_folder, user_path, write_atomic
+from shardwise.base.files import PATH_ERRORS, free_bytes, name_problem, sync_folder, user_path, write_atomic
 from shardwise.base.redaction import redacted
 from shardwise.base.units import size as size_text
 
@@ -71,14 +71,12 @@ class StoreError(RunError):
     """A place cannot be read or written.
 
     Attributes:
-        out_of_space: the disk is full.
         missing: there is nothing of that name.
-        refused: an object store does not let this user read or write it.
+        refused: this user may not read or write it, or the path cannot be used: a command ends as by wrong input.
     """
 
-    def __init__(self, text: str, *, out_of_space: bool = False, missing: bool = False, refused: bool = False) -> None:
+    def __init__(self, text: str, *, missing: bool = False, refused: bool = False) -> None:
         super().__init__(text)
-        self.out_of_space = out_of_space
         self.missing = missing
         self.refused = refused
 
@@ -350,16 +348,16 @@ class Root:
                 f"{self} cannot be {verb}: {reason}; it needs {needed_text}, free is {size_text(free)} "
                 f"({free:,} bytes): make room on that disk{see('checkpoints#disk-full')}"
             )
-            return StoreError(text, out_of_space=True)
+            return StoreError(text)
         # Clients of remote places say more than that a file is missing, such as that a bucket is.
         if isinstance(error, FileNotFoundError) and (self.is_local or not str(error)):
             return StoreError(f"{self} cannot be {verb}: there is no such file or folder", missing=True)
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         reason = redacted(" ".join(reason.split())).rstrip(".")
         text = f"{self} cannot be {verb}: {reason}"
-        refused = self.scheme in _OBJECT_STORES and (
-            isinstance(error, PermissionError) or re.search(_REFUSED, reason) is not None
-        )
+        refused = number in PATH_ERRORS
+        if self.scheme in _OBJECT_STORES:
+            refused = isinstance(error, PermissionError) or re.search(_REFUSED, reason) is not None
         if refused and self.anonymous:
             text += "; it is not public: leave out --anonymous"
         if _EXTRAS.get(self.scheme) == "s3":

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.format.manifest import Manifest
     from shardwise.checkpoint.storage.checkpoint_folders import StepFolder
 
+_FACTS = ("samples", "position", "tokens", "created", "versions", "layout", "optimizer", "data", "schedule", "rng")
+"""Fields of a manifest that are shown as they are."""
+_TABLES = ("files", "tensors", "model")
+"""Facts that are no row of their own."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_path(parser)
@@ -65,34 +70,24 @@ def _age(checkpoint: StepFolder) -> str:
 
 
 def _show(checkpoint: StepFolder, tensors: bool) -> None:
-    from shardwise.checkpoint.format.stored_tensors import ordered_names
-
+    """Print the facts of a checkpoint, one a row, then its files, then its tensors."""
     manifest = checkpoint.manifest
     if manifest is None:
         raise ConfigError(str(checkpoint.problem))
-    age = _age(checkpoint)
-    train = manifest.config.get("train")
-    states = _states(manifest)
-    planned = train.get("steps") if isinstance(train, dict) else None
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()) if version)
-    output.table(
-        [
-            ("checkpoint", f"{checkpoint.folder}: {size(checkpoint.bytes)} in {counted(len(manifest.files), 'file')}"),
-            ("state", checkpoint.problem or "complete (`shardwise checkpoint verify` reads the checksums)"),
-            ("written", f"{manifest.created} ({age} ago)" if age else manifest.created),
-            ("versions", versions),
-            ("step", f"{manifest.step:,} of {planned:,}" if isinstance(planned, int) else f"{manifest.step:,}"),
-            ("samples", f"{manifest.samples:,}; next of the data is sample {manifest.position:,}"),
-            ("tokens", f"{manifest.tokens:,}"),
-            ("model", _model(manifest)),
-            ("layout", _layout(manifest.layout)),
-            ("optimizer", _optimizer(manifest)),
-            ("dtypes", "; ".join(f"{state} {', '.join(_dtypes(manifest, state))}" for state in states)),
-            ("data", _flat(manifest.data)),
-            ("schedule", _flat(manifest.schedule)),
-            ("randomness", _flat(manifest.rng)),
-        ]
-    )
+    facts = {key: fact for key, fact in _described(checkpoint, tensors).items() if key not in _TABLES and fact}
+    model = manifest.config.get("model")
+    family = model.get("family") if isinstance(model, dict) else None
+    layout = manifest.layout
+    # A manifest may be of another version, or edited: then all that it has is shown as it is.
+    if all(type(layout.get(key)) is int for key in ("tensor", "pipeline", "data", "world")):
+        facts["layout"] = f"{layout_text(layout, sequence=layout.get('sequence') is True)} = " + counted(
+            layout["world"], "rank"
+        )
+    facts |= {
+        "bytes": f"{size(checkpoint.bytes)} in {counted(len(manifest.files), 'file')}",
+        "parameters": f"{family or 'of unknown family'}, {count(facts.get('parameters', 0))}",
+    }
+    output.table([(key, _text(fact)) for key, fact in facts.items()])
     output.line()
     files = [[entry.path, size(entry.bytes), size(entry.chunk_bytes)] for entry in manifest.files]
     output.table(files, ["file", "size", "checksum per"], right=(1, 2))
@@ -100,11 +95,18 @@ def _show(checkpoint: StepFolder, tensors: bool) -> None:
         output.line()
         rows = [
             [state, name, str(list(entry.shape)), entry.dtype, str(len(entry.pieces))]
-            for state in states
-            for name in ordered_names(manifest.tensors[state])
-            for entry in [manifest.tensors[state][name]]
+            for state, entries in _tensors(manifest).items()
+            for name, entry in entries.items()
         ]
         output.table(rows, ["state", "tensor", "shape", "dtype", "pieces"], right=(4,))
+
+
+def _text(fact: Any) -> str:
+    if isinstance(fact, Mapping):
+        return ", ".join(f"{key} {_text(value)}" for key, value in fact.items())
+    if isinstance(fact, list):
+        return " ".join(map(str, fact))
+    return f"{fact:,}" if type(fact) is int else str(fact)
 
 
 def _described(checkpoint: StepFolder, tensors: bool) -> dict[str, Any]:
@@ -119,64 +121,30 @@ def _described(checkpoint: StepFolder, tensors: bool) -> dict[str, Any]:
     manifest = checkpoint.manifest
     if manifest is None:
         return described
-    simple = ("samples", "position", "tokens", "created", "versions", "layout", "optimizer", "data", "schedule", "rng")
-    described |= {key: getattr(manifest, key) for key in simple}
+    by_state = _tensors(manifest)
+    described |= {key: getattr(manifest, key) for key in _FACTS}
     described |= {
         "model": manifest.config.get("model"),
-        "parameters": _parameters(manifest),
-        "dtypes": {state: _dtypes(manifest, state) for state in _states(manifest)},
+        "parameters": sum(math.prod(entry.shape) for entry in by_state.get("model", {}).values()),
+        "dtypes": {state: sorted({entry.dtype for entry in named.values()}) for state, named in by_state.items()},
         "files": [{"path": entry.path, "bytes": entry.bytes} for entry in manifest.files],
     }
     if tensors:
         described["tensors"] = {
             state: {
                 name: {"shape": entry.shape, "dtype": entry.dtype, "pieces": len(entry.pieces)}
-                for name, entry in manifest.tensors[state].items()
+                for name, entry in named.items()
             }
-            for state in _states(manifest)
+            for state, named in by_state.items()
         }
     return described
 
 
-def _states(manifest: Manifest) -> list[str]:
-    from shardwise.checkpoint.format.stored_tensors import ordered_states
+def _tensors(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """State → name → tensor, in the order in which they are shown."""
+    from shardwise.checkpoint.format.stored_tensors import ordered_names, ordered_states
 
-    return ordered_states(manifest.tensors)
-
-
-def _parameters(manifest: Manifest) -> int:
-    return sum(math.prod(entry.shape) for entry in manifest.tensors.get("model", {}).values())
-
-
-def _model(manifest: Manifest) -> str:
-    model = manifest.config.get("model")
-    family = model.get("family") if isinstance(model, dict) else None
-    total = _parameters(manifest)
-    return f"{family or 'of unknown family'}, {count(total)} parameters ({total:,})"
-
-
-def _layout(layout: Mapping[str, Any]) -> str:
-    keys = ("tensor", "pipeline", "data", "world")
-    # A manifest may be of another version, or edited: then all that it has is shown as it is.
-    if not all(type(layout.get(key)) is int for key in keys):
-        return _flat(layout)
-    sequence = layout.get("sequence") is True
-    further_keys = _flat({key: value for key, value in layout.items() if key not in (*keys, "sequence")})
-    text = f"{layout_text(layout, sequence=sequence)} = {counted(layout['world'], 'rank')}"
-    return f"{text}; {further_keys}" if further_keys else text
-
-
-def _optimizer(manifest: Manifest) -> str:
-    optimizer = manifest.optimizer
-    if optimizer is None:
-        return "none: weights only"
-    states = [state for state in _states(manifest) if state != "model"]
-    return f"{optimizer.get('name')} after {optimizer.get('steps')} updates: {', '.join(states) or 'no states'}"
-
-
-def _dtypes(manifest: Manifest, state: str) -> list[str]:
-    return sorted({entry.dtype for entry in manifest.tensors[state].values()})
-
-
-def _flat(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items())
+    return {
+        state: {name: manifest.tensors[state][name] for name in ordered_names(manifest.tensors[state])}
+        for state in ordered_states(manifest.tensors)
+    }

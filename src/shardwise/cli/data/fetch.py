@@ -1,8 +1,8 @@
 """Copy files from a URL to this machine, once.
 
 URL is a file, a folder or a pattern in quotes ('s3://bucket/wiki_training_*.hdf5') at any place that fsspec reads:
-http, https (one file at a time), s3, gs, a path. A file that is already there and intact is not fetched again; a
-damaged or truncated file is. Any number of processes may fetch to one place at once: one process fetches, and the
+http, https (one file at a time), s3, gs, a path. A file that is already there is not fetched again if its size, or its
+SHA-256 by --sha256, is right. Any number of processes may fetch to one place at once: one process fetches, and the
 others wait for it.
 """
 
@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "dest", metavar="DEST", help="a file; or a folder, if it exists, ends with /, or several files are fetched"
     )
     parser.add_argument("--sha256", metavar="HEX", help="the SHA-256 that the file must have")
-    parser.add_argument("--force", action="store_true", help="replace a file that was not fetched from URL")
+    parser.add_argument("--force", action="store_true", help="replace another file")
     parser.add_argument(
         "--anonymous", action="store_true", help="read a public bucket (s3, gs, az) without credentials"
     )

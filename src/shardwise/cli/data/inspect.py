@@ -19,7 +19,7 @@ from shardwise.cli import output
 from shardwise.cli.data import add_marks, add_reading, arguments_named
 
 if TYPE_CHECKING:
-    from shardwise.data.formats.inspecting import Inspection, Lengths
+    from shardwise.data.formats.record import Inspection, Lengths
 
 _WIDTH = 80
 _BAR = 36

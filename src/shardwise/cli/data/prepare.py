@@ -21,7 +21,7 @@ from shardwise.cli.data import add_marks, add_reading, arguments_named
 from shardwise.config import data_from
 
 if TYPE_CHECKING:
-    from shardwise.data.prepare.outputs import PreparationOutcome
+    from shardwise.data.prepare.output import PreparationOutcome
 
 DTYPES = ("uint16", "uint32", "int64")
 _PATH_ENDS = ("/", ".txt", ".json", ".jsonl", ".parquet", ".csv", ".gz", ".zst", ".xz", ".bz2")

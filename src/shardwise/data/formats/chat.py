@@ -23,17 +23,23 @@ from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache, hub
 from shardwise.data.formats import common, datasets, inspecting
-from shardwise.data.formats.record import DataFormat
-from shardwise.data.held_out import HeldOut
+from shardwise.data.formats.record import DataFormat, Inspection, Lengths
+from shardwise.data.formats.text import Scan, content_of, files_of, plan_split
 from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations, conversations_of_table
 from shardwise.data.reading.dataset_tables import names_data_set
-from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, is_small, open_source
+from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, open_source
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part
+from shardwise.data.rows import PART_NAMES, PARTS, Part, digest_of
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
-from shardwise.data.split import describe_sizes, plan_split
+from shardwise.data.split import describe_sizes
 from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
-from shardwise.data.tokens.encoding import group_by_size, token_writers
+from shardwise.data.tokens.encoding import (
+    bounds_writers,
+    digests_of,
+    facts_with_bounds,
+    group_by_size,
+    token_writers,
+)
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 _RULE = 2
@@ -68,33 +74,13 @@ class PreparedChat(common.PreparedData):
         return ConversationBatches(chats, length, 0 if evaluation else request.seed)
 
 
-@dataclass(frozen=True)
-class _Scan:
-    """The results of reading conversations once.
-
-    Attributes:
-        content: digest of all messages.
-        bytes: size of their text.
-        characters: length of each conversation, [conversations].
-    """
-
-    content: str
-    bytes: int
-    characters: IntArray
-
-
 def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedChat:
     """Opens the conversations of `request`, tokenizing them first if the cache `root` has no tokens of them."""
     _require_fitting(request)
     source = _source(request.data)
     stamp = source.stamp()
-    known = None if stamp is None else cache.digest_of({"chat": stamp})
-    content = cache.known_content(root, known)
-    scan = None
-    if content is None:
-        scan = _scan(source, announce)
-        content = scan.content
-        cache.remember_content(root, known, content)
+    known = None if stamp is None else digest_of({"chat": stamp})
+    content, scan = content_of(root, known, source, lambda: _scan(source, announce), announce)
     entry = common.open_text_tokens(
         root,
         lambda tokenizer: _key(content, request, tokenizer),
@@ -166,11 +152,11 @@ def _conversations(source: _Source) -> Iterator[Chat]:
         raise DataError(f"{source.name} holds no messages: all of its conversations are empty")
 
 
-def _scan(source: _Source, announce: common.Announce = None) -> _Scan:
+def _scan(source: _Source, announce: common.Announce = None) -> Scan:
     digest = _ContentDigest()
     characters = [*map(_characters, digest.watch(_conversations(source)))]
     announce_empty(source, announce, "empty conversation")
-    return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
+    return Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
 def _characters(chat: Chat) -> int:
@@ -204,7 +190,7 @@ class _ContentDigest:
         return self._digest.hexdigest()
 
 
-def _held_out(scan: _Scan, weights: Sequence[float]) -> npt.NDArray[np.bool_]:
+def _held_out(scan: Scan, weights: Sequence[float]) -> npt.NDArray[np.bool_]:
     """True for each conversation that is evaluated: those that `plan_split` holds out, or whole ones at the end."""
     split = plan_split(scan.characters, weights)
     if split.held_out is not None:
@@ -213,7 +199,7 @@ def _held_out(scan: _Scan, weights: Sequence[float]) -> npt.NDArray[np.bool_]:
 
 
 def _build(
-    folder: Path, source: _Source, scan: _Scan, request: DataRequest, announce: common.Announce
+    folder: Path, source: _Source, scan: Scan, request: DataRequest, announce: common.Announce
 ) -> dict[str, Any]:
     is_held_out = _held_out(scan, request.data.split_weights)
     named = request.data.tokenizer
@@ -235,9 +221,6 @@ def _build(
     names = sorted(name for name, is_unread in unread.items() if is_unread)
     if names and announce is not None:
         announce(f"warning: {source.name}: {_unread_text(names)}")
-    digests = [scan.content]
-    for facts in parts.values():
-        digests += [facts["sha256"], *(row["sha256"] for row in facts["bounds"].values())]
     return {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         "vocab_size": tokenizer.vocab_size,
@@ -246,7 +229,7 @@ def _build(
         "unread": names,
         **parts,
         "tokenizer": cache.tokenizer_digest(kept),
-        "fingerprint": cache.fingerprint_of(digests),
+        "fingerprint": cache.fingerprint_of([scan.content, *digests_of(parts)]),
     }
 
 
@@ -278,18 +261,9 @@ def _encode(
     folder: Path,
 ) -> dict[str, Any]:
     """Writes each part's tokens, the bounds of its conversations and those of its answers; returns their records."""
-    names = ("conversations", "answers")
     with contextlib.ExitStack() as files:
         writers = token_writers(files, cache.token_dtype(template.tokenizer.vocab_size), folder)
-        bounds = {
-            part: {
-                name: cache.ArrayWriter(
-                    files.enter_context((folder / f"{part}.{name}.bin").open("wb")), cache.BOUNDS_DTYPE
-                )
-                for name in names
-            }
-            for part in PARTS
-        }
+        bounds = bounds_writers(files, ("conversations", "answers"), folder)
         for part in PARTS:
             bounds[part]["conversations"].write([0])
         is_out = iter(is_held_out.tolist())
@@ -303,14 +277,8 @@ def _encode(
                 writer.write(ids)
                 writer.documents += 1
                 bounds[chosen]["conversations"].write([writer.length])
-    return {
-        part: {
-            **writer.facts(),
-            "bounds": {name: row.facts() for name, row in bounds[part].items()},
-            "answers_left_out": left_out[part],
-        }
-        for part, writer in writers.items()
-    }
+    parts = facts_with_bounds(writers, bounds)
+    return {part: {**facts, "answers_left_out": left_out[part]} for part, facts in parts.items()}
 
 
 def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest, any_size: bool) -> PreparedChat:
@@ -383,42 +351,10 @@ def glance(request: DataRequest) -> str:
     )
 
 
-def has_vocabulary(request: DataRequest) -> bool:
-    """True if a tokenizer with the model's vocabulary can be trained on the messages; False if only a run can tell.
-
-    Raises:
-        DataError: there are few messages, which yield fewer tokens.
-    """
-    if names_data_set(request.data):
-        return False
-    source = _source(request.data)
-    if not is_small(source):
-        return False
-    _train_tokenizer(source, _held_out(_scan(source), request.data.split_weights), request)
-    return True
-
-
-def held_out(request: DataRequest) -> HeldOut:
-    """The conversations that are held out, counted if their files are small."""
-    place = "whole conversations"
-    if names_data_set(request.data):
-        return HeldOut(place)
-    source = _source(request.data)
-    with contextlib.suppress(DataError):  # a fault behind the first conversation
-        if is_small(source):
-            is_held_out = _held_out(_scan(source), request.data.split_weights)
-            return HeldOut(place, conversations=(int(is_held_out.sum()), len(is_held_out)))
-    return HeldOut(place)
-
-
-def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
+def inspect(data: DataConfig, samples: int) -> Inspection:
     """Files of conversations, as training reads them; in those that are shown, answers stand in ⟦ ⟧."""
     source = _source(data)
-    if isinstance(source, FileSource):
-        files, described = source.files, source.described()
-    else:
-        files = tuple(Path(file) for names in source.files_by_split().values() for file in names)
-        described = "a data set"
+    files, described = files_of(source)
     template = None
     if data.tokenizer is not None:
         template = ChatTemplate.or_built_in(hub.resolve_tokenizer(data.tokenizer), data.tokenizer)
@@ -427,14 +363,12 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     total = sum(path.stat().st_size for path in files)
     number = len(scan.characters)
     rows = [("files", f"{len(files):,}, {described}"), ("conversations", f"{number:,}")]
-    lengths = inspecting.Lengths.of("characters of a conversation", scan.characters, number)
+    lengths = Lengths.of("characters of a conversation", scan.characters, number)
     counts: dict[str, Any] = {"files": len(files), "conversations": number}
     if template is not None:
         batches = group_by_size(_conversations(source), _characters, _BATCH_CHARACTERS)
         encoded = [chat for batch in batches for chat in encode_chats(template, batch)]
-        lengths = inspecting.Lengths.of(
-            "tokens of a conversation", np.array([len(chat.ids) for chat in encoded]), number
-        )
+        lengths = Lengths.of("tokens of a conversation", np.array([len(chat.ids) for chat in encoded]), number)
         counts["tokens"] = sum(len(chat.ids) for chat in encoded)
         counts["trained"] = sum(int(np.diff(chat.answers).sum()) for chat in encoded)
         rows += [
@@ -443,14 +377,14 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
         ]
     rows.append(("shown in ⟦ ⟧", "what is trained on"))
     shown = [_shown(chat, template) for _, chat in islice(_conversations(source), samples)]
-    return inspecting.Inspection(
+    return Inspection(
         source.name,
         "chat",
         total,
         rows,
         counts,
         lengths,
-        [inspecting.InspectedSample(n, text[: inspecting.SAMPLE_CHARACTERS], None) for n, text in enumerate(shown)],
+        inspecting.text_samples(shown),
         notes=notes,
     )
 
@@ -477,6 +411,4 @@ FORMAT = DataFormat(
     open_data=open_data,
     glance=glance,
     inspect=inspect,
-    has_vocabulary=has_vocabulary,
-    held_out=held_out,
 )

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import DataError, see
+import numpy as np
+
+from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.reading.manifest import read_manifest
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, Part, Sentences, TokenArray
+from shardwise.data.rows import PART_NAMES, PairTokens, Part, Sentences, TokenArray
 from shardwise.data.samples import batch, causal, packing, sentence_pairs
-from shardwise.data.samples.sentences import ChunkIndex
-from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
-    PairTokens,
     Tokenizer,
     export_user_tokenizer,
     open_user_tokenizer,
@@ -133,7 +132,7 @@ def row_batches(
     shortest = 1 if tail else length * together
     if len(row) <= shortest:
         return None
-    ends = causal.DocumentEnds.of(request.data, tokenizer)
+    ends = document_ends(request.data, tokenizer)
     return causal.TokenBatches(row, length, seed, tail=tail, ends=ends, together=together)
 
 
@@ -155,7 +154,7 @@ def pair_batches(
     """
     length = request.sequence_length
     # A chunk is what one sample takes its tokens from.
-    if ChunkIndex(sentences, sentence_pairs.chunk_room(length)).num_chunks < 2:
+    if sentence_pairs.ChunkIndex(sentences, sentence_pairs.chunk_room(length)).num_chunks < 2:
         return None
     return sentence_pairs.SentencePairBatches(
         tokens,
@@ -169,14 +168,41 @@ def pair_batches(
     )
 
 
-def document_marks(data: DataConfig, tokenizer: Tokenizer) -> DocumentMarks:
-    """The tokens that each document of text begins and ends with; DataError if the tokenizer lacks one."""
-    return DocumentMarks.of(tokenizer, append_eod=data.append_eod, prepend_bos=data.prepend_bos)
+def document_ends(data: DataConfig, tokenizer: Path | None) -> causal.DocumentEnds | None:
+    """The changes at ends of documents that `data` asks for; None if it asks for none: a sample is a row of tokens.
+
+    Raises:
+        ConfigError: neither a key nor a tokenizer says which token ends a document.
+    """
+    if not data.document_options:
+        return None
+    token = data.eod_token
+    if token is None and tokenizer is not None:
+        token = Tokenizer.load(tokenizer).end_of_document_id
+    if token is None:
+        raise ConfigError(without_end(data))
+    return causal.DocumentEnds(token, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
+
+
+def without_end(data: DataConfig) -> list[str]:
+    """The problem of data that need the id of the end of a document, which no tokenizer says."""
+    if data.needs_document_ends is None or data.eod_token is not None:
+        return []
+    return [
+        f"{data.needs_document_ends} needs the id of the token that ends a document: set data.eod_token, or "
+        "data.tokenizer to the one that made the data"
+    ]
 
 
 def mark_problems(data: DataConfig) -> list[str]:
     """The problems of keys that ask for marks of documents, as the data are tokens."""
     return data.refused_marks(f"{data.key} ({data.name}), whose tokens are read as they are")
+
+
+def require_room_for_pairs(request: DataRequest) -> None:
+    """Raises ConfigError if samples are pairs of sentences, and too short for one."""
+    if request.in_pairs:
+        sentence_pairs.chunk_room(request.sequence_length)
 
 
 def require_sentence_pairs(request: DataRequest) -> int:
@@ -198,7 +224,7 @@ def without_tokenizer(request: DataRequest, *, has_documents: bool = False) -> l
     if request.data.tokenizer is not None:
         return []
     needs = f"needs data.tokenizer, as {request.data.key} {request.data.name} holds tokens alone: name what made them"
-    problems = [] if has_documents and request.data.packs_documents else causal.without_end(request.data)
+    problems = [] if has_documents and request.data.packs_documents else without_end(request.data)
     if request.in_pairs:
         problems.append(f"model.family ({request.family}) {needs}, for its [CLS], [SEP], [MASK] and [PAD]")
     if request.sample_prompt is not None:
@@ -295,7 +321,7 @@ def shortage(
             least = f"what the lengths of data.stages keep together ({length + 1:,} tokens)"
     else:
         room = sentence_pairs.chunk_room(length)
-        chunks = ChunkIndex(sentences, room).num_chunks
+        chunks = sentence_pairs.ChunkIndex(sentences, room).num_chunks
         is_enough = chunks >= 2
         size += f" in {chunks} samples"
         least = f"two samples of about train.sequence_length - 3 ({room:,} tokens)"
@@ -353,3 +379,33 @@ def require_unchanged(name: str, digest: str, content: str) -> None:
         raise DataError(
             f"{name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
         )
+
+
+def random_text(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedText:
+    """Tokens, four in five of which follow from their predecessor.
+
+    Args:
+        pairs: True if the tokens are in sentences, for samples of sentence pairs.
+    """
+    generator = np.random.default_rng(0)
+    tokens = [1]
+    for noise in generator.random(samples * length):
+        if noise < 0.8:
+            tokens.append((tokens[-1] * 7 + 3) % vocabulary)
+        else:
+            tokens.append(int(noise * 1000) % vocabulary)
+    row = np.asarray(tokens, cache.token_dtype(vocabulary))
+    evaluation = row[: 8 * length + 1]
+    data = PreparedText(Path(), "test", "test", {"train": row, "eval": evaluation, "test": row[:0]}, vocabulary)
+    if not pairs:
+        return data
+    parts: tuple[tuple[Part, int], ...] = (("train", len(row)), ("eval", len(evaluation)))
+    sentences = {part: _sentences(tokens) for part, tokens in parts}
+    return replace(data, sentences=sentences, pair_tokens=PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4))
+
+
+def _sentences(tokens: int) -> Sentences:
+    """Sentences of 5 tokens and documents of 10 sentences; the last ones take the remainder and are longer."""
+    bounds = np.append(np.arange(0, tokens - 4, 5), tokens)
+    documents = np.append(np.arange(0, len(bounds) - 10, 10), len(bounds) - 1)
+    return Sentences(bounds, documents)

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import DataError, ShardwiseError
+from shardwise.base.errors import DataError
 from shardwise.base.files import user_path
-from shardwise.base.libraries import first_line
 from shardwise.base.units import counted, size
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import cache, hub
-from shardwise.data.formats import common, inspecting, packed, text
-from shardwise.data.formats.record import DataFormat
-from shardwise.data.reading.dataset_tables import DataSet, is_saved, library, require_library
+from shardwise.data.formats import common, inspecting, packed, stream, text
+from shardwise.data.formats.record import DataFormat, Inspection, Lengths
+from shardwise.data.formats.text import TextSplit, plan_split
+from shardwise.data.reading.dataset_tables import DataSet, is_saved, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
-from shardwise.data.reading.text_files import TOKENS, require_sound
 from shardwise.data.reading.text_sources import ColumnSource
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, Part
-from shardwise.data.split import TextSplit, describe_sizes, plan_split
+from shardwise.data.split import describe_sizes
 from shardwise.data.tokens.encoding import token_writers
 
-# An inspection takes seconds: the most rows that it looks at.
+# An inspection takes seconds: about the most rows that it looks at.
 _ARROW_ROWS = 1024
 _TEXT = ("string", "large_string")
 
@@ -40,6 +38,8 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
     The data set itself is opened as late as possible, as its library takes seconds to import and asks the hub: the
     cache knows the content of a text, or has an entry of tokens.
     """
+    if request.data.streaming:
+        return stream.open_data(request, root, announce, any_size=any_size)
     dataset = ColumnSource.open(request.data)
     is_known_text = cache.known_content(root, dataset.stamp()) is not None
     if not is_known_text:
@@ -191,84 +191,46 @@ def manifests(data: DataConfig) -> list[Path]:
 
 def glance(request: DataRequest) -> str:
     """The number of files of a saved data set; for a data set on the hub, the place where it was found."""
-    require_library(request.data)
     if request.data.is_hub_dataset:
-        place = hub.FOUND[hub.find(hub.place_of_dataset(request.data.name, BUILT_IN_TEXTS))]
-        return place + packed.glance_text(request, ())
+        require_library(request.data)
+        return hub.FOUND[hub.find(hub.place_of_dataset(request.data.name, BUILT_IN_TEXTS))]
     dataset = DataSet.open(request.data)
     dataset.stamp()
     number = sum(map(len, dataset.files_by_split().values()))
-    return f"a data set of {counted(number, 'file')}, {text.when_read(request)}{packed.glance_text(request, ())}"
+    return f"a data set of {counted(number, 'file')}, {text.when_read(request)}"
 
 
-def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
-    """A folder that `datasets.load_from_disk` opens: tokens or text."""
-    assert data.path is not None
-    path = user_path(data.path)
-    datasets = library()
-    try:
-        opened = datasets.load_from_disk(str(path))
-        splits = dict(opened) if isinstance(opened, datasets.DatasetDict) else {"": opened}
-        return _inspect(path, splits, data, samples)
-    except ShardwiseError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        reason = first_line(error) or type(error).__name__
-        raise DataError(
-            f"{path} cannot be opened as an arrow folder ({reason}): it is damaged, copy it again"
-        ) from None
-
-
-def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: int) -> inspecting.Inspection:
-    """An inspection of the columns of all splits, and of the lengths and samples of the longest split."""
-    table = max(splits.values(), key=len)
-    total = sum(map(len, splits.values()))
-    columns = list(table.column_names)
-    types = {name: str(table.features.arrow_schema.field(name).type) for name in columns}
-    if "" in splits:
-        by_split = f"{total:,}"
-    else:
-        by_split = ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
-    inspection = inspecting.Inspection(
-        str(path),
-        "arrow",
-        sum(file.stat().st_size for file in path.rglob("*.arrow")),
-        rows=[("rows", by_split), ("columns", ", ".join(f"{name} ({type_})" for name, type_ in types.items()))],
-        counts={"rows": {name or "all": len(rows) for name, rows in splits.items()}, "columns": columns},
-        manifest=read_manifest(of_folder(path)),
-    )
-    has_tokens = "list<" in types.get(TOKENS, "")
-    if has_tokens and (problems := common.mark_problems(data)):
+def inspect(data: DataConfig, samples: int) -> Inspection:
+    """A folder that `datasets.load_from_disk` opens: text as any text, or tokens."""
+    dataset = ColumnSource.open(data)
+    if not dataset.holds_tokens:
+        return text.inspect(data, samples)
+    if problems := common.mark_problems(data):
         raise DataError(problems)
-    column: str | None = TOKENS
-    if not has_tokens:
-        column = next((name for name in columns if types[name] in _TEXT), None)
-    if column is None or not len(table):
-        return inspection
-    arrow = importlib.import_module("pyarrow.compute")
-    table = table.select_columns([column]).with_format("arrow")
-    looked_at = table[inspecting.spread(len(table), _ARROW_ROWS).tolist()].column(0)
-    leading = table[: min(samples, len(table))].column(0)
-    # A damaged file is refused before its values are touched.
-    for array in (*looked_at.chunks, *leading.chunks):
-        require_sound(array, str(path), column)
-    if not has_tokens:
-        lengths = inspecting.Lengths.of(
-            f"characters of {column}", arrow.utf8_length(looked_at).fill_null(0).to_numpy(), total
-        )
-        texts = enumerate(leading.to_pylist())
-        samples_of_text = [
-            inspecting.InspectedSample(number, (text or "")[: inspecting.SAMPLE_CHARACTERS], None)
-            for number, text in texts
-        ]
-        return replace(inspection, lengths=lengths, samples=samples_of_text)
-    lengths = inspecting.Lengths.of(
-        f"tokens of {column}", arrow.list_value_length(looked_at).fill_null(0).to_numpy(), total
+    files, _ = text.files_of(dataset)
+    seen: list[npt.NDArray[np.integer[Any]]] = []
+    lengths: list[npt.NDArray[np.int64]] = []
+    leading: list[npt.NDArray[np.integer[Any]]] = []
+    for array in (array for name in dataset.splits for array in dataset.rows(name)):
+        sizes = _lengths(array)
+        flat = array.flatten().to_numpy(zero_copy_only=False)
+        lengths.append(sizes)
+        seen.append(flat)
+        leading += np.split(flat, np.cumsum(sizes)[: samples - len(leading)])[: samples - len(leading)]
+        if sum(map(len, lengths)) >= _ARROW_ROWS:
+            break
+    number = dataset.num_rows
+    measured = np.concatenate(lengths)
+    inspection = Inspection(
+        dataset.name,
+        "arrow",
+        sum(file.stat().st_size for file in files),
+        rows=[("rows", f"{number:,}"), ("column", dataset.column)],
+        counts={"rows": number, "column": dataset.column},
+        lengths=Lengths.of(f"tokens of {dataset.column}", measured, number),
+        manifest=read_manifest(of_folder(user_path(data.name))),
     )
-    inspection = replace(inspection, lengths=lengths)
-    ids = [np.array(row or []) for row in leading.to_pylist()]
-    seen = arrow.list_flatten(looked_at).drop_null().to_numpy()
-    return inspecting.with_tokens(inspection, data.tokenizer, ids, [seen], round(lengths.mean * total))
+    return inspecting.with_tokens(inspection, data.tokenizer, leading, seen, round(measured.mean() * number))
 
 
 FORMAT = DataFormat(

@@ -15,11 +15,11 @@ from shardwise.config import DataConfig
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.data import cache, split
 from shardwise.data.formats import common, inspecting
-from shardwise.data.formats.record import DataFormat
+from shardwise.data.formats.record import DataFormat, Inspection, Lengths
 from shardwise.data.reading import content, manifest
 from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list, library, names_shards, shard_paths, unpack
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, Part
+from shardwise.data.rows import PART_NAMES, Part, digest_of
 from shardwise.data.samples import batch, sentence_pairs
 
 # Blocks of all shards together that the fingerprint reads; of each shard the first and the last one at least.
@@ -104,7 +104,7 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
         tokenizer_path=common.tokenizer_in_cache(request, tokenizer, root),
         shards=rows,
         bounds=bounds,
-        fingerprint=cache.digest_of({"digests": digests, "bounds": bounds}),
+        fingerprint=digest_of({"digests": digests, "bounds": bounds}),
         summary=_summary(rows, bounds, request),
     )
 
@@ -123,7 +123,7 @@ def glance(request: DataRequest) -> str:
     return f"{counted(len(paths), 'HDF5 shard')}{opened}"
 
 
-def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
+def inspect(data: DataConfig, samples: int) -> Inspection:
     """Shards of masked sentence pairs."""
     paths = shard_paths(data)
     first = Hdf5Shard.open(paths[0])
@@ -139,7 +139,7 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     rows_each = f"{sizes[0]:,}"
     if sizes[0] < sizes[-1]:
         rows_each += f" … {sizes[-1]:,}"
-    inspection = inspecting.Inspection(
+    inspection = Inspection(
         str(data.path),
         "HDF5 shards of sentence pairs",
         sum(path.stat().st_size for path in paths),
@@ -158,7 +158,7 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
             "masked_mean": masked,
             "next_sentence_share": follows,
         },
-        lengths=inspecting.Lengths.of("tokens of a sample, without padding", values["input_mask"].sum(axis=1), number),
+        lengths=Lengths.of("tokens of a sample, without padding", values["input_mask"].sum(axis=1), number),
         manifest=manifest.read_manifest(manifest.of_folder(first.path.parent)),
     )
     ids = [row[mask == 1] for row, mask in zip(leading["input_ids"], leading["input_mask"], strict=True)]

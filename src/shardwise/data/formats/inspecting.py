@@ -6,7 +6,7 @@ An inspection takes seconds and bounded memory, as only samples of large data ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,88 +16,20 @@ import numpy.typing as npt
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import count, counted
 from shardwise.data import hub
+from shardwise.data.formats.record import FirstDocuments, InspectedSample, Inspection
 from shardwise.data.rows import IntArray
-from shardwise.data.samples.batch import Tokens
 from shardwise.data.samples.packing import PackedSamples
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 _Tokens = npt.NDArray[np.integer[Any]]
-_MOST_BINS = 12
 # Two lines of a terminal hold no more of a sample.
 _SAMPLE_TOKENS = 64
-SAMPLE_CHARACTERS = 400
+_SAMPLE_CHARACTERS = 400
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Statistics of the lengths of documents, samples or rows.
-
-    Attributes:
-        what: unit and thing, such as "tokens of a document".
-        counted: number of lengths that were measured.
-        number: number of lengths in the data; None if that is not known.
-        bins: shortest and longest length of each bin, and the number of lengths in it.
-    """
-
-    what: str
-    counted: int
-    number: int | None
-    least: int
-    most: int
-    mean: float
-    median: float
-    bins: Sequence[tuple[int, int, int]]
-
-    @classmethod
-    def of(cls, unit: str, lengths: IntArray, number: int | None) -> Lengths:
-        """The statistics of at least one length; bins are powers of 2 wide, or of 4 if these would be too many."""
-        least = int(lengths.min())
-        most = int(lengths.max())
-        step = 1 if most.bit_length() - least.bit_length() < _MOST_BINS else 2
-        # A length of b bits lies in 2^(b-1) … 2^b - 1; 0 has no bits, and is a bin by itself.
-        bits = np.ceil(np.log2(lengths + 1)).astype(np.int64)
-        bins = []
-        for low in range(int(bits.min()), int(bits.max()) + 1, step):
-            inside = lengths[(bits >= low) & (bits < low + step)]
-            first = (1 << low) >> 1
-            last = (1 << (low + step - 1)) - 1
-            bins.append((max(first, least), min(max(last, first), most), len(inside)))
-        return cls(unit, len(lengths), number, least, most, float(lengths.mean()), float(np.median(lengths)), bins)
-
-
-@dataclass(frozen=True)
-class InspectedSample:
-    """The beginning of one document or row.
-
-    Attributes:
-        text: text, decoded if the data are tokens; None if there is no tokenizer.
-        ids: tokens; None if the data are text.
-    """
-
-    number: int
-    text: str | None
-    ids: Sequence[int] | None
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """The contents of data, for a user and for programs.
-
-    Attributes:
-        rows: names and their descriptions, in the order in which to show them.
-        counts: numbers behind the rows, for programs.
-        notes: warnings, and the reason why samples are shown as ids.
-    """
-
-    path: str
-    format: str
-    bytes: int
-    rows: Sequence[tuple[str, str]]
-    counts: Mapping[str, Any]
-    lengths: Lengths | None = None
-    samples: Sequence[InspectedSample] = ()
-    manifest: Mapping[str, Any] | None = None
-    notes: Sequence[str] = ()
+def text_samples(texts: Iterable[str]) -> list[InspectedSample]:
+    """Samples that show the beginning of each text."""
+    return [InspectedSample(number, text[:_SAMPLE_CHARACTERS], None) for number, text in enumerate(texts)]
 
 
 def with_tokens(
@@ -146,21 +78,6 @@ def with_tokens(
         samples=samples,
         notes=notes,
     )
-
-
-@dataclass(frozen=True)
-class FirstDocuments:
-    """The first documents of data, or all of them.
-
-    Attributes:
-        tokens: row of their tokens.
-        bounds: first token of each document, then the number of tokens, [documents + 1].
-        is_all: True if the data have no more.
-    """
-
-    tokens: Tokens
-    bounds: IntArray
-    is_all: bool
 
 
 def with_packing(

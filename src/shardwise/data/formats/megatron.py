@@ -12,9 +12,9 @@ import numpy as np
 from shardwise.base.errors import DataError
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
-from shardwise.data import cache, split
+from shardwise.data import split
 from shardwise.data.formats import common, inspecting, packed
-from shardwise.data.formats.record import DataFormat
+from shardwise.data.formats.record import DataFormat, FirstDocuments, Inspection, Lengths
 from shardwise.data.reading.manifest import of_prefix, read_manifest
 from shardwise.data.reading.megatron_files import (
     Documents,
@@ -25,9 +25,8 @@ from shardwise.data.reading.megatron_files import (
     prefix_of,
 )
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, Part
+from shardwise.data.rows import PART_NAMES, PairTokens, Part, digest_of
 from shardwise.data.samples import batch, causal, order, packing
-from shardwise.data.tokens.tokenizer import PairTokens
 
 # An inspection takes seconds: the most documents whose lengths it looks at, the most blocks of tokens in which it looks
 # for the lowest and the highest id, and the tokens of a block.
@@ -101,7 +100,7 @@ class PreparedDocuments(common.PreparedData):
         length = request.sequence_length
         if len(documents) <= length * together:
             return None
-        ends = causal.DocumentEnds.of(request.data, self.tokenizer_path)
+        ends = common.document_ends(request.data, self.tokenizer_path)
         return causal.DocumentBatches(documents, length, seed, ends=ends, together=together)
 
 
@@ -128,7 +127,7 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
         tokenizer_path=common.tokenizer_in_cache(request, tokenizer, root),
         weights=weights,
         parts=parts,
-        fingerprint=cache.digest_of(
+        fingerprint=digest_of(
             {"digests": [file.digest for file in files], "weights": weights, "bounds": bounds}
             # Blends had another order of their data sets before.
             | ({"order": _BLEND_ORDER} if len(files) > 1 else {})
@@ -162,17 +161,13 @@ def _packed(
     ]
     if problems:
         raise DataError(problems)
-    for number, (file, key) in enumerate(zip(files, _packed_keys(files, parts, request), strict=True)):
-        bounds = {part: chosen[number].bounds for part, chosen in parts.items() if len(chosen[number])}
-        yield packed.open_packed(root, key, bounds, request, file.prefix, announce)
-
-
-def _packed_keys(
-    files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents, ...]], request: DataRequest
-) -> list[str]:
-    """The key of the packed samples of each data set."""
-    bounds = [{part: (chosen[n].first, chosen[n].stop) for part, chosen in parts.items()} for n in range(len(files))]
-    return [packed.key_of([file.digest, parts_of], request) for file, parts_of in zip(files, bounds, strict=True)]
+    for number, file in enumerate(files):
+        documents = {part: chosen[number] for part, chosen in parts.items()}
+        numbers = {part: (chosen.first, chosen.stop) for part, chosen in documents.items()}
+        bounds = {part: chosen.bounds for part, chosen in documents.items() if len(chosen)}
+        yield packed.open_packed(
+            root, packed.key_of([file.digest, numbers], request), bounds, request, file.prefix, announce
+        )
 
 
 def manifests(data: DataConfig) -> list[Path]:
@@ -183,11 +178,7 @@ def manifests(data: DataConfig) -> list[Path]:
 def glance(request: DataRequest) -> str:
     """The number of sequences, by the headers of the .idx files."""
     sequences = [count_sequences(prefix) for _, prefix in request.data.weighted_prefixes]
-    text = f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
-    if not request.data.packs_documents:
-        return text
-    files = [IndexedFile.open(prefix) for _, prefix in request.data.weighted_prefixes]
-    return text + packed.glance_text(request, _packed_keys(files, _parts(files, request), request))
+    return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
 
 
 def most_tokens(request: DataRequest, limit: int) -> int | None:
@@ -198,7 +189,7 @@ def most_tokens(request: DataRequest, limit: int) -> int | None:
     return total if total <= limit else None
 
 
-def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
+def inspect(data: DataConfig, samples: int) -> Inspection:
     """A data set of PREFIX.bin and PREFIX.idx."""
     assert data.path is not None
     prefix = prefix_of(data.path)
@@ -213,7 +204,7 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
         documents += f", {empty:,} without tokens"
         if len(chosen) < number:
             documents += f" of {len(chosen):,} that were looked at"
-    inspection = inspecting.Inspection(
+    inspection = Inspection(
         str(prefix),
         "Megatron .bin and .idx",
         sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx")),
@@ -229,7 +220,7 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
             "dtype": file.tokens.dtype.name,
             "empty_documents": empty,
         },
-        lengths=inspecting.Lengths.of("tokens of a document", lengths, number),
+        lengths=Lengths.of("tokens of a document", lengths, number),
         manifest=read_manifest(of_prefix(prefix)),
     )
     if total <= _BLOCKS * _BLOCK_TOKENS:
@@ -242,12 +233,12 @@ def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
     return inspecting.with_tokens(inspection, data.tokenizer, leading, blocks, total)
 
 
-def first_documents(data: DataConfig) -> inspecting.FirstDocuments:
+def first_documents(data: DataConfig) -> FirstDocuments:
     """The first documents of a data set, as many as are packed together."""
     assert data.path is not None
     file = IndexedFile.open(prefix_of(data.path))
     number = min(file.num_documents, packing.WINDOW)
-    return inspecting.FirstDocuments(file.tokens, file.starts(np.arange(number + 1)), number == file.num_documents)
+    return FirstDocuments(file.tokens, file.starts(np.arange(number + 1)), number == file.num_documents)
 
 
 def _parts(files: Sequence[IndexedFile], request: DataRequest) -> dict[Part, tuple[Documents, ...]]:

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.base.errors import DataError
-from shardwise.base.files import cache_root
 from shardwise.data import cache
 from shardwise.data.formats import common
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, IntArray, Part, TokenArray
-from shardwise.data.samples import causal
 from shardwise.data.samples.packing import WINDOW, PackedSamples, PackingFacts, document_bounds, packed_windows
 
 _RULE = 1
@@ -68,11 +66,6 @@ def key_of(documents: Any, request: DataRequest) -> str:
     return cache.key_of(described)
 
 
-def key_of_text(fingerprint: str, end: int, request: DataRequest) -> str:
-    """The key of the entry of a text, or of tokens in a row; `end`: the token that ends a document."""
-    return key_of([fingerprint, end], request)
-
-
 def _write(folder: Path, part: Part, bounds: IntArray, length: int, together: int) -> dict[str, Any]:
     """Writes the samples of a part; returns its record in the manifest."""
     facts = PackingFacts()
@@ -98,11 +91,11 @@ def packed_text(request: DataRequest, root: Path, data: _Text, announce: common.
     """
     if not request.data.packs_documents:
         return data
-    ends = causal.DocumentEnds.of(request.data, data.tokenizer_path)
+    ends = common.document_ends(request.data, data.tokenizer_path)
     assert ends is not None, "documents are told apart"
     packed = open_packed(
         root,
-        key_of_text(data.fingerprint, ends.token, request),
+        key_of([data.fingerprint, ends.token], request),
         {part: _finder(request, part, row, ends.token) for part, row in data.tokens.items() if len(row)},
         request,
         request.data.name,
@@ -132,19 +125,3 @@ def facts_text(packed: Iterable[Mapping[Part, PackedSamples]]) -> str:
     """The facts of the training parts of data sets, after a semicolon; empty if there are none."""
     facts = [parts["train"].facts for parts in packed if "train" in parts]
     return f"; {sum(facts, PackingFacts())}" if facts else ""
-
-
-def glance_text(request: DataRequest, keys: Iterable[str]) -> str:
-    """The facts of packed data for a dry run, after a semicolon: empty unless `request` asks for packing.
-
-    Args:
-        keys: keys of the entries that a run will open, as far as they are known.
-    """
-    if not request.data.packs_documents:
-        return ""
-    entries = [cache.open_entry(cache_root(), _KIND, key, cache.has_its_bounds) for key in keys]
-    manifests = [entry.manifest for entry in entries if entry is not None]
-    facts = [PackingFacts(**manifest["train"]["facts"]) for manifest in manifests if "train" in manifest]
-    if not facts or len(facts) < len(entries):
-        return "; its documents are packed by best fit when the run starts"
-    return f"; {sum(facts, PackingFacts())}"

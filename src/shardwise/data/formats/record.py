@@ -5,20 +5,110 @@ A format is one module here and its name in `shardwise.config.data.DataFormatNam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from shardwise.config import DataConfig
 from shardwise.data.formats.common import Announce, PreparedData
-from shardwise.data.formats.inspecting import FirstDocuments, Inspection
-from shardwise.data.held_out import HeldOut
 from shardwise.data.request import DataRequest
+from shardwise.data.rows import IntArray
+from shardwise.data.samples.batch import Tokens
 
+_MOST_BINS = 12
 Contents = Literal["tokens", "masked pairs", "text", "text or tokens", "conversations"]
 """Kinds of samples: tokens in a row, sentence pairs whose tokens are masked already, text that becomes tokens, or
 conversations whose answers are learned."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Statistics of the lengths of documents, samples or rows.
+
+    Attributes:
+        what: unit and thing, such as "tokens of a document".
+        counted: number of lengths that were measured.
+        number: number of lengths in the data; None if that is not known.
+        bins: shortest and longest length of each bin, and the number of lengths in it.
+    """
+
+    what: str
+    counted: int
+    number: int | None
+    least: int
+    most: int
+    mean: float
+    median: float
+    bins: Sequence[tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, unit: str, lengths: IntArray, number: int | None) -> Lengths:
+        """The statistics of at least one length; bins are powers of 2 wide, or of 4 if these would be too many."""
+        least = int(lengths.min())
+        most = int(lengths.max())
+        step = 1 if most.bit_length() - least.bit_length() < _MOST_BINS else 2
+        # A length of b bits lies in 2^(b-1) … 2^b - 1; 0 has no bits, and is a bin by itself.
+        bits = np.ceil(np.log2(lengths + 1)).astype(np.int64)
+        bins = []
+        for low in range(int(bits.min()), int(bits.max()) + 1, step):
+            inside = lengths[(bits >= low) & (bits < low + step)]
+            first = (1 << low) >> 1
+            last = (1 << (low + step - 1)) - 1
+            bins.append((max(first, least), min(max(last, first), most), len(inside)))
+        return cls(unit, len(lengths), number, least, most, float(lengths.mean()), float(np.median(lengths)), bins)
+
+
+@dataclass(frozen=True)
+class InspectedSample:
+    """The beginning of one document or row.
+
+    Attributes:
+        text: text, decoded if the data are tokens; None if there is no tokenizer.
+        ids: tokens; None if the data are text.
+    """
+
+    number: int
+    text: str | None
+    ids: Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The contents of data, for a user and for programs.
+
+    Attributes:
+        rows: names and their descriptions, in the order in which to show them.
+        counts: numbers behind the rows, for programs.
+        notes: warnings, and the reason why samples are shown as ids.
+    """
+
+    path: str
+    format: str
+    bytes: int
+    rows: Sequence[tuple[str, str]]
+    counts: Mapping[str, Any]
+    lengths: Lengths | None = None
+    samples: Sequence[InspectedSample] = ()
+    manifest: Mapping[str, Any] | None = None
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class FirstDocuments:
+    """The first documents of data, or all of them.
+
+    Attributes:
+        tokens: row of their tokens.
+        bounds: first token of each document, then the number of tokens, [documents + 1].
+        is_all: True if the data have no more.
+    """
+
+    tokens: Tokens
+    bounds: IntArray
+    is_all: bool
 
 
 class OpenData(Protocol):
@@ -43,9 +133,6 @@ class DataFormat:
         manifests: the files that may say which tokenizer made tokens; they need not be there.
         most_tokens: the number that the tokens of the data cannot exceed, in a moment; None if it takes longer, or if
             the number is above a limit, which is given.
-        has_vocabulary: True if a tokenizer with the model's vocabulary can be trained on the data, which raises a
-            DataError if it cannot; False if a glance cannot tell.
-        held_out: the held-out part, as far as a glance can tell.
         first_documents: the first documents, whose packed samples an inspection shows; None if it shows no samples of
             the model.
     """
@@ -59,8 +146,6 @@ class DataFormat:
     has_splits: bool = False
     manifests: Callable[[DataConfig], Sequence[Path]] = lambda _data: ()
     most_tokens: Callable[[DataRequest, int], int | None] = lambda _request, _limit: None
-    has_vocabulary: Callable[[DataRequest], bool] = lambda _request: False
-    held_out: Callable[[DataRequest], HeldOut] = lambda _request: HeldOut()
     first_documents: Callable[[DataConfig], FirstDocuments] | None = None
 
     @property

@@ -19,9 +19,9 @@ from shardwise.data.formats import common, packed
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.content import readable
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PARTS, Part, TokenArray
+from shardwise.data.rows import PARTS, Part, TokenArray, digest_of
 from shardwise.data.samples import batch, causal, packing, streaming
-from shardwise.data.tokens.encoding import encode_documents
+from shardwise.data.tokens.encoding import document_marks, encode_documents
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, user_tokenizer_digest
 
 _DocumentBegin = tuple[int, int]
@@ -54,7 +54,7 @@ class PreparedStream(common.PreparedText):
         _, pieces = next(streaming.read_documents(self._shards()[0], 0))
         tokenizer = Tokenizer.load(self.tokenizer_path)
         first = tokenizer.encode_rows([pieces[0].text])
-        row, _ = common.document_marks(self.data, tokenizer).put(*first, [False], begun=False)
+        row, _ = document_marks(self.data, tokenizer).put(*first, [False], begun=False)
         return [int(token) for token in row[:tokens]]
 
     def batches(
@@ -69,7 +69,7 @@ class PreparedStream(common.PreparedText):
             )
         assert self.tokenizer_path is not None
         length = request.sequence_length
-        ends = causal.DocumentEnds.of(request.data, self.tokenizer_path)
+        ends = common.document_ends(request.data, self.tokenizer_path)
         packs_documents = request.data.packs_documents
 
         def cut(row: TokenArray, seed: int) -> batch.Batches | None:
@@ -84,7 +84,7 @@ class PreparedStream(common.PreparedText):
         stream = streaming.TextStream(
             self._shards(),
             tokenizer,
-            common.document_marks(self.data, tokenizer),
+            document_marks(self.data, tokenizer),
             cut,
             seed=request.seed,
             buffer=request.data.shuffle_buffer,
@@ -153,7 +153,7 @@ def _digest_of_files(paths: Sequence[Path], *, hashed: bool) -> str:
                 # The first and the last block: a stream may have thousands of files.
                 content = cache.spread_digest(path, 2)
         facts.append([path.name, status.st_size, content])
-    return cache.digest_of(facts)
+    return digest_of(facts)
 
 
 def _build(
@@ -191,7 +191,7 @@ def _build(
             for _, pieces in _first_block(shards[name], data.shuffle_buffer).documents:
                 yield from ((part, piece) for piece in pieces)
 
-    facts: dict[str, Any] = dict(encode_documents(parts(), tokenizer, common.document_marks(data, tokenizer), folder))
+    facts: dict[str, Any] = dict(encode_documents(parts(), tokenizer, document_marks(data, tokenizer), folder))
     if isinstance(source, text_sources.ColumnSource) and data.is_hub_dataset:
         content = source.stamp()  # a commit, the same on any machine
     else:
@@ -199,7 +199,7 @@ def _build(
     digest = cache.tokenizer_digest(folder / "tokenizer")
     digests = [content, digest, *(row["sha256"] for row in facts.values())]
     if data.chosen_marks:
-        digests.append(cache.digest_of(data.chosen_marks))
+        digests.append(digest_of(data.chosen_marks))
     return {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         **facts,

@@ -1,15 +1,12 @@
-"""Text: tokenized once, cached by its content, and mapped into memory.
-
-Also random text with structure, from which a model learns in few steps and which needs no download.
-"""
+"""Text: tokenized once, cached by its content, and mapped into memory."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +14,32 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing
-from shardwise.base.files import cache_root
 from shardwise.base.units import count, counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache, hub
-from shardwise.data.formats import common, inspecting, packed
-from shardwise.data.formats.record import DataFormat
-from shardwise.data.held_out import END_OF_TEXT, WHOLE_DOCUMENTS, WHOLE_DOCUMENTS_OR_END, HeldOut
+from shardwise.data.formats import common, inspecting, packed, stream
+from shardwise.data.formats.record import DataFormat, FirstDocuments, Inspection, Lengths
 from shardwise.data.reading.text_sources import (
     ColumnSource,
     FileSource,
     Source,
     TextPiece,
     announce_empty,
-    is_small,
     open_source,
 )
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, Part, Sentences
-from shardwise.data.samples.causal import DocumentEnds
-from shardwise.data.samples.order import mix_integer
-from shardwise.data.split import TextSplit, describe_sizes, plan_split
-from shardwise.data.tokens.encoding import RULE, ContentDigest, DocumentMarks, encode_documents, encode_sentences
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part
+from shardwise.data.samples.order import mix, mix_integer
+from shardwise.data.split import describe_sizes
+from shardwise.data.tokens.encoding import (
+    RULE,
+    ContentDigest,
+    digests_of,
+    document_marks,
+    encode_documents,
+    encode_sentences,
+)
 from shardwise.data.tokens.tokenizer import (
-    PairTokens,
     Tokenizer,
     keep_user_tokenizer,
     train_tokenizer,
@@ -49,18 +48,84 @@ from shardwise.data.tokens.tokenizer import (
 # Characters that a tokenizer is trained on: more text changes the merges of a small vocabulary little and costs memory
 # and time.
 _TOKENIZER_CHARACTERS = 1 << 25
-_ONE_PART = TextSplit(None, sys.maxsize)
-# An inspection takes seconds: the most bytes that it reads and encodes.
-_TEXT_BYTES = 1 << 26
-_ENCODED_BYTES = 1 << 20
+# A document larger than this fraction of the held-out share is never held out: whether the last one still fits then
+# changes the share by a quarter at most.
+_LARGEST_HELD_OUT = 1 / 4
+# Below this fraction of the share the documents are too few or too long, and the end of the text is held out instead.
+# Documents of at most a quarter of the share always reach it, unless there are too few of them.
+_LEAST_HELD_OUT = 3 / 4
+# An inspection takes seconds: about the most characters that it reads and encodes.
+_TEXT_CHARACTERS = 1 << 26
+_ENCODED_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
-class _Scan:
-    """The results of reading a text once.
+class TextSplit:
+    """The division of a text into a training and an evaluation part.
+
+    Attributes:
+        held_out: True for each document that is evaluated, [documents]; None if the end of the text is evaluated.
+        boundary: character of the text at which the held-out end begins, if `held_out` is None.
+    """
+
+    held_out: npt.NDArray[np.bool_] | None
+    boundary: int
+
+    def parts(self, pieces: Iterable[TextPiece]) -> Iterator[tuple[Part, TextPiece]]:
+        """Each piece with its part; the piece with the boundary becomes two, cut at the next line if there is one."""
+        if self.held_out is not None:
+            document = 0
+            for piece in pieces:
+                yield ("eval" if self.held_out[document] else "train"), piece
+                document += piece.ends_document
+            return
+        start = 0
+        for piece in pieces:
+            end = start + len(piece.text)
+            if end <= self.boundary:
+                yield "train", piece
+            elif start >= self.boundary:
+                yield "eval", piece
+            else:
+                cut = self.boundary - start
+                line = piece.text.find("\n", cut) + 1
+                if 0 < line < len(piece.text):
+                    cut = line
+                yield "train", TextPiece(piece.text[:cut], ends_document=False)
+                yield "eval", TextPiece(piece.text[cut:], piece.ends_document)
+            start = end
+
+
+def plan_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> TextSplit:
+    """The split that holds out the evaluation share, the second weight's, of documents of these lengths.
+
+    Documents are taken in the order of a hash of their number, so that the choice is spread over the text and is the
+    same on every machine, for as long as the sum of their lengths stays within the share.
+    """
+    total = int(characters.sum())
+    share = int(total * (weights[1] / sum(weights)))
+    if share == 0:
+        return TextSplit(None, total)
+    order = np.argsort(mix(np.arange(len(characters), dtype=np.uint64)), kind="stable")
+    order = order[characters[order] <= _LARGEST_HELD_OUT * share]
+    taken = order[np.cumsum(characters[order]) <= share]
+    if int(characters[taken].sum()) < _LEAST_HELD_OUT * share:
+        return TextSplit(None, total - share)
+    held_out = np.zeros(len(characters), dtype=np.bool_)
+    held_out[taken] = True
+    return TextSplit(held_out, total)
+
+
+_ONE_PART = TextSplit(None, sys.maxsize)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The results of reading a text, or conversations, once.
 
     Attributes:
         content: digest of the text.
+        bytes: size of the text.
         characters: length of each document, [documents].
     """
 
@@ -73,8 +138,10 @@ def open_data(
     request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool, source: Source | None = None
 ) -> common.PreparedText:
     """Opens `source`, or the text of `request`, tokenizing it first if the cache `root` has no tokens of it."""
+    if request.data.streaming:
+        return stream.open_data(request, root, announce, any_size=any_size)
     source = source or open_source(request.data)
-    content, scan = _content(root, source, announce)
+    content, scan = content_of(root, source.stamp(), source, lambda: _scan(source, announce), announce)
     entry = common.open_text_tokens(
         root,
         lambda tokenizer: _key(content, request, tokenizer),
@@ -86,11 +153,12 @@ def open_data(
     return packed.packed_text(request, root, _prepared(entry, source, request, any_size), announce)
 
 
-def _content(root: Path, source: Source, announce: common.Announce) -> tuple[str, _Scan | None]:
-    """The digest of a text, and the scan by which it was found; None if the cache knew it."""
+def content_of(
+    root: Path, stamp: str | None, source: Source, scan: Callable[[], Scan], announce: common.Announce
+) -> tuple[str, Scan | None]:
+    """The digest of a text with this stamp, and the scan by which it was found; None if the cache knew it."""
     # Entries are keyed by content, so that a copy of a text finds them too. Files that have not changed since they were
     # read are not read again to find their content.
-    stamp = source.stamp()
     content = cache.known_content(root, stamp)
     if content is not None:
         return content, None
@@ -103,13 +171,12 @@ def _content(root: Path, source: Source, announce: common.Announce) -> tuple[str
                 return content, None
             if announce is not None:
                 announce(f"preparing the data {source.name}: reading them")
-        scan = _scan(source)
-        cache.remember_content(root, stamp, scan.content)
-    announce_empty(source, announce)
-    return scan.content, scan
+        found = scan()
+        cache.remember_content(root, stamp, found.content)
+    return found.content, found
 
 
-def _scan(source: Source) -> _Scan:
+def _scan(source: Source, announce: common.Announce = None) -> Scan:
     digest = ContentDigest()
     document = 0
     characters = array("q")
@@ -118,7 +185,8 @@ def _scan(source: Source) -> _Scan:
         if piece.ends_document:
             characters.append(document)
             document = 0
-    return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
+    announce_empty(source, announce)
+    return Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
 def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
@@ -151,9 +219,7 @@ def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
     return cache.key_of(described)
 
 
-def _build(
-    folder: Path, source: Source, scan: _Scan, request: DataRequest, announce: common.Announce
-) -> dict[str, Any]:
+def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, announce: common.Announce) -> dict[str, Any]:
     if announce is not None and isinstance(source, FileSource) and request.data.path is not None:
         announce(f"preparing the data {source.name}: {source.described()}")
     split = plan_split(scan.characters, request.data.split_weights)
@@ -169,14 +235,11 @@ def _build(
     if pairs:
         parts = encode_sentences(pieces, tokenizer, folder)
     else:
-        parts = encode_documents(pieces, tokenizer, common.document_marks(request.data, tokenizer), folder)
+        parts = encode_documents(pieces, tokenizer, document_marks(request.data, tokenizer), folder)
     # The text was read twice: to find its content and lengths, and to encode it.
     common.require_unchanged(source.name, digest.hexdigest(), scan.content)
-    digests = [scan.content]
-    for part, facts in parts.items():
-        if part == "test" and not request.data.split_names:
-            continue  # it is empty, and fingerprints from before there was a test part must stay
-        digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
+    # Without splits the test part is empty, and fingerprints from before there was one must stay.
+    fingerprinted = {part: facts for part, facts in parts.items() if part != "test" or request.data.split_names}
     manifest = {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         "vocab_size": tokenizer.vocab_size,
@@ -185,14 +248,14 @@ def _build(
         "documents": len(scan.characters),
         **parts,
         "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
-        "fingerprint": cache.fingerprint_of(digests),
+        "fingerprint": cache.fingerprint_of([scan.content, *digests_of(fingerprinted)]),
     }
     if pairs:
         manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
     return manifest
 
 
-def _train_tokenizer(source: Source, scan: _Scan, split: TextSplit, request: DataRequest) -> Tokenizer:
+def _train_tokenizer(source: Source, scan: Scan, split: TextSplit, request: DataRequest) -> Tokenizer:
     texts = _tokenizer_texts(_parts(source, split, ContentDigest()), int(scan.characters.sum()))
     return train_tokenizer(texts, request.vocab_size, source.name, pairs=request.in_pairs)
 
@@ -242,21 +305,10 @@ def glance(request: DataRequest) -> str:
     source = open_source(request.data)
     time = when_read(request)
     if not isinstance(source, FileSource):
-        return f"built-in, {time}{_packing(request)}"
+        return f"built-in, {time}"
     source.require_text()
     total = sum(file.stat().st_size for file in source.files)
-    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}{_packing(request)}"
-
-
-def _packing(request: DataRequest) -> str:
-    """The facts of packed documents for a dry run; empty unless they are packed."""
-    keys = []
-    with contextlib.suppress(DataError):  # a tokenizer of the hub may not be here yet
-        entry = None if request.data.streaming else _prepared_entry(request, cache_root())
-        ends = None if entry is None else DocumentEnds.of(request.data, entry.tokenizer_path)
-        if entry is not None and ends is not None:
-            keys.append(packed.key_of_text(entry.manifest["fingerprint"], ends.token, request))
-    return packed.glance_text(request, keys)
+    return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}"
 
 
 def most_tokens(request: DataRequest, limit: int) -> int | None:
@@ -267,50 +319,6 @@ def most_tokens(request: DataRequest, limit: int) -> int | None:
     return source.bytes_within(limit)
 
 
-def has_vocabulary(request: DataRequest) -> bool:
-    """True if a tokenizer with the model's vocabulary can be trained on the text; False if only a run can tell.
-
-    Raises:
-        DataError: the text is small, and yields fewer tokens.
-    """
-    if _prepared_entry(request, cache_root()) is not None:
-        return True
-    source = open_source(request.data)
-    if not is_small(source):
-        return False
-    scan = _scan(source)
-    _train_tokenizer(source, scan, plan_split(scan.characters, request.data.split_weights), request)
-    return True
-
-
-def held_out(request: DataRequest) -> HeldOut:
-    """The part of the text that is held out."""
-    if request.data.streaming:
-        return HeldOut()
-    with contextlib.suppress(DataError):  # a tokenizer of the hub may not be here yet
-        source = open_source(request.data)
-        entry = _prepared_entry(request, cache_root())
-        return HeldOut(_held_out_place(source, request), None if entry is None else entry.manifest["eval"]["tokens"])
-    return HeldOut()
-
-
-def _held_out_place(source: Source, request: DataRequest) -> str:
-    if is_small(source):
-        is_end = plan_split(_scan(source).characters, request.data.split_weights).held_out is None
-        return END_OF_TEXT if is_end else WHOLE_DOCUMENTS
-    if isinstance(source, FileSource) and [reading.kind for reading in source.readings] == ["text"]:
-        return END_OF_TEXT
-    return WHOLE_DOCUMENTS_OR_END
-
-
-def _prepared_entry(request: DataRequest, root: Path) -> cache.CacheEntry | None:
-    """The tokens of the text, if the cache has them; nothing is prepared."""
-    content = cache.known_content(root, open_source(request.data).stamp())
-    if content is None:
-        return None
-    return cache.open_tokens(root, cache.entry_key(root, _key(content, request, request.data.tokenizer)))
-
-
 def when_read(request: DataRequest) -> str:
     """The time at which a run will read its text, for the user."""
     if request.data.streaming:
@@ -318,133 +326,97 @@ def when_read(request: DataRequest) -> str:
     return "prepared when the run starts, unless the cache has it"
 
 
-@dataclass
-class _BeginningOfText:
-    """Counts of a text, or of its beginning if it is large.
-
-    Attributes:
-        lengths: characters of each document.
-        beginnings: beginnings of the first documents.
-        bytes: size of the text that was read.
-        encoded_bytes: size of the text in it that was encoded, in `tokens` tokens.
-        is_complete: True if the text has no more.
-    """
-
-    lengths: list[int] = field(default_factory=list)
-    beginnings: list[str] = field(default_factory=list)
-    bytes: int = 0
-    encoded_bytes: int = 0
-    tokens: int = 0
-    is_complete: bool = True
-
-
-def _read_beginning(
-    source: Source, samples: int, tokenizer: Tokenizer | None, marks: DocumentMarks | None
-) -> _BeginningOfText:
-    """Reads `_TEXT_BYTES` of a text, and keeps the beginnings of its first `samples` documents."""
-    text = _BeginningOfText()
-    begins_document = True
+def _beginning(source: Source, characters: int) -> tuple[list[str], bool]:
+    """The first documents of a text, of about so many characters, and True if it has no more; the last may be cut."""
+    documents: list[str] = []
+    blocks: list[str] = []
+    seen = 0
     for piece in source.pieces():
-        if text.bytes >= _TEXT_BYTES:
-            text.is_complete = False
-            break
-        if begins_document:
-            text.lengths.append(0)
-            if len(text.lengths) <= samples:
-                text.beginnings.append("")
-        text.lengths[-1] += len(piece.text)
-        if len(text.lengths) <= samples:
-            text.beginnings[-1] += piece.text[: inspecting.SAMPLE_CHARACTERS - len(text.beginnings[-1])]
-        nbytes = len(piece.text.encode())
-        if tokenizer is not None and marks is not None and text.encoded_bytes < _ENCODED_BYTES:
-            row = tokenizer.encode_rows([piece.text])
-            text.tokens += len(marks.put(*row, [piece.ends_document], begun=not begins_document)[0])
-            text.encoded_bytes += nbytes
-        text.bytes += nbytes
-        begins_document = piece.ends_document
-    return text
+        if seen >= characters:
+            return [*documents, *filter(None, ["".join(blocks)])], False
+        blocks.append(piece.text)
+        seen += len(piece.text)
+        if piece.ends_document:
+            documents.append("".join(blocks))
+            blocks = []
+    return documents, True
 
 
-def inspect(data: DataConfig, samples: int) -> inspecting.Inspection:
-    """Files of text, as training reads them: all of them, or the beginning of large ones."""
-    source = open_source(data)
-    tokenizer = None
-    marks = None
-    if data.tokenizer is not None:
-        tokenizer = Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
-        marks = common.document_marks(data, tokenizer)
-    elif given := [f"data.{key}" for key in ("append_eod", "prepend_bos") if getattr(data, key) is not None]:
-        raise DataError(f"{given[0]} needs data.tokenizer, by which tokens are counted")
-    text = _read_beginning(source, samples, tokenizer, marks)
-    files: Sequence[Path] = ()
-    described = ""
+def _tokens(documents: list[str], tokenizer: Tokenizer, data: DataConfig) -> tuple[IntArray, IntArray]:
+    """The tokens of documents with their marks, and the number of each one's."""
+    marks = document_marks(data, tokenizer)
+    tokens, sizes = marks.put(*tokenizer.encode_rows(documents), [True] * len(documents), begun=False)
+    return tokens.astype(np.int64), sizes
+
+
+def files_of(source: Source) -> tuple[Sequence[Path], str]:
+    """The files of a text that is the user's, and the way in which they are read."""
     if isinstance(source, FileSource):
-        files = source.files
-        described = source.described()
+        return source.files, source.described()
+    if not isinstance(source, ColumnSource):
+        return (), "built-in"
+    return [Path(file) for names in source.files_by_split().values() for file in names], "a data set"
+
+
+def inspect(data: DataConfig, samples: int) -> Inspection:
+    """Files of text, as training reads them: all of them, or the beginning of large ones."""
+    given = [f"data.{key}" for key in ("append_eod", "prepend_bos") if getattr(data, key) is not None]
+    if given and data.tokenizer is None:
+        raise DataError(f"{given[0]} needs data.tokenizer, by which tokens are counted")
+    source = open_source(data)
+    documents, is_complete = _beginning(source, _TEXT_CHARACTERS)
+    files, described = files_of(source)
     notes: list[str] = []
     announce_empty(source, notes.append)
-    number = len(text.lengths) if text.is_complete else None
-    limit = "" if text.is_complete else f" in the first {size(text.bytes)} of text"
+    lengths = np.array([*map(len, documents)])
+    nbytes = sum(len(document.encode()) for document in documents)
+    number = len(documents) if is_complete else None
+    limit = "" if is_complete else f" in the first {size(nbytes)} of text"
     counts: dict[str, Any] = {
         "files": len(files),
         "documents": number,
-        "looked_at": len(text.lengths),
-        "bytes_looked_at": text.bytes,
+        "looked_at": len(documents),
+        "bytes_looked_at": nbytes,
     }
     rows = [
         ("files", f"{len(files):,}, {described}"),
-        ("documents", f"{len(text.lengths):,}{limit}"),
-        ("characters", f"{count(sum(text.lengths))}{limit}"),
+        ("documents", f"{len(documents):,}{limit}"),
+        ("characters", f"{count(int(lengths.sum()))}{limit}"),
     ]
-    if text.encoded_bytes and text.tokens:
-        bytes_per_token = text.encoded_bytes / text.tokens
-        tokens = text.bytes * text.tokens / text.encoded_bytes
+    if data.tokenizer is not None:
+        tokenizer = Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
+        first = documents[: 1 + int(np.searchsorted(np.cumsum(lengths), _ENCODED_CHARACTERS))]
+        first[-1] = first[-1][:_ENCODED_CHARACTERS]
+        bytes_per_token = sum(len(text.encode()) for text in first) / len(_tokens(first, tokenizer, data)[0])
         counts["bytes_per_token"] = bytes_per_token
-        rows.append(("tokens", f"about {count(tokens)}{limit}, {bytes_per_token:.2f} bytes each"))
-    if tokenizer is not None and marks is not None:
+        rows.append(("tokens", f"about {count(nbytes / bytes_per_token)}{limit}, {bytes_per_token:.2f} bytes each"))
+        marks = document_marks(data, tokenizer)
         verbs = {"begins with": marks.begin, "ends with": marks.end}
         shown = [f"{verb} {tokenizer.decode([token])}" for verb, token in verbs.items() if token is not None]
         rows.append(("a document", listing(shown) or "has no tokens of its own around it"))
-    return inspecting.Inspection(
+    return Inspection(
         source.name,
         "text",
         sum(path.stat().st_size for path in files),
         rows,
         counts,
-        inspecting.Lengths.of("characters of a document", np.array(text.lengths), number),
-        [inspecting.InspectedSample(number, beginning, None) for number, beginning in enumerate(text.beginnings)],
+        Lengths.of("characters of a document", lengths, number),
+        inspecting.text_samples(documents[:samples]),
         notes=notes,
     )
 
 
-def first_documents(data: DataConfig) -> inspecting.FirstDocuments:
-    """The first documents of a text, about `_ENCODED_BYTES` of it, by the tokenizer that `data` names.
+def first_documents(data: DataConfig) -> FirstDocuments:
+    """The first documents of a text, a million characters or more, by the tokenizer that `data` names.
 
     Raises:
         DataError: it names none.
     """
     if data.tokenizer is None:
         raise DataError(f"{data.name} is text, whose samples need data.tokenizer")
-    tokenizer = Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
-    marks = common.document_marks(data, tokenizer)
-    rows = []
-    bounds = [0]
-    nbytes = 0
-    tokens = 0
-    begun = False
-    is_all = True
-    for piece in open_source(data).pieces():
-        if nbytes >= _ENCODED_BYTES and not begun:
-            is_all = False
-            break
-        row, _ = marks.put(*tokenizer.encode_rows([piece.text]), [piece.ends_document], begun=begun)
-        rows.append(row)
-        tokens += len(row)
-        nbytes += len(piece.text.encode())
-        begun = not piece.ends_document
-        if piece.ends_document:
-            bounds.append(tokens)
-    return inspecting.FirstDocuments(np.concatenate(rows), np.array(bounds), is_all)
+    documents, is_all = _beginning(open_source(data), _ENCODED_CHARACTERS)
+    tokens, sizes = _tokens(documents, Tokenizer.load(hub.resolve_tokenizer(data.tokenizer)), data)
+    return FirstDocuments(tokens, np.concatenate([[0], np.cumsum(sizes)]), is_all)
 
 
 # Any path may be text, which is what no other format is at.
@@ -455,39 +427,5 @@ FORMAT = DataFormat(
     glance=glance,
     inspect=inspect,
     most_tokens=most_tokens,
-    has_vocabulary=has_vocabulary,
-    held_out=held_out,
     first_documents=first_documents,
 )
-
-
-def random_text(
-    vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False
-) -> common.PreparedText:
-    """Tokens, four in five of which follow from their predecessor.
-
-    Args:
-        pairs: True if the tokens are in sentences, for samples of sentence pairs.
-    """
-    generator = np.random.default_rng(0)
-    tokens = [1]
-    for noise in generator.random(samples * length):
-        if noise < 0.8:
-            tokens.append((tokens[-1] * 7 + 3) % vocabulary)
-        else:
-            tokens.append(int(noise * 1000) % vocabulary)
-    row = np.asarray(tokens, cache.token_dtype(vocabulary))
-    evaluation = row[: 8 * length + 1]
-    data = common.PreparedText(Path(), "test", "test", {"train": row, "eval": evaluation, "test": row[:0]}, vocabulary)
-    if not pairs:
-        return data
-    parts: tuple[tuple[Part, int], ...] = (("train", len(row)), ("eval", len(evaluation)))
-    sentences = {part: _sentences(tokens) for part, tokens in parts}
-    return replace(data, sentences=sentences, pair_tokens=PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4))
-
-
-def _sentences(tokens: int) -> Sentences:
-    """Sentences of 5 tokens and documents of 10 sentences; the last ones take the remainder and are longer."""
-    bounds = np.append(np.arange(0, tokens - 4, 5), tokens)
-    documents = np.append(np.arange(0, len(bounds) - 10, 10), len(bounds) - 1)
-    return Sentences(bounds, documents)

@@ -18,10 +18,9 @@ import numpy as np
 from shardwise.base.errors import DataError
 from shardwise.base.user_code import RAISED, accepts, error_text, load
 from shardwise.config import Config
-from shardwise.data.cache import digest_of
-from shardwise.data.formats.common import PreparedData, tokenizer_in_cache, tokenizer_of_tokens
+from shardwise.data.formats.common import PreparedData, document_ends, tokenizer_in_cache, tokenizer_of_tokens
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part, digest_of
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import DocumentEnds, RowBatches
 from shardwise.data.split import describe_sizes
@@ -102,7 +101,7 @@ class PreparedSamples(PreparedData):
     ) -> Batches | None:
         if part not in self.parts:
             return None
-        return SampleBatches(self.parts[part], request.seed, DocumentEnds.of(request.data, self.tokenizer_path))
+        return SampleBatches(self.parts[part], request.seed, document_ends(request.data, self.tokenizer_path))
 
 
 class SampleBatches(RowBatches):

@@ -3,7 +3,6 @@
 from_text.py          text → tokens → a Megatron data set
 from_raw_tokens.py    a flat file of ids → a Megatron data set
 tokenizing.py         text → an unfinished Megatron data set, in parallel and resumable
-work_folder.py        the folder in which data are made
-outputs.py            the place of the result, its manifest, and results that are there already
+output.py             the place of the result: the folder in which it is made, its manifest, data that are there already
 disk_room.py          the disk that data will take
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.base.files import reason_of, to_disk
-from shardwise.data.prepare import disk_room, outputs, tokenizing
+from shardwise.base.files import reason_of
+from shardwise.data.prepare import disk_room
+from shardwise.data.prepare.output import ANY_VOCABULARY, Output, PreparationOutcome
 from shardwise.data.reading.megatron_files import UnfinishedIndex, prefix_of, written_dtype
 from shardwise.data.reading.raw_tokens import RawTokens
 from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
@@ -45,18 +45,17 @@ class RawJob:
     tokenizer: str | None = None
 
 
-def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> outputs.PreparationOutcome:
+def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
     """Makes the data set of `job`, unless it is there already.
 
     Raises:
         DataError: the file holds no such ids, other data are at the output, or the disk is too small.
     """
-    outputs.check_name(job.output)
     if job.output.resolve() == prefix_of(job.path).resolve():
         raise ConfigError(f"OUTPUT ({job.output}) must not be INPUT ({job.path}) itself: give it another name")
     try:
         conversion = _RawConversion(job, announce)
-        return conversion.output.produce(lambda: conversion.content, lambda _state: conversion.make(), force=force)
+        return conversion.output.produce(lambda: conversion.content, conversion.make, force=force)
     except OSError as error:
         raise DataError(f"{error.filename or job.path} cannot be read: {reason_of(error)}") from None
 
@@ -71,7 +70,7 @@ class _RawConversion:
         self.dtype = raw.tokens.dtype.name
         self.end = raw.end if job.eod_token is None else job.eod_token
         if job.tokenizer is not None:
-            self.tokenizer = open_user_tokenizer(job.tokenizer, outputs.ANY_VOCABULARY)
+            self.tokenizer = open_user_tokenizer(job.tokenizer, ANY_VOCABULARY)
             if self.end is None:
                 self.end = self.tokenizer.end_of_document_id
         if raw.reading is not None:
@@ -81,24 +80,21 @@ class _RawConversion:
         options: dict[str, Any] = {"token_dtype": self.dtype}
         if self.end is not None:
             options["eod_token"] = self.end
-        self.output = outputs.Output(job.output, job.tokenizer, self.tokenizer, options)
+        self.output = Output(job.output, job.tokenizer, self.tokenizer, options)
 
     @cached_property
     def content(self) -> str:
         with self.job.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def make(self) -> Mapping[str, Any]:
+    def make(self, _progress: None) -> Mapping[str, Any]:
         vocab_size = self._vocab_size()
-        work = self.output.work
+        output = self.output
         needed = len(self.tokens) * written_dtype(vocab_size).itemsize
-        disk_room.check_room(needed, 0, self.job.output, self.announce, packed=False)
-        with work.writing(), contextlib.ExitStack() as files:
-            work.clear()
-            index = tokenizing.open_index(files, work.folder, vocab_size, tokenizing.WrittenCounts())
+        disk_room.check_room(needed, 0, output.path, self.announce)
+        with output.writing(), UnfinishedIndex(output.made, vocab_size) as index:
             self._copy(index)
-            tokenizing.finish_index(index, work.folder)
-            to_disk(index.files[0])
+            index.finish()
             source = {
                 "name": str(self.job.path),
                 "sha256": self.content,
@@ -106,7 +102,7 @@ class _RawConversion:
                 "bytes": self.tokens.nbytes,
             }
             counts = {"dtype": index.dtype.name, "sequences": index.sequences, "tokens": len(self.tokens)}
-            return self.output.complete(source, vocab_size, closes=True, **counts)
+            return output.complete(source, vocab_size, closes=True, **counts)
 
     def _vocab_size(self) -> int:
         """The vocabulary of the tokenizer; without one, the smallest that has all ids."""
@@ -115,7 +111,7 @@ class _RawConversion:
         if lowest < 0:
             raise DataError(f"{self.job.path}: the lowest id ({lowest}) must be at least 0: leave out what is no token")
         size = highest + 1 if self.tokenizer is None else self.tokenizer.vocab_size
-        limit = min(size, outputs.ANY_VOCABULARY)
+        limit = min(size, ANY_VOCABULARY)
         if highest >= limit:
             raise DataError(
                 f"{self.job.path}: the highest id ({highest}), read as {self.dtype}, must be below {limit}, the "

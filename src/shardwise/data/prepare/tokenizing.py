@@ -6,7 +6,6 @@ processes, tokenize them; `write_tokens` appends the tokens in order and saves t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
@@ -15,23 +14,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import DataError, RunError, see
-from shardwise.base.files import to_disk
+from shardwise.base.errors import RunError, see
 from shardwise.base.hardware import cpu_count
-from shardwise.data.prepare.work_folder import PREFIX, WorkFolder
-from shardwise.data.reading.megatron_files import UnfinishedIndex, written_dtype
+from shardwise.data.prepare.output import Output
+from shardwise.data.reading.megatron_files import ChangedError, UnfinishedIndex
 from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.rows import IntArray, Part
-from shardwise.data.tokens import encoding, windows
+from shardwise.data.tokens import encoding
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import PARENT_PID
 from shardwise.launch.local import die_with_parent
@@ -40,6 +37,8 @@ from shardwise.launch.local import die_with_parent
 BATCH_CHARACTERS = 1 << 21
 SMALL_BYTES = 8 << 20
 """Work below this size is done in this process: others take longer to start than they save."""
+COMMIT_SECONDS = 1.0
+"""The most work that a killed process loses."""
 
 
 @dataclass(frozen=True)
@@ -59,51 +58,57 @@ class SourcePosition:
 
 
 @dataclass(frozen=True)
-class TextBatch:
-    """Texts, each of which is tokenized by itself: windows of documents, or sentences.
+class Progress:
+    """The part of the source that has been read, and the tokens and sequences that were written of it.
 
     Attributes:
-        contexts: number of tokens at the beginning of each text that belong to the text before.
+        open_document: tokens of the last document if its end is not written yet, else 0.
+    """
+
+    read: SourcePosition = field(default_factory=SourcePosition)
+    tokens: int = 0
+    sequences: int = 0
+    open_document: int = 0
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> Progress:
+        """The progress of which `saved` is the `dataclasses.asdict`."""
+        return cls(**{**saved, "read": SourcePosition(**saved["read"])})
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Texts, each of which is tokenized by itself: documents, or sentences.
+
+    Attributes:
         ends: number of texts before the end of each document that ends in this batch.
         stop: position at which the batch ends.
     """
 
     texts: list[str]
-    contexts: list[int]
     ends: list[int]
     stop: SourcePosition
 
 
-def text_batches(source: Source, tokenizer: Tokenizer, sentences: bool) -> Iterator[TextBatch]:
-    """All text of a source; the same source and tokenizer always give the same batches.
-
-    Args:
-        tokenizer: tokenizer that the windows of documents are for.
-        sentences: True if the texts are sentences, False if they are windows of documents.
-    """
+def text_batches(source: Source, sentences: bool) -> Iterator[TextBatch]:
+    """All text of a source, which always gives the same batches: documents, or `sentences`."""
     digest = encoding.ContentDigest()
+    watched: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
+    cut = encoding.sentence_pieces(watched) if sentences else encoding.document_texts(watched)
+    pieces = (piece for _, piece in cut)
     position = SourcePosition()
     # `digest` is that of the text up to the end of a batch, or of one piece more if it ends within a document.
-    for batch in encoding.group_by_size(
-        _pieces(source, digest, tokenizer, sentences), lambda piece: piece.characters, BATCH_CHARACTERS
-    ):
-        texts = [text for piece in batch for text in piece.texts]
-        contexts = [tokens for piece in batch for tokens in piece.contexts]
+    for batch in encoding.group_by_size(pieces, lambda piece: piece.characters, BATCH_CHARACTERS):
         counts = accumulate(len(piece.texts) for piece in batch)
         ends = [count for count, piece in zip(counts, batch, strict=True) if piece.ends_document]
-        documents = position.documents + len(ends)
-        characters = position.characters + sum(piece.characters for piece in batch)
-        position = SourcePosition(position.batches + 1, documents, characters, digest.bytes, digest.hexdigest())
-        yield TextBatch(texts, contexts, ends, position)
-
-
-def _pieces(
-    source: Source, digest: encoding.ContentDigest, tokenizer: Tokenizer, sentences: bool
-) -> Iterator[encoding.PieceTexts | windows.TextWindow]:
-    pieces: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
-    if sentences:
-        return (piece for _, piece in encoding.sentence_pieces(pieces))
-    return (window for _, window in windows.text_windows(pieces, tokenizer))
+        position = SourcePosition(
+            position.batches + 1,
+            position.documents + len(ends),
+            position.characters + sum(piece.characters for piece in batch),
+            digest.bytes,
+            digest.hexdigest(),
+        )
+        yield TextBatch([text for piece in batch for text in piece.texts], ends, position)
 
 
 TokenRow = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
@@ -178,7 +183,7 @@ class Workers:
 def tokenize(batch: TextBatch, literally: bool) -> TokenRow:
     """The tokens of a batch; called in a process or thread of `Workers.for_tokenizing`."""
     assert _tokenizer is not None
-    return _tokenizer.encode_rows(batch.texts, contexts=batch.contexts, literally=literally)
+    return _tokenizer.encode_rows(batch.texts, literally=literally)
 
 
 def _begin(path: str | None, threads: int, parent: int) -> None:
@@ -191,10 +196,6 @@ def _begin(path: str | None, threads: int, parent: int) -> None:
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     if path is not None:
         _tokenizer = Tokenizer.load(path)
-
-
-COMMIT_SECONDS = 1.0
-"""The most work that a killed process loses."""
 
 
 @dataclass(frozen=True)
@@ -210,80 +211,46 @@ class SequenceOptions:
     marks: encoding.DocumentMarks
 
 
-@dataclass(frozen=True)
-class WrittenCounts:
-    """The contents of the files.
-
-    Attributes:
-        open_document: tokens of the last document if its end is not written yet, else 0.
-    """
-
-    tokens: int = 0
-    sequences: int = 0
-    documents: int = 0
-    open_document: int = 0
-
-
-@dataclass(frozen=True)
-class TokenizingProgress:
-    """The part of the source that has been read, and the contents that were written of it."""
-
-    read: SourcePosition = field(default_factory=SourcePosition)
-    written: WrittenCounts = field(default_factory=WrittenCounts)
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> TokenizingProgress:
-        """The progress of which `state` is the `dataclasses.asdict`."""
-        # `open_sequence` is in the states of earlier versions.
-        written = {name: number for name, number in state["written"].items() if name != "open_sequence"}
-        return cls(SourcePosition(**state["read"]), WrittenCounts(**written))
-
-
 def write_tokens(
     source: Source,
     workers: Workers,
-    work: WorkFolder,
+    output: Output,
     sequences: SequenceOptions,
     tokenizer: Tokenizer,
-    begin: TokenizingProgress,
-    save: Callable[[TokenizingProgress], None],
+    progress: Progress,
     advance: Callable[[int], None],
-) -> TokenizingProgress:
-    """Tokenizes the source from `begin` on; returns the progress at its end, when tokens.bin and tokens.idx are there.
+) -> Progress:
+    """Tokenizes the source; returns the progress at its end, when tokens.bin and tokens.idx are complete.
 
     Args:
+        output: place of the data, whose work folder has the files and the progress.
         tokenizer: tokenizer that `workers` have.
-        save: function that stores a progress on the disk; the files that it describes are there already.
+        progress: progress of an earlier process, after which this one continues.
         advance: called with the bytes of text that were read.
 
     Raises:
-        ChangedError: the text up to `begin` differs from what was read before.
+        ChangedError: the text up to `progress` differs from what was read before.
         DataError: the source cannot be read, or a disk is full.
     """
-    with contextlib.ExitStack() as files:
-        with work.writing():
-            index = open_index(files, work.folder, tokenizer.vocab_size, begin.written)
-        progress = begin
+    read = progress.read
+    with output.writing():
+        index = UnfinishedIndex(output.made, tokenizer.vocab_size, progress.tokens, progress.sequences, read.documents)
+    with index:
         saved = time.monotonic()
-        batches = _after(text_batches(source, tokenizer, sequences.sentences), begin.read, advance)
+        batches = _after(text_batches(source, sequences.sentences), read, advance)
         for batch, row in workers.each(functools.partial(tokenize, literally=sequences.sentences), batches):
             advance(batch.stop.bytes - progress.read.bytes)
-            with work.writing():
-                progress = TokenizingProgress(batch.stop, _append(index, sequences, progress.written, batch, row))
+            with output.writing():
+                progress = _append(index, sequences, progress, batch, row)
                 if time.monotonic() - saved >= COMMIT_SECONDS:
-                    # The files first: a state must never describe tokens that a crash could lose.
-                    _to_disk(index)
-                    save(progress)
+                    index.to_disk()  # first: a state must never describe tokens that a crash could lose
+                    output.save(asdict(progress))
                     saved = time.monotonic()
-        with work.writing():
-            _to_disk(index)
-            save(progress)
-            finish_index(index, work.folder)
+        with output.writing():
+            index.to_disk()
+            output.save(asdict(progress))
+            index.finish()
     return progress
-
-
-class ChangedError(DataError):
-    """The text that was read before has changed."""
 
 
 def _after(batches: Iterator[TextBatch], begin: SourcePosition, advance: Callable[[int], None]) -> Iterator[TextBatch]:
@@ -296,53 +263,16 @@ def _after(batches: Iterator[TextBatch], begin: SourcePosition, advance: Callabl
     yield from batches
 
 
-def open_index(files: contextlib.ExitStack, folder: Path, vocab_size: int, written: WrittenCounts) -> UnfinishedIndex:
-    """The files of the data set in `folder`, cut to the size that `written` says; `files` closes them."""
-    bounds = 0
-    if written.documents:
-        bounds = written.documents + 1
-    expected = {
-        "bin": written_dtype(vocab_size).itemsize * written.tokens,
-        "sizes": 4 * written.sequences,
-        "documents": 8 * bounds,
-    }
-
-    def opened(kind: str) -> BinaryIO:
-        path = folder / f"{PREFIX}.{kind}"
-        path.touch()
-        if path.stat().st_size < expected[kind]:
-            raise ChangedError(f"{path} is shorter than it was")
-        file = files.enter_context(path.open("r+b"))
-        file.truncate(expected[kind])
-        file.seek(0, os.SEEK_END)
-        return file
-
-    tokens, sizes, documents = map(opened, expected)
-    return UnfinishedIndex(tokens, sizes, documents, vocab_size, written.sequences, written.documents)
-
-
-def finish_index(index: UnfinishedIndex, folder: Path) -> None:
-    """Writes the .idx."""
-    with (folder / f"{PREFIX}.idx").open("wb") as idx:
-        index.write_index(idx)
-        to_disk(idx)
-
-
-def _to_disk(index: UnfinishedIndex) -> None:
-    for file in index.files:
-        to_disk(file)
-
-
 def _append(
-    index: UnfinishedIndex, sequences: SequenceOptions, written: WrittenCounts, batch: TextBatch, row: TokenRow
-) -> WrittenCounts:
+    index: UnfinishedIndex, sequences: SequenceOptions, progress: Progress, batch: TextBatch, row: TokenRow
+) -> Progress:
     """Appends the tokens of a batch; the next batch continues a document that is open at its end."""
     tokens, sizes = row
     ends = np.array(batch.ends, dtype=np.int64)
     end = sequences.marks.end
     if not sequences.sentences:  # each text is a window of a document
         is_last = np.isin(np.arange(1, len(sizes) + 1), ends).tolist()
-        tokens, sizes = sequences.marks.put(tokens, sizes, is_last, begun=written.open_document > 0)
+        tokens, sizes = sequences.marks.put(tokens, sizes, is_last, begun=progress.open_document > 0)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
     document_ends = starts[ends]  # tokens of the batch before each end of a document
     if sequences.sentences:
@@ -350,7 +280,7 @@ def _append(
         if end is not None:
             tokens = np.insert(tokens, document_ends, end)
     else:  # the first document began before the batch; documents without tokens have no sequence
-        document_lengths = np.diff(document_ends, prepend=-written.open_document)
+        document_lengths = np.diff(document_ends, prepend=-progress.open_document)
         has_tokens = document_lengths > 0
         lengths = document_lengths[has_tokens]
         bounds = np.cumsum(has_tokens)
@@ -359,8 +289,8 @@ def _append(
     if len(document_ends):
         open_document -= int(document_ends[-1])
     else:
-        open_document += written.open_document
-    return WrittenCounts(written.tokens + len(tokens), index.sequences, index.documents, open_document)
+        open_document += progress.open_document
+    return Progress(batch.stop, progress.tokens + len(tokens), index.sequences, open_document)
 
 
 def _sentences(sizes: IntArray, ends: IntArray, *, closed: bool) -> tuple[IntArray, IntArray]:

@@ -2,8 +2,7 @@
 
 Text, in the order in which it is read:
 
-    content.py           bytes of a file, unpacked and in UTF-8
-    file_kinds.py        text, JSON lines or parquet, told by content; texts in JSON objects; refusals of other files
+    content.py           bytes of a file, unpacked, and its kind, told by them: text, JSON lines or parquet
     text_files.py        documents of a file
     dataset_tables.py    tables of the library `datasets`: text or tokens
     text_sources.py      all documents of files, data sets or built-in text, in pieces; or of a file, from any place on

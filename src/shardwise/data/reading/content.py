@@ -1,28 +1,48 @@
-"""Content of files: unpacked, however it is stored, with its beginning for a first look.
-
-The first bytes of a file, and not its name, tell the program that packed it.
-"""
+"""Content of files: unpacked, however it is stored, and told by its first bytes: text, JSON lines or parquet."""
 
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
+import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
-from shardwise.base.errors import DataError, see
+from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import reason_of
 from shardwise.base.libraries import optional_library
+from shardwise.base.units import counted
 
 BLOCK = 1 << 18
 """Bytes that are read at once."""
 HEAD = 1 << 13
 """Bytes for a first look: enough for a header of columns and some lines."""
+Kind = Literal["text", "jsonl", "parquet"]
+_SHOWN = {"text": "plain text", "jsonl": "JSON lines", "parquet": "parquet"}
+LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".ldjson")
+"""Suffixes of names of JSON lines."""
+_TABLES = (".csv", ".tsv", ".tab")
+FOREIGN: Sequence[tuple[bytes, str]] = (
+    (rb"%PDF-", "a PDF document"),
+    (rb"PK\x03\x04", "a zip archive (or a .docx, .xlsx, .npz or .pt, which are such archives)"),
+    (rb".{257}ustar", "a tar archive"),
+    (rb"\x89HDF\r\n\x1a\n", "an HDF5 file (data.format=hdf5 reads shards of BERT)"),
+    (rb"ARROW1|\xff\xff\xff\xff", "a table of arrow (data.format=datasets reads folders of save_to_disk)"),
+    (rb"(?i:(?:\xef\xbb\xbf)?\s*<(?:\?xml\s|mediawiki\b|(?:!doctype\s+)?html\b))", "XML or HTML"),
+)
+"""Patterns of the beginnings of files that hold no plain text, and the names of what they hold."""
+# The first key of an object is asked for, as a text may begin with a brace or a bracket too.
+_KEY = r'\{\s*"(?:[^"\\]|\\.)*"\s*:'
+_OBJECT = re.compile(rf"\s*{_KEY}")
+_ARRAY = re.compile(rf'\s*\[\s*(?:{_KEY}|"(?:[^"\\]|\\.)*"\s*[,\]])')
+# The mark of UTF-32 begins with that of UTF-16, or with zeros.
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 
 @dataclass(frozen=True)
@@ -42,32 +62,6 @@ class HubFile:
 
 
 @dataclass(frozen=True)
-class Content:
-    """Content of an open file.
-
-    Attributes:
-        stream: bytes of the content, from the byte that was asked for on.
-        head: first `HEAD` bytes, or all if there are fewer.
-        packing: program that packed the file; None if none did.
-    """
-
-    stream: IO[bytes]
-    head: bytes
-    packing: str | None
-
-
-def _lzma(file: IO[bytes]) -> Any:
-    import lzma  # some builds of Python lack it
-
-    return lzma.LZMAFile(file)
-
-
-def _by_arrow(codec: str, file: IO[bytes]) -> Any:
-    arrow = optional_library("pyarrow", f"files packed by {codec} need", "parquet")
-    return arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), codec)
-
-
-@dataclass(frozen=True)
 class _Packing:
     """A program that packs files.
 
@@ -82,56 +76,54 @@ class _Packing:
     unpacked: Callable[[IO[bytes]], Any]
 
 
+def _lzma(file: IO[bytes]) -> Any:
+    import lzma  # some builds of Python lack it
+
+    return lzma.LZMAFile(file)
+
+
+def _by_arrow(codec: str) -> Callable[[IO[bytes]], Any]:
+    def unpacked(file: IO[bytes]) -> Any:
+        arrow = optional_library("pyarrow", f"files packed by {codec} need", "parquet")
+        return arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), codec)
+
+    return unpacked
+
+
 _PACKINGS: Mapping[str, _Packing] = {
     "gzip": _Packing((b"\x1f\x8b",), (".gz", ".gzip", ".bgz"), lambda file: gzip.GzipFile(fileobj=file)),
-    # Text may begin with BZh; in a file of bzip2 a digit and the magic of its first block or of its end follow.
-    "bzip2": _Packing(
-        tuple(
-            b"BZh%d%b" % (level, magic) for level in range(1, 10) for magic in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")
-        ),
-        (".bz2", ".bzip2"),
-        bz2.BZ2File,
-    ),
+    # Text may begin with BZh; in a file of bzip2 a digit and the magic of its first block follow.
+    "bzip2": _Packing(tuple(b"BZh%d1AY&SY" % level for level in range(1, 10)), (".bz2", ".bzip2"), bz2.BZ2File),
     "xz": _Packing((b"\xfd7zXZ\0", b"\x5d\0\0"), (".xz", ".lzma"), _lzma),
-    # A file of zstd may begin with frames that hold no content, of which pzstd writes one.
-    "zstd": _Packing(
-        (b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"), (".zst", ".zstd"), lambda file: _by_arrow("zstd", file)
-    ),
-    "lz4": _Packing((b"\x04\x22\x4d\x18",), (".lz4",), lambda file: _by_arrow("lz4", file)),
+    # A file of zstd may begin with a frame that holds no content, which pzstd writes.
+    "zstd": _Packing((b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"), (".zst", ".zstd"), _by_arrow("zstd")),
+    "lz4": _Packing((b"\x04\x22\x4d\x18",), (".lz4",), _by_arrow("lz4")),
 }
 
 
 @contextmanager
-def opened(path: Path | HubFile, start: int = 0) -> Iterator[Content]:
-    """The content of a file from byte `start` of the unpacked content on.
+def opened(path: Path | HubFile, start: int = 0) -> Iterator[IO[bytes]]:
+    """The content of a file, unpacked, from byte `start` of it on.
 
     Raises:
         DataError: the file cannot be read, or is cut off or damaged, while it is opened or read.
     """
     with readable(path), ExitStack() as files:
         file = files.enter_context(path.open("rb"))
-        head = file.read(HEAD)
-        packing = packing_of(head)
+        packing = _packing_of(file.read(HEAD))
+        file.seek(start if packing is None else 0)
         if packing is None:
-            file.seek(start)
-            yield Content(file, head, None)
+            yield file
             return
-        with _unpacking(path, packing, file):
-            head = _unpacked(path, packing, files).read(HEAD)
-            stream = _unpacked(path, packing, files)
+        with _unpacking(path, packing):
+            stream = files.enter_context(io.BufferedReader(_PACKINGS[packing].unpacked(file), BLOCK))
             while start > 0 and (block := stream.read(min(start, BLOCK))):
                 start -= len(block)
-            yield Content(stream, head, packing)
-
-
-def _unpacked(path: Path | HubFile, packing: str, files: ExitStack) -> IO[bytes]:
-    """The unpacked content from its beginning, of a file of its own, as closing it may close that."""
-    file = files.enter_context(path.open("rb"))
-    return files.enter_context(io.BufferedReader(_PACKINGS[packing].unpacked(file), BLOCK))
+            yield stream
 
 
 @contextmanager
-def _unpacking(path: Path | HubFile, packing: str, file: IO[bytes]) -> Iterator[None]:
+def _unpacking(path: Path | HubFile, packing: str) -> Iterator[None]:
     """Turns what libraries raise about a packed file, while it is read, into a DataError."""
     try:
         yield
@@ -141,17 +133,13 @@ def _unpacking(path: Path | HubFile, packing: str, file: IO[bytes]) -> Iterator[
         ) from None
     except Exception as error:
         # An error of the system has a number; errors about damaged content have none.
-        is_cut = isinstance(error, EOFError) or "Truncated" in str(error)
-        is_damaged = isinstance(error, OSError | zlib.error) or type(error).__name__ == "LZMAError"
-        if getattr(error, "errno", None) or not (is_cut or is_damaged):
+        is_damaged = isinstance(error, OSError | EOFError | zlib.error) or type(error).__name__ == "LZMAError"
+        if getattr(error, "errno", None) or not is_damaged:
             raise
-        if is_cut:
-            size = file.seek(0, io.SEEK_END)
-            raise DataError(
-                f"{path} is cut off: its {size:,} bytes end before what {packing} packed does; fetch or copy it again"
-                f"{see('data#file-cut-off')}"
-            ) from None
-        raise DataError(f"{path} is damaged, {packing} cannot unpack it ({error}): fetch or copy it again") from None
+        raise DataError(
+            f"{path} is cut off or damaged, {packing} cannot unpack it ({error}): fetch or copy it again"
+            f"{see('data#file-cut-off')}"
+        ) from None
 
 
 @contextmanager
@@ -163,7 +151,7 @@ def readable(path: object) -> Iterator[None]:
         raise DataError(f"{error.filename or path} cannot be read: {reason_of(error)}") from None
 
 
-def packing_of(head: bytes) -> str | None:
+def _packing_of(head: bytes) -> str | None:
     """The program that packed a file which begins with `head`."""
     return next((name for name, packing in _PACKINGS.items() if head.startswith(packing.magic)), None)
 
@@ -173,3 +161,89 @@ def unpacked_name(name: str) -> str:
     name = name.lower()
     suffixes = (suffix for packing in _PACKINGS.values() for suffix in packing.suffixes if name.endswith(suffix))
     return name.removesuffix(next(suffixes, ""))
+
+
+@dataclass(frozen=True)
+class FileReading:
+    """The way in which a file is read.
+
+    Attributes:
+        packing: program that packed the file; None if none did.
+    """
+
+    kind: Kind
+    packing: str | None = None
+
+    def __str__(self) -> str:
+        return _SHOWN[self.kind] + ("" if self.packing is None else f" unpacked by {self.packing}")
+
+
+def reading_of(path: Path | HubFile, kind: Kind | None, key: str) -> FileReading:
+    """The reading of a file: of the kind that the user chose, or else as its content says.
+
+    Args:
+        kind: kind that `data.format` chooses; None: the content decides.
+        key: `data.text_key`.
+
+    Raises:
+        DataError: the file cannot be read, or does not hold text.
+    """
+    if kind == "parquet":
+        return FileReading(kind)
+    with readable(path), path.open("rb") as file:
+        packing = _packing_of(file.read(HEAD))
+    with opened(path) as content:
+        head = content.read(HEAD)
+    name = unpacked_name(str(path))
+    if kind is not None:
+        return FileReading(kind, packing)
+    if packing is None and (name.endswith(".parquet") or head.startswith(b"PAR1")):
+        return FileReading("parquet")
+    if head.startswith(_UTF_16):
+        raise DataError(f"{path} must be in UTF-8, and is in UTF-16 or UTF-32: convert it with `iconv -t UTF-8`")
+    text = head.decode("utf-8-sig", errors="replace")
+    first_line, newline, _ = text.lstrip().partition("\n")
+    is_open = first_line.rstrip().endswith(("{", "[", ","))
+    # The order matters: tables and other JSON are text too, and binary data of an unknown kind are refused last.
+    foreign = next((shown for magic, shown in FOREIGN if re.match(magic, head, re.DOTALL)), None)
+    if foreign is None and head.startswith(b"PAR1"):  # which cannot be read in parts
+        foreign = f"a parquet file packed by {packing}"
+    elif foreign is None and _is_table(name, text, key):
+        foreign = "a table of separated values"
+    elif foreign is None and (_ARRAY.match(text) or (newline and _OBJECT.match(text) and is_open)):
+        foreign = "JSON without one object on each line"
+    elif foreign is None and b"\0" in head:
+        foreign = "binary data"
+    if foreign is not None:
+        raise DataError(
+            f"{path} is {foreign}, and must be plain text, JSON lines or parquet: convert or unpack it first, leave it "
+            f"out, or set data.format=text to read it as plain text{see('data#not-text')}"
+        )
+    return FileReading("jsonl" if name.endswith(LINES) or _OBJECT.match(text) else "text", packing)
+
+
+def _is_table(name: str, text: str, key: str) -> bool:
+    """True for a .csv, and for a first line of names without spaces that has the text's."""
+    header = text.partition("\n")[0].rstrip("\r")
+    rows = ([column.strip('"') for column in header.split(separator)] for separator in ",\t;|")
+    has_key = any(len(row) > 1 and key in row and all(map(str.isidentifier, row)) for row in rows)
+    return has_key or name.endswith(_TABLES)
+
+
+def chosen_kind(format: str) -> Kind | None:
+    """The kind that `data.format` chooses for all files; None if their content decides."""
+    return cast(Kind, format) if format in _SHOWN else None
+
+
+def described(readings: Sequence[tuple[Path, FileReading]]) -> str:
+    """The readings of files, for the user; if there are several, each with its file or the number of its files."""
+    groups: dict[FileReading, list[Path]] = {}
+    for path, reading in readings:
+        groups.setdefault(reading, []).append(path)
+    if len(groups) == 1:
+        return f"read as {next(iter(groups))}"
+    shown = []
+    for reading, paths in groups.items():
+        files = paths[0].name if len(paths) == 1 else counted(len(paths), "file")
+        shown.append(f"{reading} ({files})")
+    return f"read as {listing(shown)}"

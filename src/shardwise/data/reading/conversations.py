@@ -6,6 +6,7 @@ Rows of ShareGPT (`conversations`, of messages with `from` and `value`) are read
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DataError, listing
-from shardwise.base.libraries import first_line, optional_library
 from shardwise.base.parsing import json_value
 from shardwise.data.reading import text_files
-from shardwise.data.reading.content import opened, readable
+from shardwise.data.reading.content import Kind, opened
 from shardwise.data.reading.dataset_tables import DataSet
-from shardwise.data.reading.file_kinds import Kind
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
@@ -32,8 +31,6 @@ _ARGUMENTS = "chat_template_kwargs"
 _RESERVED = ("messages", "add_generation_prompt", "continue_final_message")
 Message = Mapping[str, Any]
 """A message: its `role`, its `content`, and other fields that the chat template may read."""
-# Rows that are decoded at once.
-_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -79,12 +76,8 @@ def conversations(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
     if kind == "text":
         raise DataError(f"{path} is plain text, and conversations must be JSON lines or parquet: leave it out")
     located = _in_rows(path, key) if kind == "parquet" else _in_lines(path, key)
-    is_empty = True
     for where, values in located:
-        is_empty = False
         yield where, _conversation(values, where, key)
-    if is_empty:
-        raise DataError(f"{path} is empty: remove it or put conversations into it")
 
 
 def conversations_of_table(dataset: DataSet) -> Iterator[Chat]:
@@ -103,25 +96,22 @@ def conversations_of_table(dataset: DataSet) -> Iterator[Chat]:
 
 def _in_lines(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
     with opened(path) as content:
-        for number, line in enumerate(content.stream, start=1):
+        for number, line in enumerate(content, start=1):
             if line.strip():
                 where = partial(text_files.line_name, path, 0, number)
                 yield where, text_files.line_record(line, where, key, json_value)
 
 
 def _in_rows(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
-    arrow = optional_library("pyarrow", "parquet files need", "parquet")
-    parquet = optional_library("pyarrow.parquet", "parquet files need", "parquet")
-    try:
-        with readable(path), parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            row = 0
-            for batch in file.iter_batches(batch_size=_ROWS, columns=_columns(names, key, str(path))):
-                for record in batch.to_pylist():
-                    yield partial("{}: row {}".format, path, row), _filled(record, names)
-                    row += 1
-    except arrow.ArrowException as error:
-        raise DataError(f"{path} is damaged ({first_line(error)}): fetch or copy it again") from None
+    names: list[str] = []
+
+    def columns(schema: Any) -> list[str]:
+        names.extend(schema.names)
+        return _columns(names, key, str(path))
+
+    for first, batch in text_files.parquet_batches(path, columns):
+        for row, record in enumerate(batch.to_pylist(), start=first):
+            yield partial("{}: row {}".format, path, row), _filled(record, names)
 
 
 def _columns(names: Collection[str], key: str, shown: str) -> list[str]:
@@ -183,14 +173,10 @@ def _variables(record: Mapping[str, Any], where: Callable[[], str]) -> dict[str,
     variables: dict[str, Any] = {}
     for name in (*_VARIABLES, _ARGUMENTS):
         value = record.get(name)
-        if isinstance(value, str):
-            try:
-                value = json_value(value) if value else None
-            except ValueError as error:
-                raise DataError(
-                    f"{where()}: the field {name!r} is text that cannot be read as JSON ({error}): mend it"
-                ) from None
-        if value is None:
+        if isinstance(value, str) and value:
+            with contextlib.suppress(ValueError):
+                value = json_value(value)
+        if value in (None, ""):
             continue
         is_list = isinstance(value, list) and all(isinstance(inner, dict) for inner in value)
         if not (isinstance(value, dict) if name == _ARGUMENTS else is_list):
@@ -221,32 +207,30 @@ def _message(value: Any, where: Callable[[], str], name: str) -> Message:
         others = {field: inner for field, inner in value.items() if field not in ("from", "value")}
         value = {"role": _SHAREGPT.get(str(value["from"]), value["from"]), "content": value.get("value"), **others}
     role = value.get("role")
+    content = value.get("content")
     if role not in ROLES:
         shown = "no role" if role is None else f"the role {role!r}"
         raise DataError(f"{where()}: {name} has {shown}, and it must be {listing(ROLES, 'or')}: mend or remove it")
-    _require_content(value, where, name)
+    # A message that calls tools may have no content.
+    if not (_is_text(content) or (content is None and value.get("tool_calls"))):
+        raise DataError(
+            f'{where()}: {name}.content must be text, or a list of parts such as {{"type": "text", "text": "…"}}, and '
+            f"it is {text_files.type_name(content)}{' of others' * isinstance(content, list)}: mend or remove it"
+        )
     if value.get("weight") not in (None, 0, 1):
         raise DataError(f"{where()}: {name}.weight ({value['weight']!r}) must be 0 or 1: mend it")
     _require_json(value, where, name)
     return {field: inner for field, inner in value.items() if inner is not None}
 
 
-def _require_content(message: Message, where: Callable[[], str], name: str) -> None:
-    """Raises DataError unless the content is text, or parts of text; a message that calls tools may have none."""
-    content = message.get("content")
-    if isinstance(content, list):
-        for part in content:
-            text = part.get("text") if isinstance(part, dict) else None
-            if not isinstance(text, str) or part.get("type", "text") != "text":
-                kind = part.get("type") if isinstance(part, dict) else text_files.type_name(part)
-                shown = "a part without text" if kind in ("text", None) else kind
-                raise DataError(
-                    f"{where()}: {name}.content must be text or parts of it, not {shown}: mend or remove it"
-                )
-    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise DataError(
-            f"{where()}: {name}.content must be text, not {text_files.type_name(content)}: mend or remove it"
-        )
+def _is_text(content: Any) -> bool:
+    """True for text, and for parts of text."""
+    if not isinstance(content, list):
+        return isinstance(content, str)
+    return all(
+        isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    )
 
 
 def _require_json(value: Any, where: Callable[[], str], name: str) -> None:

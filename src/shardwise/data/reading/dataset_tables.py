@@ -1,7 +1,7 @@
 """Data sets of the library `datasets`: a folder that its `save_to_disk` wrote, or a name on the Hugging Face hub.
 
-A data set is a table for each of its splits, mapped into memory. One column is read: text, or lists of token ids. The
-library takes seconds to import and asks the hub, so it is imported only if the cache lacks the tokens.
+A data set is an arrow table for each of its splits, mapped into memory. One column is read: text, or lists of token
+ids. The library fetches data sets of the hub; it takes seconds to import, so only if the cache lacks the tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.base.parsing import json_value
 from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
 from shardwise.data import hub
 from shardwise.data.reading.content import readable
-from shardwise.data.reading.text_files import TOKENS, require_sound
+from shardwise.data.reading.text_files import TOKENS, require_sound, with_column
 
 _STATE = "state.json"
 _INFO = "dataset_info.json"
@@ -38,13 +38,13 @@ _UNNAMED = ""
 _T = TypeVar("_T")
 _CONVERTED = "refs/convert/parquet"
 """The branch of a data set's repository to which the hub converts its data."""
-_NEEDED = "data sets of the hub and of save_to_disk need the library"
+_NEEDED = "data sets of the hub need the library"
 # Beginnings of the library's messages about a configuration that is not there, or that must be chosen.
 _NO_CONFIG = ("BuilderConfig ", "Config name is missing")
 
 
 @dataclass(frozen=True)
-class _SavedTables:
+class SavedTables:
     """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
 
     path: Path
@@ -64,19 +64,12 @@ class _SavedTables:
 
     def load(self) -> Mapping[str, Any]:
         """The table of each split, by its name, `_UNNAMED` if there are no splits; DataError if one is damaged."""
-        datasets = library()
         tables = {}
         for name, folder in self._folders().items():
             files = self._files(folder)
             if not files:
                 raise DataError(f"{folder} is a data set without rows: save one that has some")
-            try:
-                tables[name] = datasets.Dataset.load_from_disk(str(folder))
-            except Exception as error:  # noqa: BLE001  the library has no type for damaged data
-                for path in files:
-                    require_whole(path)
-                reason = first_line(error)
-                raise DataError(f"{folder} cannot be opened as a data set ({reason}): save it again") from None
+            tables[name] = open_table(files)
         return tables
 
     def files(self) -> Mapping[str, list[str]]:
@@ -87,10 +80,7 @@ class _SavedTables:
 
     def _folders(self) -> dict[str, Path]:
         if (self.path / _SPLITS).is_file():
-            names = _json(self.path / _SPLITS).get("splits")
-            if not isinstance(names, list) or not names:
-                raise DataError(f"{self.path / _SPLITS} must list the data set's splits: save it again")
-            return {name: self.path / _inside(self.path / _SPLITS, name) for name in names}
+            return {name: self.path / name for name in self._names(self.path / _SPLITS, "splits")}
         if (self.path / _STATE).is_file():
             return {_UNNAMED: self.path}
         raise DataError(
@@ -99,12 +89,17 @@ class _SavedTables:
         )
 
     def _files(self, folder: Path) -> list[Path]:
-        try:
-            return [
-                folder / _inside(folder / _STATE, file["filename"]) for file in _json(folder / _STATE)["_data_files"]
-            ]
-        except (KeyError, TypeError):
-            raise DataError(f"{folder / _STATE} must list the data set's files: save it again") from None
+        return [folder / name for name in self._names(folder / _STATE, "_data_files")]
+
+    def _names(self, record: Path, key: str) -> list[str]:
+        """The names that a record lists, of what must lie in its own folder."""
+        values = _json(record).get(key)
+        if not isinstance(values, list) or (not values and key == "splits"):
+            raise DataError(f"{record} must list the data set's {key.removeprefix('_data_')}: save it again")
+        names = [value.get("filename") if isinstance(value, dict) else value for value in values]
+        for problem in filter(None, map(name_problem, names)):
+            raise DataError(f"{record} must name what lies in its own folder: {problem}")
+        return names
 
 
 @dataclass(frozen=True)
@@ -128,18 +123,18 @@ class _HubTables:
 
     def load(self) -> Mapping[str, Any]:
         builder = self._builder(library())
-        # In the second turn, tables that are damaged are made again from the files in the hub's cache.
-        for mode in ("reuse_dataset_if_exists", "reuse_cache_if_exists"):
-            if mode == "reuse_cache_if_exists" or not Path(builder.cache_dir, _INFO).is_file():
-                hub.drop_damaged(self.folder)
-            try:
-                builder.download_and_prepare(download_mode=mode)
-            except Exception as error:  # noqa: BLE001  of the library's formats and of the hub's client: any
-                raise self._refusal(error) from None
-            tables = self._tables(builder)
-            if tables is not None:
-                return tables
-        raise DataError(f"the cache of datasets ({builder.cache_dir}) returns other rows than were written")
+        try:
+            builder.download_and_prepare()
+        except Exception as error:  # noqa: BLE001  of the library's formats and of the hub's client: any
+            raise self._refusal(error) from None
+        try:
+            tables: dict[str, Any] = {name: rows.data.table for name, rows in builder.as_dataset().items()}
+            is_whole = all(len(table) == builder.info.splits[name].num_examples for name, table in tables.items())
+        except Exception:  # noqa: BLE001  as above
+            is_whole = False
+        if not is_whole:
+            raise DataError(f"the cache of datasets ({builder.cache_dir}) is damaged: remove this folder")
+        return tables
 
     def files(self) -> Mapping[str, list[str]]:
         """The addresses (hf://…) of each split's files."""
@@ -214,16 +209,6 @@ class _HubTables:
                     f"{address}: set data.path to a copy of the files that you trust"
                 )
 
-    def _tables(self, builder: Any) -> Mapping[str, Any] | None:
-        """The tables that lie in the library's cache; None if a file of theirs is damaged."""
-        try:
-            tables: dict[str, Any] = dict(builder.as_dataset())
-        except Exception:  # noqa: BLE001  as above
-            return None
-        if any(len(table) != builder.info.splits[name].num_examples for name, table in tables.items()):
-            return None
-        return tables
-
     def _refusal(self, error: Exception) -> DataError:
         cause = error.__cause__ or error
         return DataError(
@@ -241,13 +226,13 @@ class DataSet:
     """
 
     data: DataConfig
-    tables: _SavedTables | _HubTables
+    tables: SavedTables | _HubTables
 
     @classmethod
     def open(cls, data: DataConfig) -> Self:
         """The data set that the `data` section names; on the hub, at the commit that `fetch_dataset` found."""
         if data.path is not None:
-            return cls(data, _SavedTables(user_path(data.path)))
+            return cls(data, SavedTables(user_path(data.path)))
         try:
             return cls(data, _on_hub(data, cached=True))
         except ConfigError as error:
@@ -273,12 +258,7 @@ class DataSet:
     def _splits(self) -> Mapping[str, Any]:
         """The tables that are read, by the names of their splits."""
         key = self.data.text_key
-        tables = self._chosen(self.tables.load())
-        for name, table in tables.items():
-            # A field of another column, such as `meta.body`, is a column of the flat table.
-            if key not in table.column_names and "." in key and key in (flat := table.flatten()).column_names:
-                tables[name] = flat
-        return tables
+        return {name: with_column(table, key) for name, table in self._chosen(self.tables.load()).items()}
 
     def files_by_split(self) -> dict[str, list[str]]:
         """The files of the splits that are read, which are not opened; DataError if there is no such split."""
@@ -332,7 +312,7 @@ class DataSet:
         for name, table in self._splits.items():
             if self.column not in table.column_names:
                 raise DataError(f"{self.shown} has no column {self.column!r} in its split {name} (data.text_key)")
-            type_ = table.features.arrow_schema.field(self.column).type
+            type_ = table.schema.field(self.column).type
             is_list = arrow.is_list(type_) or arrow.is_large_list(type_) or arrow.is_fixed_size_list(type_)
             if is_list and arrow.is_integer(type_.value_type):
                 kinds.setdefault(True, []).append(name)
@@ -360,6 +340,11 @@ class DataSet:
             number += len(array)
             yield array
 
+    @property
+    def num_rows(self) -> int:
+        """The rows of the splits that are read."""
+        return sum(map(len, self._splits.values()))
+
     def where(self, split: str) -> str:
         """The beginning of messages about a row of a split."""
         if split == _UNNAMED:
@@ -373,28 +358,28 @@ class DataSet:
 
     def records(self, split: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The rows of a split, of which these columns are read."""
-        row = 0
-        for batch in self._splits[split].select_columns(columns).with_format("arrow").iter(batch_size=_ROWS):
-            for name in columns:
-                for array in batch.column(name).chunks:
-                    require_sound(array, f"{self.where(split)}: rows {row} to {row + len(array) - 1}", name)
+        for batch in self._batches(split, columns):
             yield from batch.to_pylist()
-            row += batch.num_rows
 
     def arrays(self, split: str) -> Iterator[Any]:
         """The values of the column: arrow arrays of many rows each."""
+        for batch in self._batches(split, [self.column]):
+            yield batch.column(self.column)
+
+    def _batches(self, split: str, columns: Sequence[str]) -> Iterator[Any]:
+        """Arrow batches of some rows of these columns, whose values lie within the files."""
         row = 0
-        table = self._splits[split].select_columns([self.column]).with_format("arrow")
-        for batch in table.iter(batch_size=_ROWS):
-            for array in batch.column(self.column).chunks:
-                require_sound(array, f"{self.where(split)}: rows {row} to {row + len(array) - 1}", self.column)
-                row += len(array)
-                yield array
+        for batch in self._splits[split].select(columns).to_batches(max_chunksize=_ROWS):
+            for name in columns:
+                where = f"{self.where(split)}: rows {row} to {row + batch.num_rows - 1}"
+                require_sound(batch.column(name), where, name)
+            yield batch
+            row += batch.num_rows
 
 
-def is_saved(path: Path, *, damaged: bool = False) -> bool:
-    """True if `path` is a folder that `save_to_disk` wrote; `damaged`: its description of columns may be missing."""
-    return (path / _SPLITS).is_file() or ((path / _STATE).is_file() and (damaged or (path / _INFO).is_file()))
+def is_saved(path: Path) -> bool:
+    """True if `path` is a folder that `save_to_disk` wrote."""
+    return (path / _SPLITS).is_file() or all((path / name).is_file() for name in (_STATE, _INFO))
 
 
 def names_data_set(data: DataConfig) -> bool:
@@ -467,13 +452,6 @@ def library() -> Any:
     return datasets
 
 
-def _inside(record: Path, name: object) -> str:
-    """A name that a record gives of something in its own folder."""
-    if problem := name_problem(name):
-        raise DataError(f"{record} must name what lies in its own folder: {problem}")
-    return str(name)
-
-
 def _json(path: Path) -> dict[str, Any]:
     with readable(path):
         content = path.read_bytes()
@@ -486,14 +464,15 @@ def _json(path: Path) -> dict[str, Any]:
     return values
 
 
-def require_whole(path: Path) -> None:
-    """Raises DataError if a table's file cannot be read to its end."""
-    arrow = importlib.import_module("pyarrow")
-    try:
-        with arrow.memory_map(str(path)) as file, arrow.ipc.open_stream(file) as stream:
-            for _ in stream:
-                pass
-    except (OSError, arrow.ArrowException) as error:
-        raise DataError(
-            f"{path} is cut off or damaged ({first_line(error)}): copy or save the data set again"
-        ) from None
+def open_table(paths: Sequence[Path]) -> Any:
+    """The arrow table in files that the library wrote, mapped into memory; DataError if one cannot be read."""
+    arrow = optional_library("pyarrow", "arrow files need", "parquet")
+    tables = []
+    for path in paths:
+        try:
+            tables.append(arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all())
+        except (OSError, arrow.ArrowException) as error:
+            raise DataError(
+                f"{path} is cut off or damaged ({first_line(error)}): copy or save the data set again"
+            ) from None
+    return arrow.concat_tables(tables)

@@ -86,23 +86,21 @@ class Hdf5Shard:
         Raises:
             DataError: it is no HDF5 file, or an array is missing, empty, ragged, of another shape or length.
         """
-        sizes: dict[str, tuple[str, int]] = {}  # the first key that has a dimension, and its length
+        sizes: dict[str, int] = {}
         with opened(path) as file, _reading(path):
             for key, dimensions in KEYS.items():
                 for dimension, length in zip(dimensions, _shape(path, file, key), strict=True):
-                    first, expected = sizes.setdefault(dimension, (key, length))
-                    words = _WORDS[dimension]
+                    expected = sizes.setdefault(dimension, max(length, 1))
                     if length != expected:
+                        words = _WORDS[dimension]
                         raise DataError(
-                            f"{path}: {key} ({length} {words}) must have as many {words} as {first} ({expected}): "
-                            f"{AGAIN}"
+                            f"{path}: {key} ({length} {words}) must have as many as the other arrays ({expected}), "
+                            f"and at least 1: remove the file, or {AGAIN}"
                         )
-                    if length == 0:
-                        raise DataError(f"{path}: {key} (0 {words}) must have 1 or more: remove the file, or {AGAIN}")
             # An array of one dimension is read at once in any case, so its chunks do not matter.
             nbytes = sum(file[key].nbytes for key in KEYS)
             chunked = any(file[key].ndim > 1 and file[key].chunks is not None for key in KEYS)
-        rows, length, predictions = (sizes[dimension][1] for dimension in "NSP")
+        rows, length, predictions = (sizes[dimension] for dimension in "NSP")
         if sequence_length not in (None, length):
             raise DataError(
                 f"{path}: the sequences ({length} tokens) must have those of train.sequence_length "
@@ -129,12 +127,10 @@ def opened(path: Path) -> Any:
     h5py = library()
     with readable(path), path.open("rb"):  # the library's own message would lack the reason
         pass
-    if not h5py.is_hdf5(path):
-        raise DataError(f"{path} must be an HDF5 file, and it is not: leave it out, or copy it again")
     try:
         return h5py.File(path, "r", locking="best-effort")
     except OSError as error:
-        raise DataError(f"{path} cannot be opened ({error}): it is damaged, copy it again") from None
+        raise DataError(f"{path} must be an HDF5 file, and it is none or damaged ({error}): copy it again") from None
 
 
 @contextlib.contextmanager
@@ -145,6 +141,8 @@ def _reading(path: Path) -> Iterator[None]:
     except DataError:
         raise
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        if getattr(error, "errno", None):  # of the system, and not about the file
+            raise
         raise DataError(f"{path} cannot be read ({first_line(error)}): it is damaged, copy it again") from None
 
 
@@ -159,19 +157,18 @@ def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
 def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
     """The shape of one array of integers."""
     array = file.get(key)
-    dimensions = KEYS[key]
     if array is None or not hasattr(array, "dtype"):
         raise DataError(f"{path} must have the array {key}, and has {listing(sorted(file)) or 'none'}: {AGAIN}")
     # A shard of somebody else could make the process read any file of this machine.
     is_elsewhere = array.is_virtual and any(source.file_name != "." for source in array.virtual_sources())
     if array.file.filename != file.filename or array.external or is_elsewhere:
         raise DataError(f"{path}: {key} must lie in the file itself, and it refers to another file: {AGAIN}")
-    if array.dtype.kind not in "iub":
-        raise DataError(f"{path}: {key} ({array.dtype}) must hold integers, in rows of one length: {AGAIN}")
     shape = tuple(array.shape or ())
-    if len(shape) != len(dimensions):
-        names = ", ".join(_WORDS[dimension] for dimension in dimensions)
-        raise DataError(f"{path}: {key} (of shape {list(shape)}) must have the shape [{names}]: {AGAIN}")
+    if array.dtype.kind not in "iub" or len(shape) != len(KEYS[key]):
+        names = ", ".join(_WORDS[dimension] for dimension in KEYS[key])
+        raise DataError(
+            f"{path}: {key} ({array.dtype} of shape {list(shape)}) must hold integers of shape [{names}]: {AGAIN}"
+        )
     return shape
 
 
@@ -189,17 +186,12 @@ def shard_paths(data: DataConfig) -> list[Path]:
     with readable(path):
         if path.is_file():
             return [path]
-        if path.is_dir():
-            paths = sorted(path.glob(PATTERN))
-            missing = f"must hold shards, {PATTERN}, and the folder has none"
-        else:
-            where = "" if path.is_absolute() else f" in {Path.cwd()}"
-            paths = _matches(path)
-            missing = f"names no file that exists{where}"
+        paths = sorted(path.glob(PATTERN)) if path.is_dir() else _matches(path)
     if not paths:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
-            f"data.path ({data.path}) {missing}: name an HDF5 file, a folder of {PATTERN} or a glob such as "
-            "'FOLDER/*.hdf5'"
+            f"data.path ({data.path}) names no shards that exist{where}: name an HDF5 file, a folder of {PATTERN} or "
+            "a glob such as 'FOLDER/*.hdf5'"
         )
     return paths
 
@@ -218,12 +210,8 @@ def unpack(root: Path, shards: Sequence[Hdf5Shard], announce: Callable[[str], No
     Raises:
         DataError: a file cannot be read, or the cache cannot be written or has no room.
     """
-    keys = {shard.path: _key(shard) for shard in shards if shard.chunked}
-    missing = [
-        shard
-        for shard in shards
-        if shard.chunked and cache.open_entry(root, _ENTRIES, keys[shard.path], _is_sound) is None
-    ]
+    keys = {shard: _key(shard) for shard in shards if shard.chunked}
+    missing = [shard for shard, key in keys.items() if cache.open_entry(root, _ENTRIES, key, _is_sound) is None]
     if missing:
         with cache.writing(root):
             make_folder(root)
@@ -238,13 +226,8 @@ def unpack(root: Path, shards: Sequence[Hdf5Shard], announce: Callable[[str], No
         if announce is not None:
             announce(f"unpacking {number}, {size(needed)}: once, then cached in {root}")
     for shard in missing:
-        cache.open_or_build(root, _ENTRIES, keys[shard.path], _is_sound, partial(_build, shard))
-    unpacked = []
-    for shard in shards:
-        if shard.chunked:
-            shard = replace(shard, unpacked=root / _ENTRIES / keys[shard.path])
-        unpacked.append(shard)
-    return unpacked
+        cache.open_or_build(root, _ENTRIES, keys[shard], _is_sound, partial(_build, shard))
+    return [replace(shard, unpacked=root / _ENTRIES / keys[shard]) if shard.chunked else shard for shard in shards]
 
 
 def _key(shard: Hdf5Shard) -> str:
@@ -257,12 +240,12 @@ def _key(shard: Hdf5Shard) -> str:
 
 
 def _build(shard: Hdf5Shard, folder: Path) -> dict[str, Any]:
-    with opened(shard.path) as file:
-        arrays = {name: _copy(shard.path, file[name], folder / f"{name}.npy") for name in KEYS}
+    with opened(shard.path) as file, _reading(shard.path):
+        arrays = {name: _copy(file[name], folder / f"{name}.npy") for name in KEYS}
     return {"source": str(shard.path), "arrays": arrays}
 
 
-def _copy(path: Path, array: Any, target: Path) -> str:
+def _copy(array: Any, target: Path) -> str:
     """Copies one array in blocks of rows; returns the digest that it is checked by."""
     rows = max(1, _BLOCK_BYTES // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:]))))
     header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
@@ -270,14 +253,7 @@ def _copy(path: Path, array: Any, target: Path) -> str:
     with target.open("wb") as copy:
         np.lib.format.write_array_header_1_0(copy, header)
         for start in range(0, len(array), rows):
-            try:
-                block = array[start : start + rows]
-            except (OSError, RuntimeError) as error:
-                raise DataError(
-                    f"{path}: rows {start} to {min(start + rows, len(array)) - 1} cannot be read ({error}): the file "
-                    "is damaged, copy it again"
-                ) from None
-            copy.write(np.ascontiguousarray(block).data)
+            copy.write(np.ascontiguousarray(array[start : start + rows]).data)
     return cache.spread_digest(target, _CHECKED_BLOCKS)
 
 

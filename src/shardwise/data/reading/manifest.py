@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.files import write_atomic
 from shardwise.base.parsing import json_value
 
 KIND = "shardwise.prepared"
@@ -50,4 +51,4 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def write_manifest(path: Path, facts: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps({"kind": KIND, "version": VERSION, **facts}, indent=2) + "\n", encoding="utf-8")
+    write_atomic(path, json.dumps({"kind": KIND, "version": VERSION, **facts}, indent=2) + "\n")

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from io import SEEK_END
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
@@ -241,9 +242,9 @@ def _existing_files(prefix: Path) -> tuple[Path, Path]:
         for file in (bin_path, idx_path)
         if not file.is_file()
     ]
-    if bin_path.is_file() and problems:
-        problems[0] += f"; {way_to_read(bin_path)}"
     if problems:
+        if bin_path.is_file():
+            problems[0] += f"; {way_to_read(bin_path)}"
         raise DataError(problems)
     return bin_path, idx_path
 
@@ -343,34 +344,47 @@ def written_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size < _SMALL_VOCABULARY else "<i4")
 
 
+class ChangedError(DataError):
+    """What was read or written before has changed."""
+
+
 class UnfinishedIndex:
-    """The files of a data set to which documents are appended, until its .idx can be made. An OSError passes through.
+    """A data set to which documents are appended, until its .idx can be made. An OSError passes through.
+
+    PREFIX.bin has the tokens, PREFIX.sizes the sizes of sequences (i32), PREFIX.documents the document bounds (i64).
 
     Args:
-        tokens: the .bin.
-        sizes: file of the sizes of sequences (i32).
-        bounds: file of the document bounds (i64).
         vocab_size: vocabulary, which decides the dtype of the tokens.
-        sequences: number of sequences that the files hold already.
-        documents: number of documents that the files hold already.
+        tokens: number of tokens that the files keep, of those that they hold already.
+        sequences: number of sequences that they keep.
+        documents: number of documents that they keep.
+
+    Raises:
+        ChangedError: a file holds less than is kept.
     """
 
-    def __init__(
-        self,
-        tokens: BinaryIO,
-        sizes: BinaryIO,
-        bounds: BinaryIO,
-        vocab_size: int,
-        sequences: int = 0,
-        documents: int = 0,
-    ) -> None:
-        self.files = (tokens, sizes, bounds)
+    def __init__(self, prefix: Path, vocab_size: int, tokens: int = 0, sequences: int = 0, documents: int = 0) -> None:
+        self.prefix = prefix
         self.vocab_size = vocab_size
         self.dtype = written_dtype(vocab_size)
         self.sequences = sequences
         self.documents = documents
+        kept = {
+            "bin": tokens * self.dtype.itemsize,
+            "sizes": sequences * _SIZE.itemsize,
+            "documents": (documents + 1) * _WIDE.itemsize if documents else 0,
+        }
+        with ExitStack() as opened:
+            self._files = [_open_to_append(opened, Path(f"{prefix}.{name}"), size) for name, size in kept.items()]
+            self._opened = opened.pop_all()
         if not documents:
-            bounds.write(np.zeros(1, dtype=_WIDE).tobytes())
+            self._files[-1].write(np.zeros(1, dtype=_WIDE).tobytes())
+
+    def __enter__(self) -> UnfinishedIndex:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._opened.close()
 
     def extend(self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray) -> None:
         """Appends documents: their tokens, the sizes of their sequences, and the ends of documents.
@@ -396,36 +410,68 @@ class UnfinishedIndex:
                 f"a sequence after document {self.documents} ({sizes.max()} tokens) must have fewer than 2^31, which "
                 "the format can hold: cut the document"
             )
-        tokens_file, sizes_file, bounds_file = self.files
+        tokens_file, sizes_file, bounds_file = self._files
         tokens_file.write(tokens.astype(self.dtype).tobytes())
         sizes_file.write(sizes.astype(_SIZE).tobytes())
         bounds_file.write((self.sequences + ends).astype(_WIDE).tobytes())
         self.sequences += len(sizes)
         self.documents += len(ends)
 
-    def write_index(self, idx: BinaryIO) -> None:
-        """Writes the .idx of all documents."""
+    def to_disk(self) -> None:
+        """Waits until all that was appended is durable."""
+        for file in self._files:
+            to_disk(file)
+
+    def finish(self) -> None:
+        """Writes the .idx of all documents; then .bin and .idx are complete, and durable."""
         # The sizes are copied, and read a second time as their cumulative sums, the pointers.
         code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
-        _, sizes, bounds = self.files
-        idx.write(_HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
-        sizes.seek(0)
-        shutil.copyfileobj(sizes, idx)
-        sizes.seek(0)
-        begin = 0
-        while block := sizes.read(_BLOCK * _SIZE.itemsize):
-            ends = begin + np.cumsum(np.frombuffer(block, dtype=_SIZE).astype(np.int64) * self.dtype.itemsize)
-            idx.write(np.concatenate([[begin], ends[:-1]]).astype(_WIDE).tobytes())
-            begin = int(ends[-1])
-        bounds.seek(0)
-        shutil.copyfileobj(bounds, idx)
+        tokens, sizes, bounds = self._files
+        with Path(f"{self.prefix}.idx").open("wb") as idx:
+            idx.write(_HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
+            sizes.seek(0)
+            shutil.copyfileobj(sizes, idx)
+            sizes.seek(0)
+            begin = 0
+            while block := sizes.read(_BLOCK * _SIZE.itemsize):
+                ends = begin + np.cumsum(np.frombuffer(block, dtype=_SIZE).astype(np.int64) * self.dtype.itemsize)
+                idx.write(np.concatenate([[begin], ends[:-1]]).astype(_WIDE).tobytes())
+                begin = int(ends[-1])
+            bounds.seek(0)
+            shutil.copyfileobj(bounds, idx)
+            to_disk(idx)
+        to_disk(tokens)
+
+
+def _open_to_append(files: ExitStack, path: Path, size: int) -> BinaryIO:
+    """A file cut to `size` bytes, which `files` closes."""
+    path.touch()
+    if path.stat().st_size < size:
+        raise ChangedError(f"{path} is shorter than it was")
+    file = files.enter_context(path.open("r+b"))
+    file.truncate(size)
+    file.seek(0, SEEK_END)
+    return file
+
+
+def publish(made: Path, prefix: Path) -> None:
+    """Moves the complete .bin and .idx of the prefix `made` to `prefix`; after a crash it may be called again.
+
+    The new .bin and the old .idx are never there together, and readers accept nothing without the .idx.
+    """
+    if _files(made)[1].exists():
+        _files(prefix)[1].unlink(missing_ok=True)
+        sync_folder(prefix.parent)
+    for new, place in zip(_files(made), _files(prefix), strict=True):
+        if new.exists():
+            new.replace(place)
+            sync_folder(prefix.parent)
 
 
 class IndexedWriter:
     """Writes a data set of a vocabulary's tokens, byte for byte as Megatron does; memory does not grow with it.
 
-    The files appear once the block ends without an error: PREFIX.bin first, so that a writer which is killed leaves
-    nothing that a reader accepts. Data of that name are replaced.
+    The files appear once the block ends without an error. Data of that name are replaced.
 
     Raises:
         DataError: a token is not of the vocabulary, lengths are not those of the tokens, or a file cannot be written.
@@ -440,18 +486,15 @@ class IndexedWriter:
         with self._writing(), ExitStack() as opened:
             parent.mkdir(parents=True, exist_ok=True)
             folder = opened.enter_context(TemporaryDirectory(dir=parent, prefix=f".{self.prefix.name}-"))
-            self._folder = Path(folder)
-            tokens, sizes, bounds = (
-                opened.enter_context((self._folder / name).open("w+b")) for name in ("bin", "sizes", "documents")
-            )
-            self._unfinished = UnfinishedIndex(tokens, sizes, bounds, self.vocab_size)
+            self._index = opened.enter_context(UnfinishedIndex(Path(folder, "tokens"), self.vocab_size))
             self._opened = opened.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         with self._writing(), self._opened:
             if kind is None:
-                self._finish()
+                self._index.finish()
+                publish(self._index.prefix, self.prefix)
 
     def add(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]], sizes: Sequence[int] | None = None) -> None:
         """Appends a document.
@@ -469,27 +512,11 @@ class IndexedWriter:
         """Appends many documents at once, see `UnfinishedIndex.extend`."""
         if int(sizes.sum()) != len(tokens):
             raise DataError(
-                f"document {self._unfinished.documents}: the sizes of its sequences ({sizes.sum()} tokens) must add "
+                f"document {self._index.documents}: the sizes of its sequences ({sizes.sum()} tokens) must add "
                 f"up to its tokens ({len(tokens)})"
             )
         with self._writing():
-            self._unfinished.extend(tokens, sizes, ends)
-
-    def _finish(self) -> None:
-        new_bin = self._folder / "bin"
-        new_idx = self._folder / "idx"
-        with new_idx.open("wb") as idx:
-            self._unfinished.write_index(idx)
-            to_disk(idx)
-        to_disk(self._unfinished.files[0])
-        bin_path, idx_path = _files(self.prefix)
-        # The new .bin and the old .idx must never be there together.
-        idx_path.unlink(missing_ok=True)
-        sync_folder(self.prefix.parent)
-        new_bin.replace(bin_path)
-        sync_folder(self.prefix.parent)
-        new_idx.replace(idx_path)
-        sync_folder(self.prefix.parent)
+            self._index.extend(tokens, sizes, ends)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

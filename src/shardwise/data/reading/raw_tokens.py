@@ -15,17 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing
-from shardwise.data.reading.content import HEAD
-from shardwise.data.reading.file_kinds import FOREIGN
+from shardwise.data.reading.content import FOREIGN, HEAD
 
 DTYPES = ("uint16", "uint32", "int64")
-SUFFIXES = (".bin", ".npy", ".ds", ".mds")
-"""Names of files of ids: of nanoGPT and llm.c, of numpy and OLMo (which has no header), of datatrove, of streaming."""
+SUFFIXES = (".bin", ".npy", ".ds")
+"""Names of files of ids: of nanoGPT and llm.c, of numpy and OLMo (which has no header), of datatrove."""
 _SHARDS = {20240520: ("uint16", 50256), 20240801: ("uint32", 128000)}
 """The magic of a shard of llm.c → the dtype of its ids, and the separator of the tokenizer of GPT-2 or Llama 3."""
 _SHARD_HEADER = 1024
-# Weights, debugging states, tokenizers, questions and states of an optimizer.
-_NO_SHARDS = (20240326, 20240327, 20240328, 20240522, 20240527, 20240803)
 _NUMPY = b"\x93NUMPY"
 # Bytes from which a dtype is derived.
 _LOOKED_AT = 1 << 22
@@ -61,11 +58,7 @@ class RawTokens:
         """
         with path.open("rb") as file:
             head = file.read(HEAD)
-        if (problem := foreign_table(path)) is not None:
-            raise DataError(f"{path} holds no raw tokens: {problem}")
         magic = int.from_bytes(head[:4], "little")
-        if magic in _NO_SHARDS:
-            raise DataError(f"{path} is a file of llm.c that holds no shard of text (magic {magic}): leave it out")
         if magic in _SHARDS:
             found, end = _SHARDS[magic]
             tokens = _flat(path, found, _SHARD_HEADER)
@@ -95,26 +88,7 @@ def is_raw_tokens(path: Path) -> bool:
 
 def way_to_read(path: Path) -> str:
     """The end of a message about a file of tokens that a run was given: what makes data of it that runs read."""
-    command = f"shardwise data prepare {path} PREFIX --format megatron"
-    return foreign_table(path) or f"`{command}` makes PREFIX.bin and PREFIX.idx of raw tokens"
-
-
-def foreign_table(path: Path) -> str | None:
-    """What to do with a file that begins with a table of its items, as those of litdata and of streaming do; else None.
-
-    The table: u32 n, then u32[n + 1], the bytes at which items begin and the size of the file.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        items, first = np.frombuffer(file.read(8).ljust(8, b"\0"), "<u4").tolist()
-        file.seek(4 * (items + 1))
-        end = int.from_bytes(file.read(4), "little")
-    if not items or first < 4 * (items + 2) or end != size:
-        return None
-    return (
-        "it begins with a table of its items, as a chunk of litdata or a shard of streaming does; prepare the text "
-        "that it was made of, or read its tokens by that library and write them by IndexedWriter of shardwise.data"
-    )
+    return f"`shardwise data prepare {path} PREFIX` makes PREFIX.bin and PREFIX.idx of raw tokens"
 
 
 def _looks_like(path: Path, head: bytes) -> str:

@@ -14,8 +14,7 @@ from typing import Any
 
 from shardwise.base.errors import DataError, listing, see
 from shardwise.base.libraries import first_line, optional_library
-from shardwise.data.reading.content import BLOCK, HubFile, opened, readable
-from shardwise.data.reading.file_kinds import Kind, is_binary, reading_of
+from shardwise.data.reading.content import BLOCK, HubFile, Kind, opened, readable, reading_of
 
 # Rows that are decoded at once, so that long texts take little memory too.
 _ROWS = 64
@@ -24,9 +23,6 @@ _PAGE_BYTES = 1 << 20
 _DECODER = json.JSONDecoder(parse_int=lambda _digits: 0)
 TOKENS = "input_ids"
 """The field or column of token ids in tables that other programs tokenized."""
-# A larger file holds a text, or is a parquet file of very many columns; it is not opened to see that it is empty.
-_EMPTY_BYTES = 1 << 6
-_EMPTY_PARQUET_BYTES = 1 << 16
 
 
 def documents(
@@ -41,7 +37,8 @@ def documents(
 
     A document is the whole file, a line's field `key`, or a row's column `key`. It begins at 0, at a byte (of the
     unpacked content) or at a row. Its blocks must be read before the next document. Memory is bounded by the longest
-    line, and by a page of a parquet file. A document without text has no blocks.
+    line, and by a page of a parquet file. A document without text has no blocks; an empty file has no documents, or one
+    without text.
 
     Args:
         kind: kind of the file; None: its content decides.
@@ -63,26 +60,6 @@ def documents(
         yield from _parts(file, start, longest)
     elif start == 0:
         yield 1, (text for _, text in _decoded(file))
-
-
-def is_empty(file: Path, kind: Kind | None) -> bool:
-    """True if a file of this kind, or of the kind that its name says, has neither text nor rows, packed or not."""
-    with contextlib.suppress(OSError, DataError):  # reading the file will report these
-        size = file.stat().st_size
-        if kind == "parquet" or (kind is None and file.name.lower().endswith(".parquet")):
-            return size <= _EMPTY_PARQUET_BYTES and _has_no_rows(file)
-        if size <= _EMPTY_BYTES:
-            with opened(file) as content:
-                return not content.head.removeprefix(codecs.BOM_UTF8).strip()
-    return False
-
-
-def _has_no_rows(file: Path) -> bool:
-    arrow = _arrow("pyarrow")
-    parquet = _arrow("pyarrow.parquet")
-    with contextlib.suppress(arrow.ArrowException):
-        return not parquet.read_metadata(file).num_rows
-    return not file.stat().st_size
 
 
 def slices(text: str) -> Iterator[str]:
@@ -111,10 +88,9 @@ def _decoded(path: Path | HubFile, start: int = 0) -> Iterator[tuple[int, str]]:
     """The file's text from byte `start` on, without a byte-order mark: blocks, each with the byte after it."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = start
-    is_empty_file = start == 0  # nobody asks for a later start of an empty file
     with opened(path, start) as content:
         while True:
-            block = content.stream.read(BLOCK)
+            block = content.read(BLOCK)
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
@@ -124,26 +100,19 @@ def _decoded(path: Path | HubFile, start: int = 0) -> Iterator[tuple[int, str]]:
                 text = text.removeprefix("\ufeff")
             offset += len(block)
             if text:
-                is_empty_file = False
                 # The decoder keeps the bytes of a character that the block cuts: they belong to the next text.
                 yield offset - len(decoder.getstate()[0]), text
             if not block:
                 break
-    if is_empty_file:
-        raise DataError(f"{path} is empty: remove it or put text into it")
 
 
 def _lines(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, Iterable[str]]]:
-    is_empty_file = start == 0
     stop = start
     with opened(path, start) as content:
-        for number, line in enumerate(content.stream, start=1):
+        for number, line in enumerate(content, start=1):
             stop += len(line)
             if line.strip():
-                is_empty_file = False
                 yield stop, slices(_line_text(path, line, partial(line_name, path, start, number), key))
-    if is_empty_file:
-        raise DataError(f"{path} is empty: remove it or put one JSON object on each line")
 
 
 def line_name(path: Path | HubFile, start: int, number: int) -> str:
@@ -153,23 +122,18 @@ def line_name(path: Path | HubFile, start: int, number: int) -> str:
     """
     before = 0
     with opened(path) as content:
-        while start > 0 and (block := content.stream.read(min(start, BLOCK))):
+        while start > 0 and (block := content.read(min(start, BLOCK))):
             before += block.count(b"\n")
             start -= len(block)
     return f"{path}: line {before + number}"
 
 
-def _holds_tokens(path: Path | HubFile, key: str, library: str) -> DataError:
-    """The error about a file whose field or column `key` holds ids where text is read.
-
-    Args:
-        library: name that `datasets.load_dataset` has for such files.
-    """
+def _holds_tokens(path: Path | HubFile, key: str) -> DataError:
+    """The error about a file whose field or column `key` holds ids where text is read."""
     if isinstance(path, HubFile) or path.suffix == ".arrow":
         way = "set data.streaming=false, and they are read as tokens"
     else:
-        program = f"datasets.load_dataset({library!r}, data_files={str(path)!r}, split='train').save_to_disk('FOLDER')"
-        way = f'name the folder that `python -c "import datasets; {program}"` makes, which is read as tokens'
+        way = "name the folder that `save_to_disk` of the library datasets makes of it, which is read as tokens"
     return DataError(f"{path} holds token ids in {key!r}, not text: {way}")
 
 
@@ -177,7 +141,7 @@ def _line_text(path: Path | HubFile, line: bytes, where: Callable[[], str], key:
     record = line_record(line, where, key, _DECODER.decode)
     ids = key if key in record else TOKENS
     if isinstance(values := record.get(ids), list) and values and {*map(type, values)} == {int}:
-        raise _holds_tokens(path, ids, "json")
+        raise _holds_tokens(path, ids)
     text = record_field(record, where, key, "text")
     if not isinstance(text, str):
         raise DataError(
@@ -224,11 +188,15 @@ def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, 
     try:
         return _field_of(record, key)
     except KeyError:
-        names = sorted(_field_names(record))
+        names = [
+            f"{name}.{inner}" if inner else name
+            for name, value in record.items()
+            for inner in (isinstance(value, dict) and value) or [""]
+        ]
         hint = _chat_hint(record) if content == "text" else ""
         raise DataError(
             f"{where()} has no field {key!r}: set data.text_key to the field that holds the {content} "
-            f"({', '.join(names) or 'no fields'}){hint}{see('data#no-such-field')}"
+            f"({', '.join(sorted(names)) or 'no fields'}){hint}{see('data#no-such-field')}"
         ) from None
 
 
@@ -243,21 +211,10 @@ def _field_of(record: Mapping[str, Any], key: str) -> Any:
     raise KeyError(key)
 
 
-def _field_names(record: Mapping[str, Any]) -> Iterator[str]:
-    """The names of all fields, and of those within them, as `record_field` takes them."""
-    for name, value in record.items():
-        if isinstance(value, dict) and value:
-            yield from (f"{name}.{inner}" for inner in value)
-        else:
-            yield name
-
-
 def _chat_hint(record: Mapping[str, Any]) -> str:
     """The end of a message about an object without a text, if it holds a conversation."""
-    for name, value in record.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict) and value[0].keys() >= {"role", "content"}:
-            return f"; data.format=chat reads the conversation in {name!r}"
-    return ""
+    is_chat = isinstance(record.get("messages"), list)
+    return "; data.format=chat reads the conversation in 'messages'" if is_chat else ""
 
 
 def require_characters(text: str, where: Callable[[], str], key: str) -> None:
@@ -272,37 +229,56 @@ def require_characters(text: str, where: Callable[[], str], key: str) -> None:
 
 def _rows(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, Iterable[str]]]:
     arrow = _arrow("pyarrow")
+
+    def columns(schema: Any) -> list[str]:
+        require_text(path, schema, key)
+        return [key]
+
+    for row, batch in parquet_batches(path, columns, start):
+        skipped = min(max(start - row, 0), len(batch))
+        values = with_column(arrow.Table.from_batches([batch]), key).column(key).slice(skipped)
+        for number, value in enumerate(values, start=row + skipped):
+            yield number + 1, slices(row_text(value, f"{path}: row {number}", key))
+
+
+def parquet_batches(
+    path: Path | HubFile, columns: Callable[[Any], list[str]], start: int = 0
+) -> Iterator[tuple[int, Any]]:
+    """Arrow batches of the rows of a parquet file, each after the number of its first row.
+
+    Args:
+        columns: function that returns the columns that are read of a table with a schema.
+        start: first row that is needed: the row groups before it are not read.
+    """
     parquet = _arrow("pyarrow.parquet")
-    with readable(path), path.open("rb") as opened:
+    with _sound_parquet(path), path.open("rb") as opened:
+        file = parquet.ParquetFile(opened, buffer_size=_PAGE_BYTES, pre_buffer=False)
+        read = columns(file.schema_arrow)
+        sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+        begins = list(accumulate(sizes, initial=0))
+        first = bisect_right(begins, start) - 1
+        row = begins[first]
+        groups = list(range(first, file.num_row_groups))
+        for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=read):
+            yield row, batch
+            row += len(batch)
+
+
+@contextlib.contextmanager
+def _sound_parquet(path: Path | HubFile) -> Iterator[None]:
+    """Turns what pyarrow and the system raise about a parquet file into a DataError."""
+    arrow = _arrow("pyarrow")
+    with readable(path):
         try:
-            try:
-                file = parquet.ParquetFile(opened, buffer_size=_PAGE_BYTES, pre_buffer=False)
-            except arrow.ArrowInvalid as error:
-                raise DataError(
-                    f"{path} must be a parquet file, and it is not or is cut off ({_first_sentence(error)}): leave it "
-                    "out, or fetch or copy it again"
-                    f"{see('data#file-cut-off')}"
-                ) from None
-            require_text(path, file.schema_arrow, key)
-            if not file.metadata.num_rows:
-                raise DataError(f"{path} is empty: remove it or put rows into it")
-            sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
-            begins = list(accumulate(sizes, initial=0))
-            first = bisect_right(begins, start) - 1
-            row = begins[first]
-            groups = list(range(first, file.num_row_groups))
-            for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[key]):
-                skipped = min(max(start - row, 0), len(batch))
-                row += skipped
-                for value in with_column(arrow.Table.from_batches([batch]), key).column(key).slice(skipped):
-                    text = row_text(value, f"{path}: row {row}", key)
-                    row += 1
-                    yield row, slices(text)
+            yield
         except (arrow.ArrowException, OSError) as error:
             # An error of the system has a number; those of pyarrow have none.
             if isinstance(error, OSError) and error.errno:
                 raise
-            raise DataError(f"{path} is damaged ({_first_sentence(error)}): fetch or copy it again") from None
+            raise DataError(
+                f"{path} must be a parquet file, and it is none, cut off or damaged ({_first_sentence(error)}): leave "
+                f"it out, or fetch or copy it again{see('data#file-cut-off')}"
+            ) from None
 
 
 def require_text(path: Path | HubFile, schema: Any, key: str) -> None:
@@ -311,19 +287,18 @@ def require_text(path: Path | HubFile, schema: Any, key: str) -> None:
     fields = with_column(schema.empty_table(), key).schema
     # A name that two columns have is none.
     types_of = {name: fields.field(name).type for name in (key, TOKENS) if fields.get_field_index(name) >= 0}
-    for name, type_ in types_of.items():
-        if hasattr(type_, "value_type") and not types.is_dictionary(type_) and types.is_integer(type_.value_type):
-            raise _holds_tokens(path, name, "parquet")
-        if name == key:
-            break
-    if key not in types_of:
+    name = key if key in types_of else TOKENS
+    type_ = types_of.get(name)
+    if hasattr(type_, "value_type"):
+        if types.is_dictionary(type_):
+            type_ = type_.value_type
+        elif types.is_integer(type_.value_type):
+            raise _holds_tokens(path, name)
+    if name != key:
         raise DataError(
             f"{path} has no column {key!r}: set data.text_key to the column that holds the text "
-            f"({listing(schema.names) or 'there is none'})"
-            f"{see('data#no-such-field')}"
+            f"({listing(schema.names) or 'there is none'}){see('data#no-such-field')}"
         )
-    type_ = types_of[key]
-    type_ = type_.value_type if types.is_dictionary(type_) else type_
     if not (types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_)):
         raise DataError(f"{path}: the column {key!r} must hold text, not {type_} (data.text_key)")
 
@@ -372,8 +347,7 @@ def _arrow(module: str) -> Any:
 
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
-    holds = "holds binary data, and" if is_binary(error.object) else "is not UTF-8, and"
     return DataError(
-        f"{where} (0x{error.object[error.start]:02x}) {holds} must be UTF-8: convert the file from the encoding that "
-        "it has, for example with `iconv -f LATIN1 -t UTF-8`, or leave it out"
+        f"{where} (0x{error.object[error.start]:02x}) is not UTF-8, and must be UTF-8: convert the file from the "
+        "encoding that it has, for example with `iconv -f LATIN1 -t UTF-8`, or leave it out"
     )

@@ -1,9 +1,8 @@
-"""Sources of text: built-in texts, the user's files and data sets, as one stream of pieces.
+"""Sources of text: built-in texts, the user's files and data sets, as pieces of documents; and the files of streams.
 
-A document is a file, a JSON line, or a topic of Python's documentation. It arrives in pieces of bounded
-size, so that memory stays bounded whatever the size of a file, and so that one long file is encoded on all cores.
-
-The files that a stream is read from, each of which can be read from any of its documents on.
+A document is a file, a JSON line, or a topic of Python's documentation. It arrives in pieces of bounded size, so that
+memory stays bounded whatever the size of a file, and so that one long file is encoded on all cores. A file of a stream
+can be read from any of its documents on.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -30,13 +29,21 @@ from shardwise.base.libraries import first_line
 from shardwise.base.units import counted
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading import raw_tokens, stories, text_files
-from shardwise.data.reading.content import BLOCK, HubFile, readable, unpacked_name
-from shardwise.data.reading.dataset_tables import DataSet, names_data_set, require_whole
-from shardwise.data.reading.file_kinds import LINES, FileReading, Kind, chosen_kind, described, reading_of
+from shardwise.data.reading.content import (
+    BLOCK,
+    LINES,
+    FileReading,
+    HubFile,
+    Kind,
+    chosen_kind,
+    described,
+    readable,
+    reading_of,
+    unpacked_name,
+)
+from shardwise.data.reading.dataset_tables import DataSet, names_data_set, open_table
 
 PIECE_CHARACTERS = BLOCK
-SMALL_BYTES = 1 << 22
-"""Bytes of a text that a dry run reads as a whole: a tokenizer is trained on them in about two seconds."""
 # Characters before the end of a piece among which white space is looked for; words are much shorter.
 _BACKTRACK = 1 << 12
 # A bound, as installations differ in size: with it they give about the same amount of text.
@@ -49,8 +56,7 @@ _TOPICS = "pydoc_data/topics.py"
 _CORPUS = Path(__file__).parent.parent / "corpus"
 # Files that programs leave in a folder of data: marks of complete jobs, checksums, descriptions of columns, locks.
 _BOOKKEEPING = re.compile(
-    r"_[\w-]*|.*\.(crc|md5|sha1|sha256|sha512|lock)|(md5|sha1|sha256|sha512)sums?(\.txt)?"
-    r"|(dataset_info|dataset_infos|dataset_dict|state)\.json|thumbs\.db|desktop\.ini",
+    r"_[\w-]*|.*\.(crc|md5|sha\d+|lock)|(md5|sha\d+)sums?(\.txt)?|(dataset_infos?|dataset_dict|state)\.json",
     re.IGNORECASE,
 )
 _BOOKKEEPING_FOLDERS = frozenset({"_delta_log", "_spark_metadata", "_temporary", "__MACOSX"})
@@ -102,15 +108,19 @@ class FileSource:
         return tuple(reading_of(path, self.kind, self.text_key) for path in self.files)
 
     def require_text(self) -> None:
-        """Raises DataError if the first line or row of a file has no text; of plain texts one is looked at."""
-        plain: set[FileReading] = set()
+        """Raises DataError if the first line or row of a file has no text, or all are empty; one plain text is read."""
+        looked_at: set[FileReading] = set()
         for path, reading in zip(self.files, self.readings, strict=True):
-            if reading in plain:
+            if reading.kind == "text" and reading in looked_at:
                 continue
-            if reading.kind == "text":
-                plain.add(reading)
             for _, blocks in islice(text_files.documents(path, reading.kind, self.text_key), 1):
-                next(iter(blocks), None)
+                if next(iter(blocks), None) is not None or reading.kind != "text":
+                    looked_at.add(reading)
+        if not looked_at:
+            raise self._without_text()
+
+    def _without_text(self) -> DataError:
+        return DataError(f"{self.name} holds no text: it is empty, or all of its documents are")
 
     def described(self) -> str:
         """The readings of the files, and the files that are left out; DataError if a file holds no text."""
@@ -155,7 +165,7 @@ class FileSource:
                 empty += piece is None
             self.empty[str(path)] = empty
         if documents == sum(self.empty.values()):
-            raise DataError(f"{self.name} holds no text: all of its documents are empty")
+            raise self._without_text()
 
 
 class ColumnSource(DataSet):
@@ -188,44 +198,29 @@ class ColumnSource(DataSet):
 
 
 @dataclass(frozen=True)
-class PythonSource:
-    """Text of every Python installation: the standard library's sources, then the topics of `help()`."""
+class CodeSource:
+    """Built-in text that code makes.
 
-    root: Path
+    Attributes:
+        files: files of text of which it is made; empty if it is made of none.
+        stamped: files that decide it.
+        texts: function that gives its documents.
+    """
+
+    name: str
     files: tuple[Path, ...]
-    name: str = "python"
+    stamped: tuple[Path, ...]
+    texts: Callable[[], Iterator[str]]
 
     def stamp(self) -> str | None:
-        files = [*self.files]
-        topics = self.root / _TOPICS
-        if topics.is_file():
-            files.append(topics)
-        return _stamp(files, ["python", sys.version])
+        return _stamp(self.stamped, [self.name, sys.version])
 
     def pieces(self) -> Iterator[TextPiece]:
-        for path in self.files:
-            with readable(path), contextlib.suppress(UnicodeDecodeError):
-                yield from cut_document(text_files.slices(path.read_text(encoding="utf-8")))
-        for text in _python_topics():
+        for text in self.texts():
             yield from cut_document(text_files.slices(text))
 
 
-@dataclass(frozen=True)
-class StorySource:
-    """The built-in stories, each a document; code makes them, from no files."""
-
-    name: str = "stories"
-    files: tuple[Path, ...] = ()
-
-    def stamp(self) -> str | None:
-        return _stamp([stories.GRAMMAR, Path(stories.__file__)], ["stories"])
-
-    def pieces(self) -> Iterator[TextPiece]:
-        for text in stories.stories():
-            yield TextPiece(text, ends_document=True)
-
-
-Source = FileSource | ColumnSource | PythonSource | StorySource
+Source = FileSource | ColumnSource | CodeSource
 """A text of many documents."""
 
 
@@ -233,13 +228,6 @@ def announce_empty(source: Source, announce: Callable[[str], None] | None, kind:
     """Tells the user how many documents of a text that was read are left out, as they are empty."""
     if announce is not None and isinstance(source, FileSource | ColumnSource) and (empty := sum(source.empty.values())):
         announce(f"{source.name}: {counted(empty, kind)} left out")
-
-
-def is_small(source: Source) -> bool:
-    """Return whether all of a text can be read in a moment."""
-    if isinstance(source, FileSource):
-        return source.bytes_within(SMALL_BYTES) is not None
-    return isinstance(source, StorySource)
 
 
 def open_source(data: DataConfig) -> Source:
@@ -252,69 +240,62 @@ def open_source(data: DataConfig) -> Source:
             return _user_source(path, data)
     if data.dataset is None:
         raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=python")
-    return _built_in_source(data.dataset, data.text_key)
-
-
-def _built_in_source(name: str, text_key: str) -> Source:
-    """The source of a built-in text; `text_key`: the field of conversations."""
-    text = BUILT_IN_TEXTS[name]
+    text = BUILT_IN_TEXTS[data.dataset]
     if text.file is not None:
-        return FileSource(name, (_CORPUS / text.file,), "jsonl", text_key if text.holds_chat else "text")
-    return _MADE_BY_CODE[name]()
+        key = data.text_key if text.holds_chat else "text"
+        return FileSource(data.dataset, (_CORPUS / text.file,), "jsonl", key)
+    if data.dataset == "stories":
+        return CodeSource("stories", (), (stories.GRAMMAR, Path(stories.__file__)), stories.stories)
+    root = Path(sysconfig.get_path("stdlib"))
+    with readable(root):
+        return _python_source(root)
 
 
 def _user_source(path: Path, data: DataConfig) -> FileSource:
     kind = chosen_kind(data.format)
-    if path.is_file():
-        _refuse_tokens((path,), kind)
-        return FileSource(str(data.path), (path,), kind, data.text_key)
+    left_out: set[Path] = set()
     if path.is_dir():
-        files, left_out = _data_files(path, kind, data.text_key)
+        # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
+        found = [file for file in _walk(path, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
+        left_out = _left_out(found, kind, data.text_key)
+        files = tuple(file for file in found if file not in left_out)
         if not files:
-            besides = ""
-            if left_out:
-                besides = f" but {listing((file.name for file in left_out), most=3)}"
+            besides = f" but {listing((file.name for file in found), most=3)}" if found else ""
             raise DataError(
                 f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none{besides}"
             )
-        _refuse_tokens(files, kind)
-        return FileSource(str(data.path), files, kind, data.text_key, left_out)
-    if path.exists():
+    elif path.is_file():
+        files = (path,)
+    elif path.exists():
         raise DataError(f"data.path ({data.path}) must be a file or a folder; it is neither")
-    where = "" if path.is_absolute() else f" in {Path.cwd()}"
-    raise DataError(
-        f"data.path ({data.path}) does not exist{where}: name a text file, a .jsonl, a .parquet or a folder of them"
-    )
-
-
-def _refuse_tokens(files: Iterable[Path], kind: Kind | None) -> None:
-    """Raises DataError for tokens, which as text would be refused at some byte, or even be read."""
+    else:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(
+            f"data.path ({data.path}) does not exist{where}: name a text file, a .jsonl, a .parquet or a folder of them"
+        )
     for file in files:
-        if kind is not None or file.suffix not in raw_tokens.SUFFIXES:
-            continue
-        if file.with_suffix(".idx").exists():
-            raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
-        raise DataError(f"{file} holds raw tokens, not text: {raw_tokens.way_to_read(file)}")
+        # Tokens would be refused at some byte as text, or even be read.
+        if kind is None and file.suffix in raw_tokens.SUFFIXES:
+            if file.with_suffix(".idx").exists():
+                raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
+            raise DataError(f"{file} holds raw tokens, not text: {raw_tokens.way_to_read(file)}")
+    return FileSource(str(data.path), files, kind, data.text_key, tuple(sorted(left_out)))
 
 
-def _data_files(folder: Path, kind: Kind | None, key: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The files of a folder that are data, and those that are left out."""
-    # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
-    files = [file for file in _walk(folder, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
-    left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name) or text_files.is_empty(file, kind)}
+def _left_out(files: Sequence[Path], kind: Kind | None, key: str) -> set[Path]:
+    """The files of a folder that are no data."""
+    left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name)}
     about = {file for file in files if _NO_ROWS.fullmatch(file.name)} - left_out
+    has_rows = kind != "text"
     if about and kind is None:
         # A file of each suffix tells enough of the others.
         samples = {Path(unpacked_name(file.name)).suffix: file for file in files if file not in about | left_out}
         has_rows = any(reading_of(file, None, key).kind != "text" for file in samples.values())
-    else:
-        has_rows = kind != "text"
-    if has_rows:
-        left_out |= about
-    return tuple(file for file in files if file not in left_out), tuple(file for file in files if file in left_out)
+    return left_out | about if has_rows else left_out
 
 
-def _python_source(root: Path) -> PythonSource:
+def _python_source(root: Path) -> CodeSource:
+    """The text of every Python installation: the standard library's sources, then the topics of `help()`."""
     files: list[Path] = []
     total = 0
     for path in _walk(root, _PYTHON_SKIPPED):
@@ -330,18 +311,15 @@ def _python_source(root: Path) -> PythonSource:
             f"data.dataset (python) needs the standard library's sources, and {root} has none: "
             "set data.dataset=tiny, or data.path to your own text"
         )
-    return PythonSource(root, tuple(files))
 
+    def texts() -> Iterator[str]:
+        for path in files:
+            with readable(path), contextlib.suppress(UnicodeDecodeError):
+                yield path.read_text(encoding="utf-8")
+        yield from _python_topics()
 
-def _installed_python() -> PythonSource:
-    """The source `python` of the Python that runs this process."""
-    root = Path(sysconfig.get_path("stdlib"))
-    with readable(root):
-        return _python_source(root)
-
-
-_MADE_BY_CODE: dict[str, Callable[[], Source]] = {"stories": StorySource, "python": _installed_python}
-"""Built-in text without a file → what makes its source."""
+    topics = [root / _TOPICS] if (root / _TOPICS).is_file() else []
+    return CodeSource("python", tuple(files), (*files, *topics), texts)
 
 
 def _python_topics() -> list[str]:
@@ -373,17 +351,16 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
 
 def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
     """A digest of `identity` and of the paths, sizes and times of files; None if one has just changed."""
-    digest = hashlib.sha256(json.dumps(identity).encode())
+    facts: list[Any] = [identity]
     newest = 0.0
     for path in files:
         with readable(path):
             status = path.stat()
         newest = max(newest, status.st_mtime, status.st_ctime)
-        facts = [str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-        digest.update(json.dumps(facts).encode())
+        facts.append([str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
     if newest >= time.time() - _SETTLED_SECONDS:
         return None
-    return digest.hexdigest()
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def cut_document(blocks: Iterable[str]) -> Iterator[TextPiece]:
@@ -403,7 +380,7 @@ def _cut_point(text: str, limit: int) -> int:
     """The last place at or before `limit` between a word and white space, else `limit`.
 
     Most tokenizers never join a word to the white space after it; after punctuation some join a line end, so a word is
-    preferred. `tokens.windows` joins the pieces again if their tokens would not be those of the document.
+    preferred.
     """
     after_punctuation = 0
     for at in range(limit, max(limit - _BACKTRACK, 0), -1):
@@ -462,9 +439,7 @@ class TableShard:
 
     @cached_property
     def _values(self) -> Any:
-        require_whole(self.path)
-        arrow = importlib.import_module("pyarrow")
-        table = arrow.ipc.open_stream(arrow.memory_map(str(self.path))).read_all()
+        table = open_table([self.path])
         text_files.require_text(self.path, table.schema, self.column)
         return text_files.with_column(table, self.column).column(self.column)
 

@@ -3,7 +3,6 @@
 In the order in which data flow:
 
     order.py            the order of the data: samples shuffled in each epoch, sources of a blend, random draws
-    sentences.py        bounds of sentences and documents in a row of tokens, and chunks of them
     causal.py           samples of causal models: rows of tokens, and documents in another order in each epoch
     sentence_pairs.py   samples of BERT: pairs of sentences with masked tokens
     streaming.py        samples of text that is tokenized while it is trained on, and their order

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.config import DataConfig
-from shardwise.data.reading.megatron_files import Documents
 from shardwise.data.rows import IntArray
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
 from shardwise.data.samples.order import SampleOrder, mix_integer, runs
-from shardwise.data.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -43,32 +39,6 @@ class DocumentEnds:
     mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
-
-    @staticmethod
-    def of(data: DataConfig, tokenizer: Path | None) -> DocumentEnds | None:
-        """The changes that the `data` section asks for; None if it asks for none: a sample is a plain row of tokens.
-
-        Raises:
-            ConfigError: neither a key nor a tokenizer says which token ends a document.
-        """
-        if not data.document_options:
-            return None
-        token = data.eod_token
-        if token is None and tokenizer is not None:
-            token = Tokenizer.load(tokenizer).end_of_document_id
-        if token is None:
-            raise ConfigError(without_end(data))
-        return DocumentEnds(token, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
-
-
-def without_end(data: DataConfig) -> list[str]:
-    """The problem of data that need the id of the end of a document, which no tokenizer says."""
-    if data.needs_document_ends is None or data.eod_token is not None:
-        return []
-    return [
-        f"{data.needs_document_ends} needs the id of the token that ends a document: set data.eod_token, or "
-        "data.tokenizer to the one that made the data"
-    ]
 
 
 def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends: DocumentEnds | None) -> Batch:
@@ -162,6 +132,21 @@ class TokenBatches(RowBatches):
     def row(self, index: int) -> npt.NDArray[Any]:
         first = index * self.sequence_length
         return self.tokens.take(np.arange(first, min(first + self.sequence_length + 1, len(self.tokens))))
+
+
+class Documents(Tokens, Protocol):
+    """Documents of a data set of Megatron's, and the row of all of their tokens."""
+
+    @property
+    def count(self) -> int: ...
+
+    def starts(self, numbers: npt.NDArray[np.integer[Any]], /) -> IntArray:
+        """The place of the first token of each of these documents."""
+        ...
+
+    def lengths(self) -> IntArray:
+        """The tokens of each document."""
+        ...
 
 
 # "document": keeps the order of documents independent of that of samples, which is drawn from the seed itself.

@@ -25,9 +25,8 @@ from shardwise.data.reading.text_sources import BLOCK_CHARACTERS, TextPiece, Tex
 from shardwise.data.rows import IntArray
 from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.order import SampleOrder, mix_integer
-from shardwise.data.tokens.encoding import DocumentMarks, group_by_size
+from shardwise.data.tokens.encoding import DocumentMarks, document_tokens
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.data.tokens.windows import encode_windows, text_windows
 
 # Keys of the draws, the ASCII codes of "shards", "docs", "samples" and "held": they keep the draws independent.
 _SHARDS = 0x736861726473
@@ -183,14 +182,10 @@ class TextStream:
     def _tokens(self, documents: list[list[TextPiece]]) -> _Tokens:
         """All documents joined, each with its marks."""
         rows = []
-        begun = False
-        pieces = ((None, piece) for piece in chain.from_iterable(documents))
-        windows = (window for _, window in text_windows(pieces, self._tokenizer))
-        for batch in group_by_size(windows, lambda window: window.characters, _ENCODED_CHARACTERS):
+        pieces = (("", piece) for piece in chain.from_iterable(documents))
+        for _, row, _ in document_tokens(pieces, self._tokenizer, self._marks, _ENCODED_CHARACTERS):
             self._stop_if_asked()
-            ends = [window.ends_document for window in batch]
-            rows.append(self._marks.put(*encode_windows(batch, self._tokenizer), ends, begun=begun)[0])
-            begun = not ends[-1]
+            rows.append(row)
         return np.concatenate(rows)
 
     def _stop_if_asked(self) -> None:

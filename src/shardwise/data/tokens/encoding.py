@@ -1,16 +1,16 @@
 """Text becomes the files of a cache entry: tokens, and for sentence pairs the bounds of sentences and documents.
 
-`encode_documents` encodes documents in windows and puts marks around them; `encode_sentences` cuts text into sentences
-and encodes each by itself.
+`encode_documents` puts marks around documents; `encode_sentences` cuts text into sentences and encodes each by itself.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -18,14 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError
+from shardwise.config import DataConfig
 from shardwise.data.cache import BOUNDS, BOUNDS_DTYPE, ArrayWriter, TokenWriter, token_dtype
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, TextPiece
 from shardwise.data.rows import PARTS, Part
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.data.tokens.windows import encode_windows, text_windows
 
 # Text that is encoded at once: enough to keep all cores busy, in bounded memory.
 _BATCH_CHARACTERS = 1 << 23
+_LONGEST = 1 << 20
+"""Characters that are encoded as one text at most, but for its last piece: each takes about 120 bytes of memory."""
+
+
+_Key = TypeVar("_Key")
+_Item = TypeVar("_Item")
 
 
 class ContentDigest:
@@ -60,18 +66,50 @@ def encode_documents(
     parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokenizer, marks: DocumentMarks, folder: Path
 ) -> dict[str, Any]:
     """Writes each part's tokens, documents with their marks; returns the manifest's records."""
-    begun = False  # True if the next window continues a document
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
-        for batch in group_by_size(text_windows(parts, tokenizer), lambda item: item[1].characters, _BATCH_CHARACTERS):
-            windows = [window for _, window in batch]
-            ends = [window.ends_document for window in windows]
-            tokens, sizes = marks.put(*encode_windows(windows, tokenizer), ends, begun=begun)
-            for (part, window), row in zip(batch, np.split(tokens, np.cumsum(sizes)[:-1]), strict=True):
-                writers[part].write(row)
-                writers[part].documents += window.ends_document
-            begun = not ends[-1]
+        for part, row, ends_document in document_tokens(parts, tokenizer, marks, _BATCH_CHARACTERS):
+            writers[part].write(row)
+            writers[part].documents += ends_document
     return {part: writer.facts() for part, writer in writers.items()}
+
+
+def document_tokens(
+    pieces: Iterable[tuple[_Key, TextPiece]], tokenizer: Tokenizer, marks: DocumentMarks, characters: int
+) -> Iterator[tuple[_Key, npt.NDArray[np.int32], bool]]:
+    """The tokens of each document with its marks, or of the parts of a long one: key, tokens, True if it ends there.
+
+    Args:
+        pieces: text, with a key; a document whose key changes is encoded as two texts.
+        characters: size of the text that is encoded at once, on all cores.
+    """
+    begun = False  # True if the next text continues a document
+    for batch in group_by_size(document_texts(pieces), lambda item: item[1].characters, characters):
+        ends = [text.ends_document for _, text in batch]
+        tokens, sizes = marks.put(*tokenizer.encode_rows([*chain(*(t.texts for _, t in batch))]), ends, begun=begun)
+        for (key, text), row in zip(batch, np.split(tokens, np.cumsum(sizes)[:-1]), strict=True):
+            yield key, row, text.ends_document
+        begun = not ends[-1]
+
+
+def document_texts(pieces: Iterable[tuple[_Key, TextPiece]]) -> Iterator[tuple[_Key, PieceTexts]]:
+    """The documents of `pieces`, each with their key; one of more than a million characters is cut where a piece ends.
+
+    That is after a word if possible, where most tokenizers cut as well: others may give a few other tokens there.
+    """
+    blocks: list[str] = []
+    last: _Key | None = None
+    for key, piece in pieces:
+        if blocks and last is not None and (key != last or sum(map(len, blocks)) >= _LONGEST):
+            yield last, PieceTexts(["".join(blocks)], ends_document=False)
+            blocks = []
+        blocks.append(piece.text)
+        last = key
+        if piece.ends_document:
+            yield key, PieceTexts(["".join(blocks)], ends_document=True)
+            blocks = []
+    if blocks and last is not None:
+        yield last, PieceTexts(["".join(blocks)], ends_document=False)
 
 
 def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -81,13 +119,7 @@ def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokeniz
     """
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
-        bounds = {
-            part: {
-                name: ArrayWriter(files.enter_context((folder / f"{part}.{name}.bin").open("wb")), BOUNDS_DTYPE)
-                for name in BOUNDS
-            }
-            for part in PARTS
-        }
+        bounds = bounds_writers(files, BOUNDS, folder)
         for part in PARTS:
             for row in bounds[part].values():
                 row.write([0])
@@ -110,10 +142,36 @@ def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokeniz
                     ends["documents"].write([ends["sentences"].length - 1])
                     writer.documents += 1
                     has_sentences[part] = False
+    return facts_with_bounds(writers, bounds)
+
+
+def bounds_writers(files: ExitStack, names: Sequence[str], folder: Path) -> dict[Part, dict[str, ArrayWriter]]:
+    """A file of bounds of each name for each part, which `files` closes."""
+    return {
+        part: {
+            name: ArrayWriter(files.enter_context((folder / f"{part}.{name}.bin").open("wb")), BOUNDS_DTYPE)
+            for name in names
+        }
+        for part in PARTS
+    }
+
+
+def facts_with_bounds(
+    writers: Mapping[Part, TokenWriter], bounds: Mapping[Part, Mapping[str, ArrayWriter]]
+) -> dict[str, Any]:
+    """The manifest's record of each part, once its files are closed."""
     return {
         part: {**writer.facts(), "bounds": {name: row.facts() for name, row in bounds[part].items()}}
         for part, writer in writers.items()
     }
+
+
+def digests_of(parts: Mapping[str, Any]) -> list[str]:
+    """The digests of all files of these records, for a fingerprint."""
+    digests = []
+    for facts in parts.values():
+        digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
+    return digests
 
 
 def token_writers(files: ExitStack, dtype: np.dtype[Any], folder: Path) -> dict[Part, TokenWriter]:
@@ -126,12 +184,11 @@ RULE = 1
 
 # White space after the end of a sentence, or white space with a line end in it.
 _AFTER_A_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<!\s)[^\S\n]*\n\s*")
-_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
 class PieceTexts:
-    """Sentences of a document, each of which is tokenized by itself.
+    """Texts of a document, each of which is tokenized by itself: its sentences, or all of it.
 
     The next texts continue the document unless `ends_document`.
     """
@@ -142,11 +199,6 @@ class PieceTexts:
     @property
     def characters(self) -> int:
         return sum(map(len, self.texts))
-
-    @property
-    def contexts(self) -> list[int]:
-        """The tokens of each text that belong to the text before: none."""
-        return [0] * len(self.texts)
 
 
 def cut_sentences(text: str) -> list[str]:
@@ -252,3 +304,8 @@ class DocumentMarks:
         places = np.stack([stops - sizes, stops], axis=1)
         # Row by row, so that marks at one place keep the order of their documents.
         return np.insert(tokens, places[marked], ids[marked]), sizes + marked.sum(axis=1)
+
+
+def document_marks(data: DataConfig, tokenizer: Tokenizer) -> DocumentMarks:
+    """The tokens that each document of text begins and ends with; DataError if the tokenizer lacks one."""
+    return DocumentMarks.of(tokenizer, append_eod=data.append_eod, prepend_bos=data.prepend_bos)

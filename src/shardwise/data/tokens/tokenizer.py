@@ -8,9 +8,8 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from shardwise.base.errors import ConfigError, DataError, listing, see
 from shardwise.base.model_folder import TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data import hub
+from shardwise.data.rows import PairTokens
 from shardwise.data.tokens.tokenizer_files import (
     BEGIN_MESSAGE,
     END_MESSAGE,
@@ -44,17 +44,6 @@ PLAIN_CLASS: Mapping[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 Others take its vocabulary and merges alone, and split text by rules of their own, so that a text may have other ids.
 """
-
-
-@dataclass(frozen=True)
-class PairTokens:
-    """Ids of the special tokens that sentence pairs are made with."""
-
-    pad: int
-    unk: int
-    cls: int
-    sep: int
-    mask: int
 
 
 class Tokenizer:
@@ -200,42 +189,20 @@ class Tokenizer:
         return self.begin_of_text or self._begin_of_document
 
     def encode_rows(
-        self, texts: list[str], *, contexts: Sequence[int] | None = None, literally: bool = False
+        self, texts: list[str], *, literally: bool = False
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """The ids of all texts one after another, nothing added, and the number of ids of each; encoded on all cores.
 
         Args:
-            contexts: number of tokens at the beginning of each text that are left out; None if none are.
             literally: True if the name of a special token, such as "[SEP]", is text like any other.
         """
         self._read_special_tokens(literally=literally)
         with self._library_errors():
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        left_out = np.asarray(contexts or [0] * len(texts), dtype=np.int64)
-        sizes = np.fromiter(map(len, encodings), np.int64, len(encodings)) - left_out
+        sizes = np.fromiter(map(len, encodings), np.int64, len(encodings))
         # From an iterator, as lists of Python integers take nine times the memory of the array.
-        ids = chain.from_iterable(
-            encoding.ids[context:] if context else encoding.ids
-            for encoding, context in zip(encodings, left_out.tolist(), strict=True)
-        )
+        ids = chain.from_iterable(encoding.ids for encoding in encodings)
         return np.fromiter(ids, np.int32, int(sizes.sum())), sizes
-
-    @cached_property
-    def neighbours(self) -> frozenset[str] | None:
-        """All pairs of characters next to each other in a token; None if they do not show which ones BPE may join.
-
-        Two characters that are no such pair are never joined within a word. That holds only for tokenizers that split a
-        text into words by single characters; in others a word may begin far from them.
-        """
-        described = json.loads(self._backend.to_str())
-        model = described["model"]
-        if (
-            model["type"] != "BPE"
-            or model["continuing_subword_prefix"]
-            or not _splits_locally(described["pre_tokenizer"])
-        ):
-            return None
-        return frozenset(pair for token in model["vocab"] for pair in map("".join, pairwise(token)))
 
     def byte_counts(self) -> npt.NDArray[np.int64]:
         """UTF-8 bytes of the text that each id stands for, [vocabulary]; 0 for special tokens.
@@ -308,19 +275,6 @@ def _bytes_of_piece(piece: str) -> int:
     """The UTF-8 bytes of the text of a piece of SentencePiece, in which ▁ stands for a space, and <0x0A> for a byte."""
     is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", piece) is not None
     return 1 if is_byte else len(piece.replace(SPACE, " ").encode())
-
-
-def _splits_locally(step: Mapping[str, Any] | None) -> bool:
-    """True if a pre-tokenizer splits a text by looking at two neighbouring characters alone."""
-    if step is None:
-        return True
-    kind = step["type"]
-    if kind == "Sequence":
-        return all(map(_splits_locally, step["pretokenizers"]))
-    if kind == "Split":
-        return len(step["pattern"].get("String", "")) == 1
-    # ByteLevel's own expression looks ahead for white space, and so may an expression of Split.
-    return kind in ("Metaspace", "Digits", "Punctuation") or (kind == "ByteLevel" and not step["use_regex"])
 
 
 def trained_special_tokens(vocab_size: int, *, pairs: bool, chat: bool = False) -> list[str]:

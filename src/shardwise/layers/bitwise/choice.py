@@ -7,7 +7,6 @@ torch's `fully_shard` gives a module another class. Ordinary runs load none of t
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from typing import Any, Protocol, TypeVar, cast
 
 from shardwise.distributed.mesh import Group
@@ -31,9 +30,18 @@ def choose_class(layer: _Layer) -> None:
 @cache
 def bit_equal(ordinary: _Class) -> _Class:
     """Return the bit-equal class of an ordinary one; of a user's subclass one that is bit-equal in what it inherits."""
-    classes: dict[type, _Class] = import_module(f"{__package__}.classes").BIT_EQUAL
+    classes = _bit_equal_classes()
     base = next(base for base in ordinary.__mro__ if base in classes)
     if base is ordinary:
-        return classes[base]
+        return cast(_Class, classes[base])
     # The subclass comes first, so that its methods override and call those of the bit-equal class.
     return cast(_Class, type(f"BitEqual{ordinary.__name__}", (ordinary, classes[base]), {}))
+
+
+def _bit_equal_classes() -> dict[type, type]:
+    """Return the bit-equal class of each ordinary one."""
+    from shardwise.layers.bitwise import embedding, linear, loss, norm
+
+    modules = (embedding, linear, loss, norm)
+    kinds = [kind for module in modules for name, kind in vars(module).items() if name.startswith("BitEqual")]
+    return {kind.__bases__[0]: kind for kind in kinds}

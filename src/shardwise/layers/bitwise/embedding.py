@@ -73,7 +73,7 @@ class BitEqualLMHead(ParallelLMHead):
     def _loss(self, x: Tensor, targets_SB: Tensor, ignore_index: int, context_group: Group | None) -> Tensor:
         def loss(x: Tensor, targets_SB: Tensor) -> Tensor:
             # The weight is read here, as each part has a view of its own.
-            return self._loss_by(self._used_weight, x, targets_SB, ignore_index)
+            return super(BitEqualLMHead, self)._loss(x, targets_SB, ignore_index, None)
 
         if context_group is None or not context_group.has_parts:
             return loss(x, targets_SB)

@@ -14,7 +14,7 @@ from shardwise.distributed.placement import of_or_whole
 from shardwise.layers.bitwise.part_products import by_part, row_sums
 from shardwise.layers.bitwise.products import Section
 from shardwise.layers.bitwise.replicated import apply_by_part, apply_by_sequence_part, part_views, sequence_parts
-from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm, Sums, factor, has_kernel, rms_norm
+from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm, Sums, has_kernel, one_more, rms_norm
 
 
 class BitEqualRMSNorm(RMSNorm):
@@ -22,7 +22,7 @@ class BitEqualRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         is_cut = self.sequence_parallel_enabled
-        weight = factor(self.weight, unit_offset=self.unit_offset)
+        weight = one_more(self.weight) if self.unit_offset else self.weight
         if has_kernel(x, weight):
             norm = partial(rms_norm, eps=self.eps)
             return apply_by_sequence_part(norm, x, [weight], self.group, sequence_parallel=is_cut)
@@ -66,7 +66,7 @@ class BitEqualQueryKeyNorm(QueryKeyNorm):
         def norm(part: Tensor, shared: Tensor) -> Tensor:
             return rms_norm(part.contiguous(), shared, self.eps)
 
-        weight = factor(weight, unit_offset=self.unit_offset)
+        weight = one_more(weight) if self.unit_offset else weight
         return apply_by_part(norm, x, [weight], self.group.parts, self.group, dim=-2)
 
     def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,6 +76,10 @@ def _in_faster_form(faster: _Form, exact: _Form, count: int, *operands: Tensor, 
     return faster(count, *operands) if _has_equal_bits.get(trial, False) else exact(count, *operands)
 
 
+def _product(at_once: _Form, by_part: _Form, count: int, *operands: Tensor, tries: bool = True) -> Tensor:
+    return at_once(count, *operands) if count == 1 else _in_faster_form(at_once, by_part, count, *operands, tries=tries)
+
+
 def _has_bits_of(exact: _Form, form: _Form, count: int, shapes: _Shapes) -> bool:
     """Return whether two forms give equal bits for random operands of these shapes and strides."""
     generator = torch.Generator(shapes[0][3]).manual_seed(0)
@@ -84,14 +88,14 @@ def _has_bits_of(exact: _Form, form: _Form, count: int, shapes: _Shapes) -> bool
         operands = []
         for shape, stride, dtype, device in shapes:
             operands.append(torch.empty_strided(shape, stride, dtype=dtype, device=device).normal_(generator=generator))
-        wanted = exact(count, *operands)
-        if not torch.equal(form(count, *operands), wanted):
+        exact_result = exact(count, *operands)
+        if not torch.equal(form(count, *operands), exact_result):
             return False
-        compared += wanted.numel() or _COMPARED_ELEMENTS
+        compared += exact_result.numel() or _COMPARED_ELEMENTS
     return True
 
 
-# ---- parts of the outputs: rows of the weight
+# ---- parts of the outputs, which are rows of the weight, or of the inputs, which are its columns
 
 
 def multiply_parts(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, *, trained: bool = True) -> Tensor:
@@ -99,10 +103,8 @@ def multiply_parts(x: Tensor, weight: Tensor, bias: Tensor | None, count: int, *
 
     A training has few numbers of tokens. Without `trained`, where texts of any length come, no form is tried.
     """
-    if count == 1:
-        return linear(x, weight, bias)
     biases = () if bias is None else (bias,)
-    return _in_faster_form(_outputs_at_once, _outputs_by_part, count, x, weight, *biases, tries=trained)
+    return _product(_outputs_at_once, _outputs_by_part, count, x, weight, *biases, tries=trained)
 
 
 def _outputs_at_once(_count: int, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
@@ -116,9 +118,12 @@ def _outputs_by_part(count: int, x: Tensor, *rows: Tensor) -> Tensor:
 
 def weight_gradient_of_rows(dy: Tensor, x: Tensor, count: int) -> Tensor:
     """Return `dyᵀ x` by parts of dy's features: dy `[T, P·w]`, x `[T, I]` → `[P·w, I]`."""
-    if count == 1:
-        return weight_gradient_in_runs(dy, x)
-    return _in_faster_form(_gradient_at_once, _rows_by_part, count, dy, x)
+    return _product(_gradient_at_once, _rows_by_part, count, dy, x)
+
+
+def weight_gradient_of_columns(dy: Tensor, x: Tensor, count: int) -> Tensor:
+    """Return `dyᵀ x` by parts of x's features: dy `[T, O]`, x `[T, P·w]` → `[O, P·w]`."""
+    return _product(_gradient_at_once, _columns_by_part, count, dy, x)
 
 
 def _gradient_at_once(_count: int, dy: Tensor, x: Tensor) -> Tensor:
@@ -129,14 +134,13 @@ def _rows_by_part(count: int, dy: Tensor, x: Tensor) -> Tensor:
     return torch.cat([weight_gradient_in_runs(alone(part), x) for part in dy.chunk(count, dim=1)])
 
 
-# ---- parts of the inputs: columns of the weight
+def _columns_by_part(count: int, dy: Tensor, x: Tensor) -> Tensor:
+    return torch.cat([weight_gradient_in_runs(dy, alone(part)) for part in x.chunk(count, dim=1)], dim=1)
 
 
 def input_gradient_of_columns(dy: Tensor, weight: Tensor, count: int) -> Tensor:
     """Return `dy weight` by parts of the columns: dy `[T, O]`, weight `[O, P·w]` → `[T, P·w]`."""
-    if count == 1:
-        return _inputs_at_once(count, dy, weight)
-    return _in_faster_form(_inputs_at_once, _inputs_by_part, count, dy, weight)
+    return _product(_inputs_at_once, _inputs_by_part, count, dy, weight)
 
 
 def _inputs_at_once(_count: int, dy: Tensor, weight: Tensor) -> Tensor:
@@ -145,17 +149,6 @@ def _inputs_at_once(_count: int, dy: Tensor, weight: Tensor) -> Tensor:
 
 def _inputs_by_part(count: int, dy: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([linear(dy, alone(part).t()) for part in weight.chunk(count, dim=1)], dim=1)
-
-
-def weight_gradient_of_columns(dy: Tensor, x: Tensor, count: int) -> Tensor:
-    """Return `dyᵀ x` by parts of x's features: dy `[T, O]`, x `[T, P·w]` → `[O, P·w]`."""
-    if count == 1:
-        return weight_gradient_in_runs(dy, x)
-    return _in_faster_form(_gradient_at_once, _columns_by_part, count, dy, x)
-
-
-def _columns_by_part(count: int, dy: Tensor, x: Tensor) -> Tensor:
-    return torch.cat([weight_gradient_in_runs(dy, alone(part)) for part in x.chunk(count, dim=1)], dim=1)
 
 
 # ---- sums over parts
@@ -176,7 +169,9 @@ def _sum_in_matmuls(count: int, *operands: Tensor) -> Tensor:
     terms = len(operands) // 2
     sums: list[Tensor] = []
     for number in range(count):
-        parts = _with_dense_weights(operands, number)
+        parts = [operand[number] for operand in operands]
+        # With a weight of odd strides oneDNN takes a thousand times as long.
+        parts[terms:] = map(alone, parts[terms:])
         first = linear(parts[0], parts[terms]) if terms > 1 or number % 2 == 0 else None
         if first is None:
             sums[-1] = _add_linear(sums[-1], parts[0], parts[terms])
@@ -185,16 +180,6 @@ def _sum_in_matmuls(count: int, *operands: Tensor) -> Tensor:
             first = _add_linear(first, x, weight)
         sums.append(first)
     return fold(sums)
-
-
-def _with_dense_weights(operands: Sequence[Tensor], number: int) -> list[Tensor]:
-    """Return a part of xs and of weights, the weights as `alone` has them.
-
-    With a weight of odd strides oneDNN takes a thousand times as long.
-    """
-    terms = len(operands) // 2
-    parts = [operand[number] for operand in operands]
-    return [*parts[:terms], *map(alone, parts[terms:])]
 
 
 def _sum_by_part(count: int, *operands: Tensor) -> Tensor:

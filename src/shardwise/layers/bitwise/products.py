@@ -29,7 +29,7 @@ from shardwise.layers.bitwise.part_products import (
     weight_gradient_of_rows,
 )
 from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, rounded
-from shardwise.layers.matmul import require_width
+from shardwise.layers.matmul import wrong_width
 
 _ALONE = Group()
 """Over which nothing is gathered. A compiler cannot capture the making of a group."""
@@ -77,7 +77,8 @@ def column_products(
     of products are rounded to fp8, and multiplied in their own dtype. With `gathers` x is `[S/g, …]`, which is gathered
     in both passes, and its gradient is complete.
     """
-    require_width(x, weight)
+    if x.shape[-1] != weight.shape[-1]:
+        raise wrong_width(x, weight)
     gathered_over = group if gathers else _ALONE
     # Gradients are switched off within the function.
     trained = torch.is_grad_enabled()
@@ -184,7 +185,8 @@ def row_products(terms: Sequence[tuple[Tensor, Tensor]], group: Group, scaling: 
     `scaling`: as in `column_products`.
     """
     for x, weight in terms:
-        require_width(x, weight)
+        if x.shape[-1] != weight.shape[-1]:
+            raise wrong_width(x, weight)
     xs, weights = zip(*terms, strict=True)
     scales = [] if scaling is None else [scaling.of_weight(weight) for weight in weights]
     arguments = (group.parts, torch.is_grad_enabled(), scaling, len(terms), *xs, *weights, *scales)

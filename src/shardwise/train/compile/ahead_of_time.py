@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from shardwise.base import files
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
 from shardwise.config import Config, Layout
@@ -27,8 +25,8 @@ from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
 from shardwise.train.compile.run_graphs import FOLDER_VARIABLE, compiled_files, compiler_folder
 from shardwise.train.compile.units import HEAD, check_backend
 
-_SHOWN = 3
-"""Lines of a failure's output that the user reads at once; its log has all."""
+_SHOWN = 20
+"""Last lines of a failure's output that the user reads."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class GraphOutcome:
     Attributes:
         seconds: time of the compilation.
         entry: graph in the cache; None where it was only captured, or failed.
-        problem: reason of the failure, and the file with all output; None without one.
+        problem: reason of the failure; None without one.
     """
 
     facts: Facts
@@ -124,26 +122,21 @@ def _compile(plan: CompilationPlan, facts: Facts, cache: GraphCache, workers: in
             check=False,
         )
         outcome = GraphOutcome(facts, time.perf_counter() - start)
+        if process.returncode:
+            lines = [line for line in process.stdout.splitlines() if line.strip()]
+            problem = "\n".join(lines[-_SHOWN:]) or "it said nothing"
+            if process.returncode < 0:
+                problem = f"its process was killed by signal {-process.returncode}\n{problem}"
+            return replace(outcome, problem=problem)
+        if plan.only_capture:
+            return outcome
         compiled = compiled_files(Path(folder))
         backend = facts["compile.backend"]
-        if process.returncode:
-            lines = [line for line in process.stdout.strip().splitlines() if line.strip()]
-            problem = " ".join(lines[-_SHOWN:]) if lines else "it said nothing"
-            if process.returncode < 0:
-                problem = f"its process was killed by signal {-process.returncode}; {problem}"
-        elif plan.only_capture:
-            return outcome
         # Inductor may write kernels alone, without a whole graph.
-        elif not compiled or (backend == "inductor" and not any("aotautograd" in path.parts for path in compiled)):
+        if not compiled or (backend == "inductor" and not any("aotautograd" in path.parts for path in compiled)):
             problem = f"compile.backend ({backend}) keeps nothing of it that another process can use"
-        else:
-            try:
-                return replace(outcome, entry=cache.store(facts, Path(folder), compiled))
-            except ConfigError as error:
-                return replace(outcome, problem=str(error))
-        log = cache.log_of(facts)
-        with contextlib.suppress(OSError):
-            files.make_folder(log.parent)
-            files.write_atomic(log, process.stdout)
-            problem += f"\nlog: {log}"
-        return replace(outcome, problem=problem)
+            return replace(outcome, problem=problem)
+        try:
+            return replace(outcome, entry=cache.store(facts, Path(folder), compiled))
+        except ConfigError as error:
+            return replace(outcome, problem=str(error))

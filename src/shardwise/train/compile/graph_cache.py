@@ -30,7 +30,6 @@ from shardwise.base import files, parsing
 from shardwise.base.errors import ConfigError
 
 FACTS = "facts.json"
-LOGS = "failed"
 _NAME = re.compile(r"[0-9a-f]{32}\.zip")
 _DAMAGED = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, NotImplementedError)
 _UNREADABLE = (OSError, *_DAMAGED)
@@ -46,11 +45,6 @@ def name_of(unit: str, training: bool) -> str:
 def key_of(facts: Facts) -> str:
     """The name of a graph: 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def differing(a: Facts, b: Facts) -> list[str]:
-    """The keys in which facts differ."""
-    return sorted(key for key in {*a, *b} if a.get(key) != b.get(key))
 
 
 @dataclass(frozen=True)
@@ -94,15 +88,11 @@ class GraphCache:
 
     def entries(self) -> list[CachedGraph]:
         """All graphs, in the order of their last use, the latest first. Files that cannot be read are left out."""
-        paths = sorted(path for path in self.root.glob("*.zip") if _NAME.fullmatch(path.name))
-        entries = [entry for path in paths if (entry := self._entry(path)) is not None]
+        entries = [entry for path in self._paths() if (entry := self._entry(path)) is not None]
         return sorted(entries, key=lambda entry: -entry.used)
 
-    def nearest(self, facts: Facts) -> Facts | None:
-        """The facts of the same unit and mode that differ in the fewest keys from these."""
-        others = [entry.facts for entry in self.entries()]
-        alike = [other for other in others if all(other[key] == facts[key] for key in ("unit", "training"))]
-        return min(alike, key=lambda other: len(differing(facts, other)), default=None)
+    def _paths(self) -> list[Path]:
+        return sorted(path for path in self.root.glob("*.zip") if _NAME.fullmatch(path.name))
 
     def read(self, entry: CachedGraph) -> zipfile.ZipFile | None:
         """The whole file of a graph, in memory; None if it cannot be read. A damaged one is removed."""
@@ -141,7 +131,6 @@ class GraphCache:
         path = self.root / f"{key_of(facts)}.zip"
         with self._writing():
             files.write_atomic(path, content, mode=0o664)
-            self.log_of(facts).unlink(missing_ok=True)
         return CachedGraph(path, facts, len(content), time.time())
 
     def prune(self, most_bytes: float, kept: Iterable[Facts] = ()) -> list[CachedGraph]:
@@ -180,17 +169,13 @@ class GraphCache:
             ) from None
 
     def clean(self) -> tuple[int, int]:
-        """Remove all graphs, logs and parts of files; returns the number of graphs and their bytes."""
+        """Remove all graphs; returns their number and their bytes."""
+        paths = self._paths()
         with self._writing():
-            names = [path for path in self.root.glob("*.zip") if _NAME.fullmatch(path.name)]
-            size = sum(path.stat().st_size for path in names)
-            for path in (*names, *self.root.glob(".*.zip.*.tmp"), *(self.root / LOGS).glob("*.log")):
+            size = sum(path.stat().st_size for path in paths)
+            for path in paths:
                 path.unlink(missing_ok=True)
-        return len(names), size
-
-    def log_of(self, facts: Facts) -> Path:
-        """The path at which `shardwise compile` leaves the output of a compilation that failed."""
-        return self.root / LOGS / f"{key_of(facts)}.log"
+        return len(paths), size
 
     def export(self, target: Path) -> list[CachedGraph]:
         """Write all graphs into one file.
@@ -199,14 +184,11 @@ class GraphCache:
             OSError: it cannot be written.
         """
         entries = self.entries()
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
-                for entry in entries:
-                    archive.write(entry.path, entry.path.name)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+            for entry in entries:
+                archive.write(entry.path, entry.path.name)
+        files.write_atomic(target, packed.getvalue())
         return entries
 
     def take_in(self, source: Path) -> list[CachedGraph]:
@@ -231,11 +213,10 @@ class GraphCache:
     def _entry(self, path: Path) -> CachedGraph | None:
         try:
             with _open(path) as file:
-                facts = _facts(file)
                 status = os.fstat(file.fileno())
+                return CachedGraph(path, _facts(file), status.st_size, status.st_mtime)
         except _UNREADABLE:
             return None
-        return CachedGraph(path, facts, status.st_size, status.st_mtime)
 
 
 def _open(path: Path) -> BinaryIO:

@@ -21,14 +21,12 @@ from shardwise.config import Config, Layout
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import agree, union
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.compile.graph_cache import Facts, GraphCache, differing, name_of
+from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of
 from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
 from shardwise.train.compile.units import CapturedGraph, Compilation
 
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """The environment variable that names the compiler's folder."""
-_SHOWN = 3
-"""Most facts that are listed as different from the nearest graph."""
 
 
 class RunGraphs:
@@ -107,7 +105,15 @@ class RunGraphs:
             entry = self._cache.find(facts)
             archive = None if entry is None else self._cache.read(entry)
             if archive is None:
-                missing.append(_missing(self._cache, facts, is_damaged=entry is not None))
+                reason = (
+                    "with the same keys, threads, device and versions"
+                    if entry is None
+                    else "in a file that can be read"
+                )
+                missing.append(
+                    f"compile: {name_of(facts['unit'], facts['training'])} is not in {self._cache.root} {reason}; "
+                    "`shardwise compile` puts it there"
+                )
             else:
                 archive.extractall(folder)
         return missing
@@ -124,24 +130,27 @@ class RunGraphs:
         graphs = self._compilation.graphs[self._reported :]
         self._reported += len(graphs)
         captured: list[CapturedGraph] = []
-        compiled: set[tuple[int, tuple[str, bool]]] = set()
+        compiled: set[tuple[str, bool]] = set()
+        compiled_here: set[tuple[str, bool]] = set()
         for machine, rank_graphs in collectives.all_gather_objects((self._machine, graphs), self._mesh.world):
             captured += rank_graphs
-            compiled |= {(machine, (graph.unit, graph.training)) for graph in rank_graphs if not graph.is_hit}
+            misses = {(graph.unit, graph.training) for graph in rank_graphs if not graph.is_hit}
+            compiled |= misses
+            if machine == self._machine:
+                compiled_here |= misses
         problem = None
         if compiled and self._config.compile.require_cached:
-            keys = {key for _, key in compiled}
             if self._stores:
-                for key in keys & self._facts.keys():
+                for key in compiled & self._facts.keys():
                     self._cache.remove(self._facts[key])
-            listed = ", ".join(sorted(name_of(*key) for key in keys))
+            listed = ", ".join(sorted(name_of(*key) for key in compiled))
             raise ConfigError(
                 "compile.require_cached (true) allows no compilation, and the cached code did not fit and was removed: "
                 f"{listed}; run shardwise compile again, on a machine like this one"
                 f"{see('training#cached-code-does-not-fit')}"
             )
         if self._stores:
-            problem = self._store({key for machine, key in compiled if machine == self._machine})
+            problem = self._store(compiled_here)
         problems = union([] if problem is None else [problem], self._mesh.world)
         return captured, problems[0] if problems else None
 
@@ -163,21 +172,6 @@ class RunGraphs:
         except ConfigError as error:
             return f"compiled graphs are not kept: {error}"
         return None
-
-
-def _missing(cache: GraphCache, facts: Facts, *, is_damaged: bool) -> str:
-    """The line on a graph that has to be compiled, with facts in which the nearest one of the cache differs."""
-    name = name_of(facts["unit"], facts["training"])
-    remedy = "`shardwise compile` puts it there"
-    if is_damaged:
-        return f"compile: the file of {name} in {cache.root} cannot be read or is damaged; {remedy}"
-    nearest = cache.nearest(facts)
-    if nearest is None:
-        return f"compile: {name} is not in {cache.root}; {remedy}"
-    keys = differing(facts, nearest)
-    listed = [f"{key} is {facts.get(key)} here, and {nearest.get(key)} there" for key in keys[:_SHOWN]]
-    suffix = f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return f"compile: {name} is not in {cache.root}; the nearest graph there differs: {'; '.join(listed)}{suffix}"
 
 
 def compiler_folder() -> tempfile.TemporaryDirectory[str]:

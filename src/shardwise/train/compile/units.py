@@ -34,8 +34,7 @@ from shardwise.distributed.torch_private import (
 )
 from shardwise.layers.dropout import DropoutKey, Place, define_dropout
 from shardwise.layers.loss import ChunkLosses, VocabularyShard, chunk_losses
-from shardwise.layers.matmul import define_linear
-from shardwise.layers.weight_gradients import define_add_product, graph_gradients
+from shardwise.layers.matmul import define_add_product, define_linear, graph_gradients
 from shardwise.models.blocks import Context
 
 BLOCK = "block"

@@ -26,8 +26,8 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
 from shardwise.launch.local import die_with_parent
 from shardwise.layers.linear import weights_of
+from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.layers.units import WeightScales
-from shardwise.layers.weight_gradients import add_without_cast, let_products_add
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
 from shardwise.train.compile.units import HEAD, Compilation, products_add_in_graphs, unit_of_layer

@@ -51,7 +51,6 @@ def test_a_card_has_the_facts_of_the_manifest(tmp_path: Path) -> None:
     [
         (["data.path=/home/me/secret place/corpus.jsonl"], "`corpus.jsonl`"),
         (["data.path=s3://me:hunter2@bucket/a|b?key=1"], "`a_b`"),
-        (["data.blend=[0.5, /data/web, 0.5, /data/code]"], "`web`, `code`"),
         (["data.mixture={web: {path: /data/w, weight: 1}, code: {dataset: python, weight: 1}}"], "`code`, `web`"),
     ],
 )
@@ -67,22 +66,9 @@ def test_what_a_hub_id_names_is_in_the_header(tmp_path: Path) -> None:
     header, text = card(tmp_path, *overrides, base_model="acme/tiny")
     assert (header["base_model"], header["datasets"]) == ("acme/tiny", ["acme/text"])
     assert "| began from | `acme/tiny` |" in text
-
-
-def test_a_name_that_may_be_a_folder_is_no_base_model(tmp_path: Path) -> None:
-    """The folder may be on another machine: that there is none of the name here tells nothing."""
-    header, text = card(tmp_path, "checkpoint.load=runs/base")
+    header, text = card(tmp_path / "folder", "checkpoint.load=runs/base")
     assert "base_model" not in header
     assert "| began from | `base` |" in text
-
-
-def test_models_that_continue_no_text_and_models_of_their_own_code(tmp_path: Path) -> None:
-    header, _ = card(tmp_path / "bert", recipe="bert-tiny")
-    assert header["pipeline_tag"] == "fill-mask"
-    own = {"model": {"family": "package.module:Class", "vocab_size": 9}}
-    folder = write_checkpoint(tmp_path / "own", config=own)
-    header = yaml.safe_load(model_card(Manifest.read(folder)).decode().split("---\n")[1])
-    assert header == {"library_name": "shardwise", "tags": ["shardwise"]}
 
 
 def test_an_export_has_the_card_of_its_checkpoint_or_a_new_one(tmp_path: Path) -> None:

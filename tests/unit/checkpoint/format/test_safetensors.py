@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from shardwise.checkpoint.format.safetensors import StoredTensor, header, parse_header
+from shardwise.checkpoint.format.safetensors import header, parse_header
 from shardwise.checkpoint.storage.root import DamageError, Root
 
 
@@ -52,15 +52,11 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 BAD: dict[str, tuple[Any, str]] = {
     "no object": ([], "x is damaged: its header cannot be used: it is no JSON object"),
     "dtype is no name": ({"a": {**F32, "dtype": "f32 "}}, r"dtype of a \('f32 '\) must be a name such as F32"),
-    "dtype is no text": ({"a": {**F32, "dtype": 3}}, r"dtype of a \(3\) must be a name such as F32"),
     "wrong size": ({"a": {**F32, "shape": [3]}}, "a has 8 bytes, and its shape needs 12"),
     "overlap": ({"a": F32, "b": F32}, r"b begins at byte \d+ and must begin at byte \d+"),
     "hole": ({"a": {**F32, "data_offsets": [4, 12]}}, r"a begins at byte \d+ and must begin at byte \d+"),
     "beyond the end": ({"a": {**F32, "shape": [4], "data_offsets": [0, 16]}}, "its tensors end at byte"),
-    "negative": ({"a": {**F32, "data_offsets": [-8, 0]}}, "the offsets of a must be 2 whole numbers"),
-    "truth": ({"a": {**F32, "shape": [True, 2]}}, "the shape of a must be at most 64 whole numbers"),
     "huge": ({"a": {**F32, "shape": [2**70, 2**70]}}, "the shape of a must be at most 64 whole numbers"),
-    "many dims": ({"a": {**F32, "shape": [1] * 10_000}}, "the shape of a must be at most 64 whole numbers"),
     "escape sequence": ({"\x1b[2J": F32}, "must be printable"),
     "no tensor": ({"a": 3}, "a must be a JSON object"),
 }
@@ -86,11 +82,6 @@ def test_formats_that_no_weight_has_are_no_damage(dtype: str, numbers: int, tmp_
     assert (found.dtype, found.shape, found.stop - found.start) == (dtype, (numbers,), 6 if dtype[:2] == "F6" else 8)
     path.write_bytes(path.read_bytes().replace(dtype.encode(), b"Q" * len(dtype)))
     assert [other.dtype for other in parse_header(Root.of(path)).values()] == ["Q" * len(dtype)]
-
-
-def test_a_good_header_passes(tmp_path: Path) -> None:
-    text = json.dumps({"a": F32}).encode()
-    assert parse_header(stored(tmp_path / "x", text)) == {"a": StoredTensor("F32", (2,), 8 + len(text), 16 + len(text))}
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -15,8 +15,7 @@ from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, PieceEntry, Pieces, TensorEntry
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.verify import non_finite, tiling_problem, verify
-from shardwise.checkpoint.storage.chunks import MIN_CHUNK_BYTES
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import DamageError, Root
 from tests.stored import bfloat16, float32, small_tensors, write_checkpoint
 
 
@@ -43,12 +42,6 @@ def test_a_sound_checkpoint(sound: Root) -> None:
     assert report.bytes == sum(seen) == total
     assert (report.files, report.tensors) == (6, 18)
     assert report.unlisted == []
-
-
-def test_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(StoreError) as caught:
-        verify(Root.of(tmp_path))
-    assert caught.value.missing
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -84,17 +77,6 @@ def test_every_problem_is_listed(copy: Path) -> None:
     assert "model-00001-of-00002.safetensors is damaged: its length" in text
     assert "rank-00000.safetensors is damaged: bytes 0 to" in text
     assert "extra.safetensors holds weights that manifest.json does not list" in text
-
-
-def test_neighbouring_chunks_are_told_together(copy: Path) -> None:
-    file = max(copy.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    assert len(data) > MIN_CHUNK_BYTES
-    data[0] ^= 1
-    data[MIN_CHUNK_BYTES] ^= 1
-    file.write_bytes(data)
-    (problem,) = verify(Root.of(copy)).problems
-    assert "(chunks 0 to 1)" in problem
 
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
@@ -139,7 +121,7 @@ def rewrite(folder: Path, changed: dict[tuple[str, str], tuple[PieceEntry, ...]]
 def test_a_gap_is_found(copy: Path) -> None:
     pieces = Manifest.read(Root.of(copy)).tensors["exp_avg"]["wide.weight"].pieces
     assert len(pieces) > 1
-    rewrite(copy, {("exp_avg", "wide.weight"): pieces[1:]})
+    rewrite(copy, {("exp_avg", "wide.weight"): list(pieces)[1:]})
     assert any("exp_avg/wide.weight leave a gap: they cover" in problem for problem in verify(Root.of(copy)).problems)
     tensors = StoredTensors.of(Root.of(copy))
     shape = tensors.states["exp_avg"]["wide.weight"].shape

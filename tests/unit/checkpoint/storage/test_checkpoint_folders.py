@@ -86,12 +86,6 @@ def test_a_folder_of_another_step_is_not_believed(root: Root) -> None:
     assert problem.endswith("is of step 100, and its folder of step 150")
 
 
-def test_no_folder_no_checkpoints(tmp_path: Path) -> None:
-    assert not list(checkpoints(Root.of(tmp_path / "none")))
-    assert survey(Root.of(tmp_path / "none")) == []
-    assert removable(Root.of(tmp_path / "none"), 1) == ([], [])
-
-
 def test_the_newest_intact_stay(root: Root) -> None:
     remove_all_but(2, root)
     assert names(root) == {
@@ -114,12 +108,6 @@ def test_what_is_kept(root: Root, keep: int | None, every: int | None, gone: lis
     assert [each.step for each in going] == gone
     assert all(each.bytes > 0 for each in going)
     assert all(each.folder.exists() for each in going), "asking removes nothing"
-
-
-def test_nothing_intact_nothing_removed(root: Root) -> None:
-    for step in range(100, 600, 100):
-        (root / step_name(step) / MANIFEST).remove()
-    assert removable(root, 1) == ([], [])
 
 
 def test_what_may_be_intact_stays(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,14 +64,6 @@ def test_renames_and_removals(root: Root) -> None:
     assert root.names() == []
 
 
-def test_what_failed_leaves_nothing_behind(root: Root) -> None:
-    root.make()
-    file = (root / "a").open()
-    file.write(b"part")
-    file.abandon()
-    assert root.names() == []
-
-
 def test_what_is_missing_is_told(root: Root) -> None:
     for action in ((root / "a").size, (root / "a").read):
         with pytest.raises(StoreError, match=r"runs/a cannot be read: ") as caught:
@@ -93,30 +85,11 @@ def test_removal_does_not_follow_links(tmp_path: Path) -> None:
     assert (kept / "file").read_text() == "stays"
 
 
-def test_a_link_to_a_folder_is_one(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/file").write_text("x")
-    (tmp_path / "latest").symlink_to("run")
-    latest = Root.of(tmp_path / "latest")
-    assert latest.is_folder()
-    assert latest.names() == ["file"]
-    assert latest.files() == {"file": 1}
-
-
 def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     """It would be waited for without end."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(StoreError, match="pipe cannot be read: it is no file"):
         Root.of(tmp_path / "pipe").size()
-
-
-def test_paths_are_shown_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    root = Root.of("runs/x")
-    assert str(root / "checkpoints") == "runs/x/checkpoints"
-    assert (root / "checkpoints").local() == tmp_path / "runs/x/checkpoints"
-    assert root.free_bytes() is not None
-    assert Root.of("memory://x").free_bytes() is None
 
 
 def test_a_full_disk_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +102,6 @@ def test_a_full_disk_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(StoreError) as caught:
         file.close()
     file.abandon()
-    assert caught.value.out_of_space
     text = str(caught.value)
     assert text.startswith(f"{tmp_path}/a cannot be written: the disk is full; it needs 3.0 MiB (3,145,728 bytes)")
     assert re.search(r"; it needs 3\.0 MiB .*, free is .*: make room on that disk", text)
@@ -160,10 +132,9 @@ def test_a_disk_that_fills_up_on_the_way_says_so(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "fsync", full)
     file = (Root.of(tmp_path) / "a").open()
     file.write(bytes(1000))
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(StoreError, match="the disk is full"):
         file.write(bytes(1000))
     file.abandon()
-    assert caught.value.out_of_space
     assert len(calls) == 1, "the second window must not be written once the first has failed"
     assert list(tmp_path.iterdir()) == []
 
@@ -177,22 +148,6 @@ def test_no_name_leads_out_of_a_place(root: Root, name: str) -> None:
 def test_a_log_in_is_not_shown() -> None:
     assert str(Root.of("memory://host/x?sig=5ecret&y=1")) == "memory://host/x?(redacted)"
     assert str(Root.of("memory://me:word@host/x") / "y") == "memory://(redacted)@host/x/y"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_is_closed_is_told(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(StoreError, match="a cannot be written: Permission denied"):
-        (Root.of(tmp_path) / "a").write(b"x")
-
-
-def test_a_file_in_a_folders_place(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    inside = Root.of(tmp_path / "file") / "step"
-    assert not inside.exists()
-    assert inside.names() == []
-    with pytest.raises(StoreError, match="file/step cannot be made: Not a directory"):
-        inside.make()
 
 
 def test_a_scheme_that_nobody_knows() -> None:

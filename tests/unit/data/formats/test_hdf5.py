@@ -274,7 +274,7 @@ def test_other_families_are_refused(folder: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "text"), [("none_*.hdf5", "names no file that exists"), (".", "must hold shards")])
+@pytest.mark.parametrize(("name", "text"), [("none_*.hdf5", "names no shards"), (".", "names no shards")])
 def test_a_path_without_shards_is_refused(name: str, text: str, tmp_path: Path) -> None:
     path = str(tmp_path / name)
     assert refusal(config(path, format="hdf5"), tmp_path).startswith(f"data.path ({path}) {text}")
@@ -291,22 +291,11 @@ def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         prepare(config(str(tmp_path)), tmp_path / "cache")
     text, truncated, link, damaged = caught.value.problems
-    assert text == f"{tmp_path}/a_training_0.hdf5 must be an HDF5 file, and it is not: leave it out, or copy it again"
-    assert truncated.startswith(f"{tmp_path}/a_training_1.hdf5 cannot be opened (")
-    assert "truncated file" in truncated
-    assert truncated.endswith("): it is damaged, copy it again")
+    for number, said in enumerate((text, truncated)):
+        assert said.startswith(f"{tmp_path}/a_training_{number}.hdf5 must be an HDF5 file, and it is none or damaged (")
     assert link == f"{tmp_path}/a_training_2.hdf5 cannot be read: No such file or directory"
     assert damaged.startswith(f"{tmp_path}/a_training_3.hdf5 cannot be read (")
     assert damaged.endswith("): it is damaged, copy it again")
-
-
-def test_many_problems_are_counted(tmp_path: Path) -> None:
-    for number in range(9):
-        write(tmp_path / f"a_training_{number}.hdf5", arrays(2, length=32))
-    with pytest.raises(DataError) as caught:
-        prepare(config(str(tmp_path)), tmp_path / "cache")
-    assert len(caught.value.problems) == 6
-    assert caught.value.problems[-1] == f"4 more of the shards of data.path ({tmp_path}) are wrong too"
 
 
 def test_the_length_is_that_of_the_shards(tmp_path: Path) -> None:
@@ -321,14 +310,10 @@ def test_the_length_is_that_of_the_shards(tmp_path: Path) -> None:
     ("key", "place", "value", "text"),
     [
         ("input_ids", (6, 3), 300, "input_ids[3] (300) must be in 0 … 299: set model.vocab_size"),
-        ("input_ids", (6, 3), -1, "input_ids[3] (-1) must be in 0 … 299"),
-        ("masked_lm_ids", (6, 0), 301, "masked_lm_ids[0] (301) must be in 0 … 299"),
         ("masked_lm_positions", (6, 0), 16, "masked_lm_positions[0] (16) must be in 0 … 15"),
         ("masked_lm_positions", (6, 0), 4, "masked_lm_positions must name each position once, and 4 occurs twice"),
-        ("input_mask", (6, 2), 2, "input_mask[2] (2) must be in 0 … 1"),
         ("input_mask", (6, slice(None)), 0, "input_mask must be 1 for a token or more"),
         ("segment_ids", (6, 5), 2, "segment_ids[5] (2) must be in 0 … 1: set model.type_vocab_size"),
-        ("next_sentence_labels", (6,), 3, "next_sentence_labels (3) must be in 0 … 1"),
     ],
 )
 def test_a_value_that_no_model_reads_is_named_when_it_is_read(
@@ -351,19 +336,9 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[chunk.byte_offset : chunk.byte_offset + 8] = b"\xff" * 8
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.hdf5: rows 0 to 199 cannot be read \(.*\): the file is damaged, copy it"):
+    with pytest.raises(DataError, match=r"a\.hdf5 cannot be read \(.*\): it is damaged, copy it"):
         all_of(str(path))
     assert not list((tmp_path / "cache" / "shards").glob("*")), "a part of it is left in the cache"
-
-
-def test_parts_without_a_sample_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.hdf5", arrays(3))
-    assert refusal(config(path, eval_every=1), tmp_path / "cache") == (
-        f"the evaluation part of data.path {path} (0 of 3 samples at data.split=95,5) must hold at least one: give "
-        "more shards or another split"
-    )
-    data = opened(config(path, eval_every=1), tmp_path / "cache", any_size=True)
-    assert make_batches(config(path), data, "eval") is None
 
 
 def test_without_h5py_one_sentence_says_how_to_get_it(

@@ -246,43 +246,6 @@ def test_sentence_pairs_of_split_sentences(tmp_path: Path) -> None:
     assert batch.counts[1] == 6
 
 
-def test_all_that_is_wrong_at_once(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "data")
-    (tmp_path / "data.bin").write_bytes(b"\x00" * 10)
-    chosen = config("bert", blend=[1, prefix, 1, str(tmp_path / "none")])
-    chosen = chosen.model_copy(update={"log": chosen.log.model_copy(update={"sample_prompt": "The"})})
-    with pytest.raises(DataError) as caught:
-        prepare(chosen, tmp_path / "cache")
-    tokens_alone = f"needs data.tokenizer, as data.blend {prefix} + {tmp_path / 'none'} holds tokens alone: name what"
-    for problem, text in zip(
-        caught.value.problems,
-        (
-            f"model.family (bert) {tokens_alone} made them, for its [CLS], [SEP], [MASK] and [PAD]",
-            f"log.sample_prompt ('The') {tokens_alone} made them",
-            f"{prefix}.bin (10 bytes) must have 800 bytes, as data.idx says",
-            f"{tmp_path / 'none'}.bin does not exist",
-            f"{tmp_path / 'none'}.idx does not exist",
-        ),
-        strict=True,
-    ):
-        assert problem.startswith(text)
-
-
-def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, tokenizer: str) -> None:
-    chosen = config(path=write(tmp_path / "data"), tokenizer=tokenizer)
-    small = chosen.model_copy(update={"model": chosen.model.model_copy(update={"vocab_size": 270})})
-    with pytest.raises(DataError, match=r"data\.tokenizer .* \(280\) must be at most model\.vocab_size \(270\)"):
-        prepare(small, tmp_path / "cache")
-
-
-def test_ends_of_documents_that_nothing_tells_are_refused_before_a_run_begins(tmp_path: Path) -> None:
-    path = write(tmp_path / "a")
-    needs = r"data\.eod_mask_loss \(true\) needs the id of the token that ends a document: set data\.eod_token"
-    with pytest.raises(DataError, match=needs):
-        prepare(config(path=path, eod_mask_loss=True), tmp_path)
-    assert prepare(config(path=path, eod_mask_loss=True, eod_token=1), tmp_path)
-
-
 def test_too_few_documents_are_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "data", 2)
     with pytest.raises(DataError) as caught:
@@ -296,12 +259,3 @@ def test_too_few_documents_are_refused(tmp_path: Path) -> None:
     assert make_batches(config(), data, "train") is None
     assert make_evaluation(config(), data, "test") is None
     assert make_batches(config(), replace(data, parts={"eval": ()}, weights=()), "eval") is None
-
-
-def test_text_has_no_test_part(tmp_path: Path) -> None:
-    text = r"data\.split \(8,1,1\) must be two weights, .*, where data\.dataset \(tiny\) is text: only Megatron data, "
-    with pytest.raises(DataError, match=text):
-        prepare(config(dataset="tiny", split="8,1,1"), tmp_path / "cache")
-    data = prepare(config(dataset="tiny"), tmp_path / "cache")
-    assert data.count("test") == 0
-    assert make_evaluation(config(dataset="tiny"), data, "test") is None

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.base.errors import ConfigError, DataError
-from shardwise.config import Config, check_layout, config_from
-from shardwise.data.describe import glance
+from shardwise.base.errors import DataError
+from shardwise.config import Config, config_from
 from shardwise.data.formats.common import PreparedData, make_batches, make_evaluation
 from shardwise.data.open_data import prepare
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
@@ -159,19 +158,6 @@ def test_an_evaluation_has_every_token_and_a_blend_every_data_set(at: Path, tmp_
     assert sorted(piece for part in parts for piece in documents_in(part)) == expected([*TEXTS, *TEXTS[:20]], at)
 
 
-@pytest.mark.parametrize("kind", ["text", "megatron"])
-def test_a_dry_run_tells_what_the_cache_has(
-    kind: str, at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
-    settings = config(**{"text": {"dataset": "tiny"}, "megatron": {"path": str(at / "all")}}[kind])
-    row = dict(glance(settings).rows)["data"]
-    assert row.endswith("; its documents are packed by best fit when the run starts")
-    data = prepare(settings)
-    row = dict(glance(settings).rows)["data"]
-    assert row.endswith(data.summary[data.summary.index("; packed by best fit: ") :])
-
-
 KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "attention": (
         {"path": "x", "reset_attention_mask": False},
@@ -203,35 +189,18 @@ KEYS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_keys_that_do_not_go_with_it(key: str) -> None:
-    given, problem = KEYS[key]
-    with pytest.raises(ConfigError) as refusal:
-        check_layout(config(**given), 1)
-    assert refusal.value.problems == [problem]
-
-
 def test_data_without_ends_of_documents_are_refused(at: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(" ".join(TEXTS))
     path = str(tmp_path / "one.txt")
     with pytest.raises(DataError) as refusal:
         prepare(config(path=path, tokenizer=str(at / "tokenizer")), tmp_path)
-    (problem,) = refusal.value.problems
     end = Tokenizer.load(at / "tokenizer").end_of_document_id
-    assert problem == (
-        f"the training part of data.path ({path}) must have the token that ends a document (id {end}), as data.packing "
-        "(best_fit) packs documents: give text of several documents, such as JSON lines, name the token of data that "
-        "are tokens by data.eod_token, or set data.packing=cut"
-    )
+    assert f"must have the token that ends a document (id {end}), as data.packing (best_fit)" in str(refusal.value)
     write_rows(tmp_path / "rows", at)
-    with pytest.raises(DataError) as refusal:
+    with pytest.raises(
+        DataError, match=r"^data\.packing \(best_fit\) needs the id of the token that ends a document: set "
+    ):
         prepare(config(path=str(tmp_path / "rows")), tmp_path)
-    assert refusal.value.problems == [
-        "data.packing (best_fit) needs the id of the token that ends a document: set data.eod_token, or data.tokenizer "
-        "to the one that made the data"
-    ]
-    with pytest.raises(DataError, match=r"must have the token that ends a document \(id 299\), as data\.packing"):
-        prepare(config(path=str(tmp_path / "rows"), eod_token=299), tmp_path)
     with pytest.raises(DataError) as refusal:
         prepare(config(path=str(at / "one"), split="1,0", length=8), tmp_path)
     (problem,) = refusal.value.problems

@@ -22,7 +22,6 @@ from shardwise.data import cache
 from shardwise.data.formats import text as preparation
 from shardwise.data.formats.common import PreparedData
 from shardwise.data.open_data import prepare
-from shardwise.data.request import DataRequest
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 
@@ -114,7 +113,7 @@ def test_the_start_says_how_many_documents_are_empty(tmp_path: Path) -> None:
     assert data.fingerprint == prepare(config(), tmp_path / "cache").fingerprint
 
 
-def test_an_evaluation_opens_what_the_training_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_opens_what_the_training_prepared(tmp_path: Path) -> None:
     """It names the tokenizer that was trained, and its tokens are those that it would prepare itself."""
     built: list[str] = []
     trained = prepare(config(), tmp_path / "cache", announce=built.append)
@@ -126,9 +125,6 @@ def test_an_evaluation_opens_what_the_training_prepared(tmp_path: Path, monkeypa
     itself = prepare(named, tmp_path / "other")
     assert itself.fingerprint == trained.fingerprint
     assert np.array_equal(itself.tokens["eval"], evaluated.tokens["eval"])
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    assert preparation.held_out(DataRequest.of(named)).tokens == len(evaluated.tokens["eval"])
-    assert preparation.held_out(DataRequest.of(config(split="90,10"))).tokens is None
 
 
 def test_fault_13_equal_text_is_equal_data_wherever_and_beside_what_it_lies(tmp_path: Path) -> None:
@@ -307,12 +303,6 @@ def test_too_little_text_says_how_much_is_needed(tmp_path: Path) -> None:
         assert problem.startswith(f"the {part} part of data.path {tmp_path}/a.txt (")
         assert "must be at least one sample of train.sequence_length + 1 (4,001 tokens)" in problem
     assert prepare(sized(270, 1000, 0, path=str(tmp_path / "a.txt")), tmp_path / "cache").vocab_size == 270
-
-
-def test_no_share_for_evaluation(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.split \(1,0\) holds nothing out, and train\.eval_every \(5\)"):
-        prepare(sized(512, 64, 5, split="1,0"), tmp_path)
-    assert len(prepare(config(split="1,0"), tmp_path).tokens["eval"]) == 0
 
 
 def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardwise.config import DataConfig
 from shardwise.data.prepare.from_text import TextJob, convert_text
-from shardwise.data.prepare.outputs import PreparationOutcome
+from shardwise.data.prepare.output import PreparationOutcome
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
 WORDS = ["the", "ring", "of", "keys", "was", "lost", "in", "spring", "and", "a", "song", "went", "with", "it"]

@@ -1,21 +1,26 @@
 """What is made of text: as the formats' readers read it, whatever happens on the way."""
 
+import contextlib
 import dataclasses
 import errno
+import fcntl
 import gzip
 import itertools
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.prepare import disk_room, tokenizing, work_folder
-from shardwise.data.prepare import tokenizing as batches
+from shardwise.config import DataConfig
+from shardwise.data.prepare import disk_room, tokenizing
 from shardwise.data.prepare.from_text import _TextConversion
+from shardwise.data.prepare.output import Output
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
+from shardwise.data.reading.text_sources import open_source
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.unit.data.prepare.jobs import Folder, Told, write_jsonl
@@ -24,11 +29,9 @@ from tests.unit.data.prepare.jobs import Folder, Told, write_jsonl
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Batches of a few documents, each of them durable; pieces that end within a document."""
-    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 400)
+    monkeypatch.setattr(tokenizing, "BATCH_CHARACTERS", 400)
     monkeypatch.setattr(tokenizing, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr("shardwise.data.reading.text_sources.PIECE_CHARACTERS", 150)
-    monkeypatch.setattr("shardwise.data.tokens.windows.MARGINS", (60,))
-    monkeypatch.setattr("shardwise.data.tokens.windows.SHIFT", 13)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 
 
@@ -117,21 +120,33 @@ def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(folder: Folder, mon
         shutil.rmtree(folder.at / "part")
 
 
-def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    saves = 0
-    save = _TextConversion._save
+def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> int:
+    """Begins to prepare `out`, and ends as the 20th document is saved; returns the batches that are done then."""
+    batches = 0
 
-    def dying(self: _TextConversion, progress: Any) -> None:
-        nonlocal saves
-        save(self, progress)
-        saves += 1
-        if saves == 8:
-            raise Killed
+    def dying(self: Output, progress: Mapping[str, Any]) -> None:
+        nonlocal batches
+        if error is None or progress["read"]["documents"] <= 20:
+            save(self, progress)
+            batches = progress["read"]["batches"]
+        if progress["read"]["documents"] > 20:
+            raise Killed if error is None else error
 
+    save = Output.save
     with monkeypatch.context() as patch:
-        patch.setattr(_TextConversion, "_save", dying)
-        with pytest.raises(Killed):
+        patch.setattr(Output, "save", dying)
+        with pytest.raises(Killed if error is None else DataError) as caught:
             folder.run(folder.job("out"))
+    if error is not None:
+        assert "cannot be written: No space left on device; what is finished stays in" in str(caught.value)
+    return batches
+
+
+@pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "No space left on device")])
+def test_finished_work_is_not_done_again(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, error: OSError | None
+) -> None:
+    done = cut_off(folder, monkeypatch, error)
     encoded = []
     rows = Tokenizer.encode_rows
     monkeypatch.setattr(
@@ -140,48 +155,24 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
     told = Told()
     folder.run(folder.job("out"), told=told)
     source = _TextConversion(folder.job("x"), print, told.bar).source
-    expected = len(list(batches.text_batches(source, folder.tokenizer, False)))
-    assert len(encoded) - 1 == expected - 8, "one call for the estimate, one for each batch that was not done"
+    expected = len(list(tokenizing.text_batches(source, False)))
+    assert len(encoded) - 1 == expected - done, "one call for the estimate, one for each batch that was not done"
     assert any("continuing after" in line for line in told.lines)
 
 
-def test_a_text_that_changed_meanwhile_is_begun_anew(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_off(folder, monkeypatch, "out")
-    write_jsonl(folder.at / "text.jsonl", ["other beginning", *folder.documents])
+@pytest.mark.parametrize("change", ["text", "tokens", "options"])
+def test_what_changed_meanwhile_is_begun_anew(change: str, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_off(folder, monkeypatch)
     told = Told()
-    folder.run(folder.job("out"), told=told)
-    assert "the text has changed since its preparation began: it starts again from the beginning" in told.lines
-    folder.run(folder.job("fresh"))
+    if change == "text":
+        write_jsonl(folder.at / "text.jsonl", ["other beginning", *folder.documents])
+    elif change == "tokens":
+        (folder.at / ".out.preparing/tokens.sizes").write_bytes(b"")
+    options = {"append_eod": change != "options"}
+    folder.run(folder.job("out", **options), told=told)
+    assert sum(line.endswith("it starts again from the beginning") for line in told.lines) == (change != "options")
+    folder.run(folder.job("fresh", **options))
     assert (folder.at / "out.bin").read_bytes() == (folder.at / "fresh.bin").read_bytes()
-
-
-def test_tokens_that_were_lost_meanwhile_are_made_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_off(folder, monkeypatch, "out")
-    (lost,) = work_folder.WorkFolder(folder.job("out").output).folder.glob("*.sizes")
-    lost.write_bytes(b"")
-    told = Told()
-    folder.run(folder.job("out"), told=told)
-    assert f"{lost} is shorter than it was: it starts again from the beginning" in told.lines
-
-
-def test_another_preparation_that_was_cut_off_is_removed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_off(folder, monkeypatch, "out")
-    folder.run(folder.job("out", append_eod=False))
-    folder.run(folder.job("fresh", append_eod=False))
-    assert (folder.at / "out.bin").read_bytes() == (folder.at / "fresh.bin").read_bytes()
-
-
-def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, output: str) -> None:
-    def dying(self: work_folder.WorkFolder, state: dict[str, Any]) -> None:
-        save(self, state)
-        if state["progress"]["written"]["documents"] > 20:
-            raise Killed
-
-    save = work_folder.WorkFolder.save
-    with monkeypatch.context() as patch:
-        patch.setattr(work_folder.WorkFolder, "save", dying)
-        with pytest.raises(Killed):
-            folder.run(folder.job(output))
 
 
 def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Folder) -> None:
@@ -239,62 +230,49 @@ def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.Mon
     assert not list(folder.at.glob(".*preparing"))
 
 
-def test_what_a_packed_text_takes_is_a_guess_that_refuses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Usage:
-        free = 1000
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage)
-    monkeypatch.setattr(disk_room, "_LEAST", 0)
-    told: list[str] = []
-    disk_room.check_room(10**6, 0, tmp_path / "out", told.append, packed=True)
-    (line,) = told
-    assert "may take 977 KiB, as its text is packed, and 1000 B are free" in line
-    with pytest.raises(DataError, match="make room"):
-        disk_room.check_room(10**6, 0, tmp_path / "out", told.append, packed=False)
+def test_a_text_that_code_makes_or_that_is_packed_has_no_estimate(folder: Folder) -> None:
+    """The sizes of files are what an estimate is made of."""
+    (folder.at / "a.gz").write_bytes(gzip.compress((folder.at / "text.jsonl").read_bytes()))
+    chosen = [{"dataset": "stories"}, {"dataset": "tiny"}, {"path": str(folder.at / "a.gz")}]
+    sources = [open_source(DataConfig(**keys)) for keys in chosen]
+    found = [disk_room.estimate(source, folder.tokenizer, sentences=False) is None for source in sources]
+    assert found == [True, False, True]
 
 
 def test_the_estimate_is_enough(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = []
-    monkeypatch.setattr(disk_room, "check_room", lambda amount, *_, **__: needed.append(amount))
+    monkeypatch.setattr(disk_room, "check_room", lambda amount, *_: needed.append(amount))
     most = 0
-    save = work_folder.WorkFolder.save
+    save = Output.save
 
-    def watched(self: work_folder.WorkFolder, state: dict[str, Any]) -> None:
+    def watched(self: Output, progress: Mapping[str, Any]) -> None:
         nonlocal most
         most = max(most, self.size())
-        save(self, state)
+        save(self, progress)
 
-    monkeypatch.setattr(work_folder.WorkFolder, "save", watched)
+    monkeypatch.setattr(Output, "save", watched)
     folder.run(folder.job("out"))
     assert most <= needed[0] + 20_000 <= 3 * most + 40_000, "headers and the state are not counted"
 
 
-def test_a_full_disk_is_a_sentence_and_loses_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_two_at_once_do_not_meet(folder: Folder, has_locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
 
-        def full(self: work_folder.WorkFolder, state: dict[str, Any]) -> None:
-            if state["progress"]["written"]["documents"] > 20:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            save(self, state)
-
-        save = work_folder.WorkFolder.save
-        patch.setattr(work_folder.WorkFolder, "save", full)
-        with pytest.raises(DataError, match=r"out cannot be written: No space left on device; what is finished stays"):
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    first, second = (Output(folder.at / "out", None, None, {}) for _ in range(2))
+    with first._locked():
+        first.clear()
+        with pytest.raises(ConfigError, match="is being prepared by another process: wait for its end"):
             folder.run(folder.job("out"))
-    told = Told()
-    folder.run(folder.job("out"), told=told)
-    assert any("continuing after" in line for line in told.lines)
-
-
-def test_two_at_once_do_not_meet(folder: Folder) -> None:
-    job = folder.job("out")
-    with (
-        work_folder.WorkFolder(job.output).locked(),
-        pytest.raises(ConfigError, match="is being prepared by another process"),
-    ):
-        folder.run(job)
+    with contextlib.ExitStack() as held:
+        with first._locked():
+            shutil.rmtree(first.folder)  # as when all is published
+            held.enter_context(second._locked())
+        assert second.folder.exists(), "the end of one removes the folder of the next"
+    assert not second.folder.exists()
 
 
 def test_text_without_tokens_is_refused(folder: Folder) -> None:

@@ -46,17 +46,11 @@ def rows_cut(found: Arrays) -> None:
     ("change", "text"),
     [
         (without("masked_lm_ids"), " must have the array masked_lm_ids, and has input_ids, input_mask, masked_lm_"),
-        (
-            cut("next_sentence_labels", slice(5)),
-            ": next_sentence_labels (5 rows) must have as many rows as input_ids (8)",
-        ),
-        (
-            cut("input_mask", slice(None), slice(12)),
-            ": input_mask (12 tokens a row) must have as many tokens a row as ",
-        ),
-        (flat, ": segment_ids (of shape [128]) must have the shape [rows, tokens a row]"),
-        (as_type("input_ids", "f4"), ": input_ids (float32) must hold integers"),
-        (rows_cut, ": input_ids (0 rows) must have 1 or more"),
+        (cut("next_sentence_labels", slice(5)), ": next_sentence_labels (5 rows) must have as many as the other "),
+        (cut("input_mask", slice(None), slice(12)), ": input_mask (12 tokens a row) must have as many as the other"),
+        (flat, ": segment_ids (int32 of shape [128]) must hold integers of shape [rows, tokens a row]"),
+        (as_type("input_ids", "f4"), ": input_ids (float32 of shape [8, 16]) must hold integers"),
+        (rows_cut, ": input_ids (0 rows) must have as many as the other arrays (1), and at least 1: remove the file"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(change: Callable[[Arrays], None], text: str, tmp_path: Path) -> None:
@@ -94,9 +88,7 @@ def test_ragged_rows_are_refused(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         ragged = file.create_dataset("input_ids", (2,), dtype=h5py.vlen_dtype(np.int32))
         ragged[0], ragged[1] = [1, 2], [3]
-    assert f"{path}: input_ids (object) must hold integers, in rows of one length" in refusal(
-        config(path), tmp_path / "cache"
-    )
+    assert f"{path}: input_ids (object of shape [2]) must hold integers" in refusal(config(path), tmp_path / "cache")
     with h5py.File(path, "r+") as file:
         del file["input_ids"]
         file.create_group("input_ids")

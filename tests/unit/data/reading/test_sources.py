@@ -4,11 +4,9 @@ import gzip
 import itertools
 import json
 import os
-import struct
+import sysconfig
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +15,7 @@ from shardwise.base.errors import DataError
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedFile
-from shardwise.data.reading.raw_tokens import RawTokens, is_raw_tokens
+from shardwise.data.reading.raw_tokens import is_raw_tokens
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, TextPiece, open_shard, open_source
 
 
@@ -96,8 +94,9 @@ def test_a_path_is_read_instead_of_a_built_in_text() -> None:
 
 def test_the_python_text_is_sources_and_topics_without_tests() -> None:
     source = open_source(DataConfig(dataset="python"))
-    assert isinstance(source, text_sources.PythonSource)
-    names = [path.relative_to(source.root).as_posix() for path in source.files]
+    assert isinstance(source, text_sources.CodeSource)
+    root = Path(sysconfig.get_path("stdlib"))
+    names = [path.relative_to(root).as_posix() for path in source.files]
     assert names == sorted(names)
     assert {"abc.py", "json/decoder.py"} <= set(names)
     folders = {folder for name in names for folder in name.split("/")[:-1]}
@@ -166,9 +165,7 @@ def test_missing_empty_and_odd_paths(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.path \(none\.txt\) does not exist in /"):
         open_source(DataConfig(path="none.txt"))
     (tmp_path / "empty.txt").touch()
-    assert failure(tmp_path / "empty.txt") == f"{tmp_path}/empty.txt is empty: remove it or put text into it"
-    (tmp_path / "empty.jsonl").write_text("\n\n", encoding="utf-8")
-    assert "empty.jsonl is empty" in failure(tmp_path / "empty.jsonl")
+    assert failure(tmp_path / "empty.txt").startswith(f"{tmp_path}/empty.txt holds no text: it is empty")
     with pytest.raises(DataError, match=r"cannot be read: File name too long|does not exist in /"):  # Python 3.14's
         open_source(DataConfig(path="x" * 300))
     (tmp_path / "folder").mkdir()
@@ -273,63 +270,38 @@ def test_fault_15_a_column_within_another_one(tmp_path: Path) -> None:
     assert read(tmp_path / "b.parquet", text_key="m.body") == ["first", "second"]
 
 
-def test_raw_tokens_in_a_folder_are_told_how_to_convert_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["train.bin", "a.npy", "a.ds"])
+def test_raw_tokens_are_told_how_to_convert_them(name: str, tmp_path: Path) -> None:
     """Small ids are valid UTF-8, and would even be read as text."""
     (tmp_path / "notes.txt").write_text("text")
-    file = tmp_path / "train.bin"
+    file = tmp_path / name
     file.write_bytes(b"\x05\x00\x20\x00")
-    command = f"`shardwise data prepare {file} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx of raw tokens"
-    assert failure(tmp_path) == f"{file} holds raw tokens, not text: {command}"
-    with pytest.raises(DataError) as caught:
-        IndexedFile.open(file)
-    assert str(caught.value).endswith(f"reads train.bin and train.idx together; {command}")
-    (tmp_path / "train.idx").touch()
-    assert failure(tmp_path) == f"{file} holds tokens, not text: name the data by their prefix, {tmp_path / 'train'}"
-
-
-@pytest.mark.parametrize("name", ["a.npy", "a.ds"])
-def test_raw_tokens_of_any_name_are_told_how_to_convert_them(name: str, tmp_path: Path) -> None:
-    np.save(tmp_path / "saved.npy", np.arange(9, dtype=np.uint16))
-    (tmp_path / "saved.npy").rename(tmp_path / name)
-    assert failure(tmp_path) == failure(tmp_path / name)
-    assert f"`shardwise data prepare {tmp_path / name} PREFIX --format megatron` makes" in failure(tmp_path)
-    assert is_raw_tokens(tmp_path / name)
-
-
-def test_chunks_of_samples_are_not_sent_to_the_command_for_raw_tokens(tmp_path: Path) -> None:
-    """A chunk as litdata 0.2.76 writes it: the number of items, where they begin and the last ends, and the items."""
-    for name in ("chunk-0-0.bin", "shard.00000.mds"):
-        file = tmp_path / name
-        file.write_bytes(struct.pack("<I3I5H", 2, 16, 20, 26, *range(5)))
-        said = "it begins with a table of its items, as a chunk of litdata or a shard of streaming does; prepare the"
-        assert failure(tmp_path).startswith(f"{file} holds raw tokens, not text: {said}")
-        with pytest.raises(DataError, match=rf"{name} holds no raw tokens: {said}"):
-            RawTokens.open(file, "uint16")
-        if file.suffix == ".bin":
-            with pytest.raises(DataError, match=said):
-                IndexedFile.open(file)
-        file.unlink()
+    assert is_raw_tokens(file)
+    command = f"`shardwise data prepare {file} PREFIX` makes PREFIX.bin and PREFIX.idx of raw tokens"
+    assert failure(tmp_path) == failure(file) == f"{file} holds raw tokens, not text: {command}"
+    if file.suffix == ".bin":
+        with pytest.raises(DataError) as caught:
+            IndexedFile.open(file)
+        assert str(caught.value).endswith(f"reads train.bin and train.idx together; {command}")
+    file.with_suffix(".idx").touch()
+    assert failure(tmp_path) == f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}"
 
 
 def test_token_ids_in_a_table_are_told_how_to_read_them(tmp_path: Path) -> None:
     rows = [[5, 6, 7], [8, 9]]
     pq.write_table(pa.table({"labels": rows, "input_ids": pa.array(rows, pa.large_list(pa.int32()))}), tmp_path / "a")
     (tmp_path / "b").write_text("".join(json.dumps({"input_ids": row, "id": 1}) + "\n" for row in rows))
-    for name, library in (("a", "parquet"), ("b", "json")):
-        file = tmp_path / name
-        program = f"load_dataset('{library}', data_files='{file}', split='train').save_to_disk('FOLDER')"
+    for file in (tmp_path / "a", tmp_path / "b"):
         for key in ("text", "input_ids"):
             said = failure(file, text_key=key)
-            assert said.startswith(f"{file} holds token ids in 'input_ids', not text: name the folder that `python -c")
-            assert program in said
+            assert said.startswith(f"{file} holds token ids in 'input_ids', not text: name the folder that `save_to_")
 
 
 def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Path) -> None:
-    names = ("README.md", "LICENSE", "_SUCCESS", "_delta_log/0.json", "a.json.crc", "dataset_info.json", ".cache/x")
+    names = ("_SUCCESS", "_delta_log/0.json", "a.json.crc", "dataset_info.json", ".cache/x")
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("about" * name.isupper(), encoding="utf-8")
-    assert failure(tmp_path / "_delta_log").endswith("and the folder has none but 0.json")
+        (tmp_path / name).touch()
     (tmp_path / "LICENSE").write_text("rights", encoding="utf-8")
     (tmp_path / "README.md").write_text("about", encoding="utf-8")
     assert read(tmp_path) == ["rights", "about"], "there is nothing else"
@@ -362,24 +334,17 @@ def test_fault_13_pages_and_programs_beside_rows_are_left_out_and_named(tmp_path
     )
 
 
-@pytest.mark.parametrize("format", ["auto", "jsonl"])
-def test_fault_13_empty_parts_of_a_folder_are_left_out_and_named(format: Any, tmp_path: Path) -> None:
+def test_fault_13_empty_parts_of_a_folder_add_nothing(tmp_path: Path) -> None:
     (tmp_path / "part-0.json").write_text('{"text": "one"}\n', encoding="utf-8")
-    empty = {"part-1.json": b"", "part-2.json.gz": gzip.compress(b""), "part-3.json": b"\n"}
-    for name, content in empty.items():
+    for name, content in {"part-1.json": b"", "part-2.json.gz": gzip.compress(b""), "part-3.json": b"\n"}.items():
         (tmp_path / name).write_bytes(content)
-        assert "is empty: remove it" in failure(tmp_path / name), "a file that is named stays refused"
-    if format == "auto":
-        (tmp_path / "part-4.parquet").touch()
-        for name, texts in (("part-5.parquet", []), ("part-6.parquet", ["two"])):
-            pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / name)
-    source = open_source(DataConfig(path=str(tmp_path), format=format))
+        assert "holds no text: it is empty" in failure(tmp_path / name), "a file that is named stays refused"
+    for name, texts in (("part-5.parquet", []), ("part-6.parquet", ["two"])):
+        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / name)
+    source = open_source(DataConfig(path=str(tmp_path)))
     assert isinstance(source, text_sources.FileSource)
-    assert documents(list(source.pieces())) == (["one", "two"] if format == "auto" else ["one"])
-    assert "left out part-1.json, part-2.json.gz" in source.described()
-    (tmp_path / "part-0.json").unlink()
-    (tmp_path / "part-6.parquet").unlink(missing_ok=True)
-    assert "and the folder has none but part-1.json, part-2.json.gz" in failure(tmp_path, format=format)
+    source.require_text()
+    assert documents(list(source.pieces())) == ["one", "two"]
 
 
 def test_fault_13_a_cached_reading_as_plain_text_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import lzma
-import random
 import sys
 import tarfile
 from collections.abc import Sequence
@@ -76,17 +75,13 @@ def test_bad_gzip(tmp_path: Path) -> None:
     packed = gzipped(jsonl([f"document {number}" for number in range(20_000)]))
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(packed[:-9])
-    assert failure(file) == (
-        f"{file} is cut off: its {len(packed) - 9:,} bytes end before what gzip packed does; fetch or copy it again"
-        f"{see('data#file-cut-off')}"
-    )
-    file.write_bytes(packed[:10] + b"\xff" + packed[11:])
-    assert failure(file).startswith(f"{file} is damaged, gzip cannot unpack it (")
-    file.write_bytes(packed[:-8] + bytes(8))
-    assert "CRC check failed" in failure(file)
+    for damaged in (packed[:-9], packed[:10] + b"\xff" + packed[11:], packed[:-8] + bytes(8)):
+        file.write_bytes(damaged)
+        assert failure(file).startswith(f"{file} is cut off or damaged, gzip cannot unpack it (")
+        assert failure(file).endswith(f"): fetch or copy it again{see('data#file-cut-off')}")
     for empty in (b"", gzipped(b"\n")):
         file.write_bytes(empty)
-        assert failure(file) == f"{file} is empty: remove it or put one JSON object on each line"
+        assert failure(file) == f"{file} holds no text: it is empty, or all of its documents are"
     file.write_bytes(jsonl(TEXTS))
     assert read(file) == TEXTS, "the content decides, and not the name"
 
@@ -105,7 +100,9 @@ def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
         assert [pieces[0].text for _, pieces in read_documents(shard, 0)] == ["a", "b"]
         assert inspect(str(file), 3, {}).notes == [f"{file}: 3 empty documents left out"]
     (tmp_path / "c.jsonl").write_bytes(jsonl(["", ""]))
-    assert failure(tmp_path / "c.jsonl") == f"{tmp_path}/c.jsonl holds no text: all of its documents are empty"
+    assert (
+        failure(tmp_path / "c.jsonl") == f"{tmp_path}/c.jsonl holds no text: it is empty, or all of its documents are"
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,7 @@ def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
         ([1, 2], ": the column 'text' must hold text, not int64 (data.text_key)"),
         ([["a"], ["b"]], ": the column 'text' must hold text, not list<element: string> (data.text_key)"),
         ([b"a", b"b"], ": the column 'text' must hold text, not binary (data.text_key)"),
-        (pa.array([], pa.string()), " is empty: remove it or put rows into it"),
+        (pa.array([], pa.string()), " holds no text: it is empty, or all of its documents are"),
     ],
 )
 def test_bad_rows(texts: Any, says: str, tmp_path: Path) -> None:
@@ -131,11 +128,9 @@ def test_bad_parquet(tmp_path: Path) -> None:
         f"{see('data#no-such-field')}"
     )
     whole = file.read_bytes()
-    for content in (b"", b"text", whole[:-1]):
+    for content in (b"", b"text", whole[:-1], whole[:4] + bytes(300) + whole[304:]):
         file.write_bytes(content)
-        assert failure(file, text_key="body").startswith(f"{file} must be a parquet file, and it is not or is cut off")
-    file.write_bytes(whole[:4] + bytes(300) + whole[304:])
-    assert failure(file, text_key="body").startswith(f"{file} is damaged (")
+        assert failure(file, text_key="body").startswith(f"{file} must be a parquet file, and it is none, cut off or")
     latin = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers())
     write_parquet(file, latin)
     assert failure(file).startswith(f"{file}: row 0, byte 3 of the column 'text' (0xe9) is not UTF-8")
@@ -207,24 +202,20 @@ def test_fault_13_parquet_of_any_name(tmp_path: Path) -> None:
     assert "is a parquet file packed by gzip, and must be" in failure(tmp_path / "a.parquet.gz")
 
 
-RANDOM = random.Random(1).randbytes(4000).translate(None, b"\0")
 NO_TEXT = {
     "a.json": (json.dumps([{"text": "a"}], indent=1).encode(), "JSON without one object on each line"),
     "b.json": (b'["a", "b"]', "JSON without one object on each line"),
     "a.jsonl.gz": (gzipped(b'{\n "text": "a"\n}'), "JSON without one object on each line"),
     "c.json": (b'{"v": 1,\n"rows": [\n {"text": "a"}]}', "JSON without one object on each line"),
     "a.csv": (b"1,a\n", "a table of separated values"),
-    "table.txt": (b"id\tsaid\n1\ta\n2\tb\n", "a table of separated values"),
     "quoted": (b'"id";"text"\r\n1;a\n', "a table of separated values"),
     "tar.gz": (gzipped(archive()), "a tar archive"),
     "a.docx": (b"PK\x03\x04\x14\0", "a zip archive"),
     "a.txt": (b"%PDF-1.7\n", "a PDF document"),
-    "a.bz2": (bz2.compress(b"<mediawiki>"), "XML"),
-    "a.xml": (b"\xef\xbb\xbf<?xml version='1.0'?>", "XML"),
-    "index": (b"\n<!DOCTYPE HTML>", "HTML"),
-    "twice.gz": (gzipped(gzipped(LINES)), "packed twice, by gzip and then by gzip"),
+    "a.bz2": (bz2.compress(b"<mediawiki>"), "XML or HTML"),
+    "index": (b"\n<!DOCTYPE HTML>", "XML or HTML"),
+    "twice.gz": (gzipped(gzipped(LINES)), "binary data"),
     "ids": (b"\x05\0\x20\0\x07\0", "binary data"),
-    "a.jsonl.br": (RANDOM, "binary data"),
 }
 
 
@@ -235,14 +226,6 @@ def test_fault_13_what_is_no_text_is_named_with_a_way_on(name: str, tmp_path: Pa
     said = failure(tmp_path / name)
     assert said.startswith(f"{tmp_path / name} is {kind}")
     assert "must be plain text, JSON lines or parquet: convert or unpack it first, leave it out, or set data." in said
-
-
-def test_fault_13_what_is_no_utf_8_is_placed(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"x" * (1 << 14) + RANDOM)
-    assert f"{tmp_path}/a.txt: byte 16384 (0x" in failure(tmp_path / "a.txt")
-    assert "holds binary data, and must be UTF-8" in failure(tmp_path / "a.txt")
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9 " * 9 + b"\x1a")
-    assert "byte 3 (0xe9) is not UTF-8, and must be UTF-8: convert" in failure(tmp_path / "a.txt")
 
 
 def test_a_conversation_is_told_how_to_read_it(tmp_path: Path) -> None:
@@ -263,10 +246,9 @@ def test_fault_13_prose_that_begins_as_other_kinds_do_is_prose(text: str, tmp_pa
 def test_fault_13_packed_files_that_are_cut_off_or_damaged(codec: str, tmp_path: Path) -> None:
     content = jsonl([f"{number * number}" for number in range(5000)])
     whole = {"xz": lzma.compress, "bz2": bz2.compress}.get(codec, lambda content: packed(content, codec))(content)
-    (tmp_path / "a").write_bytes(whole[:-5])
-    assert "is cut off: its " in failure(tmp_path / "a")
-    (tmp_path / "a").write_bytes(whole[:12] + b"\xff" * 200 + whole[212:])
-    assert "cannot unpack it (" in failure(tmp_path / "a")
+    for damaged in (whole[:-5], whole[:12] + b"\xff" * 200 + whole[212:]):
+        (tmp_path / "a").write_bytes(damaged)
+        assert "is cut off or damaged" in failure(tmp_path / "a")
 
 
 def test_fault_13_zstd_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import Config, check_layout, config_from
+from shardwise.config import Config, config_from
+from shardwise.data.formats.common import document_ends
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches, causal_batch
 from shardwise.data.tokens.tokenizer import train_tokenizer
@@ -78,43 +79,14 @@ def config(**data: Any) -> Config:
 def test_the_token_is_the_tokenizers_unless_it_is_named(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["a b c"], 257, "test")
     tokenizer.save(tmp_path)
-    assert DocumentEnds.of(config().data, tmp_path) is None
+    assert document_ends(config().data, tmp_path) is None
     masked = config(eod_mask_loss=True)
-    assert DocumentEnds.of(masked.data, tmp_path) == DocumentEnds(tokenizer.end_of_document_id, True)
+    assert document_ends(masked.data, tmp_path) == DocumentEnds(tokenizer.end_of_document_id, True)
     named = config(reset_attention_mask=True, eod_token=7)
-    assert DocumentEnds.of(named.data, None) == DocumentEnds(7, reset_attention_mask=True)
+    assert document_ends(named.data, None) == DocumentEnds(7, reset_attention_mask=True)
     with pytest.raises(ConfigError) as caught:
-        DocumentEnds.of(config(reset_position_ids=True).data, None)
+        document_ends(config(reset_position_ids=True).data, None)
     assert caught.value.problems == [
         "data.reset_position_ids (true) needs the id of the token that ends a document: set data.eod_token, or "
         "data.tokenizer to the one that made the data"
     ]
-
-
-@pytest.mark.parametrize(
-    ("family", "data", "problem"),
-    [
-        (
-            "bert",
-            {"eod_mask_loss": True},
-            "data.eod_mask_loss (true) must be false with model.family bert, which masks tokens",
-        ),
-        ("gpt", {"eod_mask_loss": True, "eod_token": 300}, "data.eod_token (300) must be below model.vocab_size (300)"),
-        (
-            "gpt",
-            {"eod_token": 3},
-            "data.eod_token (3) must be left out unless one of data.eod_mask_loss, data.reset_position_ids and "
-            "data.reset_attention_mask is true",
-        ),
-    ],
-)
-def test_what_cannot_be(family: str, data: dict[str, Any], problem: str) -> None:
-    chosen = config(**data)
-    model = chosen.model.model_dump() | {"family": family}
-    if family == "bert":
-        model = {name: model[name] for name in ("family", "vocab_size", "hidden_size", "intermediate_size")}
-        model |= {"num_hidden_layers": 1, "num_attention_heads": 2}
-    changed = config_from(chosen.model_dump(mode="json") | {"model": model})
-    with pytest.raises(ConfigError) as caught:
-        check_layout(changed, 1)
-    assert caught.value.problems == [problem]

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.rows import Sentences
+from shardwise.base.errors import DataError
+from shardwise.data.rows import PairTokens, Sentences
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.order import Draws
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, _Segments
-from shardwise.data.tokens.tokenizer import PairTokens
 from tests.unit.data.samples.test_masking import within
 
 SPECIAL = PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
@@ -295,15 +294,6 @@ def test_a_short_corpus_works(documents: list[list[int]]) -> None:
             inside = chunks.start[index] <= b[0] - FIRST < chunks.end[index]
             assert inside == (label == 0)
             assert chunks.start[index] <= a[0] - FIRST <= a[-1] - FIRST < chunks.end[index]
-
-
-def test_what_makes_no_pairs_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the chunks of 29 tokens \(1\) must be at least 2"):
-        pairs([[20, 20]])
-    with pytest.raises(ConfigError, match=r"train\.sequence_length \(4\) must be in 5 … 65,536"):
-        pairs(many(), length=4)
-    with pytest.raises(ConfigError, match=r"data\.max_predictions \(33\) must be in 1 … train\.sequence_length \(32\)"):
-        pairs(many(), predictions=33)
 
 
 def test_a_masked_position_beyond_the_sequence_is_named() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardwise.data.reading.text_sources import TextPiece
 from shardwise.data.rows import Part, Sentences
-from shardwise.data.samples.sentences import ChunkIndex
+from shardwise.data.samples.sentence_pairs import ChunkIndex
 from shardwise.data.tokens import encoding
 from shardwise.data.tokens.encoding import PieceTexts, cut_sentences, sentence_pieces
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.config import check_layout, data_from, load_config
 from shardwise.data.describe import glance, inspect
 from shardwise.data.formats.common import make_batches
 from shardwise.data.open_data import prepare
@@ -113,7 +112,7 @@ def test_a_begin_of_text_that_only_settings_name(tmp_path: Path) -> None:
         assert Tokenizer.load(folder).begin_of_document == "e", "a stream reads its tokenizer from the export"
 
 
-@pytest.mark.parametrize("keys", [{"append_eod": True}, {"append_eod": False}, {"prepend_bos": True}])
+@pytest.mark.parametrize("keys", [{"append_eod": False}, {"prepend_bos": True}])
 def test_marks_of_what_holds_tokens_are_refused(folder: Folder, keys: dict[str, bool], tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
@@ -128,22 +127,3 @@ def test_marks_of_what_holds_tokens_are_refused(folder: Folder, keys: dict[str, 
             inspect(str(path), 1, keys)
     (problem,) = glance(sized(300, 32, 0, path=str(folder.at / "held"), **keys)).problems
     assert "whose tokens are read as they are" in problem
-
-
-def test_keys_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.append_eod \(false\) must be true with data\.eod_mask_loss \(true\)"):
-        data_from({"dataset": "tiny", "append_eod": False, "eod_mask_loss": True})
-
-
-def test_marks_are_counted_by_a_tokenizer(folder: Folder) -> None:
-    for key, value in (("append_eod", False), ("prepend_bos", True)):
-        with pytest.raises(DataError, match=rf"data\.{key} needs data\.tokenizer, by which tokens are counted"):
-            inspect(str(folder.at / "text.jsonl"), 1, {key: value})
-
-
-def test_marks_of_sentence_pairs_are_refused(folder: Folder) -> None:
-    text = r"data\.append_eod \(true\) must be null with model\.family \(bert\), whose pairs have \[CLS\] and \[SEP\]"
-    with pytest.raises(ConfigError, match=text):
-        check_layout(load_config("bert-tiny", ["data.append_eod=true"]), 1)
-    with pytest.raises(ConfigError, match="--prepend-bos must be left out with --split-sentences"):
-        folder.run(folder.job("wrong", prepend_bos=True, split_sentences=True))

@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import load_config
-from shardwise.data.samples.causal import DocumentEnds
+from shardwise.data.formats.common import document_ends
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
     END_OF_DOCUMENT,
@@ -139,25 +139,8 @@ def test_fault_10_a_tokenizer_may_have_no_end_of_a_document(tmp_path: Path) -> N
         DocumentMarks.of(tokenizer, append_eod=None, prepend_bos=None)
     config = load_config("gpt-tiny", ["data.eod_mask_loss=true", "data.path=x"])
     with pytest.raises(ConfigError, match=r"needs the id of the token that ends a document: set data\.eod_token"):
-        DocumentEnds.of(config.data, tmp_path)
+        document_ends(config.data, tmp_path)
     export_user_tokenizer(str(tmp_path), tokenizer, tmp_path / "export")
     assert special_token_ids(tmp_path / "export") == {"bos_token_id": None, "eos_token_id": None}
     named = json.loads((tmp_path / "export/special_tokens_map.json").read_text(encoding="utf-8"))
     assert named == {}
-
-
-def test_what_cannot_be_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.tokenizer \(no-one/has-it\) must be in the cache of this machine"):
-        open_user_tokenizer("no-one/has-it", 100)
-    with pytest.raises(DataError, match=r"must hold a tokenizer, which is tokenizer\.json, "):
-        open_user_tokenizer(str(tmp_path), 100)
-    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(DataError, match="is not a tokenizer that Hugging Face tokenizers can read"):
-        open_user_tokenizer(str(tmp_path), 100)
-    wordlevel(tmp_path / "tokenizer.json", ["[UNK]", "the"])
-    wordlevel(tmp_path / "tokenizer.json", ["[UNK]", "</s>", "the"])
-    with pytest.raises(DataError, match=r"\(3\) must be at most model\.vocab_size \(2\): set model\.vocab_size=3"):
-        open_user_tokenizer(str(tmp_path), 2)
-    (tmp_path / "tokenizer_config.json").write_text("nonsense", encoding="utf-8")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json cannot be read"):
-        open_user_tokenizer(str(tmp_path), 100)

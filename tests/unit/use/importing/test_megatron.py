@@ -1,6 +1,5 @@
 """Megatron-LM's checkpoints of GPT-2 and Llama, as each of its layouts has them, become the model that they were."""
 
-import argparse
 import enum
 import types
 from collections.abc import Callable
@@ -148,16 +147,6 @@ def test_every_argument_of_another_model_is_listed(tmp_path: Path) -> None:
     ]
 
 
-def test_kinds_of_model_are_named(tmp_path: Path) -> None:
-    _, source = gpt(tmp_path, position_embedding_type="rope")
-    (found,) = problems(write(source, tmp_path / "megatron", "core"))
-    assert found.startswith("ITER: its arguments position_embedding_type (rope), normalization (LayerNorm) and swiglu")
-    assert found.endswith(
-        "learned_absolute, LayerNorm and False, a GPT-2, or rope, RMSNorm and True, a Llama: no other models are "
-        "imported from Megatron-LM"
-    )
-
-
 def test_the_vocabulary_without_padding_must_be_known(shards: Path) -> None:
     (found,) = problems(shards, None)
     assert found.startswith("ITER must say how many of the 64 rows of its embedding are tokens")
@@ -173,25 +162,6 @@ def test_missing_and_foreign_ranks_are_listed(shards: Path) -> None:
         "ITER must have every rank of TP 2 × PP 1: it lacks mp_rank_01",
         "ITER must have the ranks of TP 2 × PP 1 alone: it also has mp_rank_02",
     ]
-
-
-def test_replicas_must_agree(shards: Path) -> None:
-    rewrite(shards, lambda state: layers(state)["layers.1.input_norm.weight"].add_(1))
-    (found,) = problems(shards)
-    assert found.startswith(
-        "ITER: layers.1.input_norm.weight must be the same on every tensor-parallel rank, and differs between rank 0 "
-        "and rank 1"
-    )
-
-
-def test_tied_copies_must_agree(tmp_path: Path) -> None:
-    folder = write(gpt(tmp_path)[1], tmp_path / "megatron", "legacy", tp=2, pp=2)
-    rewrite(folder, lambda state: state["model"]["word_embeddings_for_head"]["weight"].add_(1), "mp_rank_01_001")
-    (found,) = problems(folder)
-    assert found == (
-        "ITER: head.weight must equal word.weight, the model has one weight for both: they differ on tensor-parallel "
-        "rank 1: replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"
-    )
 
 
 def test_all_mismatches_come_at_once(shards: Path) -> None:
@@ -227,33 +197,20 @@ def test_shapes_must_fit_the_arguments(tmp_path: Path) -> None:
     ]
 
 
-def test_files_of_different_checkpoints_are_refused(shards: Path) -> None:
-    rewrite(shards, lambda state: state.update(iteration=200))
-    assert problems(shards) == ["ITER: iteration must be the same in all files: some are of another checkpoint"]
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         (lambda state: state.pop("args"), "must hold the arguments of the training under 'args': they are missing"),
         (lambda state: state.update(model=[1.0]), "ITER must hold the state of a model under model"),
-        (
-            lambda state: state["model"]["language_model"]["embedding"].pop("word_embeddings"),
-            "ITER lacks its word embeddings",
-        ),
-        (
-            lambda state: state.update(checkpoint_version=4.0),
-            "the checkpoint_version of ITER (4.0) must be 0, 1, 2 or 3",
-        ),
+        (lambda state: state.update(checkpoint_version=4.0), "checkpoint_version of ITER (4.0) must be 0, 1, 2 or 3"),
         (lambda state: state.update(model1=state.pop("model")), "must hold 'model', or 'model0', 'model1', …"),
-        (
-            lambda state: setattr(state["args"], "num_layers", 3),
-            "must have as many layers as its num_layers (3), and it has 2",
-        ),
-        (lambda state: setattr(state["args"], "num_attention_heads", 0), "(0) must be a whole number from 1 on"),
+        (lambda state: setattr(state["args"], "num_layers", 3), "as its num_layers (3), and it has 2"),
         (lambda state: setattr(state["args"], "ffn_hidden_size", "48"), "('48') must be a whole number from 1 on"),
         (lambda state: setattr(state["args"], "tensor_model_parallel_size", 2**60), "must be whole numbers, at most"),
-        (lambda state: delattr(state["args"], "hidden_size"), "its arguments must have hidden_size: it is missing"),
+        (
+            lambda state: setattr(state["args"], "position_embedding_type", "rope"),
+            "(rope), normalization (LayerNorm) and swiglu (False) must be learned_absolute, LayerNorm and False, a GPT",
+        ),
     ],
 )
 def test_what_a_file_must_have(tmp_path: Path, change: Callable[[dict[str, Any]], object], text: str) -> None:
@@ -264,34 +221,13 @@ def test_what_a_file_must_have(tmp_path: Path, change: Callable[[dict[str, Any]]
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
-    assert "there is no folder of that name" in problems(tmp_path / "nothing")[0]
     assert problems(tmp_path) == ["FOLDER must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …"]
     (tmp_path / ".metadata").touch()
-    assert problems(tmp_path)[0].endswith(
-        "in a distributed format, so write it again by Megatron-LM with --ckpt-format torch"
-    )
+    assert problems(tmp_path)[0].endswith("write it again by Megatron-LM with --ckpt-format torch")
     (tmp_path / "mp_rank_00_000_000").mkdir()
     assert "is of a model with experts" in problems(tmp_path)[0]
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
-    assert "must hold the number of an iteration or 'release', and it holds 'soon'" in problems(tmp_path)[0]
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     assert problems(tmp_path)[0].startswith("FOLDER/latest_checkpointed_iteration.txt names iteration 7")
-
-
-def test_namespace_is_all_that_args_may_be(tmp_path: Path) -> None:
-    folder = write(gpt(tmp_path)[1], tmp_path / "megatron", "legacy")
-    rewrite(folder, lambda state: state.update(args=vars(argparse.Namespace())), "mp_rank_00")
-    assert "they are missing" in problems(folder)[0]
-
-
-def test_files_that_are_none(shards: Path) -> None:
-    file = shards / "iter_0000100/mp_rank_01/model_optim_rng.pt"
-    torch.save([1, 2], file)
-    assert problems(shards) == ["ITER/mp_rank_01/model_optim_rng.pt must hold a dictionary, as Megatron-LM writes it"]
-    file.unlink()
-    (found,) = problems(shards)
-    assert found.startswith("ITER/mp_rank_01 must hold model_optim_rng.pt or model_")
-    assert found.endswith(", and it holds neither")
 
 
 def test_more_tokens_than_the_model_has_are_refused(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,14 +88,6 @@ def test_files_that_are_none(tmp_path: Path, content: bytes, says: str) -> None:
     assert str(caught.value).startswith(f"{file} {says}")
 
 
-def test_truncated_files_are_told(tmp_path: Path) -> None:
-    file = tmp_path / "state.pt"
-    torch.save({"a": torch.ones(1000)}, file)
-    file.write_bytes(file.read_bytes()[:-500])
-    with pytest.raises(ConfigError, match=r"is truncated: it begins as a zip archive"):
-        pickled.load(file)
-
-
 def test_whatever_bytes_are_wrong_is_told(tmp_path: Path) -> None:
     """Torch's readers have errors of many kinds for them."""
     file = tmp_path / "state.pt"

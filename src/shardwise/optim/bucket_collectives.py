@@ -1,4 +1,6 @@
-"""The sums of gradients over ranks: each bucket once its gradients are complete, in one order on all ranks.
+"""The collectives of buckets: the sums of gradients, and the all-gathers of updated parameters.
+
+Each bucket is reduced once its gradients are complete, in one order on all ranks.
 
 A round reduces each bucket once. It is a step, or, where gradients are reduced in each backward pass, a backward pass
 of a pipeline stage, whose buckets alone take part. A bucket without all of its gradients is reduced at the end of the
@@ -8,13 +10,15 @@ round, so that all ranks call the same collectives, whatever parameters their sa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.distributed import collectives, placement
+from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import after_backward, backward_number
 from shardwise.optim.buckets import Bucket
@@ -159,3 +163,63 @@ class PartialGradients:
                 total = collectives.all_reduce_(torch.cat(views), group)
                 for view, part in zip(views, total.split([v.numel() for v in views]), strict=True):
                     view.copy_(part)
+
+
+class Gathers:
+    """The all-gathers of buckets.
+
+    Each begins once its bucket is updated, so that it runs while the next bucket is. Inside `behind_forward` they also
+    run behind the next forward pass: the call of a unit of the model waits for its parameters.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[Bucket, Pending] = {}
+        self._is_late = False
+
+    def run(self, buckets: Iterable[Bucket]) -> None:
+        """Start the gather of each bucket as soon as it is updated; wait for all, unless inside `behind_forward`."""
+        for bucket in buckets:
+            pending = bucket.start_gather()
+            if pending is not None:
+                self._pending[bucket] = pending
+        if not self._is_late:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until all parameters are complete."""
+        while self._pending:
+            self._pending.pop(next(iter(self._pending))).wait()
+
+    @contextmanager
+    def behind_forward(
+        self, units: Mapping[nn.Module, Iterable[nn.Parameter]], buckets: Iterable[Bucket]
+    ) -> Iterator[None]:
+        """Let gathers run behind the next forward pass. Code that reads parameters elsewhere must call `wait` first.
+
+        Args:
+            units: modules, each with the parameters that a call of it reads.
+        """
+        bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        hooks = []
+        for module, parameters in units.items():
+            needed = list(dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of))
+            if needed:
+                # Before other hooks, which may read the parameters.
+                hook = module.register_forward_pre_hook(partial(self._wait_for, needed), prepend=True)
+                hooks.append(hook)
+        self._is_late = True
+        try:
+            yield
+            # Not after an error: another rank may have ended, and would never send its part.
+            self.wait()
+        finally:
+            self._is_late = False
+            self._pending = {}
+            for hook in hooks:
+                hook.remove()
+
+    def _wait_for(self, buckets: list[Bucket], *_: object) -> None:
+        if self._pending:
+            for bucket in buckets:
+                if bucket in self._pending:
+                    self._pending.pop(bucket).wait()

@@ -1,0 +1,36 @@
+"""One rank's part of a training: what its trainer, its evaluations, its passes and its checkpoints share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardwise.config import Config, Layout
+from shardwise.distributed.mesh import Mesh
+from shardwise.optim.zero import ZeroRedundancyOptimizer
+from shardwise.train.feed import Feed
+from shardwise.train.step_record import Progress
+
+if TYPE_CHECKING:
+    from shardwise.pipeline.schedule import Pipeline  # imports torch's compiler, which is slow
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Training:
+    """A training on one rank of a mesh.
+
+    Attributes:
+        feed: micro-batches of this rank, for training and evaluation.
+        pipeline: runs the stages of this rank, where the model is cut into stages.
+    """
+
+    config: Config
+    layout: Layout
+    mesh: Mesh
+    model: nn.Module
+    optimizer: ZeroRedundancyOptimizer
+    feed: Feed
+    progress: Progress
+    pipeline: Pipeline | None = None
