@@ -106,7 +106,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
             f"{devices.name(device)}"
             f"{see('runs#symmetric-memory')}"
         )
-    require_products(config, device)
+    require_products(config.precision.matmul, device)
     if device.type == "cpu":
         return _require_host_memory(config, layout, rank)
     precision = config.precision.resolved(accelerator=True)
@@ -131,13 +131,13 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
     return f"the expected memory ({size(expected.total)}) exceeds the {limit}"
 
 
-def require_products(config: Config, device: torch.device) -> None:
+def require_products(matmul: str | None, device: torch.device) -> None:
     """Check that a device multiplies as `precision.matmul` says.
 
     Raises:
         ConfigError: it does not.
     """
-    if config.precision.matmul is not None and not devices.multiplies_fp8(device):
+    if matmul is not None and not devices.multiplies_fp8(device):
         raise ConfigError(
             f"precision.matmul (fp8) must be left out on {devices.name(device)}, for which shardwise has no products "
             "in fp8: they need an NVIDIA GPU of compute capability 8.9 or higher, such as an H100, or a CPU"

@@ -101,7 +101,7 @@ class Reporter:
         self._waited = {"data": 0.0, "checkpoint": 0.0}
         self._spike = Occurrence(_SPIKE, _SPIKE / 2)
         self._slow = Occurrence(_SLOW, (1 + _SLOW) / 2)
-        self._metrics = MetricsWithCallbacks(run.metrics, config) if rank == 0 else None
+        self._metrics = MetricsWithCallbacks(run.metrics, config.hooks.callbacks) if rank == 0 else None
         self._trackers: ExperimentTrackers | None = None
         self._log: IO[str] | None = None
         self._consoles: list[Console] = []
@@ -311,7 +311,7 @@ class Reporter:
 
     def _warn(self, record: StepRecord) -> None:
         """Warn of a loss that is far off, and of a rank that is slow, once each time that it begins."""
-        if record.step == 1 and (text := mean_text(self.config, record.loss)) is not None:
+        if record.step == 1 and (text := mean_text(self.config.model, self.config.hooks.loss, record.loss)) is not None:
             self.warning(text)
         if self._spike.begins(record.loss_spike):
             self.warning(

@@ -161,7 +161,7 @@ def _open(
     earlier = earlier_run(directory, config)
     stored = None if earlier is None else earlier.config
     run_id = None if earlier is None else earlier.id
-    tracker_notes = require_trackers(config)
+    tracker_notes = require_trackers(config.log.trackers)
     # Before anything is written: a folder that is refused must not look like that of a run.
     checkpoints = find_checkpoints(config, directory, stored, run_id)
     companions = _companions(config, checkpoints, stored, weights, tokenizer)

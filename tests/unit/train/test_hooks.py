@@ -129,7 +129,7 @@ def test_a_callback_stops_by_true_alone(
     monkeypatch.setattr(stop_requests, "request", lambda run, by: asked.append(by))
     with (
         given({"a:b": lambda event: value}),
-        MetricsWithCallbacks(tmp_path / "m.jsonl", make_config(hooks={"callbacks": ["a:b"]})) as m,
+        MetricsWithCallbacks(tmp_path / "m.jsonl", ["a:b"]) as m,
     ):
         m.write({"event": "start"})
     assert bool(asked) == stops
