@@ -41,14 +41,13 @@ from shardwise.train.feed import Feed
 from shardwise.train.hooks import user_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.model_checks import check_axes
-from shardwise.train.observers import Observer
 from shardwise.train.rank_agreement import raised_on_every_rank, versions
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed
 from shardwise.train.saving import Checkpoints, StateHashes, make_stop_check
 from shardwise.train.start import OpenedRun
 from shardwise.train.step_record import Progress, StepRecord
-from shardwise.train.trainer import Trainer
+from shardwise.train.trainer import Observer, Trainer
 
 if TYPE_CHECKING:
     from shardwise.pipeline.schedule import Pipeline

@@ -41,7 +41,6 @@ from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.garbage import SteppedCollection
 from shardwise.train.memory import fitted_to_devices, out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
-from shardwise.train.observers import Observer
 from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import (
@@ -55,7 +54,7 @@ from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.start import OpenedRun, open_run
 from shardwise.train.step_record import Progress, StartTotals
 from shardwise.train.trace import Trace
-from shardwise.train.trainer import Trainer
+from shardwise.train.trainer import Observer, Trainer
 
 _EPOCHS_WITHOUT_WARNING = 3
 
@@ -103,7 +102,7 @@ def _train(stage: _OpenedStage) -> str | None:
     """Train to the last step of a stage; returns who asked the run to stop before it."""
     config = stage.opened.config
     trainer = stage.trainer
-    with closing(Trace.of(config.log, trainer.mesh, stage.reporter.run)) as trace, SteppedCollection() as garbage:
+    with closing(Trace(config.log, trainer.mesh, stage.reporter.run)) as trace, SteppedCollection() as garbage:
         observers = [
             Observer(1, lambda *_: garbage.after_step()),
             *build_observers(config, trainer, stage.reporter, stage.checkpoints, stage.graphs),
