@@ -78,17 +78,3 @@ def test_a_trace_of_steps_that_never_come_is_refused() -> None:
     assert (
         check_layout(make_config(train={"steps": 20}, log={"profile": "9:12"}, checkpoint={"resume": 10}), 1).world == 1
     )
-
-
-def test_stop_after_counts_the_steps_of_this_run() -> None:
-    """Of a run that goes on nobody knows its last step before its checkpoints are seen."""
-    config = make_config(train={"steps": 20, "stop_after": 5}, log={"profile": "6:8"})
-    assert check_layout(config, 1).world == 1
-    with pytest.raises(
-        ConfigError, match=r"^log\.profile \(6:8\) must begin .* ends after train\.stop_after \(5\): set log"
-    ):
-        check_layout(config, 1, is_new=True)
-    assert (
-        check_layout(make_config(train={"steps": 20, "stop_after": 5}, log={"profile": "5:8"}), 1, is_new=True).world
-        == 1
-    )
