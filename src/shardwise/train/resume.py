@@ -42,8 +42,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.checkpoint_choice import FoundCheckpoints, goes_back, look_for_checkpoints
 from shardwise.train.reporter import Reporter
-from shardwise.train.saving import STREAM
-from shardwise.train.step_record import Progress
+from shardwise.train.step_record import STREAM, Progress
 from shardwise.train.training import Training
 
 _ALL_DATA = ""
