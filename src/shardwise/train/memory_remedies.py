@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import size
@@ -74,7 +74,7 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     offloads = accelerator and not (optimizer.offload or optimizer.spec.needs_whole_tensors)
     plain_schedule = {"schedule": DEFAULT_SCHEDULE, "virtual_stages": None, "stages": None}
     # Whether a remedy applies, its section and keys, of which the first is told, and the factor of the ranks.
-    rows: list[tuple[bool, str, dict[str, object], int]] = [
+    rows: list[tuple[bool, str, Mapping[str, object], int]] = [
         (micro > 1, "train", {"micro_batch": smaller}, 1),
         (config.recompute != "full" and is_family, "train", {"recompute": "full"}, 1),
         (regathers, "parallel", {"sequence_regather": True}, 1),
