@@ -33,7 +33,6 @@ from shardwise.train.build import (
     build_checkpoints,
     build_memory_copies,
     build_observers,
-    build_reporter,
     build_run_trainer,
 )
 from shardwise.train.checkpoint_choice import goes_back
@@ -161,13 +160,14 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
     with heartbeat.beating(doing), _explained(config, layout, mesh, progress):
         shortage = require_device(neediest, layout, mesh.world.rank, mesh.device)
         opened = open_run(config, layout, mesh, progress, turn.path, recipe)
-        path = opened.folder.directory.path
+        directory = opened.folder.directory
         newest = max((candidate.step for candidate in opened.folder.checkpoints.candidates), default=0)
         if turn.step is None and not config.has_next_step(newest):
-            yield _Turn(stage_after(config, newest), path, newest)
+            yield _Turn(stage_after(config, newest), directory.path, newest)
             return
         # Inside of the reporter too, so that it records the same sentence that the user reads.
-        with build_reporter(opened) as reporter, _explained(config, layout, mesh, progress), ExitStack() as stack:
+        reporter = Reporter(directory, config, layout, mesh.world.rank, device_name=devices.name(mesh.device))
+        with reporter, _explained(config, layout, mesh, progress), ExitStack() as stack:
             progress.phase = "construction of the model"
             trainer = build_run_trainer(opened, reporter)
             if opened.followed is not None:
@@ -178,7 +178,7 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
             resumed = _restore(opened, trainer, reporter, copies)
             if not config.has_next_step(progress.step):
                 # Later checkpoints were damaged, and this one is of an earlier stage.
-                yield _Turn(stage_after(config, progress.step), path, progress.step)
+                yield _Turn(stage_after(config, progress.step), directory.path, progress.step)
                 return
             _begin(opened, trainer, reporter, copies, resumed, turn)
             if shortage is not None:

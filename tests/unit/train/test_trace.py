@@ -28,17 +28,7 @@ def test_a_run_without_a_pipeline(
     config = make_config(train={"steps": 4}, log={"profile": trace, "drift_every": 0, "tensorboard": False})
     layout, mesh = check_layout(config, 1), Mesh(device="cpu")
     run, stream = RunDirectory(tmp_path / "run"), io.StringIO()
-    with Reporter(
-        run,
-        config,
-        layout,
-        0,
-        device_name="cpu",
-        precision=config.precision.resolved(False),
-        parameters=1,
-        memory=None,
-        stream=stream,
-    ) as reporter:
+    with Reporter(run, config, layout, 0, device_name="cpu", stream=stream) as reporter:
         trainer = build_trainer(config, mesh, make_data(), reporter)
         unsaved: Any = SimpleNamespace(flags=None, stopped_by=None)
         with closing(Trace(config.log, mesh, run)) as recording:
