@@ -191,7 +191,6 @@ class Reporter:
             self.config,
             self.layout,
             device_name=self.device_name,
-            precision=self.precision,
             parameters=self.parameters,
             memory=self.memory,
             steps=(done, end),

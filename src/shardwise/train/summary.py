@@ -116,7 +116,6 @@ def start_rows(
     layout: Layout,
     *,
     device_name: str,
-    precision: Precision,
     parameters: int,
     memory: Mapping[str, int],
     steps: tuple[int, int],
@@ -132,6 +131,7 @@ def start_rows(
         epochs: text on how often the training reads its data; empty if that is not known.
     """
     summary = _Summary(config, layout, not device_name.startswith("cpu"))
+    precision = config.precision.resolved(summary.accelerator)
     train = config.train
     steps_before, end = steps
     samples = (config.last_step - config.steps_before) * train.global_batch
