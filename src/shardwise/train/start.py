@@ -158,7 +158,7 @@ def _open(
     directory = RunDirectory(run_path)
     resolved = config.recorded()
     stored = earlier_run(directory, config)
-    notes = require_trackers(config)
+    tracker_notes = require_trackers(config.log.trackers)
     # Before anything is written: a folder that is refused must not look like that of a run.
     checkpoints = find_checkpoints(config, directory, stored)
     companions = _companions(config, checkpoints, stored, weights, tokenizer)
