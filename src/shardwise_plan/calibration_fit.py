@@ -85,7 +85,7 @@ def _values(measurements: Measurements, source: str) -> dict[str, Any]:
     alone = "assumption: not measured, as there was one rank"
     link = {"node_link.gb_per_second": figure(1.0, alone), "node_link.latency_us": figure(100.0, alone)}
     measured = {name: figure(value, source) for name, value in _figures(measurements).items()}
-    values = {
+    values: dict[str, Any] = {
         "name": "A rank of this machine's CPU" if is_cpu else measurements.device,
         "type": "cpu" if is_cpu else "accelerator",
         "matmul_share": figure(1.0, "the rates are already those of matrix products"),
