@@ -6,7 +6,6 @@ one direction; GB are 10^9 bytes. A user's file with `base: h100` takes all othe
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -311,7 +310,7 @@ class Cluster:
     def priced_units(self) -> int:
         """Number of devices, chips or nodes, whichever the price is of; a chip in use is paid as a whole."""
         unit = "device" if self.device.price is None else self.device.price.unit
-        chips = self.nodes * math.ceil(self.per_node / self.device.per_chip)
+        chips = self.nodes * -(-self.per_node // self.device.per_chip)
         return {"device": self.world, "chip": chips, "node": self.nodes}[unit]
 
     @property
@@ -501,7 +500,7 @@ def dump(flat: Mapping[str, Any]) -> str:
     for key, value in flat.items():
         owner, _, name = key.rpartition(".")
         (nested.setdefault(owner, {}) if owner else nested)[name] = value
-    text: str = yaml.safe_dump(nested, sort_keys=False, allow_unicode=True, default_flow_style=None, width=math.inf)
+    text: str = yaml.safe_dump(nested, sort_keys=False, allow_unicode=True, default_flow_style=None, width=10**6)
     return f"# Written by shardwise. Rates are those of one rank and one direction; GB are 10^9 bytes.\n{text}"
 
 

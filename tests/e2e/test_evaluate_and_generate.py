@@ -231,9 +231,6 @@ WRONG: dict[str, tuple[str, str]] = {
     "import weights that are NaN": ("checkpoint import diverged out", f"SOURCE {NOT_FINITE}"),
     "no such folder": ("evaluate ./nowhere", "CHECKPOINT (./nowhere) must be a folder with weights"),
     "hardly any data": ("evaluate bert data.path=short.txt", "must hold at least 2 samples"),
-    "another key": ("evaluate gpt optimizer.lr=1", "optimizer.lr: evaluate reads data.*"),
-    "a key misspelt": ("evaluate gpt train.sequence_lenght=1", "did you mean train.sequence_length?"),
-    "heads": ("evaluate gpt parallel.tensor=3", "parallel.tensor (3) must divide model.num_attention_heads (4)"),
     "tokenizer too large": (
         "evaluate small data.path=own.txt",
         "the vocabulary of the tokenizer small (270) must be at most that of the model in small (61)",
@@ -242,10 +239,8 @@ WRONG: dict[str, tuple[str, str]] = {
     "tasks of bert": ("evaluate bert --tasks a", "--tasks must be left out with model.family bert"),
     "no tokenizer": ("generate mute --prompt a", "mute must hold the model's tokenizer (tokenizer.json, vocab.json"),
     "bert": ("generate bert --prompt a", "must be a causal language model"),
-    "no prompt": ("generate gpt", "one of the arguments --prompt --prompt-file --interactive is required"),
     "no text": ("generate gpt --prompt-file latin.txt", "--prompt-file (latin.txt) must be UTF-8, and byte 2 is not"),
     "a long prompt": ("generate gpt --prompt-file own.txt", "must be at most model.max_position_embeddings (24)"),
-    "temperature": ("generate gpt --prompt a --temperature -1", "--temperature (-1.0) must be at least 0"),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,7 +212,7 @@ class Shards:
         """
         if not self.allow_drift:
             self._refused_drifts.append((name, requirement))
-        elif drift <= (_MOST_DRIFT if are_matrices else sys.float_info.max):
+        elif drift <= _MOST_DRIFT if are_matrices else math.isfinite(drift):
             self._accepted_drifts[name] = drift
         else:
             self._refused_drifts.append((name, f"{requirement} ({drift:.0%} of their norm)"))
