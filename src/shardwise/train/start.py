@@ -172,7 +172,9 @@ def _open(
         batch_note = kept_batch_note(stored, config)
     run_id = directory.id()
     began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
-    folder = RunFolder(directory, run_id, directory.key(), checkpoints, changes, notes, batch_note, began, former_steps)
+    folder = RunFolder(
+        directory, run_id, directory.key(), checkpoints, changes, tracker_notes, batch_note, began, former_steps
+    )
     folder.require_room(config, checkpoint_bytes(config, mesh.device.type != "cpu"))
     # Results of an earlier end would tell readers that this run has ended too.
     directory.set_results_aside()

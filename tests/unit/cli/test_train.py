@@ -481,11 +481,3 @@ def test_fault_21_a_dry_run_takes_each_key(capsys: pytest.CaptureFixture[str]) -
                 accepted[key] = config_from(parse_yaml(out, "dry run"))
                 assert accepted[key] == load_config("llama2-tiny", ["data.dataset=python", override]), override
     assert {"compile.cache_dir", "compile.options", "launch.environment", "launch.sbatch"} <= accepted.keys()
-
-
-def test_nproc_contradicts_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    assert main(["train", "quickstart", "--nproc", "4"]) == 2
-    assert "--nproc (4) must be left out inside a job: its world size is 2" in capsys.readouterr().err
