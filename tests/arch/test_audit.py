@@ -116,7 +116,7 @@ def test_every_answer_is_so(audit: dict[str, Any]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_fault_05_what_compiles_in_a_tutorial_has_an_answer(audit: dict[str, Any]) -> None:
+def test_what_compiles_in_a_tutorial_has_an_answer(audit: dict[str, Any]) -> None:
     compiles = {
         term: row for term, row in rows(audit).items() if re.search("compil|graph|NEURON_CC", term, re.IGNORECASE)
     }

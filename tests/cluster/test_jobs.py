@@ -115,6 +115,7 @@ def survivor(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Submissi
     return job
 
 
+@pytest.mark.slow
 def test_the_curve_is_that_of_a_run_without_interruption(survivor: Submission) -> None:
     losses_ = curve(survivor.run)
     last = max(losses_)

@@ -76,6 +76,7 @@ def test_a_file_of_hosts_has_the_address_of_rank_0_set(slurm: Slurm, tmp_path: P
     assert "may be any of n[1-2]" in ended.err
 
 
+@pytest.mark.slow
 def test_wrong_input_is_told_once_for_all_tasks(slurm: Slurm, tmp_path: Path) -> None:
     ended = shardwise("train", miniature(tmp_path), "parallel.tensor=3", at=tmp_path, program=PAIR, **slurm.variables)
     assert ended.code == 2, ended.err
@@ -141,6 +142,7 @@ def test_processes_of_mpirun_train(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 4
 
 
+@pytest.mark.slow
 def test_two_jobs_of_mpich_on_one_machine(tmp_path: Path) -> None:
     """Its mpiexec names no job, and waits for the other ranks where one has failed."""
     if shutil.which("mpiexec.mpich") is None and not os.environ.get("CI"):

@@ -23,7 +23,7 @@ from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
 from shardwise.verify.canonical_values import canonical_weights, step_with_gradients
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FACTS, FAMILIES, make_config, make_data, uncount
+from tests.dist.training import FACTS, FAMILIES, make_config, make_data, sizes, uncount
 
 EVAL_BATCHES = 2
 STEPS = 2
@@ -370,16 +370,11 @@ class Measured:
 
 
 def configuration(cell: Cell) -> Config:
-    sizes = {
-        "vocab_size": 131,  # odd: the vocabulary is padded at every degree
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": cell.layers,
-        "num_attention_heads": 8,
-        "max_position_embeddings": 16,
-        "initializer_range": 0.05,
-    }
-    model = sizes | (FAMILIES | FACTS)[cell.family] | (VARIANTS[cell.family] if cell.variant else {})
+    model = (
+        sizes(layers=cell.layers, spread=0.05)
+        | (FAMILIES | FACTS)[cell.family]
+        | (VARIANTS[cell.family] if cell.variant else {})
+    )
     if cell.family == "smollm3":
         model["no_rope_layers"] = [1, 0] * (cell.layers // 2)
     data = {"eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True, "eod_token": END}

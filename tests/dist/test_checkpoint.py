@@ -29,7 +29,7 @@ from tests.dist.checkpoints import (
     step_folder,
 )
 from tests.dist.dense import run as on_ranks
-from tests.dist.training import FACTS, make_config
+from tests.dist.training import FACTS, make_config, sizes
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 COLLECTIVES_WAIT = 59.0
@@ -157,10 +157,7 @@ def test_resume_at_the_same_layout_is_exact(case: str, ranks: Any, tmp_path: Pat
     assert not differences(resumed.state, whole.at_end), "state at the end"
 
 
-DEEP: dict[str, Any] = {
-    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "max_position_embeddings": 16,
-}  # fmt: skip
+DEEP = sizes(131, 32, 64, layers=4, heads=4)
 OF_BLOCKS: dict[str, dict[str, Any]] = {
     "gpt": {"model": DEEP | {"family": "gpt", "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}},
     "llama": {"model": DEEP | {"family": "llama", "num_key_value_heads": 2}},

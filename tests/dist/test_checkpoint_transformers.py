@@ -9,17 +9,9 @@ import torch
 from tests.dist.checkpoints import load, make_trainer, run, step_folder
 from tests.dist.dense import run as on_ranks
 from tests.dist.test_checkpoint import config_of
-from tests.dist.training import FACTS, FAMILIES
+from tests.dist.training import FACTS, FAMILIES, sizes
 
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 32,
-    "initializer_range": 0.2,
-}
+SIZES = sizes(positions=32, spread=0.2)
 LAYOUTS = {
     "one process": (1, 1, False, 1, 1),
     "TP 2 + SP": (2, 2, True, 1, 1),

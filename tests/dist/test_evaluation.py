@@ -18,19 +18,12 @@ from shardwise.pipeline.stages import build_stages
 from shardwise.train.evaluation import Evaluation, evaluate
 from tests.dist.dense import fill, mesh, run
 from tests.dist.own_models import Dropping
-from tests.dist.training import FAMILIES, make_config, make_data
+from tests.dist.training import FAMILIES, make_config, make_data, sizes
 
 LENGTH, VOCABULARY = 16, 131
 BYTES = np.arange(VOCABULARY) % 7
 """Bytes of each id's text."""
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-}
+SIZES = sizes(VOCABULARY, 32, 48, heads=4, positions=32)
 MODELS: dict[str, dict[str, Any]] = {
     **{name: SIZES | family for name, family in FAMILIES.items()},
     "own": {"family": "tests.dist.own_models:Dropping", "vocab_size": VOCABULARY},

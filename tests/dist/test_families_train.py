@@ -8,17 +8,9 @@ import torch
 from shardwise.config import Config
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FAMILIES, make_config, make_data, train
+from tests.dist.training import FAMILIES, make_config, make_data, sizes, train
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 131,  # odd: the vocabulary is padded at every degree
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 16,
-    "initializer_range": 0.05,
-}
+SIZES = sizes(heads=4, spread=0.05)
 DROPOUT: dict[str, dict[str, float]] = {
     "llama": {"attention_dropout": 0.1},
     "gpt": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "ffn_dropout": 0.1},

@@ -17,7 +17,7 @@ from shardwise.models.llama import Llama
 from shardwise.pipeline.stages import build_stages
 from shardwise_use.generation import Sampler, generate, open_reader
 from tests.dist.dense import fill, mesh, run
-from tests.dist.training import make_config
+from tests.dist.training import make_config, sizes
 from tests.hugging_face import VOCABULARY, described, save
 
 CASES = ("llama", "llama-tied", "qwen3", "olmo2", "smollm3", "gemma3", "gpt", "neox", "neox-tied")
@@ -132,10 +132,7 @@ def test_a_seed_gives_one_text_at_any_layout(case: str, ranks: Any) -> None:
         assert run(ranks, tp, drawn, path, tp, 7) == [wanted] * tp
 
 
-DEEP: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "max_position_embeddings": 48, "initializer_range": 0.3,
-}  # fmt: skip
+DEEP = sizes(VOCABULARY, 32, 48, layers=4, heads=4, positions=48, spread=0.3)
 PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline": 2}),
     "pp2-tp2-sp": (4, {"pipeline": 2, "tensor": 2, "sequence": True}),

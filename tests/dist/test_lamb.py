@@ -16,17 +16,10 @@ from shardwise.models.build import build_model
 from shardwise.train.build import decay_groups
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random
-from tests.dist.training import make_config
+from tests.dist.training import make_config, sizes
 
 DECAY, STEPS = 0.1, 4
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,  # odd: the vocabulary is padded at every degree
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 24,
-}
+SIZES = sizes(61, 32, 48, heads=4, positions=24)
 LLAMA = SIZES | {"family": "llama", "num_key_value_heads": 2}  # fewer than 4 ranks: copied K/V heads
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,

@@ -213,7 +213,7 @@ def refusal(sound: Path, damaged: Path) -> list[str]:
     try:
         load_hugging_face(model, config.model, mesh, damaged if last else sound)
     except ConfigError as error:
-        return error.problems
+        return [problem.replace(str(damaged), str(sound)) for problem in error.problems]
     return []
 
 

@@ -196,23 +196,6 @@ def test_gradients_may_be_asked_for_in_two_passes(tp: int, sequence: bool, ranks
     check(run(ranks, tp, in_two_passes, tp, sequence))
 
 
-def with_other_incoming_gradients(tp: int) -> dict[str, float]:
-    """Backward passes with other incoming gradients, 0 among them; the last one lets go of the graph."""
-    case, errors = Case(tp, False, 13), {}
-    loss = case.loss(100)
-    for factor in (3.0, 0.0, -0.5, 1.0):
-        incoming = torch.tensor(factor * case.scale)
-        found = torch.autograd.grad(loss, (case.x, case.weight), incoming, retain_graph=factor != 1.0)
-        for what, gradient, wanted in zip(("x", "weight"), found, (case.wanted_dx, case.wanted_dw), strict=True):
-            errors[f"{factor} times the gradient of {what}"] = error(gradient, factor * wanted)
-    return errors
-
-
-@pytest.mark.parametrize("tp", DEGREES)
-def test_another_backward_pass_may_have_another_incoming_gradient(tp: int, ranks: Any) -> None:
-    check(run(ranks, tp, with_other_incoming_gradients, tp))
-
-
 def accumulated(tp: int) -> dict[str, float]:
     """Two micro-batches, then a weight that a second loss uses too: gradients add up."""
     case = Case(tp, False, 13)

@@ -26,20 +26,13 @@ from shardwise.train.build import build_trainer
 from tests.dist.cells import sent
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FAMILIES, make_config, make_data
+from tests.dist.training import FAMILIES, make_config, make_data, sizes
 from tests.live_tensors import LiveTensors
 
 TOLERANCE = 0.10
 RECOMPUTE = ("none", "selective", "full")
 # More tokens than features: activations dominate, not the gradients of weights.
-SIZES: dict[str, Any] = {
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
+SIZES = sizes(1000, 64, 256, layers=4, heads=4, positions=128)
 FACTS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
     "olmo2": {"family": "olmo2", "num_key_value_heads": 2},
@@ -247,14 +240,7 @@ def test_ranks_that_share_samples_hold_what_cost_has(
         assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
 
 
-STATE: dict[str, Any] = {
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+STATE = sizes(1000, 256, 704, layers=8, heads=4, positions=64)
 """A model with few tokens, whose state dominates: each block is more than a bucket must have."""
 
 

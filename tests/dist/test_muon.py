@@ -19,20 +19,12 @@ from tests.dist.cells import DROPOUT
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random
 from tests.dist.test_lamb import MODELS
-from tests.dist.training import FAMILIES, make_config, make_data
+from tests.dist.training import FAMILIES, make_config, make_data, sizes
 
 STEPS, LONG = 3, 20
 LR, ADAMW_LR, DECAY = 1e-2, 4e-3, 0.1
 HEADS = 8
-SIZES: dict[str, Any] = {
-    "vocab_size": 131,  # odd: the vocabulary is padded at every degree
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": 16,
-    "initializer_range": 0.05,
-}
+SIZES = sizes(heads=HEADS, spread=0.05)
 BLOCK_NAMES = ("layers.", ".h.", ".layer.")
 IN_OUT = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 

@@ -4,16 +4,12 @@ import json
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.base.errors import RunError
@@ -24,75 +20,12 @@ from shardwise.models.blocks import Stages
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.clock import StepTiming
 from shardwise.pipeline.in_flight import PassBytes, step_peak
-from shardwise.pipeline.timeline import bubble
 from shardwise.train.trace import Trace
 from tests.dist.dense import mesh as shared_mesh
-
-FORWARD_SECONDS, BACKWARD_SECONDS = 1.0, 2.0
 
 
 class Kept:
     """Stands for what a stage keeps of a micro-batch: it lives as long as the tensors that a graph has saved."""
-
-
-class VirtualTime:
-    """A rank's clock on which only the work of stages takes time; all ranks begin a step at 0.
-
-    What a rank waits for comes at the time at which its sender had computed it, which travels through a store. So what
-    is measured does not depend on the machine.
-    """
-
-    def __init__(self, store: dist.Store) -> None:
-        self.now, self.step, self._store = 0.0, 0, store
-
-    def begin_step(self) -> None:
-        self.now, self.step = 0.0, self.step + 1
-
-    def pass_by(self, seconds: float) -> None:
-        self.now += seconds
-
-    @contextmanager
-    def instead_of_the_clock(self) -> Iterator[None]:
-        from shardwise.pipeline.schedule import _Stage  # here, as it imports torch's compiler, which is slow
-
-        arrived = _Stage._arrived
-        sends = {"x": _Stage.get_fwd_send_ops, "the gradient of x": _Stage.get_bwd_send_ops}
-
-        def sending(what: str, stage: _Stage, micro_batch: int) -> Any:
-            self._store.set(
-                f"{self.step}: {what} of micro-batch {micro_batch} from stage {stage.stage_index}", f"{self.now}"
-            )
-            return sends[what](stage, micro_batch)
-
-        def arriving(stage: _Stage, message: str) -> None:
-            if message in stage.awaited:
-                sent = self._store.get(f"{self.step}: {message.partition(' (rank')[0]}")
-                self.now = max(self.now, float(sent))
-            arrived(stage, message)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("shardwise.distributed.devices.time", SimpleNamespace(perf_counter=lambda: self.now))
-            patch.setattr(_Stage, "get_fwd_send_ops", lambda stage, number: sending("x", stage, number))
-            patch.setattr(_Stage, "get_bwd_send_ops", lambda stage, number: sending("the gradient of x", stage, number))
-            patch.setattr(_Stage, "_arrived", arriving)
-            yield
-
-
-class Working(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, time: VirtualTime | None) -> Tensor:
-        ctx.time = time
-        ctx.save_for_backward(x)
-        if time is not None:
-            time.pass_by(FORWARD_SECONDS)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        assert len(ctx.saved_tensors) == 1
-        if ctx.time is not None:
-            ctx.time.pass_by(BACKWARD_SECONDS)
-        return grads[0], None
 
 
 @dataclass
@@ -123,9 +56,7 @@ def make_pipeline(schedule: Schedule, degree: int, micro_batches: int) -> tuple[
     return Pipeline(stages, parallel, mesh, micro_batches, torch.empty(4), losses=1), stages
 
 
-def run_steps(
-    schedule: Schedule, degree: int, micro_batches: int, steps: int, time: VirtualTime | None = None
-) -> Found:
+def run_steps(schedule: Schedule, degree: int, micro_batches: int, steps: int) -> Found:
     pipeline, stages = make_pipeline(schedule, degree, micro_batches)
     stage_of = {id(model): stage for stage, model in stages.pairs()}
     live: weakref.WeakSet[Kept] = weakref.WeakSet()
@@ -138,38 +69,14 @@ def run_steps(
         found.calls[stage.index, number] += not found.timings
         weighed = (torch.ones(4) if x is None else x) * model.weight
         with torch.autograd.graph.saved_tensors_hooks(lambda saved: (saved, kept), lambda packed: packed[0]):
-            out: Tensor = Working.apply(weighed, time)
+            out = weighed * torch.ones(4)  # which is saved, for the backward pass
         return out.sum().reshape(1) if stage.is_last else out
 
     for _ in range(steps):
-        if time is not None:
-            time.begin_step()
         pipeline.step(compute)
         found.timings.append(pipeline.timing())
     found.gradients = [float(model.weight.grad.sum()) for _, model in stages.pairs()]
     return found
-
-
-def run_timed_steps(schedule: Schedule, degree: int, micro_batches: int, store: str) -> Found:
-    time = VirtualTime(dist.FileStore(store, degree))
-    with time.instead_of_the_clock():
-        return run_steps(schedule, degree, micro_batches, 2, time)
-
-
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_the_measured_bubble_is_the_formula(schedule: Schedule, degree: int, ranks: Any, tmp_path: Path) -> None:
-    micro_batches = 2 * degree
-    expected = bubble(parallel_config(schedule, degree), micro_batches)
-    assert expected is not None
-    everyone: list[Found] = ranks(degree).run(run_timed_steps, schedule, degree, micro_batches, str(tmp_path / "store"))
-    for steps in zip(*(found.timings for found in everyone), strict=True):
-        assert len({timing.mean_bubble for timing in steps}) == 1, "all ranks tell the same"
-        assert sum(timing.bubble for timing in steps) / degree == pytest.approx(steps[0].mean_bubble)
-        assert steps[0].mean_bubble == pytest.approx(expected)
-        for stage in (each for timing in steps for each in timing.stages):
-            assert stage.forward == pytest.approx(micro_batches * FORWARD_SECONDS)
-            assert stage.backward == pytest.approx(micro_batches * BACKWARD_SECONDS)
 
 
 @pytest.mark.parametrize("degree", [2, 4])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.layers import weight_gradients
+from shardwise.layers import matmul
 from shardwise.layers.linear import weights_of
 from shardwise.optim.buckets import Bucket
 from shardwise.verify.canonical_values import canonical_gradients
@@ -27,7 +27,7 @@ def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[
     trainer = make_trainer(make_config(precision={"mode": "mixed"}, **sections))
     if adds:
         in_place = not trainer.config.splits_backward
-        weight_gradients.let_products_add(weights_of(trainer.model), in_place=in_place)
+        matmul.let_products_add(weights_of(trainer.model), in_place=in_place)
     order = []
     start_reduction = Bucket.start_reduction
 
@@ -36,10 +36,10 @@ def trained(sections: dict[str, Any], adds: bool) -> tuple[int, list[int], dict[
         start_reduction(bucket)
 
     micro_batches = trainer.feed.at(0)
-    add_product_ = weight_gradients.add_product_
+    add_product_ = matmul.add_product_
     with (
         patch.object(Bucket, "start_reduction", noted),
-        patch.object(weight_gradients, "add_product_", side_effect=add_product_) as added,
+        patch.object(matmul, "add_product_", side_effect=add_product_) as added,
     ):
         trainer.passes.run(micro_batches, step=1)
         reduced_in_backward = list(order)
@@ -94,14 +94,14 @@ def added_in_memory_of_buckets() -> tuple[int, int]:
     torch._dynamo.reset()
     config = make_config(precision={"mode": "mixed"}, compile={"enabled": True})
     trainer = make_trainer(config)
-    weight_gradients.let_products_add(weights_of(trainer.model))
+    matmul.let_products_add(weights_of(trainer.model))
     storages = {bucket.gradients.untyped_storage().data_ptr() for bucket in trainer.optimizer.buckets}
     places: list[bool] = []
 
     def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         places.append(total.untyped_storage().data_ptr() in storages)
 
-    with patch.object(weight_gradients, "add_product_", add_product_):
+    with patch.object(matmul, "add_product_", add_product_):
         trainer.step()
     return len(places), sum(places)
 
@@ -119,7 +119,7 @@ def exact(sections: dict[str, Any]) -> dict[str, Tensor]:
     def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a.float() @ b.float())
 
-    with patch.object(weight_gradients, "add_product_", add_product_):
+    with patch.object(matmul, "add_product_", add_product_):
         return trained(sections, True)[2]
 
 

@@ -42,6 +42,27 @@ FACTS: dict[str, dict[str, Any]] = {
 """Likewise of those that differ from Llama by facts of their configurations alone; these have two blocks."""
 
 
+def sizes(
+    vocabulary: int = 131,  # odd: the vocabulary is padded at every degree
+    hidden: int = 64,
+    feed_forward: int = 96,
+    layers: int = 2,
+    heads: int = 8,
+    positions: int = 16,
+    spread: float = 0.02,
+) -> dict[str, Any]:
+    """The sizes in a `model` section, which every family has; `spread`: standard deviation of the initial weights."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+        "initializer_range": spread,
+    }
+
+
 def make_config(**sections: dict[str, Any]) -> Config:
     """A tiny float32 configuration; `sections` update the defaults, or replace the model where they name a family."""
     base: dict[str, dict[str, Any]] = {

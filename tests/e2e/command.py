@@ -160,6 +160,13 @@ def python(code: str, *arguments: str, **variables: str) -> str:
     return done.stdout
 
 
+def imported_first(code: str, folder: Path) -> dict[str, str]:
+    """Write a program that every Python of a command imports first; returns the variable that says so."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+
+
 def miniature(folder: Path) -> Path:
     """A folder's own copy of the recipe that trains in a moment."""
     recipe = folder / "miniature.yaml"

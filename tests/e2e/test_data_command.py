@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import signal
@@ -13,7 +12,7 @@ import pytest
 
 from tests.arch.source import ROOT
 from tests.e2e import processes
-from tests.e2e.command import Outcome, metrics, shardwise, within
+from tests.e2e.command import Outcome, imported_first, metrics, shardwise, within
 from tests.unit.data import hdf5_shards
 from tests.unit.data.prepare.jobs import WORDS, texts, write_jsonl
 
@@ -86,8 +85,7 @@ MOMENTS = ("state.json 0", "tokens.bin 200000", "tokens.idx 0")
 def test_what_sigkill_leaves_is_read_by_nobody_and_gone_on_with(at: Path, tmp_path: Path) -> None:
     """Killed at several moments, and then left alone: the same bytes as without."""
     write_jsonl(tmp_path / "large.jsonl", texts(200, seed=2) * 20)
-    (tmp_path / "sitecustomize.py").write_text(SIGNAL_AT_A_MOMENT + IN_SEVERAL_PROCESSES)
-    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    variables = imported_first(SIGNAL_AT_A_MOMENT + IN_SEVERAL_PROCESSES, tmp_path)
     variables["SHARDWISE_CACHE"] = str(tmp_path / "cache")
     given = ("data", "prepare", "large.jsonl", "--format", "megatron", "--tokenizer", at / "vocabulary")
     for moment in MOMENTS:
@@ -119,8 +117,7 @@ def working_in(at: Path) -> list[str]:
 
 
 def test_ctrl_c_is_one_line(at: Path, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(SIGNAL_AT_A_MOMENT)
-    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    variables = imported_first(SIGNAL_AT_A_MOMENT, tmp_path)
     given = ("a.jsonl", tmp_path / "out", "--format", "megatron", "--tokenizer", "vocabulary")
     interrupted = f"{int(signal.SIGINT)} {tmp_path}/.out.preparing/lock -1"
     err = shardwise("data", "prepare", *given, at=at, **variables, SIGNAL_AT=interrupted).failed(1)

@@ -1,6 +1,5 @@
 """A disk that is full, or read-only, when a checkpoint is due: the run goes on, and what was saved before stays."""
 
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoints
 from shardwise.checkpoint.storage.root import Root
-from tests.e2e.command import ALONE, Outcome, metrics, miniature, shardwise
+from tests.e2e.command import ALONE, Outcome, imported_first, metrics, miniature, shardwise
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts a small disk")
 
@@ -83,11 +82,9 @@ def on_a_disk() -> tuple[str, ...]:
 
 
 def train(at: Path, run: str, events: dict[int, str], *arguments: str, rank: dict[str, str]) -> Ran:
-    (at / "hook").mkdir()
-    (at / "hook/sitecustomize.py").write_text(HOOK)
     (at / "disk").mkdir()
     variables = {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(at / "hook"), os.environ.get("PYTHONPATH")))),
+        **imported_first(HOOK, at / "hook"),
         "EVENTS": ",".join(f"{step}:{name}" for step, name in events.items()),
         **rank,
     }

@@ -16,6 +16,7 @@ from tests.e2e.command import (
     UNDER_TORCHRUN,
     Process,
     environment,
+    imported_first,
     json_lines,
     metrics,
     miniature,
@@ -120,10 +121,8 @@ if os.environ.get("RANK") == "1":
 
 def test_a_rank_that_raises_is_heard_and_not_its_peers_time_outs(tmp_path: Path) -> None:
     hook = tmp_path / "hook"
-    hook.mkdir()
-    (hook / "sitecustomize.py").write_text(FAILING_RANK)
-    path = os.pathsep.join(filter(None, (str(hook), os.environ.get("PYTHONPATH"))))
-    failed = shardwise("train", miniature(tmp_path), *LONG, at=tmp_path, timeout=SECONDS, PYTHONPATH=path)
+    variables = imported_first(FAILING_RANK, hook)
+    failed = shardwise("train", miniature(tmp_path), *LONG, at=tmp_path, timeout=SECONDS, **variables)
     err = failed.failed(1)
     place = f"{hook / 'sitecustomize.py'}, line 8"
     assert err.startswith(
@@ -205,7 +204,7 @@ def test_under_torchrun_wrong_input_is_told_once(tmp_path: Path) -> None:
     said = shardwise("train", miniature(tmp_path), "data.path=empty.txt", at=tmp_path, program=UNDER_TORCHRUN)
     assert said.code != 0
     assert said.err.count("shardwise: ") == 1, f"the text must appear once, not once a rank:\n{said.err}"
-    assert said.err.count("empty.txt is empty: ") == 1
+    assert said.err.count("empty.txt holds no text: ") == 1
     # The second: torchrun's own error where the other rank ends just as it is to be killed.
     assert "exitcode  : 2" in said.err or "ProcessLookupError" in said.err, "torchrun must see that the input is wrong"
     assert not (tmp_path / "runs").exists()

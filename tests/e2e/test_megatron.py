@@ -9,7 +9,6 @@ import pytest
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.e2e.command import Outcome, metrics, shardwise, within
-from tests.e2e.page import run_section
 from tests.e2e.test_evaluate_and_generate import answer
 
 WORDS = ["the", "ring", "of", "keys", "was", "lost", "in", "spring", "and", "a", "song", "went", "with", "it"]
@@ -129,10 +128,3 @@ def test_a_blend_with_its_tokenizer(data: Data) -> None:
 def test_a_token_beyond_the_vocabulary_is_named(data: Data) -> None:
     said = shardwise("train", *COMMAND, "model.vocab_size=200", "data.path=a", "--run-dir", "small", at=data.at)
     assert ", must be in 0 … 199: set model.vocab_size to that of the tokenizer that made the data" in said.failed(2)
-
-
-@pytest.mark.slow
-def test_the_page_runs(tmp_path: Path) -> None:
-    """docs/data.md: its program makes the data that its commands read."""
-    written, _ = run_section("Megatron's", tmp_path)
-    assert written.out == "201 [  1   2   3   4   5 511] [2 4]\n"

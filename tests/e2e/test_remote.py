@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import Outcome, metrics, miniature, python, shardwise
+from tests.e2e.command import Outcome, imported_first, metrics, miniature, python, shardwise
 from tests.e2e.conftest import Trained
 from tests.loopback_s3 import BUCKET, user_of
 
@@ -68,8 +67,7 @@ print(hashlib.sha256((Root.of(sys.argv[1]) / "step-00000004/model.safetensors").
 @pytest.fixture(scope="module")
 def used(object_store: str, tmp_path_factory: pytest.TempPathFactory) -> Used:
     at = tmp_path_factory.mktemp("remote")
-    (at / "sitecustomize.py").write_text(KILLED_MIDWAY)
-    hook = {"PYTHONPATH": os.pathsep.join(filter(None, (str(at), os.environ.get("PYTHONPATH"))))}
+    hook = imported_first(KILLED_MIDWAY, at / "hook")
     path = (f"checkpoint.path={URL}", "checkpoint.every=1", "checkpoint.keep=2", "--run-dir", "run")
     same = ("train", miniature(at), *QUIET, "parallel.tensor=2", "parallel.sequence=true", *path)
     user = {**user_of(object_store), "AWS_SECRET_ACCESS_KEY": SECRET}

@@ -17,7 +17,7 @@ from shardwise.verify.tolerance import Differences
 from shardwise.verify.verification import CellOutcome, Verification
 from tests.arch.source import ROOT
 from tests.e2e import processes
-from tests.e2e.command import outcome, shardwise, start, within
+from tests.e2e.command import imported_first, outcome, shardwise, start, within
 
 PAGE = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
 FAULTS = """
@@ -76,13 +76,11 @@ def test_the_page_runs(tmp_path: Path) -> None:
 
 
 def test_a_seeded_fault_is_found_and_named_and_the_other_layouts_go_on(tmp_path: Path) -> None:
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(FAULTS)
     layouts = ("parallel.sequence=false", "optimizer.zero=1")
-    path = os.pathsep.join(filter(None, (str(tmp_path / "hook"), os.environ.get("PYTHONPATH"))))
+    hook = imported_first(FAULTS, tmp_path / "hook")
     done = shardwise(
         "verify", "llama2-tiny", "--nproc", "2", "--json", "--layouts", *layouts,
-        at=tmp_path, PYTHONPATH=path, TMPDIR=str(tmp_path),
+        at=tmp_path, TMPDIR=str(tmp_path), **hook,
     )  # fmt: skip
     assert done.code == 1, done.err
     found = json.loads(done.out)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.distributed import devices
-from shardwise.layers import loss, weight_gradients
+from shardwise.layers import loss, matmul
 from shardwise.models.blocks import block_matrices
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import make_config
@@ -51,7 +51,7 @@ def products_that_add(counted: GradientBytes) -> Iterator[None]:
 
     with (
         mock.patch.object(devices, "adds_products", return_value=True),
-        mock.patch.object(weight_gradients, "add_product_", add_product_),
+        mock.patch.object(matmul, "add_product_", add_product_),
         mock.patch.object(loss, "add_product_", add_product_),
     ):
         yield

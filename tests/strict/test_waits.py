@@ -12,7 +12,7 @@ from tests.rank_pool import RankPool
 from tests.strict import device
 from tests.strict.ranks import default_device
 
-WAITS = {"_read_together": 1}
+WAITS = {"StepMeters.read": 1}
 """By the function that makes the host wait."""
 
 

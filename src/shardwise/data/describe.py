@@ -1,4 +1,4 @@
-"""What a user is told of data of any format: by a dry run in a moment, and by `shardwise data inspect`."""
+"""Descriptions of data of any format for a user: by a dry run in a moment, and by `shardwise data inspect`."""
 
 from __future__ import annotations
 

@@ -333,7 +333,6 @@ class Mesh:
         replicas: the ranks of data and context parallelism, which have the same part of the model.
         experts: those ranks as experts are divided over them.
         world: all ranks.
-        groups: every axis of the mesh, the replicas if they are on two axes, then the world.
         device_mesh: the `DeviceMesh` below (None for a single process).
 
     Raises:
@@ -390,7 +389,7 @@ class Mesh:
         self.replicas = self._replicas()
         self.experts = self._experts(int(expert))
         axes = [self._along(axis) for axis in reversed(AXES)]
-        self.groups: tuple[Group, ...] = (*axes, *({self.replicas} - {*axes}), self.world)
+        self._groups = (*axes, *({self.replicas} - {*axes}), self.world)
 
     def _experts(self, degree: int) -> ExpertRanks:
         if degree == 1:
@@ -419,6 +418,11 @@ class Mesh:
         if len(several) > 1:
             return self.world.split(math.prod(group.size for group in several))
         return several[0] if several else self.tp
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Every axis of the mesh, the replicas if they are on two axes, then the world."""
+        return self._groups
 
     def _along(self, axis: Axis) -> Group:
         group: Group = getattr(self, axis.name)

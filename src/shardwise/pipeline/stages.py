@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +77,7 @@ def build_stages(
     return stages
 
 
-Compute: TypeAlias = Callable[[nn.Module, Tensor | None, int], Tensor]
+Compute = Callable[[nn.Module, Tensor | None, int], Tensor]
 """The forward pass of one stage on one micro-batch.
 
 The arguments are the stage's model, the output x of the stage before (None for the first stage), and the number of the

@@ -24,13 +24,11 @@ from shardwise.data.training_data import EvaluationSets, PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
-from shardwise.estimates.memory import expected_memory
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.experts import balance_experts
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.models.blocks import Stages, block_matrices
-from shardwise.models.parameter_counts import parameter_count
 from shardwise.optim.state import kept_bytes, state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
@@ -42,14 +40,13 @@ from shardwise.train.feed import Feed
 from shardwise.train.hooks import user_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.model_checks import check_axes
-from shardwise.train.observers import Observer
 from shardwise.train.rank_agreement import raised_on_every_rank, versions
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed
 from shardwise.train.saving import Checkpoints, StateHashes, make_stop_check
 from shardwise.train.start import OpenedRun
 from shardwise.train.step_record import Progress, StepRecord
-from shardwise.train.trainer import Trainer
+from shardwise.train.trainer import Observer, Trainer
 
 if TYPE_CHECKING:
     from shardwise.pipeline.schedule import Pipeline
@@ -169,24 +166,6 @@ def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: Opt
     `optimizer.offload` they are in the host's memory, and not counted.
     """
     return kept_bytes(model, optimizer, state_bytes(optimizer, spec, all_masters=False))
-
-
-def build_reporter(opened: OpenedRun) -> Reporter:
-    """The reporter of a run on this rank."""
-    config = opened.config
-    device = opened.mesh.device
-    has_accelerator = device.type != "cpu"
-    memory = expected_memory(config, opened.layout, has_accelerator)
-    return Reporter(
-        opened.folder.directory,
-        config,
-        opened.layout,
-        opened.mesh.world.rank,
-        device_name=devices.name(device),
-        precision=config.precision.resolved(has_accelerator),
-        parameters=parameter_count(config.model),
-        memory=None if memory is None else dict(memory.rows()),
-    )
 
 
 def build_checkpoints(

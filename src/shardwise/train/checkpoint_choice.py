@@ -108,7 +108,7 @@ def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resume
         if step != "auto":
             raise ConfigError(f"checkpoint.resume ({step}) needs --run-dir, the folder of the run that saved it")
         if saved:
-            raise ConfigError(_occupied(root, saved[0], config))
+            raise ConfigError(_occupied(root, saved[0], config.checkpoint.path))
         return []
     if step == "auto":
         return list(saved)
@@ -129,9 +129,9 @@ def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resume
     return chosen
 
 
-def _occupied(root: Root, checkpoint: StepFolder, config: Config) -> str:
+def _occupied(root: Root, checkpoint: StepFolder, path: str | None) -> str:
     """The refusal of a new run at a place that has this checkpoint."""
-    if config.checkpoint.path is None:
+    if path is None:
         key = "--run-dir"
         remedy = "put its run's config.yaml back"
     else:

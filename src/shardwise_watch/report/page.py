@@ -329,7 +329,7 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
             if mark.label:
                 axes.text(mark.place, 0.99, f" {mark.label}", transform=axes.get_xaxis_transform(), va="top", size=7)
         axes.set_xlabel("step")
-        axes.set_ylabel(metric.axis_label)
+        axes.set_ylabel(metric.title)
         axes.grid(alpha=0.25)
         if len(curves) > 1:
             axes.legend()

@@ -365,6 +365,7 @@ def test_fault_22_state_that_a_checkpoint_cannot_hold_is_refused_at_the_save(tmp
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded", "may_load"),
     [

@@ -28,6 +28,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_the_command_of_the_page_on_hooks_trains(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
@@ -52,6 +53,7 @@ def test_accelerate_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert final_loss(capsys.readouterr().out) < 0.1
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs_in_its_order() -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}

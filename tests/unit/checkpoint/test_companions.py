@@ -135,6 +135,7 @@ MIXED = "It's 1234567 o'clock,  two  spaces\n\n\tand DON'T 99 über-naïve 修�
 MODEL_TYPES = ["gpt2", "gpt_neox", "llama", "mistral", "qwen3", "smollm3", "gemma3_text", "olmo2", "olmo3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["data", "weights"])
 @pytest.mark.parametrize("name", ["GPT2Tokenizer", "LlamaTokenizer", None])
 def test_transformers_gets_the_ids_of_the_training(tmp_path: Path, name: str | None, where: str) -> None:

@@ -111,11 +111,3 @@ def test_the_tokenizer_comes_along_and_its_special_tokens_are_the_models(tmp_pat
     for found in (theirs.config, theirs.generation_config):
         assert found.eos_token_id == tokenizer.end_of_document_id
         assert found.bos_token_id == tokenizer.token_id("a")
-
-
-def test_without_a_tokenizer_no_token_is_special(tmp_path: Path) -> None:
-    model, config, mesh = build()
-    export_hugging_face(model, config, mesh, tmp_path / "model")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert theirs.config.eos_token_id is theirs.config.bos_token_id is None
-    assert theirs.generation_config.eos_token_id is None

@@ -63,6 +63,7 @@ def test_a_command_starts_with_little(arguments: str, at: Path) -> None:
     assert not packages & set(SLOW), "what takes long is imported"
 
 
+@pytest.mark.slow
 def test_a_dry_run_that_looks_at_data_imports_what_reads_them_alone(at: Path) -> None:
     (at / "corpus.jsonl").write_text('{"text": "some text"}\n')
     command = ["train", "quickstart", f"data.path={at / 'corpus.jsonl'}", "model.vocab_size=257", "--dry-run"]

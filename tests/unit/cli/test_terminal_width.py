@@ -34,6 +34,7 @@ def shown(command: str, stream: type[io.StringIO], monkeypatch: pytest.MonkeyPat
     return text.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_all_that_a_command_shows_fits(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -123,6 +123,7 @@ def test_only_what_is_needed_is_fetched_and_once(user: User, site: Site) -> None
     assert len(site.fetched) == 3
 
 
+@pytest.mark.slow
 def test_ranks_ask_nobody(user: User, site: Site) -> None:
     folder = user.resolve("acme/tiny", "v1")
     assert (folder / "model.safetensors").read_bytes() == b"first"

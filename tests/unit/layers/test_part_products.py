@@ -369,7 +369,10 @@ def test_row_products_are_traced_with_and_without_gradients(trained: bool, terms
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 @pytest.mark.parametrize(
     ("tokens", "width", "threads"),
-    [(16, 43, 1), (1, 7, 1), (5, 5, 1), (32, 64, 1), (1000, 35, 2), (1000, 35, 3), (700, 51, 4)],
+    [
+        *((16, 43, 1), (1, 7, 1), (5, 5, 1), (32, 64, 1), (1000, 35, 3), (700, 51, 4)),
+        pytest.param(1000, 35, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_activations_do_not_depend_on_the_width(
     name: str, tokens: int, width: int, threads: int, set_threads: Callable[[int], None]

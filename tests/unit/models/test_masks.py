@@ -93,7 +93,9 @@ RUNS = {
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("has_documents", [False, True])
-@pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize(
+    "runs", [pytest.param(name, marks=() if name == "two runs" else pytest.mark.slow) for name in RUNS]
+)
 def test_attention_and_its_gradients_are_those_of_the_definition(
     runs: str, has_documents: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

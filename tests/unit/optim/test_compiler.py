@@ -45,6 +45,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imported_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_optimizers_leave_the_compiler_alone(imported_first: bool) -> None:
     program = (

@@ -153,6 +153,7 @@ def test_ratio_is_one_where_a_norm_is_zero(build: Any) -> None:
     assert torch.equal(still, torch.zeros(2))
 
 
+@pytest.mark.slow
 def test_ratio_of_many_elements_is_exact() -> None:
     """One float32 sum over so many squares is off by more than 1e-3 on the CPU: the step would be, too."""
     generator = torch.Generator().manual_seed(0)

@@ -42,6 +42,7 @@ def found(device: Device, ranks: int) -> Measurements:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
     measured = found(machine(), ranks)

@@ -22,6 +22,7 @@ def test_a_price_for_each_device_or_one_for_all(capsys: pytest.CaptureFixture[st
     assert "--price (EUR and USD) must have one currency for all devices" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_price_is_of_a_device_a_chip_or_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "llama2-7b", "train.global_batch=64", "parallel.tensor=8", "--device", "trn2", "--nodes", "2"]
     for price, an_hour in (

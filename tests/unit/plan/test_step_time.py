@@ -130,6 +130,7 @@ def test_published_runs() -> None:
     assert planner.report() == planner.RESULT.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_fit_ends_at_the_committed_constants() -> None:
     """No step of the search that `scripts/fit_planner.py` makes leads to a smaller error from there."""
     import fit_planner

@@ -129,6 +129,7 @@ def test_a_collective_that_fails_is_told_without_a_traceback(monkeypatch: pytest
     assert "name the interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or let the firewall" in found.mend
 
 
+@pytest.mark.slow
 def test_two_ranks_sum_a_tensor() -> None:
     found = ranks.collective()
     assert found.status == "ok", found

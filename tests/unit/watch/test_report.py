@@ -444,6 +444,7 @@ def test_parts_are_stacked() -> None:
     assert stacked_chart("x", ["a"], []) == ""
 
 
+@pytest.mark.slow
 def test_two_long_runs_fit_into_a_mail(tmp_path: Path) -> None:
     runs = [write_big(tmp_path / name, ranks=1024, steps=20_000, tail=1) for name in "ab"]
     report(runs[0], str(runs[1]))
@@ -476,6 +477,7 @@ for (const width of [390, 1280]) {
 </script></body>"""
 
 
+@pytest.mark.slow
 def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
     """On a phone and a desktop, in the dark, and by the keyboard; in one browser, whose start takes seconds."""
     if BROWSER is None:

@@ -278,7 +278,7 @@ def _encode(
                 writer.documents += 1
                 bounds[chosen]["conversations"].write([writer.length])
     parts = facts_with_bounds(writers, bounds)
-    return {part: {**facts, "answers_left_out": left_out[part]} for part, facts in parts.items()}
+    return {part: {**parts[part], "answers_left_out": left_out[part]} for part in PARTS}
 
 
 def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest, any_size: bool) -> PreparedChat:

@@ -171,9 +171,9 @@ def content_of(
                 return content, None
             if announce is not None:
                 announce(f"preparing the data {source.name}: reading them")
-        found = scan()
-        cache.remember_content(root, stamp, found.content)
-    return found.content, found
+        scanned = scan()
+        cache.remember_content(root, stamp, scanned.content)
+    return scanned.content, scanned
 
 
 def _scan(source: Source, announce: common.Announce = None) -> Scan:

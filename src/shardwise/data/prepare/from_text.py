@@ -98,7 +98,8 @@ class _TextConversion:
         written = self.output.size()
         sentences = self.sequences.sentences
         estimate = disk_room.estimate(self.source, self.tokenizer, sentences=sentences)
-        disk_room.check_room(estimate and estimate.output_bytes, written, self.output.path, self.announce)
+        needed = None if estimate is None else estimate.output_bytes
+        disk_room.check_room(needed, written, self.output.path, self.announce)
         small = estimate is not None and estimate.bytes < tokenizing.SMALL_BYTES
         total = estimate.bytes if estimate is not None and estimate.exact else None
         with (

@@ -149,7 +149,7 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=False)
 
     def encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-        """As `encoding`, of all texts, on all cores."""
+        """The same of all texts, on all cores."""
         self._read_special_tokens(literally=False)
         with self._library_errors():
             return self._backend.encode_batch(texts, add_special_tokens=False)

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.config import Config, Layout, check_layout, config_from
@@ -83,7 +82,12 @@ def play(
             compiler=compilation,
         )
         if adds:
-            _give_gradients(weights_of(model))
+            # Gradients that the graph takes as inputs, as the optimizer of a training gives them to its weights.
+            weights = weights_of(model)
+            let_products_add(weights)
+            add_without_cast(weights)
+            for weight in weights:
+                weight.grad = torch.zeros_like(weight, dtype=torch.float32)
         x = _input(config, layout, device, dtype, training)
         key = batch.dropout_key(config.train, step=1) if training else None
         model.train(training)
@@ -93,14 +97,6 @@ def play(
         if training and not only_capture:
             out.sum().backward()
     return compilation
-
-
-def _give_gradients(weights: Sequence[nn.Parameter]) -> None:
-    """Give weights the gradients that the graph takes as inputs, as the optimizer of a training does."""
-    let_products_add(weights)
-    add_without_cast(weights)
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight, dtype=torch.float32)
 
 
 def _part(config: Config, unit: str) -> Part:

@@ -161,6 +161,7 @@ def site() -> Iterator[Site]:
         yield started
 
 
+@pytest.mark.slow
 def test_of_a_loading_script_the_hubs_conversion_is_read(tmp_path: Path) -> None:
     jobs = [
         {"dataset": "acme/tiny", "config": "raw_en", "split": "train,unsupervised"},
@@ -335,6 +336,7 @@ print(json.dumps({"texts": texts, "held": data.count("eval"), "summary": data.su
 """
 
 
+@pytest.mark.slow
 def test_a_data_set_of_the_hub_is_streamed(user: User, site: Site, tmp_path: Path) -> None:
     """Nothing is downloaded but what is read; which files there are is kept."""
     train_tokenizer(TEXTS, 300, "text").save(tmp_path / "tokenizer")

@@ -334,6 +334,7 @@ def test_the_published_gpt2(tmp_path: Path) -> None:
     exported(folder, tmp_path / "export")
 
 
+@pytest.mark.slow
 def test_the_published_llama(tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     folder = published("llama2")
@@ -347,6 +348,7 @@ def test_the_published_llama(tmp_path: Path) -> None:
     exported(folder, tmp_path / "export")
 
 
+@pytest.mark.slow
 def test_the_published_neox(tmp_path: Path) -> None:
     folder = published("gpt-neox-20b")
     reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

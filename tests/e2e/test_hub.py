@@ -1,4 +1,4 @@
-"""A published tokenizer, from the hub to a checkpoint that `transformers` opens."""
+"""What a run fetches from the hub: a published tokenizer, and a data set."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,9 @@ import pytest
 import transformers
 
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from tests.e2e.command import metrics, shardwise
+from tests.e2e.command import metrics, miniature, shardwise
 from tests.loopback_hub import TOKEN, serve, user_of
+from tests.unit.data.formats.test_datasets_of_the_hub import FILES
 
 TEXT = "In spring there lived a monk – naïve, 修道士.\n"
 
@@ -48,3 +49,24 @@ def test_a_tokenizer_from_the_hub(files: dict[str, bytes], tmp_path: Path) -> No
     text = shardwise("generate", "runs/latest", "--prompt", "fox", "--max-tokens", "2", at=tmp_path, HF_HUB_OFFLINE="1")
     assert text.code == 0, text.err
     assert text.out.startswith("fox")
+
+
+@pytest.mark.slow
+def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
+    """The launcher fetches it, the ranks find it in the cache; the token is nowhere in the run."""
+    miniature(tmp_path)
+    options = ["miniature.yaml", "data.dataset=acme/gated", "data.config=en", "data.split=train,validation"]
+    with serve(FILES) as site:
+        variables = user_of(site.address, str(tmp_path / "hf")) | {"SHARDWISE_CACHE": str(tmp_path / "cache")}
+        said = shardwise("train", *options, at=tmp_path, **variables, HF_TOKEN="")
+        assert f"is gated: accept its licence on {site.address}/datasets/acme/gated, then set HF_TOKEN" in said.failed(
+            2
+        )
+        done = shardwise("train", *options, "parallel.tensor=2", at=tmp_path, **variables, HF_TOKEN=TOKEN)
+        assert done.code == 0, done.err
+        fetched = [name for name in site.fetched if name.endswith(".parquet")]
+    assert sorted(fetched) == ["en/train-0.parquet", "en/train-1.parquet", "en/validation.parquet"]
+    run = (tmp_path / "runs/latest").resolve()
+    assert len(metrics(run, "step")) == 4
+    assert TOKEN not in done.out + done.err
+    assert not [path for path in run.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
