@@ -32,7 +32,7 @@ PATTERNS = {
         "cli/evaluate.py", "checkpoint/importing/*", "cli/checkpoint/import_.py",
     ),
     "data": (
-        "data/reading/*", "data/tokens/*", "data/prepare/*", "data/cache.py",
+        "data/reading/*", "data/tokens/*", "data/prepare/*", "data/cache.py", "data/describe.py",
         "data/formats/text.py", "data/formats/chat.py", "data/formats/datasets.py", "data/formats/hdf5.py",
         "data/formats/stream.py", "data/formats/packed.py", "data/formats/inspecting.py", "data/evaluation_tasks.py",
         "data/held_out.py", "cli/data/*", "data/samples/streaming.py", "data/samples/sentence_pairs.py",
