@@ -21,8 +21,8 @@ from shardwise.config.layout import Layout
 from shardwise.config.load import config_from
 from shardwise.config.model import ModelConfig
 from shardwise.config.optimizer import OptimizerConfig
+from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
 from shardwise.config.run_config import Config
-from shardwise.config.schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
 from shardwise.config.sections import LogConfig, ParallelConfig, TrainConfig, share_of
 from shardwise.config.size_rules import context_problems, expert_problems, fp8_problems, tensor_problems
 from shardwise.config.size_stages import stage_problems, stages_of

@@ -19,8 +19,8 @@ from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, shapes_of
 from shardwise.config.optimizer import Frequency, OptimizerConfig
+from shardwise.config.pipeline_schedules import SCHEDULES
 from shardwise.config.precision import PrecisionConfig
-from shardwise.config.schedules import SCHEDULES
 from shardwise.config.sections import (
     BATCH_RULE,
     CheckpointConfig,

@@ -369,10 +369,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         refuse_unknown(type(self), options, LinearOptions.__optional_keys__)
         group = sharing_group(type(self).__name__, options.get("group"))
         size = group.size
-        problem = (
-            f"output_sizes ({output_sizes!r}) must be two numbers above 0: the features of the queries and those of "
-            "the keys, which the values have too"
-        )
+        problem = f"output_sizes ({output_sizes!r}) must be two numbers above 0: features of queries and of keys"
         q_size, kv_size = sizes_of(output_sizes, 2, problem)
         given_dim = head_dim
         head_dim = features_per_head(kv_size, kv_size_multiplier, size) if given_dim is None else given_dim

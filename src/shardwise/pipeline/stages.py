@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.config import Config, Layout, ParallelConfig
 from shardwise.config.layout import rank_of
-from shardwise.config.schedules import SCHEDULES
+from shardwise.config.pipeline_schedules import SCHEDULES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.layers.embedding import ParallelEmbedding

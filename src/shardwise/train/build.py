@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,6 @@ from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.stages import build_stages
 from shardwise.train.checkpoint_choice import went_back
-from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.compile.units import Compilation, products_add, products_add_in_graphs
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import user_loss, user_optimizer
@@ -45,8 +43,8 @@ from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed
 from shardwise.train.saving import Checkpoints, StateHashes, make_stop_check
 from shardwise.train.start import OpenedRun
-from shardwise.train.step_record import Progress, StepRecord
-from shardwise.train.trainer import Observer, Trainer
+from shardwise.train.step_record import Progress
+from shardwise.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from shardwise.pipeline.schedule import Pipeline
@@ -203,39 +201,6 @@ def build_checkpoints(
         followed=opened.followed,
         state_hashes=state_hashes,
     )
-
-
-def build_observers(
-    config: Config, trainer: Trainer, reporter: Reporter, checkpoints: Checkpoints, graphs: RunGraphs | None
-) -> list[Observer]:
-    """What a run does after its steps, in this order."""
-    progress = trainer.progress
-
-    def report(record: StepRecord, _: bool) -> None:
-        if record.is_logged:
-            record = replace(record, checkpoint_seconds=checkpoints.take_seconds())
-        reporter.step(record)
-
-    def keep_graphs(record: StepRecord, is_last: bool) -> None:
-        # All graphs of training are captured in a run's first step, and those of evaluation in an evaluation.
-        is_evaluated = config.train.eval_every and (is_last or record.step % config.train.eval_every == 0)
-        if graphs is not None and (is_evaluated or record.step == progress.before + 1):
-            reporter.captured(*graphs.keep_new())
-
-    def hash_state(*_: object) -> None:
-        progress.phase = "hash of the state"
-        if checkpoints.state_hashes is not None:
-            checkpoints.state_hashes.now()
-
-    return [
-        Observer(1, report),
-        Observer(config.log.state_hash_every, hash_state),
-        Observer(config.log.drift_every, lambda *_: trainer.compare_replicas(), takes_long=True),
-        Observer(config.train.eval_every, lambda *_: trainer.evaluator.texts(), takes_long=True),
-        Observer(1, keep_graphs),
-        Observer(config.evaluation.tasks_every, lambda *_: trainer.evaluator.tasks(), takes_long=True),
-        Observer(1, lambda record, is_last: checkpoints.after_step(is_last, record.agreed_flags)),
-    ]
 
 
 def build_memory_copies(opened: OpenedRun, trainer: Trainer) -> MemoryCopies | None:

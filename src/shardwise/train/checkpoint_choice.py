@@ -146,17 +146,15 @@ def _occupied(root: Root, checkpoint: StepFolder, path: str | None) -> str:
 
 def goes_back(config: Config, manifest: Manifest) -> bool:
     """Return whether `checkpoint.resume` names a step to which the run had not gone back when it saved this."""
-    return config.checkpoint.resume != "auto" and manifest.schedule.get(_WENT_BACK) != _request(config)
+    return (
+        config.checkpoint.resume != "auto" and manifest.schedule.get(_WENT_BACK) != went_back(config, None)[_WENT_BACK]
+    )
 
 
 def went_back(config: Config, manifest: Manifest | None) -> dict[str, Any]:
     """The last return to an earlier step, for `schedule` in manifests of a run that continues from this manifest."""
     if config.checkpoint.resume != "auto":
-        return {_WENT_BACK: _request(config)}
+        # With another value of either, the user asks for another return.
+        return {_WENT_BACK: {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}}
     recorded = None if manifest is None else manifest.schedule.get(_WENT_BACK)
     return {} if recorded is None else {_WENT_BACK: recorded}
-
-
-def _request(config: Config) -> Mapping[str, Any]:
-    """The keys of a return to an earlier step: with another value of either, the user asks for another return."""
-    return {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}

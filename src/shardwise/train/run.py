@@ -32,7 +32,6 @@ from shardwise.runs.events import NEXT_STAGE
 from shardwise.train.build import (
     build_checkpoints,
     build_memory_copies,
-    build_observers,
     build_run_trainer,
 )
 from shardwise.train.checkpoint_choice import goes_back
@@ -40,6 +39,7 @@ from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.garbage import SteppedCollection
 from shardwise.train.memory import fitted_to_devices, out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
+from shardwise.train.observers import Observer, build_observers
 from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import (
@@ -53,7 +53,7 @@ from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.start import OpenedRun, open_run
 from shardwise.train.step_record import Progress, StartTotals
 from shardwise.train.trace import Trace
-from shardwise.train.trainer import Observer, Trainer
+from shardwise.train.trainer import Trainer
 
 _EPOCHS_WITHOUT_WARNING = 3
 

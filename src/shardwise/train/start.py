@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
 from shardwise.base.model_folder import is_url
@@ -18,7 +19,6 @@ from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, continued_checkpoint, earlier_run, record_owner
 from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
-from shardwise.data import hub
 from shardwise.data.training_data import EvaluationSets, PreparedData, prepare, prepare_sets
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh

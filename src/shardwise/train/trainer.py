@@ -1,4 +1,4 @@
-"""The training loop: steps, and after each of them the work of the run's observers, which `build.py` lists."""
+"""The training loop: steps, and after each of them the work of the run's observers (`observers.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.train.evaluator import Evaluator
 from shardwise.train.model_checks import check_replicas
+from shardwise.train.observers import Observer, observe
 from shardwise.train.passes import Passes
 from shardwise.train.reporter import Reporter
 from shardwise.train.saving import Checkpoints
@@ -24,30 +25,6 @@ from shardwise.train.training import Training
 
 if TYPE_CHECKING:
     from shardwise.train.compile.units import Compilation
-
-
-@dataclass(frozen=True)
-class Observer:
-    """Work after some steps of a run, which every rank does.
-
-    Attributes:
-        every: steps from one time to the next; 0 for never. The run's last step is one of these steps too.
-        after_step: gets the record of the step, and whether it is the last one.
-        takes_long: much time passes, so that the ranks have to agree anew on a stop or a checkpoint.
-    """
-
-    every: int
-    after_step: Callable[[StepRecord, bool], object]
-    takes_long: bool = False
-
-
-def observe(observers: Sequence[Observer], record: StepRecord, *, is_last: bool) -> None:
-    """Let the observers that are due work, in their order. Collective."""
-    for observer in observers:
-        if observer.every and (is_last or record.step % observer.every == 0):
-            observer.after_step(record, is_last)
-            if observer.takes_long:
-                record = replace(record, agreed_flags=None)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from shardwise.base import units
 from shardwise.base.libraries import optional_library
 from shardwise.base.mesh_axes import has_degrees, layout_text
-from shardwise.config.schedules import DEFAULT_SCHEDULE
+from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
 from shardwise_watch.report import chart
 from shardwise_watch.report.numbers import columns
 from shardwise_watch.step_metrics import PARTS, REPORT_CURVES, Curve, StepMetric

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
-from shardwise.data import cache, hub
+from shardwise.data import cache
 from shardwise.data.formats import common, datasets, inspecting
 from shardwise.data.formats.record import DataFormat, Inspection, Lengths
 from shardwise.data.formats.text import Scan, content_of, files_of, plan_split

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import cache_root, user_path
 from shardwise.config import DataConfig
-from shardwise.data import cache, hub
+from shardwise.data import cache
 from shardwise.data.prepare import disk_room, tokenizing
 from shardwise.data.prepare.output import ANY_VOCABULARY, Output, PreparationOutcome
 from shardwise.data.reading.dataset_tables import fetch_dataset

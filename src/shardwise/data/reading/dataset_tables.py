@@ -19,12 +19,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, listing, nearest_name, see
 from shardwise.base.files import name_problem, user_path
 from shardwise.base.libraries import first_line, optional_library
 from shardwise.base.parsing import json_value
 from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
-from shardwise.data import hub
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.text_files import TOKENS, column_kind, require_sound, with_column
 
@@ -123,6 +123,9 @@ class _HubTables:
 
     def load(self) -> Mapping[str, Any]:
         builder = self._builder(library())
+        if not Path(builder.cache_dir, "dataset_info.json").is_file():
+            # The library makes its tables of the files in the hub's cache, whatever became of these.
+            hub.drop_damaged(self.folder)
         try:
             builder.download_and_prepare()
         except Exception as error:  # noqa: BLE001  of the library's formats and of the hub's client: any
