@@ -1,6 +1,7 @@
 """Copies that drift apart are found, bit by bit, and named with the ranks at fault."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from shardwise.base.errors import RunError
 from shardwise.models.build import build_model
 from shardwise.train import build, trainer
 from shardwise.train.model_checks import check_replicas
-from shardwise.train.observers import build_observers
+from shardwise.train.observers import build_observers, observe
 from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
@@ -93,7 +94,7 @@ def run(trained: Trainer) -> None:
     reporter: Any = SimpleNamespace(step=lambda _: None)
     unsaved: Any = SimpleNamespace(flags=None, stopped_by=None, state_hashes=None, after_step=lambda *_: None)
     observers = build_observers(trained.config, trained, reporter, unsaved, None)
-    trained.run(observers, unsaved, lambda _: nullcontext())
+    trained.run(partial(observe, observers), unsaved, lambda _: nullcontext())
 
 
 def drifted_start(step: int) -> str | None:

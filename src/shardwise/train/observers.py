@@ -31,7 +31,7 @@ class Observer:
     takes_long: bool = False
 
 
-def observe(observers: Sequence[Observer], record: StepRecord, *, is_last: bool) -> None:
+def observe(observers: Sequence[Observer], record: StepRecord, is_last: bool) -> None:
     """Let the observers that are due work, in their order. Collective."""
     for observer in observers:
         if observer.every and (is_last or record.step % observer.every == 0):

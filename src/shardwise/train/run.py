@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +40,7 @@ from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.garbage import SteppedCollection
 from shardwise.train.memory import fitted_to_devices, out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
-from shardwise.train.observers import Observer, build_observers
+from shardwise.train.observers import Observer, build_observers, observe
 from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import (
@@ -106,7 +107,7 @@ def _train(stage: _OpenedStage) -> str | None:
             Observer(1, lambda *_: garbage.after_step()),
             *build_observers(config, trainer, stage.reporter, stage.checkpoints, stage.graphs),
         ]
-        return trainer.run(observers, stage.checkpoints, trace.step)
+        return trainer.run(partial(observe, observers), stage.checkpoints, trace.step)
 
 
 @dataclass(frozen=True)

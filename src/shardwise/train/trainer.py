@@ -15,7 +15,6 @@ from torch.profiler import record_function
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.train.evaluator import Evaluator
 from shardwise.train.model_checks import check_replicas
-from shardwise.train.observers import Observer, observe
 from shardwise.train.passes import Passes
 from shardwise.train.reporter import Reporter
 from shardwise.train.saving import Checkpoints
@@ -53,13 +52,14 @@ class Trainer(Training):
 
     def run(
         self,
-        observers: Sequence[Observer],
+        observe: Callable[[StepRecord, bool], object],
         checkpoints: Checkpoints,
         traced: Callable[[int], AbstractContextManager[None]],
     ) -> str | None:
         """Train to the last step, with the work of the observers after each step.
 
         Args:
+            observe: lets the observers work after a step: gets its record, and whether it is the last one.
             checkpoints: one of the observers, which knows who asks the run to stop.
             traced: a context around each step.
 
@@ -76,7 +76,7 @@ class Trainer(Training):
             for step in range(first, last + 1):
                 with traced(step):
                     record = self.step(checkpoints.flags)
-                observe(observers, record, is_last=step == last)
+                observe(record, step == last)
                 if checkpoints.stopped_by is not None and step < last:
                     return checkpoints.stopped_by
         return None
