@@ -146,9 +146,8 @@ def _occupied(root: Root, checkpoint: StepFolder, path: str | None) -> str:
 
 def goes_back(config: Config, manifest: Manifest) -> bool:
     """Return whether `checkpoint.resume` names a step to which the run had not gone back when it saved this."""
-    return (
-        config.checkpoint.resume != "auto" and manifest.schedule.get(_WENT_BACK) != went_back(config, None)[_WENT_BACK]
-    )
+    asked = went_back(config, None)
+    return bool(asked) and manifest.schedule.get(_WENT_BACK) != asked[_WENT_BACK]
 
 
 def went_back(config: Config, manifest: Manifest | None) -> dict[str, Any]:
