@@ -20,8 +20,10 @@ from shardwise.models.blocks import Stages
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.clock import StepTiming
 from shardwise.pipeline.in_flight import PassBytes, step_peak
+from shardwise.runs.folder import RunDirectory
 from shardwise.train.trace import Trace
 from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import make_config
 
 
 class Kept:
@@ -168,13 +170,15 @@ def traced(schedule: Schedule, degree: int, micro_batches: int, folder: str) -> 
         out = (torch.ones(4) if x is None else x) * model.weight
         return out.sum().reshape(1) if last[id(model)] else out
 
-    path = Path(folder) / f"rank-{shared_mesh(1, degree).pp.rank:04}.json"
-    trace = Trace(range(2, 4), path, pipelined=True)
+    mesh = shared_mesh(1, degree)
+    run = RunDirectory(Path(folder))
+    run.trace(0).parent.mkdir(exist_ok=True)
+    trace = Trace(make_config(log={"profile": "2:4"}).log, mesh, run)
     for step in range(1, 6):
         with trace.step(step):
             pipeline.step(compute)
     trace.close()
-    return path.read_text()
+    return run.trace(mesh.world.rank).read_text()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
