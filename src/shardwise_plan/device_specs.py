@@ -249,7 +249,7 @@ class Device:
 
     @property
     def file_text(self) -> str:
-        """What to do with a file to give the device another figure; the figure follows."""
+        """The change of a file that gives the device another figure; the figure follows."""
         if self.key in device_names():
             return f"write a device file with base: {self.key} and"
         return "add to its device file"

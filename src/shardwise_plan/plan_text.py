@@ -36,7 +36,7 @@ def predicted_rows(plan: Plan | None) -> list[tuple[str, str]]:
 
 
 def memory_text(plan: Plan) -> str:
-    """Whether a layout fits on each device of its cluster."""
+    """Return whether a layout fits on each device of its cluster."""
     state = f"{units.size(plan.headroom)} free{' (tight)' if plan.is_tight else ''}"
     if plan.headroom < 0:
         state = f"does not fit: {units.size(plan.memory.total)} are needed"

@@ -1,4 +1,4 @@
-"""Which of several plans a team may want, and how each depends on what is assumed."""
+"""The plans among several that a team may want, and how each depends on what is assumed."""
 
 from __future__ import annotations
 

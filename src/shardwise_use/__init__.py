@@ -1,1 +1,1 @@
-"""What a trained model is used for: texts, chats, scores on tasks, and checkpoints made of other programs' models."""
+"""Uses of a trained model: texts, chats, scores on tasks, and checkpoints made of other programs' models."""

@@ -1,4 +1,4 @@
-"""What the packages beside the core provide, by name: commands, and functions that a key, an option or a command needs.
+"""Names that the packages beside the core provide: commands, and functions that a key, an option or a command needs.
 
 The core imports none of these packages: a name is resolved when it is used first.
 """

@@ -1,4 +1,4 @@
-"""What earlier versions took and this one does not: each spelling with the sentence that answers it."""
+"""Spellings that earlier versions took and this one does not: each spelling with the sentence that answers it."""
 
 from __future__ import annotations
 

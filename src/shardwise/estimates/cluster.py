@@ -1,4 +1,4 @@
-"""What a run asks of machines that need not be here; `shardwise_plan` describes them."""
+"""The facts that a run asks of machines that need not be here; `shardwise_plan` describes them."""
 
 from __future__ import annotations
 

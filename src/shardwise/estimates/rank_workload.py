@@ -276,7 +276,7 @@ class RankWorkload:
 
     @cached_property
     def recompute(self) -> Recompute:
-        """What the backward pass computes again.
+        """The part that the backward pass computes again.
 
         In compiled blocks the compiler chooses what to keep, and `selective` changes only a core step by step.
         """

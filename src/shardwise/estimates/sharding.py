@@ -1,4 +1,4 @@
-"""What ZeRO-2 and ZeRO-3 have in memory only while it is used: weights of units, and gradients under reduction.
+"""Memory that ZeRO-2 and ZeRO-3 have only while it is used: weights of units, and gradients under reduction.
 
 The passes of a stage are replayed as `optim/unit_weights.py` gathers and releases weights, and as `optim/zero.py`
 starts and ends reductions of gradients, but with bytes in place of tensors.

@@ -196,12 +196,12 @@ class Experts(placement.PlacedModule):
         tokens = rows // experts.shape[1]
         sent = counts.view(group.size, self.count)
         arriving = collectives.all_to_all(sent, group)
-        there, here = sent.sum(1).tolist(), arriving.sum(1).tolist()
-        arrived = collectives.exchange_rows(x[tokens], there, here, group)
-        arrived_weights = collectives.exchange_rows(weights.flatten()[rows, None], there, here, group)
+        outgoing, incoming = sent.sum(1).tolist(), arriving.sum(1).tolist()
+        arrived = collectives.exchange_rows(x[tokens], outgoing, incoming, group)
+        arrived_weights = collectives.exchange_rows(weights.flatten()[rows, None], outgoing, incoming, group)
         places = torch.arange(self.count, device=x.device).repeat(group.size).repeat_interleave(arriving.flatten())
         y = sum_of_experts(arrived, arrived_weights, places[:, None], gate_up, down)
-        returned = collectives.exchange_rows(y, here, there, group)
+        returned = collectives.exchange_rows(y, incoming, outgoing, group)
         return torch.zeros_like(x).index_add(0, tokens, returned)
 
     def extra_repr(self) -> str:

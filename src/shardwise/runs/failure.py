@@ -70,7 +70,7 @@ class FailureRecord:
 
     @property
     def sentence(self) -> str:
-        """Where the run failed, and why, without the word of `HEADING`."""
+        """The place where the run failed, and the reason, without the word of `HEADING`."""
         return self.heading.removeprefix(HEADING)
 
     @property

@@ -71,7 +71,7 @@ def _reason(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker knows a run by.
+    """The names by which a tracker knows a run.
 
     Attributes:
         folder: the run's folder.
@@ -98,7 +98,7 @@ class TrackedRun:
 
     @property
     def suffix(self) -> str:
-        """What tells the curves of a run apart."""
+        """The steps that tell the curves of a run apart."""
         return f"-{self.returns + 1}" if self.returns else ""
 
 

@@ -1,4 +1,4 @@
-"""What a run does after its steps: an observer is one entry of the list here."""
+"""The work of a run after its steps: an observer is one entry of the list here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def observe(observers: Sequence[Observer], record: StepRecord, is_last: bool) ->
 def build_observers(
     config: Config, trainer: Trainer, reporter: Reporter, checkpoints: Checkpoints, graphs: RunGraphs | None
 ) -> list[Observer]:
-    """What a run does after its steps, in this order."""
+    """The observers of a run, which work in this order."""
     progress = trainer.progress
 
     def report(record: StepRecord, _: bool) -> None:

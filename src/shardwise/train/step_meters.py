@@ -1,4 +1,4 @@
-"""What is measured of a step on one rank: seconds by part, bytes sent, memory by kind, and the slowest rank.
+"""The measurements of a step on one rank: seconds by part, bytes sent, memory by kind, and the slowest rank.
 
 The parts are data, forward, backward, communication and optimizer. Communication is the time for which the rank waits
 in collectives and, in a pipeline, for other stages; transfers that run during other work cost nothing here. All else

@@ -73,7 +73,7 @@ def dry_run(
     full: bool = False,
     recipe_config: Config | None = None,
 ) -> str:
-    """What follows from a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
+    """The facts that follow from a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
 
     Args:
         device: kind of this machine's devices.
@@ -465,7 +465,7 @@ def _token_flops(config: Config) -> float | None:
 
 
 def _recompute(workload: RankWorkload, token_flops: float) -> str:
-    """What is computed again, and its FLOPs if it has matrix products."""
+    """The part that is computed again, and its FLOPs if it has matrix products."""
     config = workload.config
     fused = not workload.attends_step_by_step
     cheap = "norms, activations and rotary positions" if workload.model.rotary_dim else "norms and activations"

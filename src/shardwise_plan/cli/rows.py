@@ -1,4 +1,4 @@
-"""What is printed of a plan: its cells in a table, its sentences, and its facts as JSON."""
+"""The texts of a plan: its cells in a table, its sentences, and its facts as JSON."""
 
 from __future__ import annotations
 

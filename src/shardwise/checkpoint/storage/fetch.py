@@ -153,7 +153,7 @@ def fetch(
 
 
 def _problem(file: Fetched, remote: Remote, sha256: str | None) -> str | None:
-    """Why a file is not the one that is to be fetched; None where it is, as far as that can be told."""
+    """The reason why a file is not the one that is to be fetched; None where it is, as far as that can be told."""
     if sha256 is not None and file.sha256 != sha256:
         return f"its SHA-256 ({file.sha256}) must be that which was asked for ({sha256})"
     if sha256 is None and remote.size not in (None, file.size):

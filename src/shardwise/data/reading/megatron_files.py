@@ -345,7 +345,7 @@ def written_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ChangedError(DataError):
-    """What was read or written before has changed."""
+    """Files that were read or written before have changed."""
 
 
 class UnfinishedIndex:
