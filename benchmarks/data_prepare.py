@@ -62,7 +62,7 @@ def _tokenizer() -> str:
 
 def encode(method: str, path: str) -> None:
     """In a process of its own: the batch encoder alone, on texts that are in memory and on all cores."""
-    from shardwise.data import hub
+    from shardwise.base import hub
     from shardwise.data.tokens.tokenizer import Tokenizer
 
     backend = Tokenizer.load(hub.resolve_tokenizer(_tokenizer()))._backend

@@ -68,7 +68,7 @@ def texts() -> dict[str, Any]:
     """The facts of packed texts by their names and sequence lengths, with the documents cut that would have fitted."""
     from dataclasses import asdict
 
-    from shardwise.data import hub
+    from shardwise.base import hub
     from shardwise.data.samples.packing import PackedSamples
     from shardwise.data.tokens.tokenizer import Tokenizer
 

@@ -35,8 +35,8 @@ PATTERNS = {
         "data/reading/*", "data/tokens/*", "data/prepare/*", "data/cache.py", "data/describe.py",
         "data/formats/text.py", "data/formats/chat.py", "data/formats/datasets.py", "data/formats/hdf5.py",
         "data/formats/stream.py", "data/formats/packed.py", "data/formats/inspecting.py", "data/evaluation_tasks.py",
-        "cli/data/*", "data/samples/streaming.py", "data/samples/sentence_pairs.py",
-        "data/samples/conversations.py",
+        "data/held_out.py", "cli/data/*", "data/samples/streaming.py", "data/samples/sentence_pairs.py",
+        "data/samples/sentences.py", "data/samples/conversations.py",
     ),
 }  # fmt: skip
 """Patterns of a part that has a package are not used."""

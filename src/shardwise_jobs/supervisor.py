@@ -15,14 +15,13 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from shardwise.base.errors import ConfigError, RunError, StoppedError, see
 from shardwise.base.files import reason_of, write_atomic
-from shardwise.config import Config
+from shardwise.config.launch import LaunchConfig
 from shardwise.launch import stop_requests
 from shardwise.launch.external_launchers import address_of
 from shardwise.launch.failed_run import failure_text
@@ -48,48 +47,41 @@ This process ends the launchers, and not srun: it waits for the reports of the o
 """
 
 
-@dataclass(frozen=True)
-class JobMachines:
-    """The machines of a job.
-
-    Attributes:
-        nodes: number of nodes of the allocation that are used.
-        ranks_per_node: number of ranks on each of them.
-    """
-
-    allocation: commands.Allocation
-    nodes: int
-    ranks_per_node: int
-
-
 class Supervisor:
     """The supervisor of one start of a job by SLURM.
 
     Args:
+        launch: section of the run's configuration.
         run_path: the run's folder, which is locked by this process.
+        nodes: number of nodes of the allocation that are used.
+        ranks_per_node: number of ranks on each of them.
         say: function that prints a line for the user.
         killed_by: signal that killed this job's supervisor before this one, if any.
     """
 
     def __init__(
         self,
-        config: Config,
+        launch: LaunchConfig,
         run_path: Path,
-        machines: JobMachines,
+        allocation: commands.Allocation,
+        nodes: int,
+        ranks_per_node: int,
         command: Sequence[str],
         say: Callable[[str], None],
         killed_by: int | None = None,
     ) -> None:
-        self._config = config
+        self._launch = launch
         self._run_path = run_path
-        self._machines = machines
+        self._allocation = allocation
+        self._nodes = nodes
+        self._ranks_per_node = ranks_per_node
         self._command = command
         self._say = say
         self._killed_by = killed_by
         self._asked: str | None = None
         self._watch: AttemptWatch | None = None
         # Endings of this job alone: a user who submits a run again may have mended the cause of the former end.
-        self._endings = [ending for ending in history(run_path) if ending.job == machines.allocation.job]
+        self._endings = [ending for ending in history(run_path) if ending.job == allocation.job]
 
     def run(self) -> None:
         """Make attempts until the training has ended, or cannot.
@@ -117,18 +109,18 @@ class Supervisor:
         for number in _SIGNALS:
             signal.signal(number, hear)
         logs = self._run_path / "logs"
-        address = "127.0.0.1" if self._machines.nodes == 1 else address_of(self._machines.allocation.first)
+        address = "127.0.0.1" if self._nodes == 1 else address_of(self._allocation.first)
         self._record_lost_start()
         goes_on = self._record_killed_supervisor()
         while goes_on:
             began = time.time()
             self._watch = AttemptWatch(
                 address,
-                self._machines.nodes,
-                self._machines.ranks_per_node,
+                self._nodes,
+                self._ranks_per_node,
                 logs,
                 id=self._id(),
-                silence=self._config.launch.timeout,
+                silence=self._launch.timeout,
                 heard=self._ask,
             )
             outcome = await self._watch.run(self._program)
@@ -144,7 +136,7 @@ class Supervisor:
 
     def _id(self) -> str:
         """Return the id of an attempt; processes that are left of an earlier one have another id."""
-        allocation = self._machines.allocation
+        allocation = self._allocation
         number = sum(ending.requeues == allocation.requeues for ending in self._endings)
         return f"{allocation.job}.{allocation.requeues}.{number}"
 
@@ -159,11 +151,11 @@ class Supervisor:
             self._say(f"the end of this start cannot be recorded: {self._run_path}: {reason_of(error)}")
 
     def _program(self, _attempt: Attempt) -> list[str]:
-        nodes = str(self._machines.nodes)
+        nodes = str(self._nodes)
         # A launcher that was bound to some processors would bind all ranks of its node to them.
         unbound = [] if commands.binds_nothing() else ["--cpu-bind=none"]
         # If fewer nodes are used, the first must be among them: all launchers connect to this process there.
-        first = ["--relative=0"] if self._machines.nodes < self._machines.allocation.nodes else []
+        first = ["--relative=0"] if self._nodes < self._allocation.nodes else []
         return [*_SRUN, *unbound, *first, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command]
 
     def _ask(self, by: str) -> None:
@@ -182,7 +174,7 @@ class Supervisor:
         except OSError as error:
             self._say(f"{by}: the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
         loop = asyncio.get_running_loop()
-        ends = self._machines.allocation.ends
+        ends = self._allocation.ends
         # Two beats later: heartbeats are late, and the first step may have been taken just now.
         loop.call_later(2 * BEAT_SECONDS, self._end_unless_training, by)
         if by == _WARNING and ends is not None:
@@ -198,18 +190,18 @@ class Supervisor:
     def _end_unsaved(self) -> None:
         """End an attempt that the time limit would end: SLURM would not queue the job again."""
         if self._watch is not None:
-            warning = f"launch.warning_seconds={self._config.launch.warning_seconds}"
+            warning = f"launch.warning_seconds={self._launch.warning_seconds}"
             self._watch.end(
                 f"the run did not save in time before the time limit ({warning}){see('jobs#did-not-save-in-time')}"
             )
 
     def _ending(self, how: How, **facts: Any) -> AttemptEnding:
         """Make the record of an ending, with what the run's folder tells of it; `facts` are further fields."""
-        allocation = self._machines.allocation
+        allocation = self._allocation
         known = {"began": time.time(), "requeues": allocation.requeues, "step": 0} | facts
         known["step"] = max(known["step"], last_step(self._run_path))
         checkpoint = newest_checkpoint(self._run_path)
-        return AttemptEnding(how, allocation.job, nodes=self._machines.nodes, checkpoint=checkpoint, **known)
+        return AttemptEnding(how, allocation.job, nodes=self._nodes, checkpoint=checkpoint, **known)
 
     def _ending_of(self, outcome: AttemptOutcome, began: float) -> AttemptEnding:
         failure = outcome.failure
@@ -229,8 +221,8 @@ class Supervisor:
         if outcome.failure is None and outcome.stopped is None:
             return "finished"
         if self._asked == _WARNING:
-            ends = self._machines.allocation.ends
-            warning = self._config.launch.warning_seconds
+            ends = self._allocation.ends
+            warning = self._launch.warning_seconds
             # SLURM's signals may be a minute early, and preemptions send the same one.
             is_near = ends is not None and ends - time.time() < warning + 120
             return "time limit" if is_near else "preempted"
@@ -254,7 +246,7 @@ class Supervisor:
 
     def _starts_again(self, ending: AttemptEnding) -> bool:
         """After a failure, return True if another attempt is to be made in this allocation; raises if none is."""
-        decision = decide(self._endings, self._config.launch.max_restarts)
+        decision = decide(self._endings, self._launch.max_restarts)
         if not decision.starts_again:
             code = ending.exit_code or RunError.exit_code
             raise LaunchError(f"{self._failure_text(ending, code)}\n{decision.why}", code)
@@ -277,7 +269,7 @@ class Supervisor:
     def _leave(self, text: str, ending: AttemptEnding) -> NoReturn:
         """End this start of the job; SLURM starts it again where it was the cluster that ended it."""
         if self._asked == _WARNING:
-            decision = decide(self._endings, self._config.launch.max_restarts)
+            decision = decide(self._endings, self._launch.max_restarts)
             if not decision.starts_again:
                 raise StoppedError(f"{text}\n{decision.why}")
             self._requeue(text, decision)
@@ -285,13 +277,13 @@ class Supervisor:
 
     def _requeue(self, text: str, decision: Decision) -> NoReturn:
         """Have SLURM queue the job again."""
-        problem = commands.requeue(self._machines.allocation.job)
+        problem = commands.requeue(self._allocation.job)
         result = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"
         raise StoppedError(f"{text}\n{result} ({decision.why})")
 
     def _record_lost_start(self) -> None:
         """Record the start before this one if it left no record: it lost a machine, or was killed."""
-        requeues = self._machines.allocation.requeues
+        requeues = self._allocation.requeues
         if requeues == 0 or requeues - 1 in [ending.requeues for ending in self._endings]:
             return
         text = "a machine was lost, or the job was preempted without a warning"

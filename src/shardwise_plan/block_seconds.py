@@ -6,7 +6,7 @@ Legend: see `estimates/rank_workload.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from shardwise.models.parameter_counts import attended_tokens
@@ -81,15 +81,10 @@ class PartSeconds:
 
     def plus(self, term: PartSeconds, times: float = 1) -> PartSeconds:
         """Return the sum of these seconds and `times` those of `term`."""
-        return PartSeconds(
-            self.matmul + times * term.matmul,
-            self.attention + times * term.attention,
-            self.memory_bound + times * term.memory_bound,
-            self.launch + times * term.launch,
-            self.tensor + times * term.tensor,
-            self.accumulation + times * term.accumulation,
-            self.context + times * term.context,
-        )
+        return PartSeconds(*(getattr(self, name) + times * getattr(term, name) for name in _PARTS))
+
+
+_PARTS = tuple(part.name for part in fields(PartSeconds))
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ class PassSeconds:
     recompute: PartSeconds = PartSeconds()
 
 
-def _with_launch(parts: PartSeconds, kernels: float, host: float, program: ProgramTraits) -> PartSeconds:
+def _with_launch(parts: PartSeconds, kernels: float, c: Constants, program: ProgramTraits) -> PartSeconds:
     """Return these seconds with the time that the device waits for the host, which starts kernel after kernel.
 
     If one of the two is much slower, it alone counts; if they are alike, each waits for the other at times. A host that
@@ -118,13 +113,9 @@ def _with_launch(parts: PartSeconds, kernels: float, host: float, program: Progr
     if program.graphs:
         return parts
     device = parts.total
-    host_time = kernels * host
-    launch = _smooth_maximum(device, host_time) - device if program.runs_ahead else host_time
-    return replace(parts, launch=launch)
-
-
-def _smooth_maximum(a: float, b: float) -> float:
-    return float((a**_SHARPNESS + b**_SHARPNESS) ** (1 / _SHARPNESS))
+    host = kernels * c.host
+    larger = float((device**_SHARPNESS + host**_SHARPNESS) ** (1 / _SHARPNESS))
+    return replace(parts, launch=larger - device if program.runs_ahead else host)
 
 
 @lru_cache(maxsize=2**14)
@@ -157,11 +148,11 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
             matmul=sum(product(1) for product in outputs),
             attention=core.forward,
             memory_bound=passes.forward,
-            tensor=tensor.forward,
-            context=context.forward,
+            tensor=tensor[0],
+            context=context[0],
         ),
         kernels + rounding,
-        c.host,
+        c,
         program,
     )
     backward = _with_launch(
@@ -169,12 +160,12 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
             matmul=sum(product(1) for product in input_gradients) + weight_seconds,
             attention=core.backward,
             memory_bound=passes.backward,
-            tensor=tensor.backward,
+            tensor=tensor[1],
             accumulation=accumulation,
-            context=context.backward,
+            context=context[1],
         ),
         _BACKWARD_KERNELS * kernels + rounding,
-        c.host,
+        c,
         program,
     )
     recompute = _recomputed(s, device, program, forward, passes.cheap, outputs[-1](1))
@@ -374,14 +365,6 @@ def _product(device: Device, c: Constants, peak: float, m: int, n: int, k: int) 
     return lambda pieces: device_seconds.matmul(device, c, peak, -(-m // pieces), n, k)
 
 
-@dataclass(frozen=True)
-class _ExposedSeconds:
-    """Seconds of a block's collectives that nothing hides."""
-
-    forward: float
-    backward: float
-
-
 def _tensor_seconds(
     s: BlockShape,
     device: Device,
@@ -390,8 +373,8 @@ def _tensor_seconds(
     outputs: Sequence[Product],
     input_gradients: Sequence[Product],
     weight_gradients: Sequence[Product],
-) -> _ExposedSeconds:
-    """Return the seconds of tensor parallelism's collectives, beside the products of the block's four layers.
+) -> tuple[float, float]:
+    """Return what collectives of tensor parallelism add, forward and backward, to the products of the four layers.
 
     Attention and MLP each gather their input before their first product, and sum their output after their second one.
     """
@@ -411,27 +394,24 @@ def _tensor_seconds(
         if s.regathers or has_buffers:
             # The layer's input arrives while its gradient is computed.
             backward += collectives.gather_behind(input_gradients[first])
-    return _ExposedSeconds(forward, backward)
+    return forward, backward
 
 
-def _context_seconds(s: BlockShape, device: Device, c: Constants, core: _CoreSeconds) -> _ExposedSeconds:
-    """Return the seconds of getting keys and values of all tokens, and of sending their gradients.
+def _context_seconds(s: BlockShape, device: Device, c: Constants, core: _CoreSeconds) -> tuple[float, float]:
+    """Return what it adds, forward and backward, to get keys and values of all tokens, and to send their gradients.
 
     Passed from rank to rank, they travel while attention to those of another rank is computed.
     """
     ranks = s.context_group.ranks
     if ranks == 1:
-        return _ExposedSeconds(0.0, 0.0)
+        return 0.0, 0.0
     size = float(s.a * s.batch * s.length * s.local.key_value)
     gather = 2 * device_seconds.collective(device, c, s.context_group, size)
     if s.passes_keys:
         # Keys and values go round again in the backward pass, with their gradients.
-        return _ExposedSeconds(
-            ring_seconds(core.forward, gather, ranks),
-            ring_seconds(core.backward, 2 * gather, ranks),
-        )
+        return ring_seconds(core.forward, gather, ranks), ring_seconds(core.backward, 2 * gather, ranks)
     gathers_again = s.gathers_keys_again and s.recompute != "full"
-    return _ExposedSeconds(gather, gather * (2 if gathers_again else 1))
+    return gather, gather * (2 if gathers_again else 1)
 
 
 def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
@@ -456,11 +436,11 @@ def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) ->
     x_gradient = device_seconds.collective(
         device, c, s.tensor_group, float(s.gathered_bytes), reduces_all=not s.sequence_parallel
     )
-    forward = _with_launch(PartSeconds(outputs, 0.0, memory_forward, 0.0, loss_sums), _HEAD_KERNELS, c.host, program)
+    forward = _with_launch(PartSeconds(outputs, 0.0, memory_forward, 0.0, loss_sums), _HEAD_KERNELS, c, program)
     backward = _with_launch(
         PartSeconds(input_gradient + weight_gradient, 0.0, memory_backward, 0.0, x_gradient),
         _HEAD_KERNELS,
-        c.host,
+        c,
         program,
     )
     if program.loss_ahead:
@@ -487,7 +467,7 @@ def embedding(s: BlockShape, device: Device, c: Constants, program: ProgramTrait
         tensor=output_sum if s.sequence_parallel else 0.0,  # otherwise each rank has the whole gradient already
     )
     return PassSeconds(
-        _with_launch(forward, _EMBEDDING_KERNELS, c.host, program),
-        _with_launch(backward, _EMBEDDING_KERNELS, c.host, program),
+        _with_launch(forward, _EMBEDDING_KERNELS, c, program),
+        _with_launch(backward, _EMBEDDING_KERNELS, c, program),
         0.0,
     )

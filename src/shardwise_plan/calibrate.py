@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,12 +31,9 @@ def calibrate(target: Path) -> list[tuple[str, str]]:
     if joined() is not None:
         raise ConfigError("--calibrate starts ranks of its own: call it outside of torchrun and srun")
     start = time.time()
-    folder = Path(tempfile.mkdtemp(prefix="shardwise-calibration-"))
-    try:
-        ranks = accelerators()[1] or _CPU_RANKS
-        measurements: Measurements = call_on_ranks(_measure, ranks=ranks, folder=folder).single()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    ranks = accelerators()[1] or _CPU_RANKS
+    with tempfile.TemporaryDirectory(prefix="shardwise-calibration-", ignore_cleanup_errors=True) as folder:
+        measurements: Measurements = call_on_ranks(_measure, ranks=ranks, folder=Path(folder)).single()
     today = datetime.datetime.now(datetime.UTC).date()
     write_new(target, device_file(measurements, today), "-o")
     return [*rows(measurements), ("time", f"{time.time() - start:.0f} s")]
@@ -59,5 +54,4 @@ def _require_writable(target: Path) -> None:
     require_suffix(target, "-o")
     # Only making the file tells for sure. It is removed at once, so that a calibration that fails leaves nothing.
     write_new(target, "", "-o")
-    with contextlib.suppress(OSError):
-        target.unlink()
+    target.unlink(missing_ok=True)

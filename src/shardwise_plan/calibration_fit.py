@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from shardwise.config import Config, Layout, check_layout, load_config
-from shardwise.config.schedules import DEFAULT_SCHEDULE
+from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
 from shardwise_plan import device_seconds
 from shardwise_plan.device_seconds import Constants, constants_of
 from shardwise_plan.device_specs import CONSTANTS, Cluster, Device, dump, figure, load_device, parse_device
@@ -47,75 +47,59 @@ def device_file(measurements: Measurements, today: datetime.date) -> str:
     """Return the YAML text of this machine's device, with the source of each figure."""
     software = f"torch {measurements.torch}, {measurements.threads} thread(s), {measurements.ranks} rank(s)"
     source = f"{_MEASURED} {today.isoformat()}: {software}"
-    figures = _figures(measurements)
-    values = _values(figures, source, measurements)
+    values = _values(measurements, source)
     device = parse_device("measured", dump(values), "the measured device")
     constants = fitted_constants(measurements, device)
     mean_error = error(measurements, device, constants)
     fit = f"fitted to {len(measurements.steps)} miniature trainings, mean error {mean_error:.0%}"
-    values["constants"] = {name: figure(getattr(constants, name), f"{source}; {fit}") for name in _FITTED}
-    return dump(values)
+    fitted = {f"constants.{name}": figure(getattr(constants, name), f"{source}; {fit}") for name in _FITTED}
+    return dump(values | fitted)
 
 
 def _figures(measurements: Measurements) -> dict[str, float]:
-    best_rates: dict[str, float] = {}
-    for dtype, times in measurements.products.items():
-        # A product [m, k] × [k, n] takes m·n·k multiplications and as many additions.
-        rates = [2 * math.prod(shape) / seconds for shape, seconds in zip(measurements.shapes, times, strict=True)]
-        best_rates[dtype] = max(rates)
-    return {
-        "memory_gb": measurements.memory / 1e9,
-        "memory_gb_per_second": measurements.copied[0] / measurements.copied[1] / 1e9,
-        "bfloat16_tflops": best_rates["bfloat16"] / 1e12,
-        "float32_tflops": best_rates["float32"] / 1e12,
-        "matmul_share": 1.0,
-    }
-
-
-def _link(measurements: Measurements) -> tuple[float, float] | None:
-    """Return bandwidth in GB/s and latency in µs of a ring's step, from all-reduces; None on one rank.
+    """The figures that were measured; those of the link from all-reduces, where there are several ranks.
 
     A ring over n ranks sends 2·(n-1)/n of the bytes in 2·(n-1) steps. The smallest all-reduce takes hardly more than
     the latencies, and the difference between the largest and the smallest is the time of the bytes.
     """
-    if not measurements.sums:
-        return None
-    n = measurements.ranks
-    _, least = measurements.sums[0]
-    size, most = measurements.sums[-1]
-    latency = max(_LEAST_LATENCY, least / (2 * (n - 1)))
-    bandwidth = 2 * size * (n - 1) / n / max(most - least, 1e-9)
-    return bandwidth / 1e9, latency * 1e6
+    figures = {
+        "memory_gb": measurements.memory / 1e9,
+        "memory_gb_per_second": measurements.copied[0] / measurements.copied[1] / 1e9,
+    }
+    for dtype, times in measurements.products.items():
+        # A product [m, k] × [k, n] takes m·n·k multiplications and as many additions.
+        rates = [2 * math.prod(shape) / seconds for shape, seconds in zip(measurements.shapes, times, strict=True)]
+        figures[f"{dtype}_tflops"] = max(rates) / 1e12
+    if measurements.sums:
+        n = measurements.ranks
+        _, least = measurements.sums[0]
+        size, most = measurements.sums[-1]
+        figures["node_link.gb_per_second"] = 2 * size * (n - 1) / n / max(most - least, 1e-9) / 1e9
+        figures["node_link.latency_us"] = max(_LEAST_LATENCY, least / (2 * (n - 1))) * 1e6
+    return figures
 
 
-def _values(figures: Mapping[str, float], source: str, measurements: Measurements) -> dict[str, Any]:
-    link = _link(measurements)
-    if link is not None:
-        bandwidth, latency = link
-        link_source = f"{source}; all-reduces of {len(measurements.sums)} sizes"
-    else:
-        bandwidth = 1.0
-        latency = 100.0
-        link_source = "assumption: not measured, as there was one rank"
-    network_source = "assumption: as within the machine; not measured, as there was one"
-    return {
-        "name": measurements.device if measurements.type != "cpu" else "A rank of this machine's CPU",
-        "type": "cpu" if measurements.type == "cpu" else "accelerator",
-        **{name: figure(value, source) for name, value in figures.items() if name != "matmul_share"},
-        "matmul_share": figure(1.0, "the rates above are already those of matrix products"),
+def _values(measurements: Measurements, source: str) -> dict[str, Any]:
+    """The device file without constants."""
+    is_cpu = measurements.type == "cpu"
+    alone = "assumption: not measured, as there was one rank"
+    link = {"node_link.gb_per_second": figure(1.0, alone), "node_link.latency_us": figure(100.0, alone)}
+    measured = {name: figure(value, source) for name, value in _figures(measurements).items()}
+    values: dict[str, Any] = {
+        "name": "A rank of this machine's CPU" if is_cpu else measurements.device,
+        "type": "cpu" if is_cpu else "accelerator",
+        "matmul_share": figure(1.0, "the rates are already those of matrix products"),
         "processors": {"value": measurements.processors, "source": f"torch {measurements.torch}"},
         "devices_per_node": {"value": measurements.ranks, "source": "the ranks that measured"},
-        "node_link": {
-            "gb_per_second": figure(bandwidth, link_source),
-            "latency_us": figure(latency, link_source),
-            "topology": "switch",
-        },
-        "network": {
-            "gb_per_second": figure(bandwidth, network_source),
-            "latency_us": figure(latency, network_source),
-            "topology": "rail",
-        },
+        **link,
+        **measured,
+        "node_link.topology": "switch",
+        "network.topology": "rail",
     }
+    assumed = "assumption: as within the machine; not measured, as there was one"
+    for name in ("gb_per_second", "latency_us"):
+        values[f"network.{name}"] = figure(values[f"node_link.{name}"]["value"], assumed)
+    return values
 
 
 def fitted_constants(measurements: Measurements, device: Device) -> Constants:
@@ -188,15 +172,15 @@ def _distance(constants: Constants, start: Constants) -> float:
 def rows(measurements: Measurements) -> Sequence[tuple[str, str]]:
     """Return the measured figures in short lines."""
     figures = _figures(measurements)
-    link = _link(measurements)
     lines = [
         ("matrix products, float32", f"{figures['float32_tflops']:.3g} TFLOP/s"),
         ("matrix products, bfloat16", f"{figures['bfloat16_tflops']:.3g} TFLOP/s"),
         ("memory, copied", f"{figures['memory_gb_per_second']:.3g} GB/s"),
         ("start of a kernel", f"{measurements.launch * 1e6:.3g} µs"),
     ]
-    if link is not None:
-        lines.append((f"link between {measurements.ranks} ranks", f"{link[0]:.3g} GB/s, {link[1]:.3g} µs"))
+    if measurements.sums:
+        rate, latency = (figures[f"node_link.{name}"] for name in ("gb_per_second", "latency_us"))
+        lines.append((f"link between {measurements.ranks} ranks", f"{rate:.3g} GB/s, {latency:.3g} µs"))
     return lines
 
 

@@ -6,7 +6,6 @@ one direction; GB are 10^9 bytes. A user's file with `base: h100` takes all othe
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -311,7 +310,7 @@ class Cluster:
     def priced_units(self) -> int:
         """Number of devices, chips or nodes, whichever the price is of; a chip in use is paid as a whole."""
         unit = "device" if self.device.price is None else self.device.price.unit
-        chips = self.nodes * math.ceil(self.per_node / self.device.per_chip)
+        chips = self.nodes * -(-self.per_node // self.device.per_chip)
         return {"device": self.world, "chip": chips, "node": self.nodes}[unit]
 
     @property
@@ -487,11 +486,7 @@ def described(device: Device, constants: Mapping[str, float], source: str) -> st
     """The text of a device with other constants, which have this source; its own ones stay where none replaces them."""
     flat = {key: value for key, value in device.figures.items() if key not in ("accuracy", "compared_runs")}
     flat |= {f"constants.{name}": figure(value, source) for name, value in constants.items()}
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        owner, _, name = key.rpartition(".")
-        (nested.setdefault(owner, {}) if owner else nested)[name] = value
-    return dump(nested)
+    return dump(flat)
 
 
 def figure(value: float, source: str) -> dict[str, Any]:
@@ -499,11 +494,13 @@ def figure(value: float, source: str) -> dict[str, Any]:
     return {"value": float(f"{value:.4g}"), "source": source}
 
 
-def dump(values: Mapping[str, Any]) -> str:
-    """The values as a device file: a figure on each line."""
-    text: str = yaml.safe_dump(
-        dict(values), sort_keys=False, allow_unicode=True, default_flow_style=None, width=math.inf
-    )
+def dump(flat: Mapping[str, Any]) -> str:
+    """Figures by the keys of `FIGURES` as a device file, each on a line."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        owner, _, name = key.rpartition(".")
+        (nested.setdefault(owner, {}) if owner else nested)[name] = value
+    text: str = yaml.safe_dump(nested, sort_keys=False, allow_unicode=True, default_flow_style=None, width=10**6)
     return f"# Written by shardwise. Rates are those of one rank and one direction; GB are 10^9 bytes.\n{text}"
 
 

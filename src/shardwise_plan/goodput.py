@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.config import Config
+from shardwise.config import CheckpointConfig, Config
 from shardwise.estimates.memory import checkpoint_bytes
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.step_time import HOST_LINK_BANDWIDTH
@@ -77,7 +77,7 @@ def calendar(config: Config, cluster: Cluster, step_seconds: float) -> Calendar:
     failures = reliability.failures_per_year * cluster.world / _YEAR
     between = 1 / failures if failures else math.inf
     work = steps + evaluations
-    given = _given_interval(config, step_seconds)
+    given = _given_interval(config.checkpoint, step_seconds)
     interval = min(work, given if given is not None else best_interval(stall, write, between))
     # The store is read once, and a checkpoint that is being stored does not count yet.
     restart = reliability.restart + write
@@ -115,9 +115,8 @@ def best_interval(stall: float, write: float, between_failures: float) -> float:
     return max(math.sqrt(2 * stall * between_failures) - stall, write, stall, _LEAST_INTERVAL)
 
 
-def _given_interval(config: Config, step_seconds: float) -> float | None:
+def _given_interval(checkpoint: CheckpointConfig, step_seconds: float) -> float | None:
     """Return the seconds between checkpoints that the recipe gives; None if it gives none."""
-    checkpoint = config.checkpoint
     intervals = []
     if checkpoint.every:
         intervals.append(checkpoint.every * step_seconds)

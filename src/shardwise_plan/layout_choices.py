@@ -13,7 +13,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.mesh_axes import layout_text
 from shardwise.config import Config, Frequency, Layout, Recompute, Schedule, check_layout
 from shardwise.config.optimizer import OptimizerConfig
-from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES
+from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
 from shardwise_plan.device_specs import Device
 from shardwise_plan.run_stages import check_other_stages
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from shardwise.config import ParallelConfig, Recompute
 from shardwise.config.layout import rank_of
-from shardwise.config.schedules import rounds_of_step
+from shardwise.config.pipeline_schedules import rounds_of_step
 from shardwise.pipeline.action_order import ORDERS, AlternatingOrder, VShapedOrder
 from shardwise.pipeline.timeline import StageTimes, timeline
 

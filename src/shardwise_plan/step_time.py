@@ -7,7 +7,7 @@ ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 
@@ -162,11 +162,14 @@ def step_time(
     makespan_seconds = makespan(config.parallel, m, times, in_flight, config.recompute)
     # The parts are those of one rank, and all that it does not work is bubble, so that they sum to the makespan.
     works = [work for work in inputs.works if work.stage.rank == longest]
-    forward, backward, recompute = _block_sums(works)
+    forward, backward, recompute = (
+        _sum((getattr(work.block, name), len(work.stage.layers)) for work in works)
+        for name in ("forward", "backward", "recompute")
+    )
     # The backward pass contains the recompute, which has a row of its own.
     model_work = forward.plus(backward).plus(recompute, -1)
     ends = sum(end.forward.total + end.backward.total for work in works for end in work.ends)
-    update = inputs.update_seconds()
+    reduction, gather, optimizer = inputs.update_seconds()
     return StepTime(
         matmul=m * model_work.matmul,
         attention=m * model_work.attention,
@@ -179,9 +182,9 @@ def step_time(
         context=m * model_work.context,
         messages=m * wait * 2 * len(works),  # each stage sends one message in each direction
         bubble=max(0.0, makespan_seconds - m * busy[longest]),
-        reduction=update.reduction,
-        gather=update.gather,
-        optimizer=update.optimizer,
+        reduction=reduction,
+        gather=gather,
+        optimizer=optimizer,
     )
 
 
@@ -194,7 +197,7 @@ def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster) -> 
     inputs = _StepInputs.of(configs[0], layout, cluster)
     busy = _busy_seconds(inputs.works, [work.times for work in inputs.works], layout.pipeline)
     work = max(busy) * layout.accumulation(configs[0].train)
-    return [work + replace(inputs, config=config).update_seconds().total for config in configs]
+    return [work + sum(replace(inputs, config=config).update_seconds()) for config in configs]
 
 
 def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
@@ -298,51 +301,12 @@ def _busy_seconds(works: Sequence[StageWork], times: Sequence[StageTimes], ranks
     return busy
 
 
-def _block_sums(
-    works: Sequence[StageWork],
-) -> tuple[block_seconds.PartSeconds, block_seconds.PartSeconds, block_seconds.PartSeconds]:
-    """Return the seconds of all blocks of a rank: forward, backward, and the recompute within backward."""
-    forward = block_seconds.PartSeconds()
-    backward = block_seconds.PartSeconds()
-    recompute = block_seconds.PartSeconds()
-    for work in works:
-        layers = len(work.stage.layers)
-        forward = forward.plus(work.block.forward, layers)
-        backward = backward.plus(work.block.backward, layers)
-        recompute = recompute.plus(work.block.recompute, layers)
-    return forward, backward, recompute
-
-
-@dataclass(frozen=True)
-class _UpdateSeconds:
-    """Seconds of the update, and of what data parallelism sends in a step.
-
-    Attributes:
-        reduction: what the reduction of gradients adds to backward passes.
-        gather: what all-gathers of ZeRO's parameters add to passes.
-        optimizer: update of the parameters.
-    """
-
-    reduction: float
-    gather: float
-    optimizer: float
-
-    @property
-    def total(self) -> float:
-        return sum((self.reduction, self.gather, self.optimizer))
-
-
-@dataclass(frozen=True)
-class _Gathers:
-    """Seconds of the gathers of one kind of pass.
-
-    Attributes:
-        seconds: of one pass.
-        exposed: what the gathers of all passes of a step add to their computation.
-    """
-
-    seconds: float = 0.0
-    exposed: float = 0.0
+def _sum(terms: Iterable[tuple[block_seconds.PartSeconds, int]]) -> block_seconds.PartSeconds:
+    """Return the sum of seconds, each so many times."""
+    total = block_seconds.PartSeconds()
+    for seconds, times in terms:
+        total = total.plus(seconds, times)
+    return total
 
 
 @dataclass(frozen=True)
@@ -400,8 +364,8 @@ class _StepInputs:
         parts = layout.tensor if layout.sequence_parallel else 1
         return device_seconds.message(device, self.constants, size / parts, inside=inside)
 
-    def update_seconds(self) -> _UpdateSeconds:
-        """Return the seconds of reduction, gather and update on the rank that has most parameters."""
+    def update_seconds(self) -> tuple[float, float, float]:
+        """Return what reduction and gathers add to passes, and the seconds of the update, on the rank with most."""
         device = self.cluster.device
         precision = self.precision
         elements = self.elements
@@ -436,8 +400,8 @@ class _StepInputs:
         update += touched / (device.memory_bandwidth * self.constants.update)
         if spec.orthogonalizes:
             update += self._orthogonalization_seconds()
-        forward, backward = self._gather_seconds()
-        return _UpdateSeconds(self._reduction_seconds(backward), forward.exposed + backward.exposed, update)
+        exposed, behind_backward = self._gather_seconds()
+        return self._reduction_seconds(behind_backward), exposed, update
 
     def _orthogonalization_seconds(self) -> float:
         """Return the seconds of Muon's iterations on the rank with most blocks, or of the messages that they hide.
@@ -492,8 +456,8 @@ class _StepInputs:
         """Return the seconds of collectives that a pass of so many seconds hides."""
         return self.constants.overlap * seconds if self.program.overlaps else 0.0
 
-    def _gather_seconds(self) -> tuple[_Gathers, _Gathers]:
-        """Return the gathers of parameters before forward passes, and before backward passes.
+    def _gather_seconds(self) -> tuple[float, float]:
+        """Return what gathers of parameters add to passes, and the seconds of those behind one backward pass.
 
         Up to stage 2, parameters are gathered once, after the update; on accelerators behind the first forward pass, in
         its order. At stage 3, a unit is gathered while the unit before it computes. All but the first unit can hide.
@@ -504,31 +468,31 @@ class _StepInputs:
         optimizer = self.config.optimizer
         width = DTYPE_BYTES[self.precision.parameter]
         if self._shard_ranks == 1:
-            return _Gathers(), _Gathers()
+            return 0.0, 0.0
         seconds = device_seconds.collective(device, c, self._shard_group, float(width * self.elements))
         layers = sum(len(work.stage.layers) for work in self.works if work.stage.rank == 0)
         added = partial(device_seconds.overlapped, device, self._shard_group)
         passes = self._pass_seconds
         if optimizer.zero < 3:
             hidden = self._hidden(passes.forward) if device.is_accelerator else 0.0
-            return _Gathers(exposed=added(seconds, max(seconds / (layers + 1), seconds - hidden))), _Gathers()
+            return added(seconds, max(seconds / (layers + 1), seconds - hidden)), 0.0
         latency = device_seconds.collective(device, c, self._shard_group, 1.0)
         seconds += layers * latency
         count = self.layout.accumulation(self.config.train) if self.config.gather == "micro_batch" else 1
         hidden = self._hidden(passes.forward) if optimizer.prefetch else 0.0
-        forward = _Gathers(seconds, count * added(seconds, max(seconds / (layers + 1), seconds - hidden)))
+        exposed = count * added(seconds, max(seconds / (layers + 1), seconds - hidden))
         if self.config.gather == "step" or layers == 1:
-            return forward, _Gathers()
+            return exposed, 0.0
         blocks = width * self.matrices * (layers - 1) / layers
         seconds = device_seconds.collective(device, c, self._shard_group, blocks) + (layers - 2) * latency
         hidden = self._hidden(passes.backward) if optimizer.prefetch else 0.0
-        return forward, _Gathers(seconds, count * added(seconds, max(0.0, seconds - hidden)))
+        return exposed + count * added(seconds, max(0.0, seconds - hidden)), seconds
 
-    def _reduction_seconds(self, gathers: _Gathers) -> float:
+    def _reduction_seconds(self, gathers: float) -> float:
         """Return the seconds of the reductions of gradients that no backward pass hides.
 
         Buckets are reduced as a backward pass completes them, which is the last micro-batch's or each one's: all but
-        the last can hide behind it, beside the gathers of the same pass. Sums over copies do not hide.
+        the last can hide behind it, beside the `gathers` of the same pass. Sums over copies do not hide.
         """
         device = self.cluster.device
         layout = self.layout
@@ -557,6 +521,6 @@ class _StepInputs:
         latency = device_seconds.collective(device, c, ranks, 1.0, reduces_all=reduces_all)
         seconds += (buckets - 1) * latency
         # The first rank's stages, whose gradients are complete last: their reductions end the step.
-        hidden = max(0.0, self._hidden(self._pass_seconds.backward) - gathers.seconds)
+        hidden = max(0.0, self._hidden(self._pass_seconds.backward) - gathers)
         exposed = max(seconds / buckets, seconds - hidden)
         return count * (device_seconds.overlapped(device, ranks, seconds, exposed) + copies)

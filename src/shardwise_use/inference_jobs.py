@@ -47,7 +47,7 @@ def run_evaluation(
                 f"hold at least {least}: give more text, another data.split, or --part all"
             )
         model = load_model(config, weights, mesh)
-        bytes_V = byte_counts(config, data)
+        bytes_V = byte_counts(config.model, data.tokenizer_path)
         return evaluate(model, batches, mesh, config.train.micro_batch, progress, config.parallel, bytes_V)
 
 

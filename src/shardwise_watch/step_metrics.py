@@ -26,88 +26,51 @@ class StepMetric:
 
     Attributes:
         name: key in the event and in the JSON of `monitor`; Prometheus puts `shardwise_train_` before it.
-        unit: unit of the recorded number; charts show a "share" in percent.
         help: sentence that Prometheus shows.
         title: heading of the chart in the report; empty for a metric that has no chart.
-        axis_label: label of the vertical axis in the picture of `report --png`.
+        is_share: True if charts show the number in percent.
         is_cut: True if the chart may leave out a steep beginning that would hide the rest of the curve.
         is_in_every_step: True if each step records the metric, so that a number that is not finite tells of a training
             that diverged. A metric that is None or NaN in a healthy run has False.
-        is_on_screen: True if `top` draws its curve.
     """
 
     name: str
-    unit: str
     help: str
     title: str = ""
-    axis_label: str = ""
+    is_share: bool = False
     is_cut: bool = True
     is_in_every_step: bool = False
-    is_on_screen: bool = False
-
-    @property
-    def is_share(self) -> bool:
-        return self.unit == "share"
 
 
 STEP_METRICS = (
-    StepMetric(
-        "loss",
-        "nats",
-        "Loss of the last step.",
-        "Training loss",
-        "training loss",
-        is_in_every_step=True,
-        is_on_screen=True,
-    ),
+    StepMetric("loss", "Loss of the last step.", "Training loss", is_in_every_step=True),
     # The beginning of the next one is its warm-up, which is as telling as the rest.
-    StepMetric("lr", "", "Learning rate.", "Learning rate", "learning rate", is_cut=False),
+    StepMetric("lr", "Learning rate.", "Learning rate", is_cut=False),
+    StepMetric("grad_norm", "Norm of the gradient, before it is clipped.", "Gradient norm", is_in_every_step=True),
+    StepMetric("param_norm", "Norm of the parameters.", "Parameter norm", is_cut=False),
+    StepMetric("tokens", "Tokens that have been consumed."),
+    StepMetric("samples", "Samples that have been consumed."),
+    StepMetric("tokens_per_second", "Tokens a second, over the last steps.", "Tokens per second"),
+    StepMetric("samples_per_second", "Samples a second, over the last steps."),
+    StepMetric("tokens_per_second_per_device", "Tokens a second on each device."),
+    StepMetric("peak_tokens_per_second", "The most tokens a second so far."),
+    StepMetric("mfu", "Model FLOPs utilization, from 0 to 1.", "MFU", is_share=True),
+    StepMetric("step_seconds", "Seconds of the last step.", "Seconds of a step"),
+    StepMetric("peak_memory_bytes", "The most memory of rank 0 so far."),
     StepMetric(
-        name="grad_norm",
-        unit="",
-        help="Norm of the gradient, before it is clipped.",
-        title="Gradient norm",
-        axis_label="gradient norm",
-        is_in_every_step=True,
-        is_on_screen=True,
-    ),
-    StepMetric("param_norm", "", "Norm of the parameters.", "Parameter norm", "parameter norm", is_cut=False),
-    StepMetric("tokens", "tokens", "Tokens that have been consumed."),
-    StepMetric("samples", "samples", "Samples that have been consumed."),
-    StepMetric(
-        name="tokens_per_second",
-        unit="tokens/s",
-        help="Tokens a second, over the last steps.",
-        title="Tokens per second",
-        axis_label="tokens per second",
-        is_on_screen=True,
-    ),
-    StepMetric("samples_per_second", "samples/s", "Samples a second, over the last steps."),
-    StepMetric("tokens_per_second_per_device", "tokens/s", "Tokens a second on each device."),
-    StepMetric("peak_tokens_per_second", "tokens/s", "The most tokens a second so far."),
-    StepMetric("mfu", "share", "Model FLOPs utilization, from 0 to 1.", "MFU", "mfu"),
-    StepMetric("step_seconds", "s", "Seconds of the last step.", "Seconds of a step", "step seconds"),
-    StepMetric("peak_memory_bytes", "bytes", "The most memory of rank 0 so far."),
-    StepMetric(
-        "bubble",
-        "share",
-        "The share of the step in which pipeline ranks waited for others.",
-        "Pipeline bubble",
-        "bubble",
+        "bubble", "The share of the step in which pipeline ranks waited for others.", "Pipeline bubble", is_share=True
     ),
     StepMetric(
-        name="loss_spike",
-        unit="standard deviations",
-        help="Standard deviations of the loss above the mean of the last steps.",
-        title="Loss spike score",
-        axis_label="loss spike",
+        "loss_spike",
+        "Standard deviations of the loss above the mean of the last steps.",
+        "Loss spike score",
         is_cut=False,
     ),
 )
 """The order is that of the JSON of `monitor`, of Prometheus, and of the charts in the report."""
 STEP_METRIC_NAMES = tuple(metric.name for metric in STEP_METRICS)
 REPORT_CURVES = tuple(metric for metric in STEP_METRICS if metric.title)
-SCREEN_CURVES = tuple(metric.name for metric in STEP_METRICS if metric.is_on_screen)
+SCREEN_CURVES = ("loss", "tokens_per_second", "grad_norm")
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Parts of a step's time (`split_seconds`), in the order in which they are shown."""
 

@@ -11,6 +11,7 @@ from shardwise.base.errors import RunError
 from shardwise.models.build import build_model
 from shardwise.train import build, trainer
 from shardwise.train.model_checks import check_replicas
+from shardwise.train.observers import build_observers
 from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
@@ -91,7 +92,7 @@ def run(trained: Trainer) -> None:
     """A run that records and saves nothing."""
     reporter: Any = SimpleNamespace(step=lambda _: None)
     unsaved: Any = SimpleNamespace(flags=None, stopped_by=None, state_hashes=None, after_step=lambda *_: None)
-    observers = build.build_observers(trained.config, trained, reporter, unsaved, None)
+    observers = build_observers(trained.config, trained, reporter, unsaved, None)
     trained.run(observers, unsaved, lambda _: nullcontext())
 
 

@@ -48,7 +48,7 @@ def test_the_key_is_none_in_evaluation() -> None:
 @pytest.mark.parametrize(("name", "warned"), [("Mean", True), ("Dropping", False)])
 def test_a_mean_is_not_taken_for_a_sum(name: str, warned: bool) -> None:
     made = trainer(name)
-    text = mean_text(made.config, made.step().loss)
+    text = mean_text(made.config.model, made.config.hooks.loss, made.step().loss)
     if not warned:
         assert text is None
         return

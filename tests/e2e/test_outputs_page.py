@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise_watch.cli.compare import LOSSES
+from shardwise_watch.curves import LOSSES
 from tests.arch.source import ROOT
 from tests.e2e.command import metrics, miniature, shardwise, within
 

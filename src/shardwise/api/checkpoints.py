@@ -56,8 +56,7 @@ def save_checkpoint(
 
     Raises:
         ConfigError: an argument is none of those, or a checkpoint of it could not be read again; nothing was written.
-            Raised on every rank.
-        RunError: it could not be written, or the ranks' copies of a parameter differ. Raised on every rank.
+        RunError: it could not be written, or ranks' copies of a parameter differ. Both are raised on every rank.
     """
     from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.restore import on_first_rank

@@ -18,7 +18,7 @@ from shardwise.base.user_code import given, name_of
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.config import Config, config_from
 from shardwise.launch import output, stop_requests
-from shardwise.launch.environment import keep_own, may_be_a_task
+from shardwise.launch.environment import Rank, keep_own, may_be_a_task
 from shardwise.launch.external_launchers import adopt_task
 from shardwise.launch.rank_process import enter_job, failure_recorded
 from shardwise.runs.folder import EVENTS, RunDirectory, read_config
@@ -139,17 +139,13 @@ def train(
         RunError: training failed.
         StoppedError: the run was asked to stop, and its state is saved; the same call with its `run_dir` continues it.
     """
-    from shardwise.cli.entry import take_any_character
     from shardwise.cli.run_preparation import is_finished, prepare_run
     from shardwise.cli.train import check_user_code, with_batch
     from shardwise.train.rank_agreement import require_same_run_dir
     from shardwise.train.run import run
 
     _require_train_arguments(config, run_dir, name)
-    keep_own()
-    if may_be_a_task():
-        adopt_task()
-    rank = enter_job(None)
+    rank = _join()
     world = 1 if rank is None else rank.world
     path = None if run_dir is None else Path(run_dir)
     config, objects = _with_hooks(config, data, loss, optimizer, callbacks)
@@ -165,11 +161,25 @@ def train(
             return Run(path)
         folder = prepare_run(locks, config, name, path, rank)
         with folder.removed_if_refused(), output.restored(), _signals_restored(), failure_recorded(rank, folder.path):
-            take_any_character()
-            if rank is None or rank.rank == 0:
-                # A program may close it.
-                output.survive_lost_reader()
+            _prepare_output(rank)
             return Run(run(config, folder.path, name))
+
+
+def _join() -> Rank | None:
+    """The rank of this process in the job that a launcher started; None where it is alone."""
+    keep_own()
+    if may_be_a_task():
+        adopt_task()
+    return enter_job(None)
+
+
+def _prepare_output(rank: Rank | None) -> None:
+    """Let the output take any character, and that of rank 0, which a program may close, outlive its reader."""
+    from shardwise.cli.entry import take_any_character
+
+    take_any_character()
+    if rank is None or rank.rank == 0:
+        output.survive_lost_reader()
 
 
 def _require_train_arguments(config: object, run_dir: Any, name: object) -> None:

@@ -90,8 +90,6 @@ _FLOAT = re.compile(r"[-+]?([0-9](_?[0-9])*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE
 # Far below the 4,300 at which Python refuses to read an integer.
 _MOST_DIGITS = 1000
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
-_STARTS = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
-_ENDS = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
 _QUOTED = ("'", '"', "|", ">")
 TAG = "tag:yaml.org,2002:"
 _STANDARD_TAGS = {TAG + "str", TAG + "map", TAG + "seq"}
@@ -116,10 +114,11 @@ def yaml_value(text: str, origin: str) -> Any:
         NotReadError: the text is no YAML, has too many levels or values, or keys are given twice; with every such key.
     """
     try:
-        _require_small(text, origin)
         root = yaml.compose(text, Loader=_LOADER)
+    except RecursionError:
+        raise NotReadError([_too_deep(origin)]) from None
     except yaml.YAMLError as error:
-        # libyaml 0.2.6 looks ahead, and has a limit of its own.
+        # libyaml has a limit of its own.
         invalid = f"{origin} is not valid YAML: {_reason(error)}"
         raise NotReadError([_too_deep(origin) if "nesting depth" in invalid else invalid]) from None
     except UnicodeError:  # bytes of the command line
@@ -159,21 +158,6 @@ def scalar(text: str) -> bool | int | float | str | None:
     return text
 
 
-def _require_small(text: str, origin: str) -> None:
-    """Refuse a text before a tree is made of it: parsing gives events, and takes neither recursion nor much memory."""
-    level = 0
-    for number, event in enumerate(yaml.parse(text, Loader=_LOADER)):
-        if isinstance(event, _STARTS):
-            level += 1
-        elif isinstance(event, _ENDS):
-            level -= 1
-        if level > MOST_LEVELS:
-            raise NotReadError([_too_deep(origin)])
-        # A collection has two events, its start and its end.
-        if number > 2 * MOST_VALUES:
-            raise NotReadError([_too_many(origin)])
-
-
 def _too_deep(origin: str) -> str:
     return f"{origin} must have at most {MOST_LEVELS} levels of lists and mappings inside each other, and it has more"
 
@@ -195,7 +179,7 @@ class _Conversion:
         self._values = 0
 
     def value(self, node: yaml.Node, path: tuple[str, ...]) -> Any:
-        # `_require_small` has seen each alias as one value; here it counts as what it repeats.
+        # An alias counts as what it repeats: a short text can describe more values than the memory takes.
         self._values += 1
         if len(path) > MOST_LEVELS:
             raise NotReadError([_too_deep(self._origin)])

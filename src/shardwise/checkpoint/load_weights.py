@@ -134,14 +134,17 @@ def require_finite(
 ) -> None:
     """ConfigError, on every rank, where a weight that came from a folder has values that are NaN or infinite."""
     local = [
-        piece.name for piece, _, values, _ in weight_slices(model, optimizer) if not bool(torch.isfinite(values).all())
+        (str(folder), piece.name)
+        for piece, _, values, _ in weight_slices(model, optimizer)
+        if not bool(torch.isfinite(values).all())
     ]
-    names = collectives.union(local, mesh.world)
-    if names:
-        # Machines may have folders of their own, with the same weights.
+    found = collectives.union(local, mesh.world)
+    if found:
+        # Machines may have folders of their own: one that has such values is shown.
+        names = listing(dict.fromkeys(name for _, name in found), most=_SHOWN)
         raise ConfigError(
-            f"checkpoint.load ({folder}) must have finite weights, and it has values that are NaN or infinite in "
-            f"{listing(names, most=_SHOWN)}{see('checkpoints#weights-not-finite')}"
+            f"checkpoint.load ({found[0][0]}) must have finite weights, and it has values that are NaN or infinite in "
+            f"{names}{see('checkpoints#weights-not-finite')}"
         )
 
 

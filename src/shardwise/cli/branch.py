@@ -66,7 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     manifest = _choose_checkpoint(parent, root, step_text)
     step = manifest.step
     config = _branch_config(parent_config, arguments.overrides, step)
-    _check_stages(config, manifest)
+    # A stage must not change what the parent has read.
+    if problems := changed_stages(manifest.config, config, manifest.step):
+        raise ConfigError(problems)
     check_layout(config, train.number_of_ranks(config, arguments.nproc))
     changes = resume_changes(parent_config.recorded(), config.recorded())
     folder = _new_folder(arguments.run_dir, parent, step)
@@ -127,12 +129,6 @@ def _choose_checkpoint(parent: RunDirectory, root: Root, text: str | None) -> Ma
     if glanced.manifest is None or glanced.problem is not None:
         raise ConfigError(f"the checkpoint of step {step:,} of {parent.path} must be intact: {glanced.problem}")
     return glanced.manifest
-
-
-def _check_stages(config: Config, manifest: Manifest) -> None:
-    """Raise ConfigError if a stage would change what the parent has read."""
-    if problems := changed_stages(manifest.config, config, manifest.step):
-        raise ConfigError(problems)
 
 
 def _branch_config(parent: Config, overrides: list[str], step: int) -> Config:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.storage.checkpoint_folders import StepFolder
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.config import Config, Layout, resume_changes
@@ -37,8 +34,13 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
         steps = config.train.steps
         if config.checkpoint.resume == "auto" and done is not None and done >= steps:
             return [("continues", f"{run_path}: finished, {done:,} of {steps:,} steps; raise train.steps")], []
-        checkpoint = _first_choice(config, directory, earlier)
-        rows = [("continues", f"{run_path} {_begin(checkpoint)}")]
+        root = Root.of(config.checkpoint.path or directory.checkpoints)
+        present = look_for_checkpoints(config, root, directory, earlier).candidates
+        checkpoint = next((candidate for candidate in present if candidate.problem is None), None)
+        begin = "from its first step, as it has no checkpoint"
+        if checkpoint is not None:
+            begin = f"after step {checkpoint.step:,}, from {checkpoint.folder}"
+        rows = [("continues", f"{run_path} {begin}")]
         if layout is not None:
             rows += _layout_rows(layout, directory)
     except ConfigError as error:
@@ -62,24 +64,6 @@ def local_ranks(run: RunDirectory) -> int | None:
     # A machine has neighbouring ranks: the first and the last one tell of all.
     starts = [last_line(run.rank_metrics(rank), "start") or {} for rank in (0, ranks - 1)]
     return ranks if all(start.get("host") == platform.node() for start in starts) else None
-
-
-def _first_choice(config: Config, directory: RunDirectory, earlier: Mapping[str, Any]) -> StepFolder | None:
-    """The first checkpoint that the run would try; None if it would begin again.
-
-    Raises:
-        ConfigError: there is none of the step that `checkpoint.resume` names, or the checkpoints are not the run's.
-        StoreError: the place of the checkpoints cannot be read.
-    """
-    root = Root.of(config.checkpoint.path or directory.checkpoints)
-    present = look_for_checkpoints(config, root, directory, earlier)
-    return next((candidate for candidate in present.candidates if candidate.problem is None), None)
-
-
-def _begin(checkpoint: StepFolder | None) -> str:
-    if checkpoint is None:
-        return "from its first step, as it has no checkpoint"
-    return f"after step {checkpoint.step:,}, from {checkpoint.folder}"
 
 
 def _layout_rows(layout: Layout, directory: RunDirectory) -> _Rows:

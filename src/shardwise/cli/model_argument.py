@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import reason_of, user_path, write_files
 from shardwise.base.hardware import accelerators
@@ -26,7 +27,6 @@ from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
 from shardwise.config.model import UserModelConfig
 from shardwise.config.suggestions import suggestions
-from shardwise.data import hub
 from shardwise.data.open_data import format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import Rank

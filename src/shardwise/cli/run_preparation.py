@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError, ShardwiseError
 from shardwise.base.model_folder import is_url
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
@@ -16,7 +17,6 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import continued_checkpoint, earlier_run
 from shardwise.cli import output
 from shardwise.config import Config, stages_of
-from shardwise.data import hub
 from shardwise.data.evaluation_tasks import require_tasks
 from shardwise.data.training_data import fetch_dataset, prepare, prepare_sets
 from shardwise.launch import stop_requests

@@ -284,7 +284,7 @@ def _check_products(config: Config, cluster: Cluster | None) -> None:
     from shardwise.distributed import devices
     from shardwise.train.memory import require_products
 
-    require_products(config, devices.local_device())
+    require_products(config.precision.matmul, devices.local_device())
 
 
 def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, _Rows]:
@@ -363,7 +363,7 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
         from shardwise.train.experiment_trackers import require_trackers
 
         with problems:
-            rows += [("trackers", note) for note in require_trackers(config)]
+            rows += [("trackers", note) for note in require_trackers(config.log.trackers)]
     if config.companions is not None:
         from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 

@@ -8,6 +8,7 @@ from shardwise.config.layout import Layout
 from shardwise.config.load import apply_overrides, config_from, data_from, load_config, load_with, model_from
 from shardwise.config.model import ModelConfig, UserModelConfig, shapes_of, weight_names
 from shardwise.config.optimizer import Frequency, OptimizerConfig
+from shardwise.config.pipeline_schedules import Schedule
 from shardwise.config.precision import DTYPE_BYTES, DtypeName, Matmul, Precision, PrecisionConfig, Rounding
 from shardwise.config.recipe_files import dump_yaml, parse_yaml, recipe_name, recipe_names, recipe_text, require_data
 from shardwise.config.rules import (
@@ -20,7 +21,6 @@ from shardwise.config.rules import (
     resume_problems,
 )
 from shardwise.config.run_config import Config
-from shardwise.config.schedules import Schedule
 from shardwise.config.sections import (
     BITWISE,
     CheckpointConfig,

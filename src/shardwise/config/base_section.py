@@ -42,7 +42,7 @@ class Section(BaseModel):
         return hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
 
     def without_defaults(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the plain values of this section: required keys, and those whose value differs from the default.
+        """Required keys of the plain values of this section, and those whose value differs from the default.
 
         A section that reads the result has the same values: a default that depends on other keys is derived again.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.removed import removed_text
 from shardwise.config.base_section import PROBLEMS, Section
-from shardwise.config.data import MixedSource
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES, UserModelConfig
 from shardwise.config.run_config import Config
@@ -52,11 +51,9 @@ def error_texts(details: Any, family: str = "") -> list[str]:
         return [f"{key} {_list_rule(known[key])}"]
     if kind == "missing":
         return [f"{path} is missing" + (f" ({field.description})" if field and field.description else "")]
-    if kind == "extra_forbidden" and location[:2] == ("data", "mixture"):
-        return [f"{path}: unknown key; a source has {listing(MixedSource.model_fields)}"]
-    if kind == "extra_forbidden" and location[:2] == ("data", "stages"):
-        stage, _ = get_args(known["data.stages"].annotation)
-        return [f"{path}: unknown key; a stage has {listing(stage.model_fields)}"]
+    if kind == "extra_forbidden" and (inner := ".".join(map(str, location[:2]))) in _INNER:
+        section = next(part for part in get_args(known[inner].annotation) if part is not str)
+        return [f"{path}: unknown key; a {_INNER[inner]} has {listing(section.model_fields)}"]
     if kind == "extra_forbidden":
         return _unknown(path, value, known, is_own_model=":" in family)
     rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)
@@ -66,6 +63,8 @@ def error_texts(details: Any, family: str = "") -> list[str]:
     return [f"{path}{shown} {rule or 'is not valid: ' + details['msg']}"]
 
 
+_INNER = {"data.mixture": "source", "data.stages": "stage"}
+"""Keys that hold sections, and what messages call one of these."""
 _RULES = {
     "float_type": "must be a number",
     "string_type": "must be text; put it in quotes",
@@ -103,18 +102,8 @@ def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
 
 
 def _list_rule(field: FieldInfo) -> str:
-    """The rule that a message gives for a list: two numbers, or any length, with the field's example."""
-    annotations = (field.annotation, *get_args(field.annotation))
-    (tuple_type,) = (annotation for annotation in annotations if get_origin(annotation) is tuple)
-    kind, *further = get_args(tuple_type)
-    if further != [...]:
-        return "must be a list of two numbers"
-    entries = "whole numbers" if kind is int or get_args(kind)[:1] == (int,) else "numbers"
-    if kind is str or get_origin(kind) is Literal:
-        entries = "names"
-    if isinstance(kind, type) and issubclass(kind, Section):
-        entries = "mappings"
-    return f"must be a list of {entries}, such as {listing(field.examples or [], 'or')}"
+    """The rule that a message gives for a list, with the field's examples, else its default."""
+    return f"must be a list, such as {listing(field.examples or [list(field.default)], 'or')}"
 
 
 def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo], *, is_own_model: bool) -> list[str]:

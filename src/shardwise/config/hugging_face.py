@@ -360,49 +360,39 @@ def _take_rotary(
     """
     keys = family.model_fields
     is_partial = "rotary_pct" in keys
+    length = unread.pop(LENGTH, None)
     problems = []
-    mappings: dict[str, dict[str, Any]] = {}
+    mappings: list[dict[str, Any]] = []
     for name in ("rope_scaling", "rope_parameters"):
         value = unread.pop(name, None) or {}
         if not isinstance(value, dict):
             problems.append(f"{name} ({_shown(value)}) must be an object")
             value = {}
-        mappings[name] = value
-    for name, value in mappings.items():
         unknown = [key for key in unknown_fields(value) if key not in _MOVED]
         unread |= {f"{name}.{key}": value[key] for key in unknown if key not in ignore}
-        mappings[name] = {key: inner for key, inner in value.items() if key not in unknown}
-    if unread.get(LENGTH) is not None:
+        known = {key: inner for key, inner in value.items() if key not in unknown}
         # A length beside the mappings counts before one in them, where their type needs it.
-        length = unread.pop(LENGTH)
-        mappings = {name: {**value, LENGTH: length} if value else {} for name, value in mappings.items()}
-    old = mappings["rope_scaling"]
-    new = mappings["rope_parameters"]
+        mappings.append({**known, LENGTH: length} if value and length is not None else known)
+    old, new = mappings
     chosen = old or new
-    theta_field = "rotary_emb_base" if is_partial else "rope_theta"
-    fraction_field = "rotary_pct" if is_partial else "partial_rotary_factor"
-    default_fraction = keys["rotary_pct"].default if is_partial else 1.0
-    theta = _first(chosen.get("rope_theta"), unread.get(theta_field), keys["rope_theta"].default)
-    fraction = _first(chosen.get("partial_rotary_factor"), unread.get(fraction_field), default_fraction)
-    scaling = _scaling(chosen, longest)
-    if old and new and scaling != _scaling(new, longest):
+    section: dict[str, Any] = {"rope_scaling": _scaling(chosen, longest)}
+    if old and new and section["rope_scaling"] != _scaling(new, longest):
         problems.append(f"rope_scaling ({_shown(old)}) and rope_parameters ({_shown(new)}) must say the same")
-    for name, effective, source in (
-        ("rope_theta", theta, theta_field),
-        ("rotary_emb_base", theta, theta_field),
-        ("partial_rotary_factor", fraction, fraction_field),
-        ("rotary_pct", fraction, fraction_field),
+    # Our key, Hugging Face's two names, and the default.
+    for key, names, default in (
+        ("rope_theta", ("rope_theta", "rotary_emb_base"), keys["rope_theta"].default),
+        ("rotary_pct", ("partial_rotary_factor", "rotary_pct"), keys["rotary_pct"].default if is_partial else 1.0),
     ):
-        for place, value in ((name, unread.pop(name, None)), (f"rope_parameters.{name}", new.get(name))):
-            if value is not None and value != effective:
-                problems.append(
-                    f"{place} ({_shown(value)}) must be {_shown(effective)}, which Hugging Face reads from "
-                    f"rope_scaling, rope_parameters or {source}"
-                )
-    section: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
-    if is_partial:
-        section["rotary_pct"] = fraction
-    elif fraction != 1.0:
+        source = names[is_partial]
+        section[key] = effective = _first(chosen.get(names[0]), unread.get(source), default)
+        given = {name: unread.pop(name, None) for name in names} | {f"rope_parameters.{n}": new.get(n) for n in names}
+        problems += [
+            f"{place} ({_shown(value)}) must be {_shown(effective)}, which Hugging Face reads from rope_scaling, "
+            f"rope_parameters or {source}"
+            for place, value in given.items()
+            if value is not None and value != effective
+        ]
+    if not is_partial and (fraction := section.pop("rotary_pct")) != 1.0:
         problems.append(_unsupported("partial_rotary_factor", fraction, (1.0,)))
     return section, problems
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 from shardwise.base.errors import see
-from shardwise.config.data import MASKED_FRACTION, PYTHON_NAME
+from shardwise.config.data import MASKED_FRACTION, PYTHON_NAME, DataConfig
+from shardwise.config.model import ModelConfig
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER
+from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
 from shardwise.config.rule import RuleTable, broken
 from shardwise.config.run_config import Config
-from shardwise.config.schedules import DEFAULT_SCHEDULE
 
 _ANOTHER_SCHEDULE = f"choose another schedule, such as {DEFAULT_SCHEDULE}"
 _NO_EVALUATION_PART = (
@@ -131,14 +132,11 @@ def key_problems(config: Config) -> list[str]:
         )
     if config.model.predicts_sentences:
         problems += config.data.refused_marks(f"model.family ({config.model.family}), whose pairs have [CLS] and [SEP]")
-    return problems + _token_problems(config)
+    return problems + _token_problems(config.data, config.model, config.train.sequence_length)
 
 
-def _token_problems(config: Config) -> list[str]:
+def _token_problems(data: DataConfig, model: ModelConfig, length: int) -> list[str]:
     """Refuse ids and numbers of tokens that the model or the samples do not have."""
-    data = config.data
-    model = config.model
-    length = config.train.sequence_length
     problems = []
     if model.predicts_masked_tokens and data.max_predictions is not None and data.max_predictions > length:
         problems.append(

@@ -18,7 +18,7 @@ from shardwise.base.mesh_axes import (
     replicas_name,
 )
 from shardwise.base.units import counted
-from shardwise.config.schedules import SCHEDULES
+from shardwise.config.pipeline_schedules import SCHEDULES
 from shardwise.config.sections import ParallelConfig, TrainConfig
 
 

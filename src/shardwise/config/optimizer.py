@@ -9,8 +9,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shardwise.base.errors import listing
 from shardwise.config.base_section import Section, reject
-from shardwise.config.learning_rates import LEARNING_RATES
+from shardwise.config.learning_rate_schedules import LEARNING_RATES
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
+from shardwise.config.rule import RuleTable, broken
 from shardwise.config.token_counts import step_field
 
 DecayShape = Literal["linear", "cosine", "sqrt"]
@@ -50,6 +51,22 @@ class MuonConfig(Section):
     def dtype(self, accelerator: bool) -> Literal["float32", "bfloat16"]:
         """The dtype of the iteration on a kind of device."""
         return self.ns_dtype or ("bfloat16" if accelerator else "float32")
+
+
+_RULES: RuleTable = {
+    "spec.has_trust_ratios !weight_decay": (
+        "optimizer.weight_decay ({=optimizer.weight_decay}) must be greater than 0 with optimizer.name "
+        "{=optimizer.name}, which gives a trust ratio to what decays: set 0.01, or optimizer.name=adamw",
+    ),
+    "!spec.has_trust_ratios": (
+        "{optimizer.trust_clip} must be false with optimizer.name {=optimizer.name}, which has no trust ratios: leave "
+        "it out, or set optimizer.name=lamb",
+    ),
+    "spec.needs_whole_tensors": (
+        "{optimizer.offload} must be false with optimizer.name {=optimizer.name}, which needs whole tensors: leave it "
+        "out, or set optimizer.name=adamw",
+    ),
+}
 
 
 class OptimizerConfig(Section):
@@ -181,21 +198,7 @@ class OptimizerConfig(Section):
         problems += self._schedule_problems()
         if not all(0 <= beta < 1 for beta in self.betas):
             problems.append(f"optimizer.betas ({list(self.betas)}) must lie in [0, 1)")
-        if self.spec.has_trust_ratios and not self.weight_decay:
-            problems.append(
-                f"optimizer.weight_decay ({self.weight_decay}) must be greater than 0 with optimizer.name {self.name}, "
-                "which gives a trust ratio to what decays: set 0.01, or optimizer.name=adamw"
-            )
-        if self.trust_clip and not self.spec.has_trust_ratios:
-            problems.append(
-                f"optimizer.trust_clip (true) must be false with optimizer.name {self.name}, which has no trust "
-                "ratios: leave it out, or set optimizer.name=lamb"
-            )
-        if self.offload and self.spec.needs_whole_tensors:
-            problems.append(
-                f"optimizer.offload (true) must be false with optimizer.name {self.name}, which needs whole tensors: "
-                "leave it out, or set optimizer.name=adamw"
-            )
+        problems += broken(_RULES, self, "optimizer")
         if not self.spec.orthogonalizes and self.muon != MuonConfig():
             default = MuonConfig()
             keys = (key for key in MuonConfig.model_fields if getattr(self.muon, key) != getattr(default, key))
@@ -214,9 +217,9 @@ class OptimizerConfig(Section):
             for key, example in schedule.needs.items()
             if key not in given
         ]
-        for other in LEARNING_RATES.values():
-            if keys := [key for key in other.keys if key in given and key not in schedule.keys]:
-                problems.append(self._left_out(keys, f"set optimizer.schedule={other.name}"))
+        for spec in LEARNING_RATES.values():
+            if keys := [key for key in spec.keys if key in given and key not in schedule.keys]:
+                problems.append(self._left_out(keys, f"set optimizer.schedule={spec.name}"))
         if keys := [key for key in schedule.excludes if key in given]:
             problems.append(self._left_out(keys, schedule.reason))
         for before, after in itertools.pairwise(self.points):

@@ -70,11 +70,6 @@ def recipe_name(recipe: str) -> str:
     return Path(recipe).stem if recipe.endswith(_SUFFIXES) else Path(recipe).name
 
 
-def is_without_data(config: Config) -> bool:
-    """Whether nothing names the data of a recipe."""
-    return not config.data.is_named and config.hooks.data is None
-
-
 def own_data(recipe: str) -> str:
     """The keys that name a user's own data, as a comment of the recipe has them."""
     comment = re.search(_OWN_DATA, recipe_text(recipe))
@@ -88,7 +83,7 @@ def carried_comments(recipe: str, config: Config) -> str:
     comments: list[str] = []
     if (keys.get("optimizer") or {}).get("lr") == config.optimizer.lr:
         comments += re.findall(_RATE_COMMENT, text)
-    if is_without_data(config):
+    if config.names_no_data:
         data_comments: list[str] = re.findall(_DATA_COMMENT, text)
         if (keys.get("model") or {}).get("vocab_size") != config.model.vocab_size:
             # A remark in parentheses is on the tokenizer of the vocabulary that the recipe has.
@@ -100,7 +95,7 @@ def carried_comments(recipe: str, config: Config) -> str:
 
 def require_data(config: Config, recipe: str) -> None:
     """Raises ConfigError, with the comments of the recipe that name data for it, where nothing names data."""
-    if is_without_data(config):
+    if config.names_no_data:
         lines = re.findall(_DATA_COMMENT, recipe_text(recipe)) or ["For a trial:  data.dataset=python"]
         shown = "\n".join(f"  {line}" for line in lines)
         raise ConfigError(

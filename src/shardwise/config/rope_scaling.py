@@ -101,33 +101,25 @@ def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[s
 
 def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
     """Return an error if the value of a field is not valid."""
-    name = f"model.rope_scaling.{key}"
-    shown = f"{name} ({value!r})"
+    shown = repr(value)
+    # Comparisons so that a NaN, which YAML and JSON can hold, is refused too.
     if key in ("short_factor", "long_factor"):
-        if not isinstance(value, list) or not all(_is_number(item) for item in value):
-            return [f"{name} must be a list of numbers"]
-        if len(value) != rotary_dim // 2:
-            return [
-                f"{name} (length {len(value)}) must have one number per rotary frequency, "
-                f"half of the rotary width ({rotary_dim // 2})"
-            ]
-        return []
-    if key == "truncate":
-        if isinstance(value, bool):
-            return []
-        return [f"{shown} must be true or false"]
-    if _is_number(value) and value > LARGEST:
-        return [f"{shown} must be at most {LARGEST}"]
-    if key == LENGTH and not (_is_number(value) and isinstance(value, int) and value > 0):
-        return [f"{shown} must be a positive integer"]
-    if not _is_number(value):
-        return [f"{shown} must be a number"]
-    if key == "factor" and value < 1:
-        return [f"{shown} must be at least 1"]
-    # Not `value <= 0`: a NaN, which YAML and JSON can hold, is refused too.
-    if not value > 0:
-        return [f"{shown} must be greater than 0"]
-    return []
+        is_valid = isinstance(value, list) and all(map(_is_number, value)) and len(value) == rotary_dim // 2
+        shown = f"length {len(value)}" if isinstance(value, list) else shown
+        must = f"be a list of one number per rotary frequency, half of the rotary width ({rotary_dim // 2})"
+    elif key == "truncate":
+        is_valid = isinstance(value, bool)
+        must = "be true or false"
+    elif key == LENGTH:
+        is_valid = _is_number(value) and isinstance(value, int) and 0 < value <= LARGEST
+        must = f"be a whole number from 1 to {LARGEST}"
+    elif key == "factor":
+        is_valid = _is_number(value) and 1 <= value <= LARGEST
+        must = f"be a number of at least 1 and at most {LARGEST}"
+    else:
+        is_valid = _is_number(value) and 0 < value <= LARGEST
+        must = f"be a number greater than 0 and at most {LARGEST}"
+    return [] if is_valid else [f"model.rope_scaling.{key} ({shown}) must {must}"]
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -28,16 +28,16 @@ def broken(table: RuleTable, values: Any, section: str = "") -> list[str]:
     """The messages of the rules that a configuration breaks, or the section of this name."""
 
     def value(path: str) -> Any:
-        found = values
+        current = values
         for name in path.removeprefix(f"{section}.").split("."):
-            found = getattr(found, name)
-        return found
+            current = getattr(current, name)
+        return current
 
     def is_met(place: re.Match[str]) -> bool:
-        mark, path, wanted = place.groups()
+        mark, path, only = place.groups()
         if mark == "=":
             return True
-        return shown(value(path)) == wanted if wanted else bool(value(path)) is not bool(mark)
+        return shown(value(path)) == only if only else bool(value(path)) is not bool(mark)
 
     def filled(place: re.Match[str]) -> str:
         mark, path, _ = place.groups()

@@ -19,9 +19,11 @@ from shardwise.config.data import MixedSource
 from shardwise.config.key_rules import key_problems
 from shardwise.config.layout import Layout
 from shardwise.config.load import config_from
+from shardwise.config.model import ModelConfig
+from shardwise.config.optimizer import OptimizerConfig
+from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
 from shardwise.config.run_config import Config
-from shardwise.config.schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
-from shardwise.config.sections import ParallelConfig, share_of
+from shardwise.config.sections import LogConfig, ParallelConfig, TrainConfig, share_of
 from shardwise.config.size_rules import context_problems, fp8_problems, tensor_problems
 from shardwise.config.size_stages import stage_problems, stages_of
 
@@ -48,12 +50,16 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
         micro_batches = layout.accumulation(config.train)
     except ConfigError as error:
         problems = error.problems
-    problems += pipeline_problems(config, micro_batches)
-    problems += tensor_problems(config, sequence) + context_problems(config, sequence)
-    problems += fp8_problems(config) + _length_problems(config) + key_problems(config)
-    problems += _trace_problems(config, is_new)
+    problems += pipeline_problems(parallel, config.train, config.model, micro_batches)
+    problems += tensor_problems(config.model, parallel, config.train.sequence_length)
+    problems += context_problems(config, sequence)
+    if config.precision.matmul is not None:
+        problems += fp8_problems(config.model, parallel, config.train)
+    problems += config.data.late_stage_problems(config.train.steps)
+    problems += _length_problems(config.model, config.train, config.optimizer) + key_problems(config)
+    problems += _trace_problems(config.log, config.train, config.checkpoint.resume, is_new)
     if layout is not None:
-        problems += _rank_problems(config, layout) + bitwise_problems(config, layout)
+        problems += _rank_problems(config.log, parallel, layout) + bitwise_problems(config, layout)
     problems += _problems_of_stages(config, world, problems, is_new=is_new)
     if layout is None or problems:
         raise ConfigError(problems)
@@ -78,31 +84,30 @@ def _problems_of_stages(config: Config, world: int, known: Collection[str], *, i
     return problems
 
 
-def _trace_problems(config: Config, is_new: bool) -> list[str]:
+def _trace_problems(log: LogConfig, train: TrainConfig, resume: str | int, is_new: bool) -> list[str]:
     """Refuse traces of steps that the run never does. The step from which an old run resumes is not known here."""
-    steps = config.log.profile_steps
+    steps = log.profile_steps
     if steps is None:
         return []
-    resume = config.checkpoint.resume
-    first = 1 if resume == "auto" else resume + 1
-    last = config.train.steps
-    if is_new and config.train.stop_after is not None:
-        last = min(last, config.train.stop_after)
+    first = resume + 1 if isinstance(resume, int) else 1
+    last = train.steps
+    if is_new and train.stop_after is not None:
+        last = min(last, train.stop_after)
     if (steps.start <= last and steps[-1] >= first) or first > last:
         return []
     return [
-        f"log.profile ({config.log.profile}) must have one of the steps of this run ({first} to {last}): set "
+        f"log.profile ({log.profile}) must have one of the steps of this run ({first} to {last}): set "
         f"log.profile={last}:{last + 1}"
     ]
 
 
-def _rank_problems(config: Config, layout: Layout) -> list[str]:
+def _rank_problems(log: LogConfig, parallel: ParallelConfig, layout: Layout) -> list[str]:
     """Refuse to trace ranks that the job does not have, and copies that do not divide its data-parallel ranks."""
     problems = []
-    missing = [rank for rank in config.log.profile_ranks or () if rank >= layout.world]
+    missing = [rank for rank in log.profile_ranks or () if rank >= layout.world]
     if missing:
         problems.append(f"log.profile_ranks ({listing(missing)}) must be below the number of ranks ({layout.world})")
-    replicate = config.parallel.replicate
+    replicate = parallel.replicate
     if layout.replicas % replicate:
         near = listing(nearest_numbers(replicate, divisors(layout.replicas)), "or")
         degree = f"the data-parallel degree ({layout.data})"
@@ -112,12 +117,9 @@ def _rank_problems(config: Config, layout: Layout) -> list[str]:
     return problems
 
 
-def _length_problems(config: Config) -> list[str]:
+def _length_problems(model: ModelConfig, train: TrainConfig, optimizer: OptimizerConfig) -> list[str]:
     """Refuse sequences, and parts of the schedule of learning rates, that are too long."""
-    train = config.train
-    model = config.model
-    optimizer = config.optimizer
-    problems = config.data.late_stage_problems(train.steps)
+    problems = []
     limit = model.max_position_embeddings
     if limit is not None and train.sequence_length > limit and not model.extends_positions:
         unless = " without model.rope_scaling" if model.rotary_dim else ""
@@ -127,21 +129,20 @@ def _length_problems(config: Config) -> list[str]:
         )
     # The warmup, or without one the first step, comes before the decay, and that before the constant steps.
     before_decay = max(1, optimizer.warmup_steps)
-    most = {
-        "warmup_steps": train.steps,
-        "constant_steps": max(0, train.steps - before_decay),
-        "decay_steps": max(0, train.steps - before_decay - optimizer.constant_steps),
-    }
-    others = {
-        "warmup_steps": "",
-        "constant_steps": ", after the warmup and a step at optimizer.lr",
-        "decay_steps": f", after the warmup, a step at optimizer.lr and {optimizer.constant_steps} constant steps",
+    constant = optimizer.constant_steps
+    limits = {
+        "warmup_steps": (0, ""),
+        "constant_steps": (before_decay, ", after the warmup and a step at optimizer.lr"),
+        "decay_steps": (
+            before_decay + constant,
+            f", after the warmup, a step at optimizer.lr and {constant} constant steps",
+        ),
     }
     problems += [
-        f"optimizer.{key} ({steps}) must be at most {most[key]}, as train.steps is {train.steps}{others[key]}: lower "
-        "it, or keep train.steps and end early with train.stop_after"
-        for key in most
-        if (steps := getattr(optimizer, key) or 0) > most[key]
+        f"optimizer.{key} ({steps}) must be at most {max(0, train.steps - before)}, as train.steps is {train.steps}"
+        f"{after}: lower it, or keep train.steps and end early with train.stop_after"
+        for key, (before, after) in limits.items()
+        if (steps := getattr(optimizer, key) or 0) > max(0, train.steps - before)
     ]
     return problems
 
@@ -149,14 +150,14 @@ def _length_problems(config: Config) -> list[str]:
 # ---- the rules of `parallel.pipeline`
 
 
-def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
+def pipeline_problems(
+    parallel: ParallelConfig, train: TrainConfig, model: ModelConfig, micro_batches: int | None
+) -> list[str]:
     """Return every reason why the model cannot be cut into these stages, or the schedule cannot run them.
 
     Args:
-        config: the whole configuration.
         micro_batches: number of micro-batches of a step on each rank; None if the batch cannot be divided into them.
     """
-    parallel = config.parallel
     if parallel.pipeline == 1:
         if parallel.stages is None:
             return []
@@ -164,15 +165,15 @@ def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
             f"parallel.stages ({list(parallel.stages)}) must be left out with parallel.pipeline (1), which cuts no "
             "model: leave it out, or set parallel.pipeline"
         ]
-    if config.model.is_own:
+    if model.is_own:
         return [
             f"parallel.pipeline ({parallel.pipeline}) must be 1 with a model of your own (model.family "
-            f"{config.model.family}): shardwise does not know how to cut it into stages"
+            f"{model.family}): shardwise does not know how to cut it into stages"
         ]
     # Each rule assumes those before it: with a wrong number of stages, the numbers of blocks mean nothing.
-    problems = _virtual_stages_problems(parallel) or _stage_problems(parallel, config.model.num_hidden_layers)
+    problems = _virtual_stages_problems(parallel) or _stage_problems(parallel, model.num_hidden_layers)
     if not problems and micro_batches is not None:
-        problems = _micro_batch_problems(config, micro_batches)
+        problems = _micro_batch_problems(parallel, train, micro_batches)
     return problems
 
 
@@ -183,10 +184,10 @@ def _virtual_stages_problems(parallel: ParallelConfig) -> list[str]:
     if number in (None, spec.stages_per_rank) or (spec.allows_more_stages and parallel.stages_per_rank > 1):
         return []
     valid = "at least 2" if spec.allows_more_stages else spec.stages_per_rank
-    other = DEFAULT_WITH_SEVERAL_STAGES if spec.is_single_stage else DEFAULT_SCHEDULE
+    alternative = DEFAULT_WITH_SEVERAL_STAGES if spec.is_single_stage else DEFAULT_SCHEDULE
     return [
         f"parallel.virtual_stages ({number}) must be {valid} with parallel.schedule {spec.name}: leave it out, or set "
-        f"parallel.schedule={other}"
+        f"parallel.schedule={alternative}"
     ]
 
 
@@ -232,10 +233,8 @@ def fits_schedule(parallel: ParallelConfig, micro_batches: int) -> bool:
     return SCHEDULES[parallel.schedule].unmet_requirement(parallel.pipeline, micro_batches) is None
 
 
-def _micro_batch_problems(config: Config, micro_batches: int) -> list[str]:
+def _micro_batch_problems(parallel: ParallelConfig, train: TrainConfig, micro_batches: int) -> list[str]:
     """Return why the schedule cannot run with so many micro-batches in a step, and the nearest batches that suit it."""
-    parallel = config.parallel
-    train = config.train
     requirement = SCHEDULES[parallel.schedule].unmet_requirement(parallel.pipeline, micro_batches)
     if requirement is None:
         return []

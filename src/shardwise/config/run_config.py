@@ -19,8 +19,8 @@ from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, shapes_of
 from shardwise.config.optimizer import Frequency, OptimizerConfig
+from shardwise.config.pipeline_schedules import SCHEDULES
 from shardwise.config.precision import PrecisionConfig
-from shardwise.config.schedules import SCHEDULES
 from shardwise.config.sections import (
     BATCH_RULE,
     CheckpointConfig,
@@ -162,7 +162,7 @@ class Config(Section):
 
     @property
     def recompute(self) -> Recompute:
-        """What the backward pass computes again: none while `auto` is not replaced (`estimates/memory_choice.py`)."""
+        """The part that the backward pass computes again; none while `auto` is not replaced (`memory_choice.py`)."""
         return "none" if self.train.recompute == "auto" else self.train.recompute
 
     @property
@@ -177,12 +177,12 @@ class Config(Section):
 
     @property
     def reduce(self) -> Frequency:
-        """How often gradients are reduced with `optimizer.zero` 2 or 3."""
+        """The frequency at which gradients are reduced with `optimizer.zero` 2 or 3."""
         return self.optimizer.reduce or ("step" if self.is_bit_equal or self.splits_backward else "micro_batch")
 
     @property
     def gather(self) -> Frequency:
-        """How often weights are gathered with `optimizer.zero` 3."""
+        """The frequency at which weights are gathered with `optimizer.zero` 3."""
         return self.optimizer.gather or ("step" if self.splits_backward else "micro_batch")
 
     def shard_ranks(self, data: int) -> int:
@@ -199,6 +199,11 @@ class Config(Section):
     def evaluates_held_out(self) -> bool:
         """True if evaluations read the part that `data.split` holds out."""
         return self.train.eval_every > 0 and self.data.holds_out
+
+    @property
+    def names_no_data(self) -> bool:
+        """True if nothing names the data, as in a recipe that is for data of the user's."""
+        return not self.data.is_named and self.hooks.data is None
 
     @property
     def held_out_text(self) -> str:

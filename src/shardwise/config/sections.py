@@ -18,7 +18,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from shardwise.base.mesh_axes import keys_text
 from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, reject
-from shardwise.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
+from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 from shardwise.config.token_counts import step_field
 
 

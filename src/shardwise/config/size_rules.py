@@ -5,20 +5,19 @@ from __future__ import annotations
 from shardwise.base.errors import listing, nearest_multiples
 from shardwise.config.model import ModelConfig
 from shardwise.config.run_config import Config
+from shardwise.config.sections import ParallelConfig, TrainConfig
 
 
-def tensor_problems(config: Config, sequence: bool) -> list[str]:
-    """Return why the model's sizes cannot be cut over `parallel.tensor` ranks; `sequence`: the sequence is cut too."""
-    model = config.model
-    tensor = config.parallel.tensor
-    length = config.train.sequence_length
-    reasons = tensor_misfits(model, tensor, length if sequence else None, " with parallel.sequence")
+def tensor_problems(model: ModelConfig, parallel: ParallelConfig, length: int) -> list[str]:
+    """Return why the model's sizes, and samples of this length, cannot be cut over `parallel.tensor` ranks."""
+    tensor = parallel.tensor
+    length_to_cut = length if parallel.sequence else None
+    reasons = tensor_misfits(model, tensor, length_to_cut if tensor > 1 else None, " with parallel.sequence")
     if not reasons:
         return []
     # No degree above the smallest of the sizes divides them all.
     sizes = (model.num_attention_heads, model.intermediate_size, length)
     most = min(size for size in sizes if size is not None)
-    length_to_cut = length if config.parallel.sequence else None
     valid = [degree for degree in range(1, most + 1) if not tensor_misfits(model, degree, length_to_cut)]
     degrees = f"valid degrees are {listing(valid)}" if len(valid) > 1 else "the only valid degree is 1"
     return [f"parallel.tensor ({tensor}) must {reason}: {degrees}" for reason in reasons]
@@ -58,21 +57,17 @@ def context_problems(config: Config, sequence: bool) -> list[str]:
     return [f"train.sequence_length ({length}) must be a multiple of {factors} ({parts}): nearest {near}"]
 
 
-def fp8_problems(config: Config) -> list[str]:
+def fp8_problems(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> list[str]:
     """Refuse widths of a rank's products, and tokens of a micro-batch, that `precision.matmul` fp8 does not take.
 
     The widths of a model of the user's own are checked where it is built (`models/user_model.py`).
     """
-    if config.precision.matmul is None:
-        return []
-    train = config.train
-    context = config.parallel.context
+    context = parallel.context
     tokens = train.sequence_length * train.micro_batch // context
     product = "train.sequence_length × train.micro_batch" + (" / parallel.context" if context > 1 else "")
     sizes = {f"{product} ({tokens})": tokens}
-    model = config.model
     if not model.is_own:
-        tensor = config.parallel.tensor
+        tensor = parallel.tensor
         query = model.num_attention_heads * model.head_dim // tensor
         key_value = max(model.num_key_value_heads // tensor, 1) * model.head_dim
         feed_width = model.intermediate_size // tensor

@@ -14,11 +14,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from shardwise.base.errors import ConfigError
+from shardwise.config.data import StageConfig
 from shardwise.config.error_texts import refusal
 from shardwise.config.load import config_from
 from shardwise.config.model import ModelConfig
 from shardwise.config.run_config import Config, SizeStage
-from shardwise.config.stage import StageConfig
 
 _TRAIN_KEYS = ("sequence_length", "global_batch", "micro_batch")
 

@@ -89,12 +89,12 @@ def _most_similar(
             near[leaf_of_key] = key
         elif leaf_of_key not in _OWN_MEANING:
             far[leaf_of_key] = key
-    if found := get_close_matches(leaf, near, n=1, cutoff=_NEAR):
-        return near[found[0]]
+    if matches := get_close_matches(leaf, near, n=1, cutoff=_NEAR):
+        return near[matches[0]]
     if section and leaf in _OWN_MEANING:
         return None
-    found = get_close_matches(leaf, far, n=1, cutoff=_VERY_NEAR)
-    return far[found[0]] if found else None
+    matches = get_close_matches(leaf, far, n=1, cutoff=_VERY_NEAR)
+    return far[matches[0]] if matches else None
 
 
 def section_suggestion(name: str, sections: Collection[str]) -> str | None:

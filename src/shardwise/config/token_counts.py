@@ -108,13 +108,13 @@ def replaced(values: Any, place: Path, value: Any) -> Any:
     """Return nested mappings, sections and lists with the value at a place replaced; what is given is not changed."""
     if not place:
         return value
-    first, *rest = place
+    first, *inside = place
     if isinstance(values, Section):
         inner = getattr(values, str(first))
-        return values.model_copy(update={str(first): replaced(inner, tuple(rest), value)})
+        return values.model_copy(update={str(first): replaced(inner, tuple(inside), value)})
     if isinstance(values, Mapping):
-        return {**values, first: replaced(values[first], tuple(rest), value)}
+        return {**values, first: replaced(values[first], tuple(inside), value)}
     assert isinstance(first, int), "a place in a list"
     inner = [*values]
-    inner[first] = replaced(inner[first], tuple(rest), value)
+    inner[first] = replaced(inner[first], tuple(inside), value)
     return type(values)(inner)

@@ -1,4 +1,4 @@
-"""What a user is told of data of any format: by a dry run in a moment, and by `shardwise data inspect`."""
+"""Descriptions of data of any format for a user: by a dry run in a moment, and by `shardwise data inspect`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import user_path
 from shardwise.config import CHAT, Config, data_from, tokens_of_run
-from shardwise.data import hub
 from shardwise.data.evaluation_sets import config_of_set, problem_of_set
 from shardwise.data.evaluation_tasks import require_lm_eval
 from shardwise.data.formats import common, inspecting, user_samples

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.config import Config
+from shardwise.config import Config, ModelConfig
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.data.formats import common
 from shardwise.data.open_data import prepare
@@ -34,7 +34,7 @@ class EvaluationSets:
 
     @property
     def note(self) -> str | None:
-        """What the sets lack, for the user; None where it is nothing."""
+        """The lack of the sets, for the user; None where it is nothing."""
         if self.bytes_V is not None or not any(batches.objectives == ("lm",) for batches in self.batches.values()):
             return None
         return "evaluation sets: no bits per byte, as the data hold only tokens: data.tokenizer names what made them"
@@ -59,7 +59,7 @@ def prepare_sets(config: Config, data: common.PreparedData, announce: common.Ann
             problems += [problem_of_set(text, name) for text in error.problems]
     if problems:
         raise DataError(problems)
-    return EvaluationSets(batches, byte_counts(config, data) if batches else None)
+    return EvaluationSets(batches, byte_counts(config.model, data.tokenizer_path) if batches else None)
 
 
 def problem_of_set(text: str, name: str) -> str:
@@ -69,15 +69,15 @@ def problem_of_set(text: str, name: str) -> str:
     return shown if key in shown else f"{key}: {shown}"
 
 
-def byte_counts(config: Config, data: common.PreparedData) -> npt.NDArray[np.int64] | None:
+def byte_counts(model: ModelConfig, tokenizer: Path | None) -> npt.NDArray[np.int64] | None:
     """The UTF-8 bytes of each id's text, [vocabulary of the model].
 
     None where no tokenizer is known, or the model does not predict the next token.
     """
-    if config.model.objectives != ("lm",) or data.tokenizer_path is None:
+    if model.objectives != ("lm",) or tokenizer is None:
         return None
-    counts = Tokenizer.load(data.tokenizer_path).byte_counts()
-    return np.pad(counts, (0, config.model.vocab_size - len(counts)))
+    counts = Tokenizer.load(tokenizer).byte_counts()
+    return np.pad(counts, (0, model.vocab_size - len(counts)))
 
 
 def config_of_set(config: Config, name: str, tokenizer: Path | None) -> Config:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -11,10 +13,12 @@ from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import cache_root, user_path
 from shardwise.config import CHAT, Config, DataConfig
 from shardwise.config.data import DataFormatName
-from shardwise.data.formats import common, mixture, user_samples
+from shardwise.data.formats import common, user_samples
 from shardwise.data.formats.record import DataFormat
 from shardwise.data.request import DataRequest, seed_of_source
-from shardwise.data.rows import digest_of
+from shardwise.data.rows import Part, digest_of
+from shardwise.data.samples.batch import Batches, BlendedBatches
+from shardwise.data.samples.order import Stage
 
 FORMATS = tuple(name for name in get_args(DataFormatName) if name not in ("auto", "jsonl", "parquet"))
 """The names of all formats, in the order in which they are looked for at a path; jsonl and parquet are text too."""
@@ -81,7 +85,7 @@ def prepare(
 
 def _prepare_sources(
     config: Config, cache_dir: Path | None, announce: common.Announce, *, any_size: bool
-) -> mixture.PreparedMixture:
+) -> PreparedMixture:
     """Opens all sources of a mixture; DataError with every problem of each.
 
     Without `data.tokenizer` one is trained on the first source of text in the alphabet, and the others have it too.
@@ -110,12 +114,53 @@ def _prepare_sources(
         )
     if problems:
         raise DataError(problems)
-    return mixture.PreparedMixture(
+    return PreparedMixture(
         tokenizer_path=next((data.tokenizer_path for data in sources.values() if data.tokenizer_path), None),
         fingerprint=digest_of({name: data.fingerprint for name, data in sources.items()}),
         summary="; ".join(f"{name}: {data.summary}" for name, data in sources.items()),
         sources=sources,
     )
+
+
+@dataclass(frozen=True)
+class PreparedMixture(common.PreparedData):
+    """The data of all sources, by name."""
+
+    sources: Mapping[str, common.PreparedData]
+
+    @property
+    def source_fingerprints(self) -> dict[str, str]:
+        return {name: data.fingerprint for name, data in self.sources.items()}
+
+    def count(self, part: Part) -> int:
+        return sum(data.count(part) for data in self.sources.values())
+
+    def beginning(self, part: Part, tokens: int) -> list[int]:
+        return next((row for data in self.sources.values() if (row := data.beginning(part, tokens))), [])
+
+    def batches(
+        self, request: DataRequest, part: Part, *, evaluation: bool = False, tail: bool = False
+    ) -> Batches | None:
+        """The batches of a part, see `PreparedData`; an evaluation leaves out sources with less than one sample."""
+        by_name: dict[str, Batches] = {}
+        for name, data in self.sources.items():
+            batches = data.batches(request.of_source(name), part, evaluation=evaluation, tail=tail)
+            if batches is not None:
+                by_name[name] = batches
+        if not by_name:
+            return None
+        if evaluation:
+            weights = {name: weight for name, weight in _evaluation_weights(request).items() if name in by_name}
+            return BlendedBatches(by_name, [Stage(0, 0, weights)])
+        return BlendedBatches(by_name, request.stages, request.samples_together)
+
+
+def _evaluation_weights(request: DataRequest) -> dict[str, float]:
+    """The weight of each source in the stage in which it is first read."""
+    weights: dict[str, float] = {}
+    for stage in request.stages:
+        weights = {**stage.weights, **weights}
+    return {name: weights[name] for name in request.data.sources_read}
 
 
 def _config_of_source(config: Config, name: str) -> Config:

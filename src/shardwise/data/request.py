@@ -1,4 +1,4 @@
-"""What a run asks of its data: the few facts of its configuration that decide them, and the stages of a mixture."""
+"""The request of a run for its data: the facts of its configuration that decide them, and the stages of a mixture."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DataRequest:
 
     @staticmethod
     def of(config: Config) -> DataRequest:
-        """What the run of a configuration asks."""
+        """The request of the run of a configuration."""
         shapes = config.shapes
         return DataRequest(
             data=config.data,
@@ -75,7 +75,7 @@ class DataRequest:
             eval_every=config.train.eval_every,
             has_sets=bool(config.evaluation.sets),
             sample_prompt=config.log.sample_prompt,
-            stages=tuple(first_stages(config)) if config.data.mixture else (),
+            stages=tuple(continued_stages(config, (), 0, 0)) if config.data.mixture else (),
         )
 
     @property
@@ -94,7 +94,7 @@ class DataRequest:
         return ["train", "eval"] if self.eval_every > 0 and self.data.holds_out else ["train"]
 
     def of_source(self, name: str) -> DataRequest:
-        """What a run asks that reads a source of the mixture alone, in the order that it has within the mixture."""
+        """The request of a run that reads a source of the mixture alone, in its order within the mixture."""
         data = self.data.source_section(name)
         return replace(
             self,
@@ -112,14 +112,8 @@ def seed_of_source(seed: int, name: str) -> int:
     return mix_integer(seed, xxhash.xxh3_64_intdigest(name.encode())) >> (64 - _SEED_BITS)
 
 
-def first_stages(config: Config) -> list[Stage]:
-    """The stages of a mixture from the first step of a run on."""
-    weights = {name: source.weight for name, source in config.data.mixture.items() if source.weight is not None}
-    return [Stage(0, 0, weights), *_later_stages(config, 0, 0)]
-
-
 def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step: int, position: int) -> list[Stage]:
-    """The stages of a run that continues after `step` steps, at `position` in the order of the data.
+    """The stages of a mixture in a run that continues after `step` steps, at `position` in the order of the data.
 
     They count blocks of samples (`size_stages.py`). Stages that have begun stay where they began, also if the batch was
     another one then, and the later ones begin after their steps, also if `train.skip_batches` leaves out samples
@@ -128,12 +122,9 @@ def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step
     Args:
         recorded: stages in the checkpoint, whose weights are those of the configuration (`size_stages.changed_stages`).
     """
-    begun = [Stage(**stage) for stage in recorded if stage["step"] < step]
-    return [*begun, *_later_stages(config, step, position)]
-
-
-def _later_stages(config: Config, step: int, position: int) -> list[Stage]:
-    return [
+    weights = {name: source.weight for name, source in config.data.mixture.items() if source.weight is not None}
+    begun = [Stage(**stage) for stage in recorded if stage["step"] < step] if step else [Stage(0, 0, weights)]
+    later = [
         Stage(
             stage.at,
             (position + samples_between(config, step, stage.at)) // config.samples_together,
@@ -142,3 +133,4 @@ def _later_stages(config: Config, step: int, position: int) -> list[Stage]:
         for stage in config.data.stages
         if stage.weights and stage.at >= step
     ]
+    return [*begun, *later]

@@ -1,4 +1,4 @@
-"""What a training asks of its data, in one place: the data opened, their batches, and the texts of evaluations."""
+"""All that a training needs of its data, in one place: the data opened, their batches, and the texts of evaluations."""
 
 from shardwise.data.evaluation_sets import EvaluationSets, prepare_sets
 from shardwise.data.formats.common import PreparedData, make_batches, random_text

@@ -317,7 +317,6 @@ class Mesh:
         tp, cp, dp, pp: the groups of this rank along each axis.
         replicas: the ranks of data and context parallelism, which have the same part of the model.
         world: all ranks.
-        groups: every axis of the mesh, the replicas if they are on two axes, then the world.
         device_mesh: the `DeviceMesh` below (None for a single process).
 
     Raises:
@@ -372,7 +371,7 @@ class Mesh:
             setattr(self, axis.name, Group(process_groups.get(axis.name), name=axis.name, grain=grain))
         self.replicas = self._replicas()
         axes = [self._along(axis) for axis in reversed(AXES)]
-        self.groups: tuple[Group, ...] = (*axes, *({self.replicas} - {*axes}), self.world)
+        self._groups = (*axes, *({self.replicas} - {*axes}), self.world)
 
     def _replicas(self) -> Group:
         name = replicas_name(self.dp.size, self.cp.size)
@@ -391,6 +390,11 @@ class Mesh:
         if len(several) > 1:
             return self.world.split(math.prod(group.size for group in several))
         return several[0] if several else self.tp
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Every axis of the mesh, the replicas if they are on two axes, then the world."""
+        return self._groups
 
     def _along(self, axis: Axis) -> Group:
         group: Group = getattr(self, axis.name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from shardwise.base import hardware
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage, rank_of
-from shardwise.config.schedules import SCHEDULES
+from shardwise.config.pipeline_schedules import SCHEDULES
 from shardwise.estimates.activations import (
     block_activations,
     norm_bytes,

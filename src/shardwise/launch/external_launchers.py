@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardwise.base.errors import ConfigError, StoppedError, listing, see
 from shardwise.launch.environment import RANKS_ALONE, TASK_COUNTS, TASK_RANKS, keep_own, may_be_a_task
@@ -213,16 +212,14 @@ def _process_of_mpirun(rank: str) -> str:
 
     It is the nearest ancestor without the variable `rank`: scripts may stand between the two.
     """
-    process = os.getppid()
-    with suppress(FileNotFoundError):
-        while process:
-            folder = Path("/proc", str(process))
-            # What may not be read is a container's runtime, which runs as another user.
-            with suppress(PermissionError):
-                if not re.search(rf"(^|\0){rank}=".encode(), (folder / "environ").read_bytes()):
-                    break
-            process = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    return str(process)
+    import psutil
+
+    for process in psutil.Process().parents():
+        # What may not be read is a container's runtime, which runs as another user.
+        with suppress(psutil.Error):
+            if rank not in process.environ():
+                return str(process.pid)
+    return str(os.getppid())
 
 
 def _numbers(variables: Mapping[str, str], names: Sequence[str], launcher: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -81,19 +82,12 @@ def refuse_unknown(
     refuse_unknown_arguments(owner.__name__, unknown, dict.fromkeys([*named, *known]), ARGUMENTS[kind])
 
 
-def two_sizes(output_sizes: object) -> tuple[int, int]:
-    """Return the features of the queries and of the keys.
-
-    Raises:
-        ArgumentError: they are not two numbers above 0.
-    """
-    sizes = tuple(output_sizes) if isinstance(output_sizes, Sequence) else (output_sizes,)
-    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ArgumentError(
-            f"output_sizes ({output_sizes!r}) must be two numbers above 0: the features of the queries and those of "
-            "the keys, which the values have too"
-        )
-    return sizes[0], sizes[1]
+def sizes_of(given: object, count: int, problem: str) -> tuple[int, ...]:
+    """Return `count` sizes, of which one may stand alone; raise `problem` as ArgumentError if they are others."""
+    sizes = tuple(given) if isinstance(given, Sequence) else (given,)
+    if len(sizes) != count or not all(isinstance(size, Integral) and int(size) > 0 for size in sizes):
+        raise ArgumentError(problem)
+    return tuple(map(int, sizes))
 
 
 def features_per_head(kv_size: int, multiplier: object, ranks: int) -> int:

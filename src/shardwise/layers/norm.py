@@ -7,7 +7,6 @@ the group, which its placement says, so that the optimizer sums it once a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, Literal, Unpack, cast
 
 import torch
@@ -17,22 +16,9 @@ from torch import Tensor, nn
 from shardwise.base.errors import ArgumentError
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.placement import Init
+from shardwise.layers.arguments import sizes_of
 from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.linear import LayerOptions, ParameterMaker
-
-
-def _one_size(owner: str, shape: object) -> int:
-    """Return the hidden size that a norm was given, by itself or as a shape of one size.
-
-    Raises:
-        ArgumentError: it is neither.
-    """
-    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-    if len(sizes) != 1 or not isinstance(sizes[0], Integral):
-        raise ArgumentError(
-            f"normalized_shape ({shape!r}) must be one size, the hidden size: {owner} normalizes over the last dim"
-        )
-    return int(sizes[0])
 
 
 class _Norm(placement.PlacedModule):
@@ -54,7 +40,10 @@ class _Norm(placement.PlacedModule):
     ) -> None:
         super().__init__()
         maker = ParameterMaker(self, options, warns=sequence_parallel_enabled)
-        self.normalized_shape = (_one_size(type(self).__name__, normalized_shape),)
+        problem = (
+            f"normalized_shape ({normalized_shape!r}) must be one size, the hidden size: the last dim is normalized"
+        )
+        self.normalized_shape = sizes_of(normalized_shape, 1, problem)
         self.eps = eps
         self.group = maker.group
         self.sequence_parallel_enabled = sequence_parallel_enabled

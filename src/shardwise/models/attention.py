@@ -34,6 +34,9 @@ from shardwise.models.blocks import ATTENTION, Context, LayerFactory
 from shardwise.models.masks import KernelMask, Mask
 from shardwise.models.rotary import rotate
 
+_Tables = tuple[Tensor, Tensor] | None
+"""Cosines and sines by which queries and keys are rotated."""
+
 
 class AttentionCore(nn.Module):
     """`softmax(scale · q kᵀ) v`, with dropout of the probabilities; by default the scale is 1 / √d.
@@ -72,15 +75,9 @@ class AttentionCore(nn.Module):
         if torch.compiler.is_compiling() or isinstance(mask, KernelMask):
             return True
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
-        return has_fused_attention(
-            q,
-            k,
-            v,
-            mask,
-            self.p if key is not None else 0.0,
-            causal=self.causal and mask is None,
-            is_grouped=q.shape[1] != k.shape[1],
-        )
+        p = self.p if key is not None else 0.0
+        is_grouped = q.shape[1] != k.shape[1]
+        return has_fused_attention(q, k, v, mask, p, causal=self.causal and mask is None, is_grouped=is_grouped)
 
     def goes_by_steps(self, q: Tensor, key: AnyKey | None) -> bool:
         """Return whether softmax, dropout and products are operations of their own, as no kernel has this dropout."""
@@ -223,30 +220,22 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Return the input of the output projection, `[S, B, n·d]`, of q, k and v as `project` gives them."""
-        tables: tuple[Tensor, Tensor] | None = None
+        tables: _Tables = None
         if self.rotates:
             cos, sin = context.rotary_tables[self.core.window]
             tables = (cos.to(q.dtype), sin.to(q.dtype))
-        drops_rotated = self.rotates and self.drops_rotated
-        if not (context.gathers_keys or drops_rotated or context.cache or context.parts):
+        drops = context.gathers_keys or (self.rotates and self.drops_rotated)
+        if not (drops or context.cache or context.parts):
             if tables is not None:
                 q, k = rotate(q, *tables), rotate(k, *tables)
             attended: Tensor = self.core(q, k, v, context)
             return attended
-        return self._attend_dropping(q, k, v, tables, context, drops_rotated=drops_rotated)
+        return self._attend_dropping(q, k, v, tables, context)
 
-    def _attend_dropping(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tables: tuple[Tensor, Tensor] | None,
-        context: Context,
-        *,
-        drops_rotated: bool,
-    ) -> Tensor:
+    def _attend_dropping(self, q: Tensor, k: Tensor, v: Tensor, tables: _Tables, context: Context) -> Tensor:
         """Return what `attend` does, and compute again what is not kept for the backward pass."""
         gathers = context.gathers_keys
+        drops_rotated = tables is not None and self.drops_rotated
         sources: list[Recomputed] = []
 
         def rotated(x: Tensor) -> Tensor:

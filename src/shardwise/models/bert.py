@@ -5,6 +5,8 @@ Shapes: see `models/blocks.py`; P is the largest number of predicted positions i
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.config import BertConfig
 from shardwise.distributed import collectives
 from shardwise.layers.dropout import DropoutKey
-from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
+from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from shardwise.layers.loss import IGNORE_INDEX
 from shardwise.layers.norm import LayerNorm
@@ -29,10 +31,8 @@ from shardwise.models.blocks import (
     run_blocks,
 )
 
-
-def word_embedding(config: BertConfig, factory: LayerFactory) -> ParallelEmbedding:
-    """The word embedding, whose weight the decoder uses too."""
-    return factory.word_embedding(config, "bert.embeddings.word_embeddings", config.pad_token_id)
+WORDS = "bert.embeddings.word_embeddings"
+"""Name of the word embedding, whose weight the decoder uses too."""
 
 
 class Embeddings(nn.Module):
@@ -41,7 +41,7 @@ class Embeddings(nn.Module):
     def __init__(self, config: BertConfig, factory: LayerFactory) -> None:
         super().__init__()
         name = "bert.embeddings"
-        self.word_embeddings = word_embedding(config, factory)
+        self.word_embeddings = factory.word_embedding(config, WORDS, config.pad_token_id)
         self.position_embeddings = factory.small_embedding(
             config, f"{name}.position_embeddings", config.max_position_embeddings
         )
@@ -54,8 +54,7 @@ class Embeddings(nn.Module):
     def forward(self, ids_SB: Tensor, token_types_SB: Tensor, key: DropoutKey | None) -> Tensor:
         positions_S1 = torch.arange(ids_SB.shape[0], device=ids_SB.device).unsqueeze(1)
         x = self.word_embeddings(ids_SB) + self.token_type_embeddings(token_types_SB)
-        out: Tensor = self.dropout(self.norm(x + self.position_embeddings(positions_S1)), key)
-        return out
+        return cast(Tensor, self.dropout(self.norm(x + self.position_embeddings(positions_S1)), key))
 
 
 class BertBlock(Block):
@@ -77,8 +76,7 @@ class BertBlock(Block):
 
     def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
         x = self.attention_norm(x + self.attention_dropout(self.attention.out(attended), context.dropout))
-        out: Tensor = self.mlp_norm(x + self.mlp_dropout(self.mlp(x, context), context.dropout))
-        return out
+        return cast(Tensor, self.mlp_norm(x + self.mlp_dropout(self.mlp(x, context), context.dropout)))
 
 
 class Heads(nn.Module):
@@ -90,7 +88,7 @@ class Heads(nn.Module):
 
     def __init__(self, config: BertConfig, factory: LayerFactory) -> None:
         super().__init__()
-        embedding = word_embedding(config, factory)
+        embedding = factory.word_embedding(config, WORDS, config.pad_token_id)
         hidden = config.hidden_size
         options = factory.options
         self.group = factory.group
@@ -119,14 +117,12 @@ class Heads(nn.Module):
         """Return the input of the decoder, `norm(act(transform(rows)))`; rows `[…, H]` as `enter` returns them."""
         transformed = self.transform.finish(self.transform.multiply(rows))
         # Whole on every rank: no layout changes its shape, and so its bits.
-        out: Tensor = self.norm(self.act(transformed))
-        return out
+        return cast(Tensor, self.norm(self.act(transformed)))
 
     def relationship(self, first_BH: Tensor) -> Tensor:
         """Return logits `[B, 2]` of "B follows A" and "it does not"; takes the first position as `enter` returns it."""
         pooled = torch.tanh(self.pooler.finish(self.pooler.multiply(first_BH)))
-        out: Tensor = self.seq_relationship(pooled)
-        return out
+        return cast(Tensor, self.seq_relationship(pooled))
 
 
 class Bert(Family[BertConfig]):

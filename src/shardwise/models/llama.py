@@ -105,16 +105,13 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor
         # The compiler makes one kernel of single operations.
         if self.gated is None or torch.compiler.is_compiling():
-            out = compose(self.down_proj, self._activated, *self.gate_up(x), drops=self.drops_activated)
+            sides = self.gate_up(x)
+            out = compose(self.down_proj, lambda gate, up: self.act(gate) * up, *sides, drops=self.drops_activated)
         else:
             out = compose(self.down_proj, self.gated, self.gate_up.joined(x), drops=self.drops_activated)
-        return out
-
-    def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.act(gate) * up
+        return cast(Tensor, out)
 
 
 class LlamaBlock(Block):
@@ -165,8 +162,7 @@ class LlamaBlock(Block):
         else:
             x = x + attended
             added = compose(self.mlp, self.post_attention_layernorm, x, drops=self.drops_normed)
-        out: Tensor = x + added
-        return out
+        return cast(Tensor, x + added)
 
 
 class Llama(CausalLM[DecoderConfig]):

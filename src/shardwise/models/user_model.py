@@ -86,7 +86,8 @@ def build_user_model(
             this layout.
     """
     family = config.model.family
-    user_class = _OwnClass.of(check_user_model(config), family)
+    check_user_model(config)
+    user_class = _OwnClass.of(family)
     values_of_run = (group, sequence_parallel, config.recompute, config.train.seed, device, dtype)
     run = {name: value for name, value in zip(RUN, values_of_run, strict=True) if name in user_class.names}
     # A class that takes no seed draws the same weights on every rank.
@@ -215,15 +216,17 @@ class _OwnClass:
     takes_any: bool
 
     @classmethod
-    def of(cls, model_class: str | type[nn.Module], family: str = "") -> _OwnClass:
-        """Read the signatures of a class, or of the one that a family names, and of its bases."""
-        if isinstance(model_class, str):
-            family = model_class
-            model_class = cast("type[nn.Module]", load("model.family", family, _is_model, _WANTED))
+    def of(cls, family: str) -> _OwnClass:
+        """Import the class, and read its signature and those of its bases."""
+
+        def is_model(value: object) -> bool:
+            return isinstance(value, type) and issubclass(value, nn.Module)
 
         def takes_any(parameters: Iterable[Parameter]) -> bool:
             return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
 
+        loaded = load("model.family", family, is_model, "a class derived from torch.nn.Module")
+        model_class = cast("type[nn.Module]", loaded)
         variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         names: dict[str, None] = {}  # a set in order
         for base in model_class.__mro__:
@@ -303,13 +306,6 @@ class _OwnClass:
         if bound.get("ids_SB", _IDS) is not _IDS or bound.get("targets_SB", _TARGETS) is not _TARGETS:
             return [f"{where} must take the token ids first and the targets second, as both are given by position"]
         return []
-
-
-_WANTED = "a class derived from torch.nn.Module"
-
-
-def _is_model(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 def _keys(model: ModelConfig) -> dict[str, Any]:

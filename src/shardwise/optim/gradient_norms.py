@@ -135,14 +135,14 @@ class _Share:
         copies: number of ranks that own the same elements.
         tensors: owned runs of each tensor, by the tensor's number.
         atoms: elements of an atom of each tensor (`exact_sums`).
-        numbers: keys of `tensors`, on the device.
+        numbers: keys of `tensors`, on the device; None: all, in order.
     """
 
     group: int
     copies: int
     tensors: Mapping[int, list[ElementRun]]
     atoms: Mapping[int, int]
-    numbers: Tensor
+    numbers: Tensor | None
 
 
 class _Norms:
@@ -168,7 +168,11 @@ class _Norms:
                 if take is not None:
                     norms = torch.stack([_norm(runs, take, self._dtype) for runs in share.tensors.values()])
                     # `copies` ranks add the same square, so that the sum over the ranks counts it once.
-                    squares[column].index_add_(0, share.numbers, norms.to(squares).square_().div_(share.copies))
+                    terms = norms.to(squares).square_().div_(share.copies)
+                    if share.numbers is None:
+                        squares[column] += terms
+                    else:
+                        squares[column].index_add_(0, share.numbers, terms)
         return collectives.all_reduce_(squares, self._world).sqrt().float()
 
     def _exactly_measured(self, shares: Sequence[_Share], takes: Sequence[Take | None], device: torch.device) -> Tensor:
@@ -219,8 +223,7 @@ class ModelNorms(_Norms):
                         # Between the end of one parameter and the start of the next all is 0: one run covers both.
                         _append(runs, ElementRun(bucket, start, length), joint=end if start == first else start)
                 end = first + p.numel()
-        only = torch.zeros(1, dtype=torch.int64, device=device)
-        shares = [_Share(0, copies, {0: runs}, {0: atom}, only) for (copies, atom), runs in by_kind.items() if runs]
+        shares = [_Share(0, copies, {0: runs}, {0: atom}, None) for (copies, atom), runs in by_kind.items() if runs]
         super().__init__(1, shares, ranks.world, dtype)
 
     def measure(self, *takes: Take | None) -> Tensor:

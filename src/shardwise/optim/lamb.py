@@ -71,7 +71,7 @@ class LAMB(SliceOptimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     u = self.direction(p, group, torch.empty_like(p))
-                    if self.needs_whole_tensors(group):
+                    if self._needs_whole_tensors(group):
                         norms = [torch.linalg.vector_norm(row_norms(t.detach().reshape(-1))) for t in (p, u)]
                         u.mul_(self.trust_ratio(*norms))
                     p.add_(u, alpha=-float(group["lr"]))
@@ -116,7 +116,7 @@ class LAMB(SliceOptimizer):
                     slices.store(chunk)
 
     @staticmethod
-    def needs_whole_tensors(group: dict[str, Any]) -> bool:
+    def _needs_whole_tensors(group: dict[str, Any]) -> bool:
         """Return whether the tensors of a parameter group have trust ratios: those that decay have."""
         return bool(group["weight_decay"])
 
@@ -130,8 +130,8 @@ class LAMB(SliceOptimizer):
         return ratio.clamp(max=1.0) if self.trust_clip else ratio
 
     def direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
-        """Take the gradient of p, of the parameter group `group`, into the moments, and write u to `out`."""
-        gradient = self.gradient(p)
+        """Take the gradient of p `[…]`, of the parameter group `group`, into the moments, and write u to `out`."""
+        gradient = self._gradient(p)
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")

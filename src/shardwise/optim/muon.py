@@ -186,13 +186,13 @@ class Muon(SliceOptimizer):
         return self._exchange.updates(take, compute, self._iteration_dtype(model.device))
 
     @staticmethod
-    def needs_whole_tensors(group: dict[str, Any]) -> bool:
+    def _needs_whole_tensors(group: dict[str, Any]) -> bool:
         """Return whether the matrices of a parameter group are orthogonalized."""
         return bool(group["use_muon"])
 
     def direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
-        """Take the gradient of p, of the parameter group `group`, into the momentum; write what is orthogonalized."""
-        gradient = self.gradient(p)
+        """Take the gradient of p `[…]`, of the parameter group `group`, into the momentum, and write to `out`."""
+        gradient = self._gradient(p)
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)

@@ -101,13 +101,13 @@ class SliceOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     @staticmethod
-    def needs_whole_tensors(group: dict[str, Any]) -> bool:
+    def _needs_whole_tensors(group: dict[str, Any]) -> bool:
         """Return whether the update of a parameter group needs more than each element by itself."""
         raise NotImplementedError
 
     def whole_tensor_groups(self) -> list[int]:
-        """Return the numbers of the parameter groups that `needs_whole_tensors`."""
-        return [number for number, group in enumerate(self.param_groups) if self.needs_whole_tensors(group)]
+        """Return the numbers of the parameter groups that `_needs_whole_tensors`."""
+        return [number for number, group in enumerate(self.param_groups) if self._needs_whole_tensors(group)]
 
     def step_rounded(self, model: ModelSlices, slices: RoundedSlices) -> None:
         """Update the masters of the `whole_tensor_groups` as `step_slices` does, with stochastic rounding by `slices`.
@@ -123,7 +123,7 @@ class SliceOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def gradient(self, p: nn.Parameter) -> Tensor:
+    def _gradient(self, p: nn.Parameter) -> Tensor:
         """Return the gradient of p in its dtype.
 
         Raises:

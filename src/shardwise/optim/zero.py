@@ -207,7 +207,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     @property
     def _device(self) -> torch.device:
-        """That of the parameters, trained or frozen; without any, the mesh's."""
+        """The device of the parameters, trained or frozen; without any, the mesh's."""
         mesh = self._ranks.mesh
         otherwise = torch.device("cpu") if mesh is None else mesh.device
         first = next((p.device for options in self.param_groups for p in options["params"]), otherwise)

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Literal, NamedTuple, Protocol
 
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.config.schedules import DEFAULT_SCHEDULE, rounds_of_step
+from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, rounds_of_step
 
 ActionKind = Literal["forward", "backward", "input", "weight"]
 """A forward pass, a whole backward pass, or one of its halves: the gradient of the input, and those of the weights."""
@@ -246,4 +246,4 @@ ORDERS: dict[str, ScheduleOrder] = {
     "zbv": VShapedOrder(_zero_bubble_v, splits_every_backward=True),
     "dualpipev": VShapedOrder(_dual_pipe_v, splits_every_backward=False),
 }
-"""The order of each schedule, by the name of its record in `config/schedules.py`."""
+"""The order of each schedule, by the name of its record in `config/pipeline_schedules.py`."""

@@ -27,7 +27,9 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     elif layout.virtual > 1:
         sizes = [model.num_hidden_layers // stages] * stages
     else:
-        sizes = balanced(model.num_hidden_layers, stages, _head_in_blocks(config, model))
+        length = config.train.sequence_length
+        head = _head_in_blocks(model, length, config.data.predictions(length))
+        sizes = balanced(model.num_hidden_layers, stages, head)
     ends = list(accumulate(sizes))
     ranks = [rank_of(config.parallel, index) for index in range(stages)]
     layers = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -36,20 +38,15 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
     """Return the part of a step's work that each stage does, in the order of the model. Not for a model of your own."""
-    model = config.known_shapes
-    head = _head_in_blocks(config, model)
+    length = config.train.sequence_length
+    head = _head_in_blocks(config.known_shapes, length, config.data.predictions(length))
     work = [len(stage.layers) + head * stage.is_last for stage in stage_plan(config, layout)]
     return tuple(share / sum(work) for share in work)
 
 
-def _head_in_blocks(config: Config, model: FamilyConfig) -> float:
-    """Return the work of all that follows the last block, in units of a block."""
-    length = config.train.sequence_length
-    return _head_share(model, length, config.data.predictions(length))
-
-
 @lru_cache(maxsize=64)
-def _head_share(model: FamilyConfig, length: int, predictions: int | None) -> float:
+def _head_in_blocks(model: FamilyConfig, length: int, predictions: int | None) -> float:
+    """Return the work of all that follows the last block, in units of a block."""
     return head_work(model, length, predictions) / block_work(model, length)
 
 

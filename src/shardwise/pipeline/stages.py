@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout, ParallelConfig
 from shardwise.config.layout import rank_of
-from shardwise.config.schedules import SCHEDULES
+from shardwise.config.pipeline_schedules import SCHEDULES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.layers.embedding import ParallelEmbedding
@@ -77,7 +76,7 @@ def build_stages(
     return stages
 
 
-Compute: TypeAlias = Callable[[nn.Module, Tensor | None, int], Tensor]
+Compute = Callable[[nn.Module, Tensor | None, int], Tensor]
 """The forward pass of one stage on one micro-batch.
 
 The arguments are the stage's model, the output x of the stage before (None for the first stage), and the number of the

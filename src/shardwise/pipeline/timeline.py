@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardwise.config import ParallelConfig, Recompute
 from shardwise.config.layout import rank_of
-from shardwise.config.schedules import SCHEDULES
+from shardwise.config.pipeline_schedules import SCHEDULES
 from shardwise.pipeline.action_order import TIME, Action, ActionKind, action_order
 
 

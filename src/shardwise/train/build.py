@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -24,30 +23,26 @@ from shardwise.data.training_data import EvaluationSets, PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
-from shardwise.estimates.memory import expected_memory
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.models.blocks import Stages, block_matrices
-from shardwise.models.parameter_counts import parameter_count
 from shardwise.optim.state import kept_bytes, state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.stages import build_stages
 from shardwise.train.checkpoint_choice import went_back
-from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.compile.units import Compilation, products_add, products_add_in_graphs
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import user_loss, user_optimizer
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.model_checks import check_axes
-from shardwise.train.observers import Observer
 from shardwise.train.rank_agreement import raised_on_every_rank, versions
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed
 from shardwise.train.saving import Checkpoints, StateHashes, make_stop_check
 from shardwise.train.start import OpenedRun
-from shardwise.train.step_record import Progress, StepRecord
+from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -170,24 +165,6 @@ def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: Opt
     return kept_bytes(model, optimizer, state_bytes(optimizer, spec, all_masters=False))
 
 
-def build_reporter(opened: OpenedRun) -> Reporter:
-    """The reporter of a run on this rank."""
-    config = opened.config
-    device = opened.mesh.device
-    has_accelerator = device.type != "cpu"
-    memory = expected_memory(config, opened.layout, has_accelerator)
-    return Reporter(
-        opened.folder.directory,
-        config,
-        opened.layout,
-        opened.mesh.world.rank,
-        device_name=devices.name(device),
-        precision=config.precision.resolved(has_accelerator),
-        parameters=parameter_count(config.model),
-        memory=None if memory is None else dict(memory.rows()),
-    )
-
-
 def build_checkpoints(
     opened: OpenedRun, trainer: Trainer, reporter: Reporter, resumed: Resumed | None, copies: MemoryCopies | None
 ) -> Checkpoints:
@@ -223,39 +200,6 @@ def build_checkpoints(
         followed=opened.followed,
         state_hashes=state_hashes,
     )
-
-
-def build_observers(
-    config: Config, trainer: Trainer, reporter: Reporter, checkpoints: Checkpoints, graphs: RunGraphs | None
-) -> list[Observer]:
-    """What a run does after its steps, in this order."""
-    progress = trainer.progress
-
-    def report(record: StepRecord, _: bool) -> None:
-        if record.is_logged:
-            record = replace(record, checkpoint_seconds=checkpoints.take_seconds())
-        reporter.step(record)
-
-    def keep_graphs(record: StepRecord, is_last: bool) -> None:
-        # All graphs of training are captured in a run's first step, and those of evaluation in an evaluation.
-        is_evaluated = config.train.eval_every and (is_last or record.step % config.train.eval_every == 0)
-        if graphs is not None and (is_evaluated or record.step == progress.before + 1):
-            reporter.captured(*graphs.keep_new())
-
-    def hash_state(*_: object) -> None:
-        progress.phase = "hash of the state"
-        if checkpoints.state_hashes is not None:
-            checkpoints.state_hashes.now()
-
-    return [
-        Observer(1, report),
-        Observer(config.log.state_hash_every, hash_state),
-        Observer(config.log.drift_every, lambda *_: trainer.compare_replicas(), takes_long=True),
-        Observer(config.train.eval_every, lambda *_: trainer.evaluator.texts(), takes_long=True),
-        Observer(1, keep_graphs),
-        Observer(config.evaluation.tasks_every, lambda *_: trainer.evaluator.tasks(), takes_long=True),
-        Observer(1, lambda record, is_last: checkpoints.after_step(is_last, record.agreed_flags)),
-    ]
 
 
 def build_memory_copies(opened: OpenedRun, trainer: Trainer) -> MemoryCopies | None:

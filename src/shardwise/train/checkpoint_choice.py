@@ -108,7 +108,7 @@ def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resume
         if step != "auto":
             raise ConfigError(f"checkpoint.resume ({step}) needs --run-dir, the folder of the run that saved it")
         if saved:
-            raise ConfigError(_occupied(root, saved[0], config))
+            raise ConfigError(_occupied(root, saved[0], config.checkpoint.path))
         return []
     if step == "auto":
         return list(saved)
@@ -129,9 +129,9 @@ def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resume
     return chosen
 
 
-def _occupied(root: Root, checkpoint: StepFolder, config: Config) -> str:
+def _occupied(root: Root, checkpoint: StepFolder, path: str | None) -> str:
     """The refusal of a new run at a place that has this checkpoint."""
-    if config.checkpoint.path is None:
+    if path is None:
         key = "--run-dir"
         remedy = "put its run's config.yaml back"
     else:
@@ -146,17 +146,15 @@ def _occupied(root: Root, checkpoint: StepFolder, config: Config) -> str:
 
 def goes_back(config: Config, manifest: Manifest) -> bool:
     """Return whether `checkpoint.resume` names a step to which the run had not gone back when it saved this."""
-    return config.checkpoint.resume != "auto" and manifest.schedule.get(_WENT_BACK) != _request(config)
+    return (
+        config.checkpoint.resume != "auto" and manifest.schedule.get(_WENT_BACK) != went_back(config, None)[_WENT_BACK]
+    )
 
 
 def went_back(config: Config, manifest: Manifest | None) -> dict[str, Any]:
     """The last return to an earlier step, for `schedule` in manifests of a run that continues from this manifest."""
     if config.checkpoint.resume != "auto":
-        return {_WENT_BACK: _request(config)}
+        # With another value of either, the user asks for another return.
+        return {_WENT_BACK: {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}}
     recorded = None if manifest is None else manifest.schedule.get(_WENT_BACK)
     return {} if recorded is None else {_WENT_BACK: recorded}
-
-
-def _request(config: Config) -> Mapping[str, Any]:
-    """The keys of a return to an earlier step: with another value of either, the user asks for another return."""
-    return {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}

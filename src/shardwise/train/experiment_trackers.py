@@ -11,7 +11,7 @@ import platform
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,16 @@ _MLFLOW_SECONDS = 60.0
 """Time that the end of a run waits for a server that is slow."""
 
 
-def require_trackers(config: Config) -> tuple[str, ...]:
+def require_trackers(trackers: Sequence[str]) -> tuple[str, ...]:
     """Look whether each of `log.trackers` is installed; what one records on this machine alone is noted.
 
     Raises:
         ConfigError: a package is not installed.
     """
-    for name in config.log.trackers:
+    for name in trackers:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"log.trackers ({name}) needs the package {name}: pip install 'shardwise[{name}]'")
-    if "wandb" in config.log.trackers and _is_without_key():
+    if "wandb" in trackers and _is_without_key():
         return (
             "log.trackers: wandb has no key on this machine, so it records in the run's folder, and `wandb sync` "
             "uploads that; for a live page run `wandb login` or set WANDB_API_KEY",

@@ -40,7 +40,7 @@ def check_hooks(config: Config) -> None:
         lambda: hooks.data is None or load_reader(hooks.data),
         lambda: hooks.loss is None or _load_loss(hooks.loss),
         lambda: hooks.optimizer is None or user_optimizer(config),
-        lambda: _callbacks(config),
+        lambda: _callbacks(hooks.callbacks),
     ):
         try:
             check()
@@ -147,9 +147,9 @@ class MetricsWithCallbacks(JsonLines):
     A callback that returns True, of Python or numpy, asks the run to stop, as `shardwise stop` does.
     """
 
-    def __init__(self, path: Path, config: Config) -> None:
+    def __init__(self, path: Path, callbacks: Sequence[str]) -> None:
         # Callbacks first: no file is left open, or in the folder, where one of them cannot be made.
-        self._callbacks = [(name, _made(name, callback)) for name, callback in _callbacks(config)]
+        self._callbacks = [(name, _made(name, callback)) for name, callback in _callbacks(callbacks)]
         super().__init__(path)
         self._run = path.parent
 
@@ -167,7 +167,7 @@ class MetricsWithCallbacks(JsonLines):
                 stop_requests.request(self._run, f"hooks.callbacks ({path})")
 
 
-def _callbacks(config: Config) -> Sequence[tuple[str, Any]]:
+def _callbacks(paths: Sequence[str]) -> Sequence[tuple[str, Any]]:
     """The callbacks, each with its path: functions, and classes whose objects are still to be made."""
 
     def is_callback(value: object) -> bool:
@@ -178,7 +178,7 @@ def _callbacks(config: Config) -> Sequence[tuple[str, Any]]:
         return call is not None and accepts(value) and accepts(call, None, None)
 
     expected = "a function that takes (event), or a class without arguments whose objects do"
-    return [(path, load("hooks.callbacks", path, is_callback, expected)) for path in config.hooks.callbacks]
+    return [(path, load("hooks.callbacks", path, is_callback, expected)) for path in paths]
 
 
 def _made(path: str, callback: Any) -> Callback:

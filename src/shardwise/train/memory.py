@@ -106,7 +106,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
             f"{devices.name(device)}"
             f"{see('runs#symmetric-memory')}"
         )
-    require_products(config, device)
+    require_products(config.precision.matmul, device)
     if device.type == "cpu":
         return _require_host_memory(config, layout, rank)
     precision = config.precision.resolved(accelerator=True)
@@ -116,7 +116,16 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
             f"{devices.name(device)} does not compute in {precision.parameter}"
         )
     pipeline_rank = layout.pipeline_rank(rank)
-    _require_memory_of_offloading(config, layout)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    offloaded = ranks * offloaded_bytes(config, layout, True)
+    available = available_memory()
+    if available is not None and offloaded > available:
+        raise ConfigError(
+            f"the optimizer state of the {counted(ranks, 'rank')} on this machine ({size(offloaded)}), which "
+            "optimizer.offload (true) keeps in the host's memory, must be at most what that has available "
+            f"({size(available)}): set optimizer.zero=1 or higher, optimizer.offload=false, or use more machines"
+            f"{see('runs#model-does-not-fit')}"
+        )
     expected = expected_memory(config, layout, True, pipeline_rank=pipeline_rank)
     total = devices.total_memory(device)
     # The state is exact, and too much of it is refused; the whole step is an estimate, which only warns.
@@ -131,29 +140,16 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
     return f"the expected memory ({size(expected.total)}) exceeds the {limit}"
 
 
-def require_products(config: Config, device: torch.device) -> None:
+def require_products(matmul: str | None, device: torch.device) -> None:
     """Check that a device multiplies as `precision.matmul` says.
 
     Raises:
         ConfigError: it does not.
     """
-    if config.precision.matmul is not None and not devices.multiplies_fp8(device):
+    if matmul is not None and not devices.multiplies_fp8(device):
         raise ConfigError(
             f"precision.matmul (fp8) must be left out on {devices.name(device)}, for which shardwise has no products "
             "in fp8: they need an NVIDIA GPU of compute capability 8.9 or higher, such as an H100, or a CPU"
-        )
-
-
-def _require_memory_of_offloading(config: Config, layout: Layout) -> None:
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = ranks * offloaded_bytes(config, layout, True)
-    available = available_memory()
-    if available is not None and needed > available:
-        raise ConfigError(
-            f"the optimizer state of the {counted(ranks, 'rank')} on this machine ({size(needed)}), which "
-            "optimizer.offload (true) keeps in the host's memory, must be at most what that has available "
-            f"({size(available)}): set optimizer.zero=1 or higher, optimizer.offload=false, or use more machines"
-            f"{see('runs#model-does-not-fit')}"
         )
 
 

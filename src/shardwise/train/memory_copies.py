@@ -18,7 +18,6 @@ import os
 import shutil
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +48,6 @@ _STALE_SECONDS = 3600.0
 """Age from which a folder of another run is removed if no process uses it: a run that starts again is back by then."""
 _LAYOUT_KEYS = ("name", "zero", "bucket_mib")
 """Keys of `optimizer` that decide which values are in a part, and in which order."""
-
-
-@dataclass
-class NodeLayout:
-    """The nodes of a job: ranks of consecutive numbers share a node.
-
-    Attributes:
-        name: name of this rank's node.
-        per_node: ranks on each node.
-        count: number of nodes.
-    """
-
-    name: str
-    per_node: int
-    count: int
-
-    @staticmethod
-    def of_job(world: int) -> NodeLayout:
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        return NodeLayout(os.environ.get("SLURMD_NODENAME") or os.uname().nodename, per_node, max(1, world // per_node))
 
 
 class MemoryCopies:
@@ -102,16 +81,19 @@ class MemoryCopies:
         self._optimizer = training.optimizer
         self._config = training.config
         self._mesh = training.mesh
-        self._nodes = NodeLayout.of_job(self._mesh.world.size)
+        # Ranks of consecutive numbers share a node.
+        self._node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+        self._per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self._mesh.world.size))
+        self._has_neighbour = self._mesh.world.size >= 2 * self._per_node
         self._began = tuple(began)
         self._group: Group = self._mesh.host_group("memory copies")
         self._run = run
         # Why a part of another node is not kept, until the ranks agree on it.
         self._receive_problem: str | None = None
         # A node has the parts of its own ranks, and on several nodes those of the node before.
-        parts_per_rank = 2 if self._nodes.count > 1 else 1
-        self.node_bytes = self._state_bytes() * self._nodes.per_node * _KEPT * parts_per_rank
-        self._files = CopyFiles(memory / f"shardwise-{os.getuid()}-{run}-{self._nodes.name}")
+        parts_per_rank = 2 if self._has_neighbour else 1
+        self.node_bytes = self._state_bytes() * self._per_node * _KEPT * parts_per_rank
+        self._files = CopyFiles(memory / f"shardwise-{os.getuid()}-{run}-{self._node}")
         try:
             self._files.open()
             self._remove_stale(memory)
@@ -147,7 +129,7 @@ class MemoryCopies:
         except OSError as error:
             problem = f"{self._files.path}: {reason_of(error)}"
         self.problem = self._agreed(problem or self._receive_problem)
-        if self.problem is None and self._nodes.count > 1:
+        if self.problem is None and self._has_neighbour:
             self._send_to_next_node(step)
         self.count += 1
         self.seconds += time.perf_counter() - start
@@ -164,7 +146,7 @@ class MemoryCopies:
         valid_parts = [] if self.problem is not None else self._valid_parts()
         rank_nodes: list[str] = []
         nodes: dict[str, set[CopyPart]] = {}
-        for name, parts in collectives.all_gather_objects((self._nodes.name, valid_parts), self._group):
+        for name, parts in collectives.all_gather_objects((self._node, valid_parts), self._group):
             rank_nodes.append(name)
             nodes.setdefault(name, set()).update(parts)
         step = newest_complete(nodes, self._mesh.world.size)
@@ -196,7 +178,7 @@ class MemoryCopies:
 
     @property
     def _leads_node(self) -> bool:
-        return self._mesh.world.rank % self._nodes.per_node == 0
+        return self._mesh.world.rank % self._per_node == 0
 
     def _agreed(self, problem: str | None) -> str | None:
         """The first problem that any rank has, on every rank."""
@@ -277,15 +259,15 @@ class MemoryCopies:
     def _ranks_kept(self) -> set[int]:
         """Numbers of this rank and of the rank on the node before that sends its part."""
         rank = self._mesh.world.rank
-        return {rank, (rank - self._nodes.per_node) % self._mesh.world.size}
+        return {rank, (rank - self._per_node) % self._mesh.world.size}
 
     def _send_to_next_node(self, step: int) -> None:
         """Send this rank's part to the next node, and keep the part of the node before."""
         rank = self._mesh.world.rank
         size = self._mesh.world.size
-        previous_rank = (rank - self._nodes.per_node) % size
+        previous_rank = (rank - self._per_node) % size
         # Both sends are started before the receive: all ranks send at once, and none waits for another in a circle.
-        sends = self._send(CopyPart(rank, step), (rank + self._nodes.per_node) % size)
+        sends = self._send(CopyPart(rank, step), (rank + self._per_node) % size)
         self._receive(CopyPart(previous_rank, step), previous_rank)
         for send in sends:
             send.wait()
@@ -353,7 +335,7 @@ class MemoryCopies:
         if not self._leads_node:
             return
         self._files.remove_half_written()
-        for folder in memory.glob(f"shardwise-{os.getuid()}-*-{self._nodes.name}"):
+        for folder in memory.glob(f"shardwise-{os.getuid()}-*-{self._node}"):
             # A folder may be removed meanwhile by another run, or be another user's.
             with contextlib.suppress(OSError):
                 is_old = time.time() - folder.stat().st_mtime > _STALE_SECONDS

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import size
 from shardwise.config import Config, Layout, check_layout
-from shardwise.config.schedules import DEFAULT_SCHEDULE
+from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
 from shardwise.estimates.memory import expected_memory, memory_of_machine
 
 
@@ -63,44 +63,37 @@ def _listed(
 
 def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator[tuple[str, Config, int]]:
     """Yield settings as text, the configuration with them, and its number of ranks; some may be invalid."""
-
-    def changed(section: str, **values: object) -> Config:
-        return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
-
     micro = config.train.micro_batch
-    tensor = layout.tensor
-    pipeline = layout.pipeline
-    world = layout.world
-    # A user's own model may have no recompute, and is never cut into stages.
-    is_user_model = config.model.is_own
-    if micro > 1:
-        # It must divide the present one, so that the global batch stays a multiple of it.
-        smaller = max(part for part in range(1, micro // 2 + 1) if micro % part == 0)
-        yield f"train.micro_batch={smaller}", changed("train", micro_batch=smaller), world
-    if config.recompute != "full" and not is_user_model:
-        yield "train.recompute=full", changed("train", recompute="full"), world
-    if layout.sequence_parallel and not config.regathers and config.precision.matmul is None:
-        yield "parallel.sequence_regather=true", changed("parallel", sequence_regather=True), world
-    if layout.context > 1 and config.parallel.context_keys != "ring":
-        yield "parallel.context_keys=ring", changed("parallel", context_keys="ring"), world
-    if tensor > 1 and not layout.sequence_parallel:
-        yield "parallel.sequence=true", changed("parallel", sequence=True), world
-    for stage in (1, 2, 3):
-        if layout.replicas > 1 and config.optimizer.zero < stage:
-            yield f"optimizer.zero={stage}", changed("optimizer", zero=stage), world
+    # It must divide the present one, so that the global batch stays a multiple of it.
+    smaller = max((part for part in range(1, micro // 2 + 1) if micro % part == 0), default=1)
     optimizer = config.optimizer
-    if accelerator and not (optimizer.offload or optimizer.spec.needs_whole_tensors):
-        yield "optimizer.offload=true", changed("optimizer", offload=True), world
-    if config.precision.resolved(accelerator).parameter == "float32":
-        yield "precision.mode=mixed", changed("precision", mode="mixed"), world
-    if pipeline > 1 and config.parallel.schedule != DEFAULT_SCHEDULE:
-        plain_schedule = changed("parallel", schedule=DEFAULT_SCHEDULE, virtual_stages=None, stages=None)
-        yield f"parallel.schedule={DEFAULT_SCHEDULE}", plain_schedule, world
-    if not is_user_model:
-        deeper = changed("parallel", pipeline=2 * pipeline, stages=None)
-        yield f"parallel.pipeline={2 * pipeline} on {2 * world} ranks", deeper, 2 * world
-    context = 2 * layout.context
-    yield f"parallel.context={context} on {2 * world} ranks", changed("parallel", context=context), 2 * world
-    yield f"parallel.tensor={2 * tensor} on {2 * world} ranks", changed("parallel", tensor=2 * tensor), 2 * world
-    if config.optimizer.zero:
-        yield f"{2 * world} ranks, which share the optimizer state", config, 2 * world
+    parallel = config.parallel
+    # A user's own model may have no recompute, and is never cut into stages.
+    is_family = not config.model.is_own
+    regathers = layout.sequence_parallel and not config.regathers and config.precision.matmul is None
+    offloads = accelerator and not (optimizer.offload or optimizer.spec.needs_whole_tensors)
+    plain_schedule = {"schedule": DEFAULT_SCHEDULE, "virtual_stages": None, "stages": None}
+    # Whether a remedy applies, its section and keys, of which the first is told, and the factor of the ranks.
+    rows: list[tuple[bool, str, Mapping[str, object], int]] = [
+        (micro > 1, "train", {"micro_batch": smaller}, 1),
+        (config.recompute != "full" and is_family, "train", {"recompute": "full"}, 1),
+        (regathers, "parallel", {"sequence_regather": True}, 1),
+        (layout.context > 1 and parallel.context_keys != "ring", "parallel", {"context_keys": "ring"}, 1),
+        (layout.tensor > 1 and not layout.sequence_parallel, "parallel", {"sequence": True}, 1),
+        *((layout.replicas > 1 and optimizer.zero < zero, "optimizer", {"zero": zero}, 1) for zero in (1, 2, 3)),
+        (offloads, "optimizer", {"offload": True}, 1),
+        (config.precision.resolved(accelerator).parameter == "float32", "precision", {"mode": "mixed"}, 1),
+        (layout.pipeline > 1 and parallel.schedule != DEFAULT_SCHEDULE, "parallel", plain_schedule, 1),
+        (is_family, "parallel", {"pipeline": 2 * layout.pipeline, "stages": None}, 2),
+        (True, "parallel", {"context": 2 * layout.context}, 2),
+        (True, "parallel", {"tensor": 2 * layout.tensor}, 2),
+    ]
+    for applies, section, values, factor in rows:
+        if applies:
+            changed = config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+            key, value = next(iter(values.items()))
+            shown = "true" if value is True else value
+            ranks = f" on {factor * layout.world} ranks" if factor > 1 else ""
+            yield f"{section}.{key}={shown}{ranks}", changed, factor * layout.world
+    if optimizer.zero:
+        yield f"{2 * layout.world} ranks, which share the optimizer state", config, 2 * layout.world

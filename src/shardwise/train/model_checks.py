@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, RunError, see
-from shardwise.config import Config
+from shardwise.config import ModelConfig
 from shardwise.data.samples.batch import IGNORE, Batches
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
@@ -66,14 +66,11 @@ def check_axes(model: nn.Module, batches: Batches, device: torch.device, vocab_s
         )
 
 
-def mean_text(config: Config, first_loss: float) -> str | None:
-    """The warning that a model or a loss of the user's own may return a mean; None for another first loss."""
-    model = config.model
-    source = (
-        f"forward of {model.family}, which gets ids and targets [sequence, batch],"
-        if model.is_own
-        else config.hooks.loss
-    )
+def mean_text(model: ModelConfig, loss: str | None, first_loss: float) -> str | None:
+    """The warning that a model, or a loss of the user's own, may return a mean; None for another first loss."""
+    source = loss
+    if model.is_own:
+        source = f"forward of {model.family}, which gets ids and targets [sequence, batch],"
     # Equal probabilities of all V tokens give a loss of ln V.
     guess = math.log(model.vocab_size)
     if source is None or first_loss >= guess / _FAR_BELOW_A_GUESS:

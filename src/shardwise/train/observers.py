@@ -1,11 +1,19 @@
-"""What a run does after its steps, and how often. `train/build.py` lists the observers of a run."""
+"""What a run does after its steps: an observer is one entry of the list here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from shardwise.config import Config
 from shardwise.train.step_record import StepRecord
+
+if TYPE_CHECKING:
+    from shardwise.train.compile.run_graphs import RunGraphs
+    from shardwise.train.reporter import Reporter
+    from shardwise.train.saving import Checkpoints
+    from shardwise.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -30,3 +38,36 @@ def observe(observers: Sequence[Observer], record: StepRecord, *, is_last: bool)
             observer.after_step(record, is_last)
             if observer.takes_long:
                 record = replace(record, agreed_flags=None)
+
+
+def build_observers(
+    config: Config, trainer: Trainer, reporter: Reporter, checkpoints: Checkpoints, graphs: RunGraphs | None
+) -> list[Observer]:
+    """What a run does after its steps, in this order."""
+    progress = trainer.progress
+
+    def report(record: StepRecord, _: bool) -> None:
+        if record.is_logged:
+            record = replace(record, checkpoint_seconds=checkpoints.take_seconds())
+        reporter.step(record)
+
+    def keep_graphs(record: StepRecord, is_last: bool) -> None:
+        # All graphs of training are captured in a run's first step, and those of evaluation in an evaluation.
+        is_evaluated = config.train.eval_every and (is_last or record.step % config.train.eval_every == 0)
+        if graphs is not None and (is_evaluated or record.step == progress.before + 1):
+            reporter.captured(*graphs.keep_new())
+
+    def hash_state(*_: object) -> None:
+        progress.phase = "hash of the state"
+        if checkpoints.state_hashes is not None:
+            checkpoints.state_hashes.now()
+
+    return [
+        Observer(1, report),
+        Observer(config.log.state_hash_every, hash_state),
+        Observer(config.log.drift_every, lambda *_: trainer.compare_replicas(), takes_long=True),
+        Observer(config.train.eval_every, lambda *_: trainer.evaluator.texts(), takes_long=True),
+        Observer(1, keep_graphs),
+        Observer(config.evaluation.tasks_every, lambda *_: trainer.evaluator.tasks(), takes_long=True),
+        Observer(1, lambda record, is_last: checkpoints.after_step(is_last, record.agreed_flags)),
+    ]

@@ -23,9 +23,10 @@ from shardwise.base.errors import see, visible
 from shardwise.base.redaction import redacted
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saved
-from shardwise.config import Config, Layout, Precision
+from shardwise.config import Config, Layout
 from shardwise.estimates.device_peaks import peak_flops
-from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
+from shardwise.estimates.memory import expected_memory
+from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization, parameter_count
 from shardwise.optim.state_digest import StateHash
 from shardwise.runs.folder import RunDirectory, now, open_log
 from shardwise.train.compile.units import CapturedGraph
@@ -61,12 +62,12 @@ class Reporter:
         run: folder of the run.
         rank: number of this process in the world; rank 0 prints and writes the shared files.
         device_name: product name of a rank's device, by which its peak FLOPs are looked up.
-        parameters: number of the whole model's parameters; None for a user's own model, until it is set before
-            `start`.
-        memory: expected bytes by kind on the rank that needs most; None like `parameters`.
         stream: text stream that rank 0 prints to; default: standard output.
 
     Attributes:
+        parameters: number of the whole model's parameters; None for a user's own model, until it is set before
+            `start`.
+        memory: expected bytes by kind on the rank that needs most; None like `parameters`.
         totals: totals of this start of the run, with the stages before.
     """
 
@@ -78,9 +79,6 @@ class Reporter:
         rank: int,
         *,
         device_name: str,
-        precision: Precision,
-        parameters: int | None,
-        memory: Mapping[str, int] | None,
         stream: IO[str] | None = None,
     ) -> None:
         self.run = run
@@ -88,20 +86,22 @@ class Reporter:
         self.layout = layout
         self.rank = rank
         self.device_name = device_name
-        self.precision = precision
-        self.parameters = parameters
-        self.memory = memory
+        accelerator = not device_name.startswith("cpu")
+        expected = expected_memory(config, layout, accelerator)
+        self.precision = config.precision.resolved(accelerator)
+        self.parameters = parameter_count(config.model)
+        self.memory: Mapping[str, int] | None = None if expected is None else dict(expected.rows())
         train = config.train
         self._steps_before = 0
         length = train.sequence_length
         self._token_flops = flops_per_token(config.model, length, config.data.predictions(length))
-        self._peak_flops = peak_flops(device_name, precision.parameter)
+        self._peak_flops = peak_flops(device_name, self.precision.parameter)
         self.totals = StartTotals(0, 0.0, time.perf_counter(), self._new_throughput())
         self._rank_file = RankFile(run, rank, layout, device_name)
         self._waited = {"data": 0.0, "checkpoint": 0.0}
         self._spike = Occurrence(_SPIKE, _SPIKE / 2)
         self._slow = Occurrence(_SLOW, (1 + _SLOW) / 2)
-        self._metrics = MetricsWithCallbacks(run.metrics, config) if rank == 0 else None
+        self._metrics = MetricsWithCallbacks(run.metrics, config.hooks.callbacks) if rank == 0 else None
         self._trackers: ExperimentTrackers | None = None
         self._log: IO[str] | None = None
         self._consoles: list[Console] = []
@@ -191,7 +191,6 @@ class Reporter:
             self.config,
             self.layout,
             device_name=self.device_name,
-            precision=self.precision,
             parameters=self.parameters,
             memory=self.memory,
             steps=(done, end),
@@ -311,7 +310,7 @@ class Reporter:
 
     def _warn(self, record: StepRecord) -> None:
         """Warn of a loss that is far off, and of a rank that is slow, once each time that it begins."""
-        if record.step == 1 and (text := mean_text(self.config, record.loss)) is not None:
+        if record.step == 1 and (text := mean_text(self.config.model, self.config.hooks.loss, record.loss)) is not None:
             self.warning(text)
         if self._spike.begins(record.loss_spike):
             self.warning(

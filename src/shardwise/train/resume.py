@@ -42,8 +42,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.checkpoint_choice import FoundCheckpoints, goes_back, look_for_checkpoints
 from shardwise.train.reporter import Reporter
-from shardwise.train.saving import STREAM
-from shardwise.train.step_record import Progress
+from shardwise.train.step_record import STREAM, Progress
 from shardwise.train.training import Training
 
 _ALL_DATA = ""
@@ -208,26 +207,21 @@ def continue_data(manifest: Manifest, data: PreparedData, training: Training) ->
         return
     if changed:
         name = changed[0]
-        raise ConfigError(_other_data(name, stored[name], now[name], data))
+        shown = f"the data ({data.summary})"
+        remedy = "a new --run-dir with checkpoint.load takes only the weights"
+        if name != _ALL_DATA:
+            shown = f"the data of data.mixture.{name}"
+            remedy = f"give other data another name; {remedy}"
+        raise ConfigError(
+            f"{shown} must be those that the run began with (fingerprint {stored[name]}, now {now[name]}): the files "
+            f"or the tokenizer changed; {remedy}{see('checkpoints#data-changed')}"
+        )
     state = manifest.rng.get(STREAM)
     if state is None:
         return
     batches.restore(state)
     if config.data.mixture and isinstance(batches, BlendedBatches):
         batches.set_stages(continued_stages(config, state["stages"], manifest.step, progress.position))
-
-
-def _other_data(name: str, stored: str, now: str, data: PreparedData) -> str:
-    """The refusal of data, or of a source of a mixture, that are not those of the run."""
-    shown = f"the data ({data.summary})"
-    remedy = "a new --run-dir with checkpoint.load takes only the weights"
-    if name != _ALL_DATA:
-        shown = f"the data of data.mixture.{name}"
-        remedy = f"give other data another name; {remedy}"
-    return (
-        f"{shown} must be those that the run began with (fingerprint {stored}, now {now}): the files or the tokenizer "
-        f"changed; {remedy}{see('checkpoints#data-changed')}"
-    )
 
 
 def continue_from(manifest: Manifest, progress: Progress, config: Config) -> None:

@@ -32,8 +32,6 @@ from shardwise.runs.events import NEXT_STAGE
 from shardwise.train.build import (
     build_checkpoints,
     build_memory_copies,
-    build_observers,
-    build_reporter,
     build_run_trainer,
 )
 from shardwise.train.checkpoint_choice import goes_back
@@ -41,7 +39,7 @@ from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.garbage import SteppedCollection
 from shardwise.train.memory import fitted_to_devices, out_of_memory_text, require_device
 from shardwise.train.memory_copies import MemoryCopies
-from shardwise.train.observers import Observer
+from shardwise.train.observers import Observer, build_observers
 from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import (
@@ -103,7 +101,7 @@ def _train(stage: _OpenedStage) -> str | None:
     """Train to the last step of a stage; returns who asked the run to stop before it."""
     config = stage.opened.config
     trainer = stage.trainer
-    with closing(Trace.of(config.log, trainer.mesh, stage.reporter.run)) as trace, SteppedCollection() as garbage:
+    with closing(Trace(config.log, trainer.mesh, stage.reporter.run)) as trace, SteppedCollection() as garbage:
         observers = [
             Observer(1, lambda *_: garbage.after_step()),
             *build_observers(config, trainer, stage.reporter, stage.checkpoints, stage.graphs),
@@ -162,13 +160,14 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
     with heartbeat.beating(doing), _explained(config, layout, mesh, progress):
         shortage = require_device(neediest, layout, mesh.world.rank, mesh.device)
         opened = open_run(config, layout, mesh, progress, turn.path, recipe)
-        path = opened.folder.directory.path
+        directory = opened.folder.directory
         newest = max((candidate.step for candidate in opened.folder.checkpoints.candidates), default=0)
         if turn.step is None and not config.has_next_step(newest):
-            yield _Turn(stage_after(config, newest), path, newest)
+            yield _Turn(stage_after(config, newest), directory.path, newest)
             return
         # Inside of the reporter too, so that it records the same sentence that the user reads.
-        with build_reporter(opened) as reporter, _explained(config, layout, mesh, progress), ExitStack() as stack:
+        reporter = Reporter(directory, config, layout, mesh.world.rank, device_name=devices.name(mesh.device))
+        with reporter, _explained(config, layout, mesh, progress), ExitStack() as stack:
             progress.phase = "construction of the model"
             trainer = build_run_trainer(opened, reporter)
             if opened.followed is not None:
@@ -179,7 +178,7 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
             resumed = _restore(opened, trainer, reporter, copies)
             if not config.has_next_step(progress.step):
                 # Later checkpoints were damaged, and this one is of an earlier stage.
-                yield _Turn(stage_after(config, progress.step), path, progress.step)
+                yield _Turn(stage_after(config, progress.step), directory.path, progress.step)
                 return
             _begin(opened, trainer, reporter, copies, resumed, turn)
             if shortage is not None:

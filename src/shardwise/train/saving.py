@@ -25,10 +25,8 @@ from shardwise.runs.folder import FollowedFolder, RunDirectory
 from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.rank_agreement import first_reason
 from shardwise.train.reporter import Reporter
+from shardwise.train.step_record import STREAM
 from shardwise.train.training import Training
-
-STREAM = "stream"
-"""The key of the state of streams and mixtures in a manifest's `rng`."""
 
 
 class StateHashes:

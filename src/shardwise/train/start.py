@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
 from shardwise.base.model_folder import is_url
@@ -18,7 +19,6 @@ from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, continued_checkpoint, earlier_run, record_owner
 from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
-from shardwise.data import hub
 from shardwise.data.training_data import EvaluationSets, PreparedData, prepare, prepare_sets
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
@@ -158,7 +158,7 @@ def _open(
     directory = RunDirectory(run_path)
     resolved = config.recorded()
     stored = earlier_run(directory, config)
-    notes = require_trackers(config)
+    tracker_notes = require_trackers(config.log.trackers)
     # Before anything is written: a folder that is refused must not look like that of a run.
     checkpoints = find_checkpoints(config, directory, stored)
     companions = _companions(config, checkpoints, stored, weights, tokenizer)
@@ -172,7 +172,9 @@ def _open(
         batch_note = kept_batch_note(stored, config)
     run_id = directory.id()
     began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
-    folder = RunFolder(directory, run_id, directory.key(), checkpoints, changes, notes, batch_note, began, former_steps)
+    folder = RunFolder(
+        directory, run_id, directory.key(), checkpoints, changes, tracker_notes, batch_note, began, former_steps
+    )
     folder.require_room(config, checkpoint_bytes(config, mesh.device.type != "cpu"))
     # Results of an earlier end would tell readers that this run has ended too.
     directory.set_results_aside()

@@ -27,11 +27,6 @@ def print_summary(console: Console, rows: Iterable[tuple[str, str]]) -> None:
         console.print(Text(f"{name:<8} ", "dim").append(value, "default"), soft_wrap=True)
 
 
-def schedule_picture(config: Config, layout: Layout, width: int) -> list[Text]:
-    """The picture of `pipeline/schedule_picture.py` of a run."""
-    return picture.schedule_picture(config.parallel, layout.accumulation(config.train), config.recompute, width)
-
-
 def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[str]:
     """For each pipeline rank: its name, its global ranks, its blocks by stage, its parameters, its activations."""
     memory = memory_by_rank(config, layout, accelerator) or []
@@ -47,7 +42,9 @@ def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[str]:
 
 def print_pipeline(console: Console, config: Config, layout: Layout, accelerator: bool) -> None:
     """Print the picture and the table."""
-    for line in schedule_picture(config, layout, console.width if console.is_terminal else _PLAIN_WIDTH):
+    width = console.width if console.is_terminal else _PLAIN_WIDTH
+    micro_batches = layout.accumulation(config.train)
+    for line in picture.schedule_picture(config.parallel, micro_batches, config.recompute, width):
         line.rstrip()
         console.print(line, soft_wrap=True)
     for row in rank_table(config, layout, accelerator):

@@ -16,6 +16,8 @@ THROUGHPUT_STEPS = 10
 """Steps over which throughput is averaged."""
 SMOOTHED_STEPS = 20
 """Steps over which a line of progress averages the loss."""
+STREAM = "stream"
+"""The key of the state of streams and mixtures in a manifest's `rng`."""
 _LEAST_DEVIATION = 1e-3
 """Least standard deviation relative to the mean: among losses that are nearly equal a smaller change is no spike."""
 

@@ -16,6 +16,7 @@ from shardwise.base import hardware, units
 from shardwise.base.errors import listing
 from shardwise.config import Config, Layout, Precision, dump_yaml, stages_of, tokens_of_run
 from shardwise.config.layout import Stage
+from shardwise.config.optimizer import OptimizerConfig
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import (
@@ -98,7 +99,7 @@ def dry_run(
         *inputs,
     ]
     lines = [f"{recipe}: a dry run, nothing was started", "", *(f"{name:<14} {value}" for name, value in rows)]
-    lines += ["", f"learning rate: {config.optimizer.schedule}", *_rate_curve(config)]
+    lines += ["", f"learning rate: {config.optimizer.schedule}", *_rate_curve(config.optimizer, config.train.steps)]
     comments = "\n".join(f"# {line}".rstrip() for line in lines)
     recorded = (recipe_config or config).recorded()
     if full:
@@ -115,7 +116,6 @@ def start_rows(
     layout: Layout,
     *,
     device_name: str,
-    precision: Precision,
     parameters: int,
     memory: Mapping[str, int],
     steps: tuple[int, int],
@@ -131,6 +131,7 @@ def start_rows(
         epochs: text on how often the training reads its data; empty if that is not known.
     """
     summary = _Summary(config, layout, not device_name.startswith("cpu"))
+    precision = config.precision.resolved(summary.accelerator)
     train = config.train
     steps_before, end = steps
     samples = (config.last_step - config.steps_before) * train.global_batch
@@ -153,7 +154,7 @@ def start_rows(
         ("layout", summary.layout_text),
         ("device", f"{device_name}, {precision.parameter}{dtypes}{_numbers(precision)}{summary.advice(precision)}"),
         ("memory", known),
-        ("MFU", _utilization(config, device_name, precision)),
+        ("MFU", summary.utilization(device_name, precision)),
         ("run", str(run_path)),
     ]
 
@@ -292,8 +293,11 @@ class _Summary:
         workload = RankWorkload.of(self.config, self.layout, self.accelerator)
         if token_flops is None or workload is None:
             return [("compute", _UNKNOWN)]
-        total = units.count(sum(map(_flops, stages_of(self.config))))
-        rows = [("compute", f"{units.count(token_flops)} FLOPs per token, {total} FLOPs in all")]
+        total = 0.0
+        for stage in stages_of(self.config):
+            tokens = stage.train.global_batch * stage.train.sequence_length
+            total += (_token_flops(stage) or 0.0) * (stage.last_step - stage.steps_before) * tokens
+        rows = [("compute", f"{units.count(token_flops)} FLOPs per token, {units.count(total)} FLOPs in all")]
         if self.config.recompute != "none":
             rows.append(("recompute", _recompute(workload, token_flops)))
         return rows
@@ -316,10 +320,41 @@ class _Summary:
         if offloaded := offloaded_bytes(config, self.layout, self.accelerator):
             text = f"{units.size(offloaded)} of masters, optimizer state and gradients for each rank"
             rows.append(("host memory", text))
-        rows.append(("disk", _disk(config, checkpoint)))
+        rows.append(("disk", self.disk(checkpoint)))
         rows.append(("communication", f"{units.size(sum(wire.values()))} sent by {self.rank_name} per step"))
         rows += [(f"  {axis}", f"{units.size(size)} {kind.replace('_', '-')}") for (axis, kind), size in wire.items()]
         return rows
+
+    def disk(self, checkpoint: int) -> str:
+        """The size of one checkpoint, and of all that exist at once: a new one is complete before an old one goes."""
+        settings = self.config.checkpoint
+        steps = self.config.train.steps
+        size = f"{units.size(checkpoint)} for each checkpoint"
+        # Saves by the clock are not known before: they may come at any step.
+        is_by_clock = settings.every_minutes is not None
+        every = 1 if is_by_clock else settings.every or steps
+        saved = None if is_by_clock else math.ceil(steps / every)
+        at_once = saved
+        if settings.keep is not None:
+            stay = 0 if settings.keep_every is None else steps // math.lcm(every, settings.keep_every)
+            most = settings.keep + stay + 1
+            at_once = most if saved is None else min(saved, most)
+        if at_once is None:
+            return f"{size}, all of them kept (checkpoint.keep=null)"
+        kept = f"checkpoint.keep={'null' if settings.keep is None else settings.keep}"
+        return f"{size}, at most {at_once:,} at once ({kept}), {units.size(at_once * checkpoint)} in all"
+
+    def utilization(self, device_name: str, precision: Precision) -> str:
+        """The definition of MFU: model FLOPs over the peak; published figures differ in their count of attention."""
+        flops = _token_flops(self.config)
+        if flops is None:
+            return _UNKNOWN
+        peak = peak_flops(device_name, precision.parameter)
+        if peak is None:
+            kind = "CPU" if device_name.startswith("cpu") else "device"
+            return f"not shown: the peak FLOP/s of this {kind} is unknown"
+        counted = "causal attention counts half" if self.config.model.causal else "with all of attention"
+        return f"of {peak / 1e12:,.1f} TFLOP/s; {units.count(flops)} FLOPs per token, forward and backward, {counted}"
 
     def host_memory(self) -> _Rows:
         """The memory of all ranks on this machine's CPU, and what the machine has available."""
@@ -369,12 +404,11 @@ class _Summary:
         return ""
 
 
-def _rate_curve(config: Config) -> list[str]:
+def _rate_curve(optimizer: OptimizerConfig, last: int) -> list[str]:
     """Draw the learning rate of each step of the whole schedule, from 0 up, in lines of blocks."""
-    last = config.train.steps
     width = min(last, _CURVE_WIDTH)
     steps = [1 + column * (last - 1) // max(1, width - 1) for column in range(width)]
-    rates = [learning_rate(config.optimizer, last, step) for step in steps]
+    rates = [learning_rate(optimizer, last, step) for step in steps]
     largest = max(rates)
     if not largest:
         return []
@@ -430,12 +464,6 @@ def _token_flops(config: Config) -> float | None:
     return parameter_counts.flops_per_token(config.model, length, config.data.predictions(length))
 
 
-def _flops(stage: Config) -> float:
-    """The FLOPs of all steps of a stage, of a model whose shapes are known."""
-    steps = stage.last_step - stage.steps_before
-    return (_token_flops(stage) or 0.0) * steps * stage.train.global_batch * stage.train.sequence_length
-
-
 def _recompute(workload: RankWorkload, token_flops: float) -> str:
     """What is computed again, and its FLOPs if it has matrix products."""
     config = workload.config
@@ -449,42 +477,3 @@ def _recompute(workload: RankWorkload, token_flops: float) -> str:
     )
     assert flops is not None, "the shapes of the model are known"
     return f"{part}: {units.count(flops)} FLOPs per token more ({flops / token_flops:+.1%})"
-
-
-def _disk(config: Config, checkpoint: int) -> str:
-    """The size of one checkpoint, and of all that exist at once."""
-    keep = config.checkpoint.keep
-    size = f"{units.size(checkpoint)} for each checkpoint"
-    at_once = _checkpoints_at_once(config)
-    if at_once is None:
-        return f"{size}, all of them kept (checkpoint.keep=null)"
-    kept = f"checkpoint.keep={'null' if keep is None else keep}"
-    return f"{size}, at most {at_once:,} at once ({kept}), {units.size(at_once * checkpoint)} in all"
-
-
-def _checkpoints_at_once(config: Config) -> int | None:
-    """The most checkpoints on disk, or None if not known. A new one is complete before an old one is removed."""
-    steps = config.train.steps
-    settings = config.checkpoint
-    # Saves by the clock are not known before: they may come at any step.
-    is_by_clock = settings.every_minutes is not None
-    every = 1 if is_by_clock else settings.every or steps
-    saved = None if is_by_clock else math.ceil(steps / every)
-    if settings.keep is None:
-        return saved
-    stay = 0 if settings.keep_every is None else steps // math.lcm(every, settings.keep_every)
-    most = settings.keep + stay + 1
-    return most if saved is None else min(saved, most)
-
-
-def _utilization(config: Config, device_name: str, precision: Precision) -> str:
-    """The definition of MFU: model FLOPs over the peak; published figures differ in their count of attention."""
-    flops = _token_flops(config)
-    if flops is None:
-        return _UNKNOWN
-    peak = peak_flops(device_name, precision.parameter)
-    if peak is None:
-        kind = "CPU" if device_name.startswith("cpu") else "device"
-        return f"not shown: the peak FLOP/s of this {kind} is unknown"
-    counted = "causal attention counts half" if config.model.causal else "with all of attention"
-    return f"of {peak / 1e12:,.1f} TFLOP/s; {units.count(flops)} FLOPs per token, forward and backward, {counted}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 import torch.profiler
@@ -43,29 +42,16 @@ def _traced_steps(settings: LogConfig, before: int, done: int) -> range:
 
 
 class Trace:
-    """Records the steps of `log.profile` with torch's profiler.
+    """Records the steps of `log.profile` with torch's profiler, on the ranks that `log.profile` names."""
 
-    Args:
-        steps: steps to record; an empty range records none.
-        path: path of the trace file; None where no step is recorded.
-        pipelined: the model is cut into stages, whose messages are then named.
-    """
-
-    def __init__(self, steps: range, path: Path | None, *, pipelined: bool) -> None:
-        self._steps = steps
-        self._path = path
-        self._pipelined = pipelined
+    def __init__(self, settings: LogConfig, mesh: Mesh, run: RunDirectory) -> None:
+        rank = mesh.world.rank
+        is_traced = settings.profile_ranks is None or rank in settings.profile_ranks
+        self._steps = settings.profile_steps if is_traced and settings.profile_steps is not None else range(0)
+        self._path = run.trace(rank)
+        self._pipelined = mesh.pp.size > 1
         self._recording = ExitStack()
         self._has_begun = False
-
-    @staticmethod
-    def of(settings: LogConfig, mesh: Mesh, run: RunDirectory) -> Trace:
-        """The trace that `log.profile` asks of this rank."""
-        ranks = settings.profile_ranks
-        rank = mesh.world.rank
-        if settings.profile_steps is None or (ranks is not None and rank not in ranks):
-            return Trace(range(0), None, pipelined=False)
-        return Trace(settings.profile_steps, run.trace(rank), pipelined=mesh.pp.size > 1)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -85,7 +71,6 @@ class Trace:
         self._recording.close()
 
     def _begin(self) -> None:
-        assert self._path is not None
         self._has_begun = True
         # At a lower level each start and stop prints a line on standard error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -1,4 +1,4 @@
-"""The training loop: steps, and after each of them the work of the run's observers."""
+"""The training loop: steps, and after each of them the work of the run's observers (`observers.py`)."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from typing import Any, get_args
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_name
 from shardwise.base.mesh_axes import layout_text
 from shardwise.config import Config, Recompute, Schedule
+from shardwise.config.pipeline_schedules import SCHEDULES
 from shardwise.config.recipe_files import parse_value
-from shardwise.config.schedules import SCHEDULES
 
 ALL = "all"
 AXES: Mapping[str, tuple[Any, ...]] = {

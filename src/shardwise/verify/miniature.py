@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.base.errors import ConfigError, divisors
 from shardwise.config import Config, check_layout, config_from
 from shardwise.config.optimizer import OptimizerConfig
-from shardwise.config.schedules import SCHEDULES
+from shardwise.config.pipeline_schedules import SCHEDULES
 from shardwise.config.size_rules import FP8_MULTIPLE
 from shardwise.verify.layouts import Cell, common_batch
 

@@ -11,7 +11,6 @@ import contextlib
 import sys
 import time
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, RunError, listing
@@ -107,9 +106,8 @@ def _show(state: jobs.JobState) -> None:
     rows += [(f"start {number}", _told(ending)) for number, ending in enumerate(endings, 1)]
     began = endings[0].began if endings else 0.0
     # The next job of the run has failures and loads of its own.
-    ended = min(
-        (ending.began for ending in all_endings if ending.began > began and ending.job != state.id), default=inf
-    )
+    later_jobs = (ending.began for ending in all_endings if ending.began > began and ending.job != state.id)
+    ended = min(later_jobs, default=float("inf"))
     resumed = [event for event in RunDirectory(state.run).events("resume") if began <= seconds_of(event) < ended]
     loading = sum(event.get("load_seconds") or 0.0 for event in resumed)
     output.table([*rows, *jobs.goodput(endings, loading)])

@@ -62,8 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
             output.line(f"{nodes} of the job's {allocation.nodes} nodes are used: {refusal(allocation.nodes * ranks)}")
         launcher = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
         launcher += ["--nproc", str(ranks), f"--run-dir={run_path}"]
-        machines = supervisor.JobMachines(allocation, nodes, ranks)
-        job = supervisor.Supervisor(config, run_path, machines, launcher, _say, arguments.killed_by)
+        job = supervisor.Supervisor(
+            config.launch, run_path, allocation, nodes, ranks, launcher, _say, arguments.killed_by
+        )
         try:
             job.run()
         finally:

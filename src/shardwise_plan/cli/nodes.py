@@ -6,7 +6,6 @@ import argparse
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
@@ -196,6 +195,9 @@ class _Nodes:
         self._machines = machines
         self._fixed = fixed
         self._plans: dict[int, Plan | None] = {}
+        # The numbers that are tried first: a batch that does not grow is divided among so many at most.
+        most = config.train.global_batch * 64 if config.train.rule is None else _NODE_COUNTS[-1]
+        self.counts = [nodes for nodes in _NODE_COUNTS if nodes <= most]
 
     def plan(self, nodes: int) -> Plan | None:
         """Return the fastest plan on so many nodes; None if no layout fits, or the network is unknown."""
@@ -209,13 +211,6 @@ class _Nodes:
     def tried(self) -> list[Plan]:
         """Return the plans on all numbers that were tried and that a layout fits."""
         return [plan for plan in self._plans.values() if plan is not None]
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """The numbers of nodes that are tried first: a batch that does not grow is divided among so many at most."""
-        config = self._config
-        most = config.train.global_batch * 64 if config.train.rule is None else _NODE_COUNTS[-1]
-        return [nodes for nodes in _NODE_COUNTS if nodes <= most]
 
     def between(self, nodes: int) -> range:
         """Return the numbers between these nodes and the next smaller number that is tried first."""

@@ -20,7 +20,7 @@ from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.config import dump_yaml, largest_stage, load_config, recipe_name
-from shardwise.config.recipe_files import carried_comments, is_without_data, own_data
+from shardwise.config.recipe_files import carried_comments, own_data
 from shardwise_plan.cli.against_run import compare_with_run
 from shardwise_plan.cli.devices import compare_devices, named_devices, prices
 from shardwise_plan.cli.layout_list import answer_facts, show
@@ -269,7 +269,7 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
         command = f"shardwise submit {path} --nodes {nodes} --device {device}"
         command += f" launch.ranks_per_node={plan.cluster.per_node}"
     replaced = ""
-    if is_without_data(plan.config):
+    if plan.config.names_no_data:
         command += f" {own_data(recipe)}"
         replaced = " (replace YOUR_… by the paths of your data)"
     ranges = range_text(plan)

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         if place is None and config.parallel.ranks > 1:
             return launch_command("converse", arguments, folder, config.parallel.ranks)
         with as_rank(place) as ending:
-            from shardwise.data import hub
+            from shardwise.base import hub
             from shardwise.data.tokens.chat_template import ChatTemplate
             from shardwise_use.conversation import Transcript, run_conversation
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.base import units
+from shardwise.base import hub, units
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import user_path
 from shardwise.base.model_folder import is_url
@@ -25,7 +25,6 @@ from shardwise.cli import output
 from shardwise.cli.arguments import count
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
 from shardwise.config.recipe_files import parse_value
-from shardwise.data import hub
 
 if TYPE_CHECKING:
     from shardwise_use.importing.hugging_face import ForeignModel

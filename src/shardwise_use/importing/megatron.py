@@ -129,9 +129,7 @@ def combined(
     tensor, pipeline = _degrees(args, set(states), folder, rank_names)
     shards = Shards(str(folder), tensor, allow_drift)
     _add_tensors(states, shards, pipeline)
-    if not shards.has("word.weight"):
-        raise ConfigError(shards.problems or f"{folder} lacks its word embeddings")
-    padded = sum(len(part) for part in shards.tensors["word.weight"])
+    padded = sum(len(part) for part in shards.parts("word.weight"))
     vocabulary = choose_vocabulary(args, padded, vocab_size, str(folder))
     config, notes = read_args(args, vocabulary, str(folder), legacy=_is_legacy(states))
     layers = _count_layers(shards.tensors, 0)
@@ -362,13 +360,10 @@ def _query_key_value(shards: Shards, config: GPTConfig | LlamaConfig, version: i
     d = config.head_dim
     ranks = shards.ranks
     fused = shards.columns(name)
-    if not fused.parts:
-        return [fused] * 3
     rows = (n + 2 * g) * d
     if fused.shape[0] != rows or (version < 2 and (g != n or n % ranks)):
         requirement = f"{rows} rows over {ranks} tensor-parallel ranks, of {n} query and {g} key/value heads"
-        shards.misshapen(name, fused.shape, requirement)
-        return [Stacked()] * 3
+        raise shards.misshapen(name, fused.shape, requirement)
     if version == 0:
         return shards.split(name, [n * d // ranks] * 3)
     if version == 1:
@@ -390,9 +385,8 @@ def _separate_queries(shards: Shards, config: GPTConfig | LlamaConfig, name: str
     d = config.head_dim
     key_value_name = name.replace("qkv", "key_value")
     key_value = shards.columns(key_value_name)
-    if key_value.parts and key_value.shape[0] != 2 * g * d:
+    if key_value.shape[0] != 2 * g * d:
         requirement = f"{2 * g * d} rows over all tensor-parallel ranks, of {g} key/value heads"
-        shards.misshapen(key_value_name, key_value.shape, requirement)
-        key_value = Stacked()
+        raise shards.misshapen(key_value_name, key_value.shape, requirement)
     heads = [key_value.rows(head * d, (head + 1) * d) for head in range(2 * g)]
     return [shards.columns(name.replace("qkv", "query")), stack(heads[::2]), stack(heads[1::2])]

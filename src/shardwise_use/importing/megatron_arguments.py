@@ -79,39 +79,48 @@ def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool)
     if args.get("use_rotary_position_embeddings"):
         positions = "rope"
     kind = (positions, args.get("normalization") or "LayerNorm", bool(args.get("swiglu")))
+    if kind not in (_GPT, _LLAMA):
+        settings = listing(f"{name} ({value})" for name, value in zip(_KIND, kind, strict=True))
+        raise ConfigError(
+            f"{where}: its arguments {settings} must be {listing(_GPT)}, a GPT-2, or {listing(_LLAMA)}, a Llama: no "
+            "other models are imported from Megatron-LM"
+        )
     hidden = args["hidden_size"]
+    heads = args["num_attention_heads"]
     section = {
         "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": args.get("ffn_hidden_size") or 4 * hidden,
         "num_hidden_layers": args["num_layers"],
-        "num_attention_heads": args["num_attention_heads"],
+        "num_attention_heads": heads,
         "max_position_embeddings": args["max_position_embeddings"],
         "initializer_range": args.get("init_method_std") or 0.02,
         "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
     }
-    if kind == _LLAMA:
-        llama_section, notes = _llama_section(args, where)
-        return section | llama_section, notes
+    shared = {
+        "groups": (args.get("num_query_groups") if args.get("group_query_attention") else None) or heads,
+        "head_dim": args.get("kv_channels") or hidden // heads,
+        "epsilon": args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
+        "is_biased": bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False))),
+    }
     if kind == _GPT:
-        return section | _gpt_section(args, where, legacy), []
-    settings = listing(f"{name} ({value})" for name, value in zip(_KIND, kind, strict=True))
-    raise ConfigError(
-        f"{where}: its arguments {settings} must be {listing(_GPT)}, a GPT-2, or {listing(_LLAMA)}, a Llama: no other "
-        "models are imported from Megatron-LM"
-    )
+        return section | _gpt_section(args, where, legacy, **shared), []
+    dropout = args.get("hidden_dropout")
+    notes = [f"hidden_dropout ({dropout}) is left out: a Llama has none"] if dropout else []
+    return section | _llama_section(args, where, **shared), notes
 
 
-def _llama_section(args: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-    """The keys of a Llama that a GPT-2 lacks, and notes."""
+def _llama_section(
+    args: Mapping[str, Any], where: str, *, groups: int, head_dim: int, epsilon: float, is_biased: bool
+) -> dict[str, Any]:
+    """The keys of a Llama that a GPT-2 lacks."""
     rotary = args.get("rotary_percent")
     _require(where, "Llama", ("rotary_percent", 1.0 if rotary is None else rotary, 1.0))
-    is_biased = _is_biased(args)
     section: dict[str, Any] = {
         "family": "llama",
-        "num_key_value_heads": _key_value_heads(args),
-        "head_dim": _head_dim(args),
-        "rms_norm_eps": _norm_epsilon(args),
+        "num_key_value_heads": groups,
+        "head_dim": head_dim,
+        "rms_norm_eps": epsilon,
         "rope_theta": float(args.get("rotary_base") or 10000),
         "attention_bias": is_biased,
         "mlp_bias": is_biased,
@@ -120,49 +129,32 @@ def _llama_section(args: Mapping[str, Any], where: str) -> tuple[dict[str, Any],
     if args.get("use_rope_scaling"):
         factor = float(args.get("rope_scaling_factor") or 8.0)
         section["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    dropout = args.get("hidden_dropout")
-    notes = [f"hidden_dropout ({dropout}) is left out: a Llama has none"] if dropout else []
-    return section, notes
+    return section
 
 
-def _gpt_section(args: Mapping[str, Any], where: str, legacy: bool) -> dict[str, Any]:
+def _gpt_section(
+    args: Mapping[str, Any], where: str, legacy: bool, *, groups: int, head_dim: int, epsilon: float, is_biased: bool
+) -> dict[str, Any]:
     """The keys of a GPT-2 that a Llama lacks."""
     heads = args["num_attention_heads"]
-    groups = ("num_query_groups", _key_value_heads(args), heads)
-    channels = ("kv_channels", _head_dim(args) * heads, args["hidden_size"])
-    _require(where, "GPT-2", ("add_bias_linear", _is_biased(args), True), groups, channels)
+    _require(
+        where,
+        "GPT-2",
+        ("add_bias_linear", is_biased, True),
+        ("num_query_groups", groups, heads),
+        ("kv_channels", head_dim * heads, args["hidden_size"]),
+    )
     has_tanh = args.get("bias_gelu_fusion") or (legacy and args.get("openai_gelu"))
     hidden_dropout = args.get("hidden_dropout", 0.1)
     return {
         "family": "gpt",
-        "layer_norm_epsilon": _norm_epsilon(args),
+        "layer_norm_epsilon": epsilon,
         "activation_function": "gelu_new" if has_tanh else "gelu",
         "embd_pdrop": hidden_dropout,
         "resid_pdrop": hidden_dropout,
         "attn_pdrop": args.get("attention_dropout", 0.1),
         "ffn_dropout": args.get("ffn_dropout", 0.0),
     }
-
-
-def _key_value_heads(args: Mapping[str, Any]) -> int:
-    heads: int = args["num_attention_heads"]
-    if args.get("group_query_attention"):
-        heads = args.get("num_query_groups") or heads
-    return heads
-
-
-def _head_dim(args: Mapping[str, Any]) -> int:
-    head_dim: int = args.get("kv_channels") or args["hidden_size"] // args["num_attention_heads"]
-    return head_dim
-
-
-def _norm_epsilon(args: Mapping[str, Any]) -> float:
-    epsilon: float = args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5
-    return epsilon
-
-
-def _is_biased(args: Mapping[str, Any]) -> bool:
-    return bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
 
 
 def _require(where: str, model: str, *requirements: tuple[str, object, object]) -> None:

@@ -186,8 +186,7 @@ def _fused_attention(shards: Shards, config: LlamaConfig, attention: str) -> Seq
     if shards.has(fused):
         key_rows = (len(shards.tensors[fused][0]) - query_rows) // 2
         if key_rows <= 0:
-            shards.misshapen(fused, shards.parts(fused)[0].shape, f"more than {query_rows} rows")
-            return [Stacked()] * 3
+            raise shards.misshapen(fused, shards.parts(fused)[0].shape, f"more than {query_rows} rows")
         return _without_copies(shards, config, attention, shards.split(fused, [query_rows, key_rows, key_rows]))
     if shards.has(f"{qkv}.weight_q"):
         separate = [shards.columns(f"{qkv}.weight_{letter}") for letter in "qkv"]
@@ -198,16 +197,11 @@ def _fused_attention(shards: Shards, config: LlamaConfig, attention: str) -> Seq
 def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Sequence[Stacked]) -> list[Stacked]:
     """Q, K, V and the output projection with every head once and in order, where key/value heads have copies.
 
-    Q, K and V are without parts where a problem was noted.
-
     Args:
         attention: name of the layer.
         qkv: Q, K and V as the ranks hold them, one rank below the other.
     """
     out = shards.rows(f"{attention}.o_proj.weight")
-    noted = [Stacked(), Stacked(), Stacked(), out]
-    if not all(tensor.parts for tensor in (*qkv, out)):
-        return noted
     q, k, v = qkv
     n = config.num_attention_heads
     g = config.num_key_value_heads
@@ -218,8 +212,7 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
     fits = has_whole_slots and slots and slots % g == 0 and n % slots == 0
     if not fits or q.shape[0] != n * d or out.t.shape[0] != n * d:
         rows = f"{n * d}, and a multiple of {g * d} that divides {n * d} for keys and values"
-        shards.misshapen(f"{attention}.qkv_proj and o_proj", (q.shape[0], k.shape[0], v.shape[0]), rows)
-        return noted
+        raise shards.misshapen(f"{attention}.qkv_proj and o_proj", (q.shape[0], k.shape[0], v.shape[0]), rows)
     copies = slots // g
     # Copies of a head are g slots apart, or next to each other: the order in which they are most alike is taken.
     orders = ([slot % g for slot in range(slots)], [slot // copies for slot in range(slots)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,12 +35,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Stacked:
-    """A tensor that is `torch.cat(parts)`, transposed or not, and is never in memory as a whole.
+    """A tensor that is `torch.cat(parts)`, transposed or not, and is never in memory as a whole."""
 
-    Without parts it stands for a tensor that is missing or misshapen, which `Shards` has noted.
-    """
-
-    parts: tuple[Tensor, ...] = ()
+    parts: tuple[Tensor, ...]
     transposed: bool = False
 
     @property
@@ -155,8 +151,8 @@ def require_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline
 class Shards:
     """The tensors of all tensor-parallel ranks and pipeline stages.
 
-    A method that finds a problem adds it to `problems` and returns a `Stacked` without parts instead of raising, so
-    that the user reads all problems at once. Replicas that differ are a problem unless drift is allowed: stochastic
+    What ranks disagree on is collected, so that the user reads all of it at once. A tensor that is missing or has
+    another shape is an error by itself. Replicas that differ are a problem unless drift is allowed: stochastic
     rounding, for one, draws other bits on every rank.
 
     Attributes:
@@ -173,7 +169,6 @@ class Shards:
     tensors: dict[str, list[Tensor]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _used: set[str] = field(default_factory=set)
-    _missing: list[tuple[str, str]] = field(default_factory=list)
     _accepted_drifts: dict[str, float] = field(default_factory=dict)
     """Name → drift of replicas of which the first is taken."""
     _refused_drifts: list[tuple[str, str]] = field(default_factory=list)
@@ -217,7 +212,7 @@ class Shards:
         """
         if not self.allow_drift:
             self._refused_drifts.append((name, requirement))
-        elif drift <= (_MOST_DRIFT if are_matrices else sys.float_info.max):
+        elif drift <= _MOST_DRIFT if are_matrices else math.isfinite(drift):
             self._accepted_drifts[name] = drift
         else:
             self._refused_drifts.append((name, f"{requirement} ({drift:.0%} of their norm)"))
@@ -234,10 +229,14 @@ class Shards:
         ]
 
     def require_floats(self) -> None:
-        """Note tensors that cannot be a model's weights, and ranks that disagree on a shape; these are left out."""
+        """Refuse tensors that cannot be a model's weights, and ranks that disagree on a shape, with what was noted.
+
+        Raises:
+            ConfigError: all of these problems.
+        """
         wrong_dtypes: list[tuple[str, str]] = []
         wrong_shapes: list[tuple[str, str]] = []
-        for name, parts in list(self.tensors.items()):
+        for name, parts in self.tensors.items():
             dtypes = {part.dtype for part in parts}
             if len(dtypes) > 1 or not dtypes <= set(DTYPE_NAMES):
                 dtype_names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -248,20 +247,22 @@ class Shards:
         dtype_line = f": dtype of {{}} ({{}}) must be {TRAINABLE}, {same}"
         self.problems += lines_of_layers(self.where, dtype_line, wrong_dtypes)
         self.problems += lines_of_layers(self.where, f": shape of {{}} must be {same}: it is {{}}", wrong_shapes)
-        # They count as used, so that no second line says that they are missing or unknown.
-        for name, _ in wrong_dtypes + wrong_shapes:
-            self.tensors.pop(name, None)
-            self._used.add(name)
+        if self.problems:
+            raise ConfigError(self.problems)
 
     def has(self, name: str) -> bool:
         return name in self.tensors
 
     def parts(self, name: str) -> list[Tensor]:
-        """The tensors of a name, one for each rank; none where no rank has it, which is noted."""
-        if name not in self.tensors and name not in self._used:
-            self._missing.append((name, ""))
+        """The tensors of a name, one for each rank.
+
+        Raises:
+            ConfigError: no rank has it.
+        """
+        if name not in self.tensors:
+            raise ConfigError(f"{self.where} lacks {name}")
         self._used.add(name)
-        return self.tensors.get(name, [])
+        return self.tensors[name]
 
     def columns(self, name: str) -> Stacked:
         """A weight of a column-parallel layer or an embedding: cut along dim 0."""
@@ -271,8 +272,7 @@ class Shards:
         """A weight of a row-parallel layer: cut along dim 1."""
         parts = self.parts(name)
         if any(part.dim() != 2 for part in parts):
-            self.misshapen(name, parts[0].shape, "a matrix")
-            return Stacked()
+            raise self.misshapen(name, parts[0].shape, "a matrix")
         return Stacked(tuple(part.t() for part in parts)).t
 
     def copies(self, name: str) -> Stacked:
@@ -287,14 +287,13 @@ class Shards:
         """Tensors of `sizes` rows on each rank, which the ranks hold one below the other as one tensor."""
         parts = self.parts(name)
         if any(len(part) != sum(sizes) for part in parts):
-            self.misshapen(name, parts[0].shape, f"{sum(sizes)} rows on each tensor-parallel rank")
-            parts = []
+            raise self.misshapen(name, parts[0].shape, f"{sum(sizes)} rows on each tensor-parallel rank")
         splits = [part.split(list(sizes)) for part in parts]
         return [Stacked(tuple(split[i] for split in splits)) for i in range(len(sizes))]
 
-    def misshapen(self, name: str, shape: Sequence[int], requirement: str) -> None:
-        """Note a tensor of a wrong shape; `requirement`: what the shape must be."""
-        self.problems.append(f"{self.where}: shape of {name} {list(shape)} must be {requirement}")
+    def misshapen(self, name: str, shape: Sequence[int], requirement: str) -> ConfigError:
+        """Return the error of a tensor of a wrong shape; `requirement`: what the shape must be."""
+        return ConfigError(f"{self.where}: shape of {name} {list(shape)} must be {requirement}")
 
     def weights(self, shapes: Shapes, tensors: Mapping[str, Stacked]) -> list[StreamedWeight]:
         """The canonical weights, in the order of `shapes`; `tensors`: by canonical name.
@@ -303,16 +302,11 @@ class Shards:
             ConfigError: everything that was wrong.
         """
         unused = [(name, list(parts[0].shape)) for name, parts in self.tensors.items() if name not in self._used]
-        # Tensors without parts have their problem noted already.
-        expected = {name: shape for name, shape in shapes.items() if name not in tensors or tensors[name].parts}
-        entries = {name: tensor.entry for name, tensor in tensors.items() if tensor.parts}
         drift_line = f": {{}} {{}}: {_DRIFT_TOO_LARGE if self.allow_drift else _DRIFT_REFUSED}"
         problems = [
-            *self.problems,
             *lines_of_layers(self.where, drift_line, self._refused_drifts),
-            *lines_of_layers(self.where, " lacks {}", self._missing),
             *lines_of_layers(self.where, " has {} {}, which the model lacks", unused),
-            *mismatches(self.where, expected, entries),
+            *mismatches(self.where, shapes, {name: tensor.entry for name, tensor in tensors.items()}),
         ]
         if problems:
             raise ConfigError(problems)

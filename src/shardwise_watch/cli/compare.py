@@ -12,21 +12,19 @@ state if both runs have hashes (log.state_hash_every). Without --bits the hashes
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.base import files, parsing, units
+from shardwise.base import files, units
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.cli import output
 from shardwise.runs.events import last_event
 from shardwise.runs.failure import failure_of
-from shardwise.runs.folder import RunDirectory, last_that_counts, read_config
+from shardwise.runs.folder import RunDirectory, read_config
 from shardwise.runs.layout_spans import layout_spans, spans_text
+from shardwise_watch.curves import read_curve, shown
 from shardwise_watch.report.numbers import config_differences, difference
 
 if TYPE_CHECKING:
@@ -166,7 +164,7 @@ def _rows(facts: Mapping[str, Any], differences: Mapping[int, float]) -> Iterato
     if all(layouts.values()) and layouts["a"] != layouts["b"]:
         yield "layout", f"{layouts['a']} in A; {layouts['b']} in B"
     if facts["keys"] is not None:
-        texts = [f"{key}: {_shown(json.dumps(a))} in A, {_shown(json.dumps(b))} in B" for key, a, b in facts["keys"]]
+        texts = [f"{key}: {shown(json.dumps(a))} in A, {shown(json.dumps(b))} in B" for key, a, b in facts["keys"]]
         # A run whose layout changed had other keys before.
         has_changed = any(", then " in text for text in layouts.values())
         none = "no key differs at the last starts" if has_changed else "no key differs"
@@ -180,7 +178,7 @@ def _tolerance(arguments: argparse.Namespace) -> float:
         raise ConfigError(f"--tolerance ({tolerance}) must be left out with --bits, which allows no difference")
     if tolerance is None:
         return 0.0 if arguments.bits else _TOLERANCE
-    if not 0 <= tolerance < math.inf:
+    if not 0 <= tolerance < float("inf"):
         raise ConfigError(f"--tolerance ({tolerance}) must be a number from 0, such as 0.01 for 1 %")
     return tolerance
 
@@ -316,185 +314,3 @@ def _draw(
 def _marker(curve: Mapping[int, float]) -> str:
     """Dots where steps are few: of a single step a line shows nothing."""
     return "." if len(curve) < 60 else ""
-
-
-LOSSES = ("loss", "train/loss", "reduced_train_loss", "train_loss", "step loss", "step_loss", "lm loss", "value")
-"""What a curve's loss may be called; the first of these that a curve has is read."""
-_STEPS = ("step", "global_step", "iteration")
-_UNNAMED = {1: ("loss",), 2: ("step", "loss"), 3: ("time", "step", "loss")}
-"""What the columns are that have no names, by their number; TensorBoard exports three."""
-
-_Rows = Iterable[Mapping[str, Any]]
-
-
-def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
-    """The loss of each step, in their order; where a step occurs twice, the last one counts, and none that was undone.
-
-    Args:
-        path: a run's folder, a file, or TensorBoard's events.
-        name: what the loss is called; None: one of `LOSSES`.
-
-    Raises:
-        ConfigError: there is no curve, or a loss of it is no finite number.
-    """
-    loss_names = LOSSES if name is None else (name.strip().lower(),)
-    curves: dict[str, dict[int, object]] = {}
-    names: dict[str, None] = {}
-    last = 0
-    try:
-        for number, row in enumerate(_recorded(path), 1):
-            fields = {str(key).strip().lower(): value for key, value in row.items()}
-            # A dict in place of a set: a message lists the names in the order of the file.
-            names |= dict.fromkeys(fields)
-            losses = {loss: fields[loss] for loss in loss_names if fields.get(loss) not in (None, "")}
-            # An evaluation, or another scalar of TensorBoard.
-            if not losses and fields.get("event") != "resume":
-                continue
-            at = next((fields[key] for key in _STEPS if key in fields), number)
-            step = _whole(at, f"{path}: the step of row {number:,}")
-            # A run that was resumed undid the steps after its checkpoint: they leave the curve.
-            kept = last_that_counts(fields | {"step": step})
-            if kept is not None and kept < last:
-                curves = {loss: {at: curve[at] for at in curve if at <= kept} for loss, curve in curves.items()}
-            last = step
-            for loss, value in losses.items():
-                curves.setdefault(loss, {})[step] = value
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {files.reason_of(error)}") from None
-    except (UnicodeDecodeError, csv.Error):
-        raise ConfigError(f"{path} must be text or JSON with numbers") from None
-    chosen = next((loss for loss in loss_names if loss in curves), None)
-    if not names or (chosen is not None and not curves[chosen]):
-        raise ConfigError(f"{path} must hold a loss curve, and it has no values")
-    if chosen is None:
-        has = listing(map(_shown, names), most=10)
-        raise ConfigError(
-            f"{path} must call its loss {listing(loss_names, 'or')}, and it has {has}: for B, --loss says another name"
-        )
-    return {step: _finite(loss, f"{path}: the loss of step {step:,}") for step, loss in sorted(curves[chosen].items())}
-
-
-def _shown(text: str) -> str:
-    """The beginning of a text from the file, for a message."""
-    return output.printable(text[:40])
-
-
-def _finite(value: object, quantity: str) -> float:
-    number = _float(str(value))
-    if number is None or not math.isfinite(number):
-        raise ConfigError(f"{quantity} ({_shown(str(value))}) must be a finite number")
-    return number
-
-
-def _float(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _whole(value: object, quantity: str) -> int:
-    number = _finite(value, quantity)
-    if not number.is_integer():
-        raise ConfigError(f"{quantity} ({value}) must be a whole number")
-    return int(number)
-
-
-def _recorded(path: Path) -> _Rows:
-    if not path.exists():
-        raise ConfigError(f"there is no {path}: name a run's folder or a file with a loss curve")
-    if path.is_dir() and (path / "metrics.jsonl").exists():
-        return (event for event in RunDirectory(path).events("step", "resume") if event.get("step") is not None)
-    if any(path.glob("*tfevents*")) if path.is_dir() else "tfevents" in path.name:
-        return _scalars(path)
-    if path.is_dir():
-        raise ConfigError(f"{path} must be a run's folder, which has metrics.jsonl, or hold TensorBoard's event files")
-    text = path.read_text(encoding="utf-8-sig")
-    return _of_json(path, text) if text.lstrip()[:1] in ("[", "{") else _of_table(path, text)
-
-
-def _scalars(path: Path) -> _Rows:
-    # Imported here, which takes two seconds.
-    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-        SCALARS,
-        EventAccumulator,
-    )
-
-    events = EventAccumulator(str(path), size_guidance={SCALARS: 0}).Reload()
-    for tag in events.Tags()[SCALARS]:
-        yield from ({"step": event.step, tag: event.value} for event in events.Scalars(tag))
-
-
-def _of_json(path: Path, text: str) -> _Rows:
-    """Rows of one JSON value, or of a JSON object in each line, of which a run's metrics.jsonl has other events too."""
-    try:
-        value = parsing.json_value(text)
-    except ValueError:
-        value = _of_lines(path, text)
-    if isinstance(value, Mapping) and isinstance(value.get("log_history"), list):
-        # The trainer_state.json of transformers has its rows under this key.
-        value = value["log_history"]
-    for number, entry in enumerate(_of_columns(value) if isinstance(value, Mapping) else value, 1):
-        numbers = entry if isinstance(entry, list) else [entry]
-        if not isinstance(entry, Mapping) and (len(numbers) not in _UNNAMED or None in numbers):
-            raise ConfigError(
-                f"{path}: entry {number:,} ({_shown(json.dumps(entry))}) must be a loss, [step, loss], "
-                "[time, step, loss] or an object with names"
-            )
-        row = entry if isinstance(entry, Mapping) else dict(zip(_UNNAMED[len(numbers)], numbers, strict=True))
-        if row.get("event", "step") in ("step", "resume"):
-            yield row
-
-
-def _of_lines(path: Path, text: str) -> Iterator[Any]:
-    is_run = text.startswith('{"event": ')
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            if line.strip():
-                yield parsing.json_value(line)
-        except ValueError as error:
-            # A crash may have cut the last line of a run short.
-            if is_run:
-                continue
-            raise ConfigError(
-                f"{path} must be JSON, or have JSON in each line: line {number:,} ({_shown(line)}) is cut short or is "
-                f"none ({error})"
-            ) from None
-
-
-def _of_columns(value: Mapping[str, Any]) -> _Rows:
-    """Rows of an object with a list for each name, or a value for each step as in Megatron-LM's golden values."""
-    columns = {name: entry for name, entry in value.items() if isinstance(entry, list)}
-    if columns:
-        return (dict(zip(columns, entries, strict=True)) for entries in zip_longest(*columns.values()))
-    by_step = {name: entry.get("values", entry) for name, entry in value.items() if isinstance(entry, Mapping)}
-    if value and all(name.isdigit() for name in value):
-        by_step = {"loss": value}
-    rows: list[Mapping[str, Any]] = [
-        {"step": step, name: number}
-        for name, steps in by_step.items()
-        if isinstance(steps, Mapping)
-        for step, number in steps.items()
-    ]
-    return rows or [value]
-
-
-def _of_table(path: Path, text: str) -> _Rows:
-    """Rows of lines with commas, semicolons, tabs or spaces between values; the first line may name them."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    mark = next((mark for mark in ",;\t" if lines and mark in lines[0]), None)
-    table = [line.split() for line in lines] if mark is None else list(csv.reader(lines, delimiter=mark))
-    names: Sequence[str] = _UNNAMED.get(len(table[0]), ()) if table else ()
-    # The first row names the columns unless it begins with a number.
-    if table and _float(table[0][0]) is None:
-        names = table.pop(0)
-    for number, cells in enumerate(table, 1):
-        if len(cells) != len(names):
-            needs = "a loss, or a step and a loss"
-            if names:
-                needs = f"{units.counted(len(names), 'value')}, as its first row has"
-            raise ConfigError(
-                f"{path}: row {number:,} ({units.counted(len(cells), 'value')}) must have {needs}: a loss curve is a "
-                "run's folder, its metrics.jsonl, TensorBoard's events, JSON, or a table whose rows are equally long"
-            )
-        yield dict(zip(names, cells, strict=True))

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from shardwise.base import units
 from shardwise.base.libraries import optional_library
 from shardwise.base.mesh_axes import has_degrees, layout_text
-from shardwise.config.schedules import DEFAULT_SCHEDULE
+from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
 from shardwise_watch.report import chart
 from shardwise_watch.report.numbers import columns
 from shardwise_watch.step_metrics import PARTS, REPORT_CURVES, Curve, StepMetric
@@ -329,7 +329,7 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
             if mark.label:
                 axes.text(mark.place, 0.99, f" {mark.label}", transform=axes.get_xaxis_transform(), va="top", size=7)
         axes.set_xlabel("step")
-        axes.set_ylabel(metric.axis_label)
+        axes.set_ylabel(metric.title)
         axes.grid(alpha=0.25)
         if len(curves) > 1:
             axes.legend()

@@ -283,11 +283,10 @@ def _range(curve: Curve) -> tuple[float, float]:
     columns = curve.known
     if not columns:
         return math.nan, math.nan
-    later = columns[len(columns) // 20 :]
-    low = min(column.least for column in later)
-    high = max(column.largest for column in later)
-    least = min(column.least for column in columns)
-    largest = max(column.largest for column in columns)
+    ends = []
+    for shown in (columns, columns[len(columns) // 20 :]):
+        ends.append((min(column.least for column in shown), max(column.largest for column in shown)))
+    (least, largest), (low, high) = ends
     # What was left out is shown all the same if it makes the curve a quarter higher at most.
     margin = 0.25 * (high - low)
     return (least if low - least < margin else low, largest if largest - high < margin else high)
@@ -300,11 +299,9 @@ def _resampled(curve: Curve, dot_columns: int) -> list[tuple[float, float]]:
     for dot_column in range(dot_columns):
         begin = dot_column * count // dot_columns
         stop = max(begin + 1, (dot_column + 1) * count // dot_columns)
-        columns = [column for column in curve.columns[begin:stop] if column is not None]
-        if columns:
-            pairs.append((min(column.least for column in columns), max(column.largest for column in columns)))
-        else:
-            pairs.append(None)
+        columns = Curve(curve.columns[begin:stop]).known
+        ends = (min(column.least for column in columns), max(column.largest for column in columns)) if columns else None
+        pairs.append(ends)
     known = [index for index, pair in enumerate(pairs) if pair is not None]
     for left, right in pairwise(known):
         left_middle = sum(pairs[left] or ()) / 2
@@ -319,20 +316,14 @@ def _drawn(columns: Sequence[tuple[float, float]], cells: int, rows: int, low: f
     """Return the bits of the dots of each cell, by row and cell."""
     bits = [[0] * cells for _ in range(rows)]
     lowest_dot = rows * 4 - 1
-    # The least and largest values of the column before.
-    before = (math.nan, math.nan)
-    for column, (least, largest) in enumerate(columns):
-        if math.isfinite(least):
-            # The line goes up or down to the column before, so that it has no holes.
-            if math.isfinite(before[0]):
-                least = min(least, before[1])
-                largest = max(largest, before[0])
-            if least > high or largest < low:
-                before = columns[column]
-                continue
+    for column, ((least, largest), before) in enumerate(zip(columns, [(math.nan, math.nan), *columns], strict=False)):
+        # The line goes up or down to the column before, so that it has no holes.
+        if math.isfinite(before[0]):
+            least = min(least, before[1])
+            largest = max(largest, before[0])
+        if math.isfinite(columns[column][0]) and least <= high and largest >= low:
             for dot in range(_dot(largest, low, high, lowest_dot), _dot(least, low, high, lowest_dot) + 1):
                 bits[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
-        before = columns[column]
     return bits
 
 

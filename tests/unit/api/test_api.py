@@ -59,8 +59,8 @@ def test_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [np.zeros(2), torch.zeros(2), object(), {1: 2}, {"a", "b"}, b"x", int],
-    ids=["array", "tensor", "object", "number as key", "set", "bytes", "type"],
+    [np.zeros(2), torch.zeros(2), object(), {1: 2}],
+    ids=["array", "tensor", "object", "number as key"],
 )
 @pytest.mark.parametrize("key", ["train", "train.steps", "optimizer.lr", "data.path", "hooks.loss", "model"])
 def test_any_other_value_is_a_problem_and_no_traceback(key: str, value: Any) -> None:
@@ -265,11 +265,8 @@ def test_a_plan_ranks_layouts_and_keeps_what_is_fixed() -> None:
     ("arguments", "text"),
     [
         ({"config": "llama2-7b"}, "config ('llama2-7b') must be a shardwise.Config, as shardwise.load_recipe(RECIPE)"),
-        ({"device": None}, "device (None) must be the name of a device, such as 'h100:8'"),
         ({"device": "h100:0"}, "device h100:0 and nodes (1) must name at least one device"),
-        ({"nodes": "2"}, "nodes ('2') must be a whole number of at least 1"),
         ({"best": 0}, "best (0) must be a whole number of at least 1"),
-        ({"fixed": "parallel.tensor"}, "fixed ('parallel.tensor') must be a list of keys, such as ['parallel.tensor']"),
         ({"fixed": ("tensor",)}, "fixed: 'tensor' is no key of a layout; it may have parallel.tensor, "),
     ],
     ids=lambda case: str(case)[:40],

@@ -9,13 +9,13 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.model_folder import BESIDE_WEIGHTS
 from shardwise.checkpoint.companions import Companions, find_companions, model_files
 from shardwise.checkpoint.format.model_files import files_beside_weights
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, UserModelConfig, config_from, data_from, load_config
-from shardwise.data import hub
 from shardwise.data.cache import tokenizer_digest
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, train_tokenizer
 

@@ -80,18 +80,6 @@ def test_transformers_computes_the_same_logits(variant: str, tmp_path: Path) -> 
     assert error <= 1e-5, f"{variant}: transformers' logits are off by {error:.1e} of their norm"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_config_is_the_models(dtype: torch.dtype, tmp_path: Path) -> None:
-    model, config, mesh = build(dtype, attention_bias=True)
-    export_hugging_face(model, config, mesh, tmp_path / "model")
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
-    assert theirs.architectures == ["LlamaForCausalLM"]
-    assert theirs.dtype == dtype, "transformers would load the weights in another dtype"
-    for key in (*(set(MODEL) - {"family"}), "head_dim", "attention_bias", "rms_norm_eps", "hidden_act"):
-        assert getattr(theirs, key) == getattr(config, key), f"{key} differs in config.json"
-    assert all(tensor.dtype == dtype for tensor in stored(tmp_path / "model").values())
-
-
 def test_the_tokenizer_comes_along_and_its_special_tokens_are_the_models(tmp_path: Path) -> None:
     """Without them transformers would end a text at Llama 2's `</s>`, id 2: in this vocabulary a letter."""
     model, config, mesh = build(vocab_size=300)
@@ -111,11 +99,3 @@ def test_the_tokenizer_comes_along_and_its_special_tokens_are_the_models(tmp_pat
     for found in (theirs.config, theirs.generation_config):
         assert found.eos_token_id == tokenizer.end_of_document_id
         assert found.bos_token_id == tokenizer.token_id("a")
-
-
-def test_without_a_tokenizer_no_token_is_special(tmp_path: Path) -> None:
-    model, config, mesh = build()
-    export_hugging_face(model, config, mesh, tmp_path / "model")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert theirs.config.eos_token_id is theirs.config.bos_token_id is None
-    assert theirs.generation_config.eos_token_id is None

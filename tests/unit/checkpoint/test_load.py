@@ -245,8 +245,6 @@ ROTATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "scaled": ("qwen3", {}, {"rope_scaling": YARN}),
     "scaled by the length": ("llama", {}, {"rope_scaling": DYNAMIC}),
     "scaled no more": ("llama", {"rope_scaling": YARN}, {"rope_scaling": None}),
-    "scaled otherwise": ("llama", {"rope_scaling": DYNAMIC}, {"rope_scaling": YARN}),
-    "longest": ("mistral", {}, {"max_position_embeddings": 96}),
     "longest of scaled ones": ("llama", {"rope_scaling": DYNAMIC}, {"max_position_embeddings": 96}),
     "share of a head": ("neox", {}, {"rotary_pct": 0.5}),
     "blocks": ("smollm3", {}, {"no_rope_layers": (0, 1)}),

@@ -140,15 +140,3 @@ def test_a_block_that_nothing_calls_is_no_graph(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(worker, "die_with_parent", lambda: None)
     with pytest.raises(RunError, match=f"{BLOCK} was not called: a forward pass of the model must call each of its"):
         worker.main()
-
-
-def test_graphs_are_for_torchs_name_of_the_accelerators(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def make(config: object, layout: object, device: str, *_: object, **__: object) -> None:
-        raise RunError(f"graphs for {device}")
-
-    monkeypatch.setattr("shardwise.cli.compile.accelerators", lambda: ("nvidia", 1))
-    monkeypatch.setattr(ahead_of_time.CompilationPlan, "make", make)
-    assert main(["compile", "llama2-tiny"]) == 1
-    assert "graphs for cuda" in capsys.readouterr().err

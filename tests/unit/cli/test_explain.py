@@ -1,10 +1,8 @@
 """`shardwise explain` prints entries of the troubleshooting pages (their texts: tests/arch/test_troubleshooting.py)."""
 
-from pathlib import Path
-
 import pytest
 
-from shardwise.cli import explain, main
+from shardwise.cli import main
 
 
 def test_an_entry_is_message_cause_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,15 +19,6 @@ def test_a_message_that_was_pasted_is_found(capsys: pytest.CaptureFixture[str]) 
     message = "shardwise: the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4"
     assert main(["explain", message]) == 0
     assert capsys.readouterr().out.startswith("Message: the number of ranks (…) must be a multiple of\n")
-
-
-def test_a_source_tree_without_docs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "runs.md").symlink_to(tmp_path / "docs" / "runs.md")
-    monkeypatch.setattr(explain, "_PAGES", tmp_path)
-    assert main(["explain", "killed-rank"]) == 2
-    assert f"shardwise: {tmp_path} holds no troubleshooting pages: install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import main
 from shardwise.cli.help import module_of
@@ -126,23 +125,6 @@ def test_a_url_is_read_in_place(
     assert f"{tokenizer} is damaged: " in capsys.readouterr().err
     assert main(["evaluate", "memory://bucket/gone"]) == 2
     assert "there is nothing of that name" in capsys.readouterr().err
-
-
-def test_fault_08_every_command_leaves_out_what_the_user_says(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save("gpt", here / "noted", vocab_size=270)
-    train_tokenizer([TEXT], 270, "test").save(here / "noted")
-    file = here / "noted/config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"notes": 1, "more": 2}))
-    commands = {
-        "model.ignore=[notes,more]": ["evaluate", "noted", "data.path=own.txt"],
-        "model.ignore=[more,notes]": ["generate", "noted", "--prompt", "a", "--max-tokens", "1"],
-        "--ignore=[notes,more]": ["checkpoint", "import", "noted", "ours"],
-    }
-    for option, command in commands.items():
-        assert main(command) == 2
-        assert f"set {option.partition('=')[0]}=[notes,more]" in capsys.readouterr().err
-        assert main([*command, option]) == 0, capsys.readouterr().err
-    assert Manifest.read(Root.of(here / "ours/step-00000000")).config["model"]["ignore"] == ["notes", "more"]
 
 
 @pytest.mark.parametrize("command", ["evaluate", "generate"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.base.terminal import fitted, wrapped
+from shardwise.base.terminal import fitted
 from shardwise.cli import main
 
 COMMANDS = [
@@ -52,13 +52,6 @@ def test_a_file_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fitted(text, io.StringIO()) == text
     monkeypatch.setenv("COLUMNS", "80")
     assert all(len(line) <= 80 for line in fitted(text, Terminal()).splitlines())
-
-
-def test_lines_go_on_below_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    text = "short\n  - a problem whose sentence is longer than a line"
-    assert fitted(text, Terminal()) == "short\n  - a problem whose sentence is longer\n    than a line"
-    assert wrapped("a-long-word /a/path/that/is/longer", 10) == ["a-long-word", "/a/path/that/is/longer"]
 
 
 def test_a_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:

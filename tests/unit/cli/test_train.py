@@ -108,20 +108,6 @@ def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys
     assert "dataset" not in shown
 
 
-def test_a_dry_run_tells_problems_of_layout_and_files_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["data.path=nowhere", "data.tokenizer=none.json", "hooks.callbacks=[no.module:Name]"]
-    command = ["train", "llama2-tiny", *wrong, "--dry-run"]
-    named = ["hooks.callbacks", "data.path (nowhere) does not", "data.tokenizer (none.json) must be"]
-    for more, problem in (
-        (["parallel.tensor=3", "--nproc", "3"], "parallel.tensor (3) must divide "),
-        (["train.global_batch=7", "--nproc", "2"], "train.global_batch (7) must "),
-        (["train.global_batch=3 per 2 ranks", "--nproc", "1"], "train.global_batch (3 per 2 ranks) must "),
-    ):
-        assert main([*command, *more]) == 2
-        err = capsys.readouterr().err
-        assert [text for text in (problem, *named) if f"\n- {text}" not in err] == []
-
-
 def test_a_dry_run_looks_at_evaluation_sets_task_files_and_trackers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +173,7 @@ def test_a_dry_run_refuses_weights_that_are_not_there(
     assert f"\n# weights        {awaited}: not there yet; the run that" in dry("", 0, "bert-large-phase2")
     assert "memory://none/run must be a folder with weights" in dry("memory://none/run", 2)
     monkeypatch.setattr("shardwise.checkpoint.storage.checkpoint_folders.find", lambda wanted: "hub")
-    monkeypatch.setattr("shardwise.data.hub.find", lambda wanted: "hub")
+    monkeypatch.setattr("shardwise.base.hub.find", lambda wanted: "hub")
     shown = dry("owner/name", 0)
     assert "\n# weights        owner/name: on the hub, fetched when the run starts\n" in shown
     assert "\n# tokenizer      owner/name: on the hub, fetched when the run starts\n" in shown
@@ -463,6 +449,14 @@ def test_bad_data_starts_nothing(
     assert not Path("runs").exists()
 
 
+def test_nproc_contradicts_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "quickstart", "--nproc", "4"]) == 2
+    assert "--nproc (4) must be left out inside a job: its world size is 2" in capsys.readouterr().err
+
+
 def _plausible(field: FieldInfo) -> list[object]:
     """Values of the types that a key takes: its examples, choices, and a word, a number, a folder."""
     values = list(field.examples or [])
@@ -487,11 +481,3 @@ def test_fault_21_a_dry_run_takes_each_key(capsys: pytest.CaptureFixture[str]) -
                 accepted[key] = config_from(parse_yaml(out, "dry run"))
                 assert accepted[key] == load_config("llama2-tiny", ["data.dataset=python", override]), override
     assert {"compile.cache_dir", "compile.options", "launch.environment", "launch.sbatch"} <= accepted.keys()
-
-
-def test_nproc_contradicts_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    assert main(["train", "quickstart", "--nproc", "4"]) == 2
-    assert "--nproc (4) must be left out inside a job: its world size is 2" in capsys.readouterr().err

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, config_from
-from shardwise.data import hub
 from shardwise.data.describe import Glance, glance, inspect
 from shardwise.data.formats import stream as stream_data
 from shardwise.data.formats.common import random_text
@@ -37,7 +37,7 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with data of each kind, a tokenizer of 257 tokens, and no network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("shardwise.data.hub.HubFiles.download", None)
+    monkeypatch.setattr("shardwise.base.hub.HubFiles.download", None)
     monkeypatch.setattr("shardwise.data.cache.locked", None)
     (tmp_path / "one.jsonl").write_text('{"text": "one"}\n{"text": \n')
     (tmp_path / "bad.jsonl").write_text('{"text": \n')

@@ -22,7 +22,7 @@ from shardwise_jobs import commands, supervisor
 from shardwise_jobs.attempt import AttemptOutcome
 from shardwise_jobs.commands import Allocation
 from shardwise_jobs.restarts import history, record
-from shardwise_jobs.supervisor import JobMachines, Supervisor
+from shardwise_jobs.supervisor import Supervisor
 from tests.monitor_runs import Start, write_run
 from tests.unit.jobs.test_restarts import CRASH
 
@@ -80,9 +80,9 @@ class Job:
                 return number or replace(FAILED, failure=Failure(0, self.ended or "", 1))
 
         self._patch.setattr(supervisor, "AttemptWatch", AttemptWatch)
-        config = load_config("llama2-tiny", ["launch.max_restarts=3"])
-        place = JobMachines(Allocation("7", options.pop("requeues", 0), options.pop("nodes", 2), "n1", ends), 2, 2)
-        Supervisor(config, self.run, place, ["train"], self.told.append, **options).run()
+        launch = load_config("llama2-tiny", ["launch.max_restarts=3"]).launch
+        place = Allocation("7", options.pop("requeues", 0), options.pop("nodes", 2), "n1", ends)
+        Supervisor(launch, self.run, place, 2, 2, ["train"], self.told.append, **options).run()
 
 
 @pytest.fixture

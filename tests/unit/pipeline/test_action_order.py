@@ -8,8 +8,8 @@ import torch
 
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.layout import rank_of
+from shardwise.config.pipeline_schedules import SCHEDULES, rounds_of_step
 from shardwise.config.rules import fits_schedule
-from shardwise.config.schedules import SCHEDULES, rounds_of_step
 from shardwise.pipeline.action_order import TIME, Action, action_order
 from shardwise.pipeline.timeline import simulate
 

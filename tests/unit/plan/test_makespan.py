@@ -10,8 +10,8 @@ import pytest
 
 from shardwise.config import ParallelConfig, Recompute, Schedule
 from shardwise.config.layout import rank_of
+from shardwise.config.pipeline_schedules import rounds_of_step
 from shardwise.config.rules import fits_schedule
-from shardwise.config.schedules import rounds_of_step
 from shardwise.pipeline.action_order import Action, ActionKind, action_order
 from shardwise.pipeline.timeline import StageTimes, timeline
 from shardwise_plan import makespan as levels

@@ -116,10 +116,11 @@ def test_a_device_is_corrected_by_recorded_parts_only(tmp_path: Path, capsys: py
 @pytest.mark.slow
 def test_this_machine_is_measured(tmp_path: Path) -> None:
     """For about a minute, by two ranks."""
-    done = shardwise("plan", "--calibrate", "-o", "here.yaml", at=tmp_path).succeeded()
+    done = shardwise("plan", "--calibrate", "-o", "here.yaml", at=tmp_path)
+    assert done.code == 0, done.err
     assert "link between 2 ranks" in done.out
     device = load_device(str(tmp_path / "here.yaml"))
     sources = [entry["source"] for entry in device.figures.values() if isinstance(entry, dict)]
     assert all(source.startswith(("measured", "assumption", "torch", "the r")) for source in sources)
     shown = shardwise("plan", "llama2-tiny", "--device", "here.yaml:2", at=tmp_path).succeeded().out
-    assert "layouts are valid" in shown
+    assert "layouts were dropped" in shown

@@ -1,17 +1,12 @@
 """What is counted of a model that no formula knows, and what is said of its memory when that runs out."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
 
 from shardwise import ParallelEmbedding, ParallelLMHead, ZeroRedundancyOptimizer
-from shardwise.config import Layout, config_from
 from shardwise.config.optimizers import OPTIMIZERS
 from shardwise.train.build import count_parameters, state_memory
-from shardwise.train.memory import out_of_memory_text
-from shardwise.train.step_record import Progress
 from tests.unit.layers.groups import pretend_group
 
 
@@ -39,27 +34,3 @@ def test_memory_is_that_of_the_buffers(dtype: torch.dtype) -> None:
     optimizer.step()
     held = optimizer.state_bytes()
     assert expected["optimizer"] == held["state"] + held["masters"]
-
-
-def test_without_a_formula_the_remedies_have_no_sizes() -> None:
-    config = config_from(
-        {
-            "model": {"family": "mine:Model", "vocab_size": 16},
-            "parallel": {"tensor": 2},
-            "train": {"steps": 1, "global_batch": 8, "micro_batch": 4, "sequence_length": 8},
-            "optimizer": {"lr": 1e-3, "zero": 0},
-            "precision": {"mode": "float32"},
-        }
-    )
-    said = out_of_memory_text(config, Layout(4, tensor=2), 0, torch.device("cpu"), Progress(), MemoryError("no room"))
-    assert "expected: not known for a model of your own\n" in said
-    (remedies,) = re.findall(r"^what would help: (.*)$", said, re.MULTILINE)
-    assert remedies.split("; ") == [
-        "train.micro_batch=2",
-        "parallel.sequence=true",
-        "optimizer.zero=1",
-        "optimizer.zero=2",
-        "optimizer.zero=3",
-        "precision.mode=mixed",
-        "parallel.tensor=4 on 8 ranks",
-    ]

@@ -99,9 +99,6 @@ def reporter(
         layout,
         rank,
         device_name=device_name,
-        precision=chosen.precision.resolved(False),
-        parameters=parameter_count(chosen.model),
-        memory=dict(expected_memory(chosen, layout).rows()),
         stream=stream,
         **options,
     )

@@ -194,8 +194,8 @@ def test_a_return_to_an_earlier_step_counts_for_all_later_starts(
 def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment_trackers.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"^log\.trackers \(trackio\) needs the package trackio: pip install 'shard"):
-        require_trackers(config(trackers=["trackio"]))
-    assert require_trackers(config()) == ()
+        require_trackers(["trackio"])
+    assert require_trackers([]) == ()
 
 
 def test_what_cannot_record_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -203,10 +203,10 @@ def test_what_cannot_record_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    (note,) = require_trackers(config(trackers=["wandb"]))
+    (note,) = require_trackers(["wandb"])
     assert note.startswith("log.trackers: wandb has no key on this machine, so it records in the run's folder, and")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert require_trackers(config(trackers=["wandb"])) == ()
+    assert require_trackers(["wandb"]) == ()
 
 
 def test_tensorboard_has_memory_and_the_slowest_rank(tmp_path: Path) -> None:

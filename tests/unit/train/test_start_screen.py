@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from shardwise.config import Config, Layout, check_layout, load_config
-from shardwise.train.start_screen import print_pipeline, rank_table, schedule_picture
+from shardwise.pipeline.schedule_picture import schedule_picture
+from shardwise.train.start_screen import print_pipeline, rank_table
 
 
 def chosen(world: int = 8, recipe: str = "gpt3-tiny", **parallel: Any) -> tuple[Config, Layout]:
@@ -15,8 +17,12 @@ def chosen(world: int = 8, recipe: str = "gpt3-tiny", **parallel: Any) -> tuple[
     return config, check_layout(config, world)
 
 
+def picture(config: Config, layout: Layout, width: int) -> list[Text]:
+    return schedule_picture(config.parallel, layout.accumulation(config.train), config.recompute, width)
+
+
 def shown(config: Config, layout: Layout, width: int) -> list[str]:
-    return [line.plain.rstrip() for line in schedule_picture(config, layout, width)]
+    return [line.plain.rstrip() for line in picture(config, layout, width)]
 
 
 def test_one_forward_one_backward() -> None:
@@ -43,7 +49,7 @@ def test_stages_and_parts_of_the_backward_pass() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "dualpipev"])
 def test_a_long_step_is_cut_in_the_middle(width: int, schedule: str) -> None:
     config, layout = chosen(256, "gpt3-175b", schedule=schedule)
-    lines = schedule_picture(config, layout, width)
+    lines = picture(config, layout, width)
     assert max(map(len, lines[:-1])) <= width
     rows = [line.plain for line in lines[:8]]
     assert all(row.startswith(f"pp {rank}  ") and "…" in row for rank, row in enumerate(rows))

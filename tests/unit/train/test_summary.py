@@ -29,8 +29,8 @@ from shardwise.models.parameter_counts import (
     recomputed_flops_per_token,
 )
 from shardwise.pipeline.partition import compute_shares, stage_plan
+from shardwise.pipeline.schedule_picture import schedule_picture
 from shardwise.pipeline.timeline import simulate
-from shardwise.train.start_screen import schedule_picture
 from shardwise.train.summary import dry_run
 
 SIZES: dict[str, Any] = {
@@ -176,7 +176,7 @@ def test_with_fewer_micro_batches_than_ranks_the_bubble_is_that_of_the_picture()
     shown = f"{simulate(chosen.parallel, 2).bubble:.1%}"
     assert shown == "55.6%"
     assert f"2 micro-batches: bubble {shown} by its order of work" in rows(chosen, layout)["pipeline"]
-    assert f"bubble {shown}" in schedule_picture(chosen, layout, 80)[-1].plain
+    assert f"bubble {shown}" in schedule_picture(chosen.parallel, 2, chosen.recompute, 80)[-1].plain
 
 
 def test_the_stages_are_told_with_what_they_have_and_need() -> None:

@@ -14,9 +14,9 @@ from shardwise.config import check_layout, config_from
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.build import build_trainer
-from shardwise.train.observers import Observer
 from shardwise.train.reporter import Reporter
 from shardwise.train.trace import Trace
+from shardwise.train.trainer import Observer
 from tests.dist.training import make_config, make_data
 
 
@@ -29,20 +29,10 @@ def test_a_run_without_a_pipeline(
     config = make_config(train={"steps": 4}, log={"profile": trace, "drift_every": 0, "tensorboard": False})
     layout, mesh = check_layout(config, 1), Mesh(device="cpu")
     run, stream = RunDirectory(tmp_path / "run"), io.StringIO()
-    with Reporter(
-        run,
-        config,
-        layout,
-        0,
-        device_name="cpu",
-        precision=config.precision.resolved(False),
-        parameters=1,
-        memory=None,
-        stream=stream,
-    ) as reporter:
+    with Reporter(run, config, layout, 0, device_name="cpu", stream=stream) as reporter:
         trainer = build_trainer(config, mesh, make_data(), reporter)
         unsaved: Any = SimpleNamespace(flags=None, stopped_by=None)
-        with closing(Trace.of(config.log, mesh, run)) as recording:
+        with closing(Trace(config.log, mesh, run)) as recording:
             trainer.run([Observer(1, lambda record, _: reporter.step(record))], unsaved, recording.step)
     assert "profiler" not in capfd.readouterr().err, "torch's profiler tells of itself"
     first = trace.partition(":")[0]

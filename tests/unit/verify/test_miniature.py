@@ -109,14 +109,6 @@ def test_document_ends_and_blocks_without_rotation_stay() -> None:
     assert gemma.train.sequence_length > 5
 
 
-@pytest.mark.parametrize("part", [0.25, 0.3, 0.4, 1.0])
-def test_a_part_of_a_head_that_rotates_stays_even(part: float) -> None:
-    neox = load_config("gpt-neox-tiny", [f"model.rotary_pct={part}", "model.hidden_size=160"])
-    model = small(neox)[0].model
-    assert model.rotary_dim >= 2
-    assert model.rotary_dim % 2 == 0
-
-
 @pytest.mark.parametrize("family", ["llama2-tiny", "bert-tiny"])
 def test_with_bits_all_layouts_have_micro_batches_of_two_samples(family: str) -> None:
     cells = candidates(load_config(family), "cpu", 8, parse_layouts(["all"]))

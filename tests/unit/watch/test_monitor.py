@@ -132,8 +132,8 @@ def test_fault_23_json_has_escapes_for_what_a_terminal_obeys(
             file.write(json.dumps(event, ensure_ascii=False) + "\n")
     assert main(command) == 0
     out = capsys.readouterr().out
+    assert out.isascii()
     assert out.replace("\n", "").isprintable()
-    assert "🙂é" in out
     assert text in str(json.loads(out)) or text in json.dumps(json.loads(out), ensure_ascii=False).replace(
         "\\u001b", "\x1b"
     )

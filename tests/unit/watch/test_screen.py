@@ -309,6 +309,7 @@ def test_once(run: Path) -> None:
     assert rows["ranks"] == "16 on 2 nodes, memory 14.0 GiB to 14.2 GiB"
     assert "1 restart" in rows["goodput"]
     assert "lost steps 19.6 s" in rows["lost"]
+    assert rows["evaluation"] == "loss 2.3000, perplexity 9.974 at step 400"
 
 
 @pytest.fixture
@@ -327,7 +328,9 @@ def failed(run: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.slow)])
-def test_a_failure_is_on_the_screen_with_the_command_that_resumes(failed: Path, size: tuple[int, int]) -> None:
+def test_a_failure_is_told_with_the_command_that_resumes(
+    failed: Path, size: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
     app = Top(Reader(failed).read, 0)
 
     async def body(_: Pilot[None]) -> None:
@@ -339,17 +342,11 @@ def test_a_failure_is_on_the_screen_with_the_command_that_resumes(failed: Path, 
         assert "lost time" in words
 
     on_screen(app, body, size)
-
-
-def test_once_shows_the_evaluation_and_the_failure(failed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", str(failed), "--once"]) == 0
-    *rows, heading, lost, resume = capsys.readouterr().out.splitlines()
+    *_, heading, lost, resume = capsys.readouterr().out.splitlines()
     assert heading == "FAILED at step 400: rank 5 was killed (SIGKILL; usually out of memory)."
     assert lost == "50 steps since checkpoint 350 are lost"
     assert resume.startswith("resume: shardwise train gpt3-tiny ")
-    named = dict(line.split(maxsplit=1) for line in rows)
-    assert named["evaluation"] == "loss 2.3000, perplexity 9.974 at step 400"
-    assert named["state"].startswith("failed, heard")
 
 
 def test_bars_of_lost_time_are_shares_of_the_whole_time(run: Path) -> None:
@@ -360,24 +357,6 @@ def test_bars_of_lost_time_are_shares_of_the_whole_time(run: Path) -> None:
         assert line.plain.startswith(f" {cause}")
         cells = sum({"█": 8, **{mark: eighth for eighth, mark in enumerate(" ▏▎▍▌▋▊▉")}}.get(c, 0) for c in line.plain)
         assert abs(cells / 8 - bar * seconds / frame.lost.whole) <= 1 / 8, line.plain
-
-
-@pytest.mark.parametrize(
-    ("event", "text"),
-    [
-        (
-            {"event": "start", "layout": {"ranks": 4, "tensor": 2, "sequence": True, "pipeline": 1, "data": 2}},
-            "start on 4 ranks, TP 2 + SP × DP 2",
-        ),
-        ({"event": "start"}, "start"),
-        (
-            {"event": "resume", "step": 60, "changes": ["parallel.tensor 2 → 1", "train.steps 60 → 120"]},
-            "resumed from step 60, changed: parallel.tensor 2 → 1; train.steps 60 → 120",
-        ),
-    ],
-)
-def test_an_event_of_a_start_tells_its_layout_and_what_changed(event: dict[str, object], text: str) -> None:
-    assert panels.told_event(event, None).plain.partition("▌")[2] == text
 
 
 def test_no_screen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

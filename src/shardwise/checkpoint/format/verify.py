@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.base.errors import listing
-from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, Numbers, Pieces, TensorEntry, label
 from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, parse_header
 from shardwise.checkpoint.format.stored_state_hash import state_hash_problems
@@ -106,7 +105,13 @@ def verify(folder: Root, progress: Callable[[int], None] | None = None) -> Repor
             is_intact = _verify_file(file, entry, pieces.values(), report, progress)
             # Of a file that is damaged, the header may be what is damaged: nothing more is said of it.
             if is_intact and (pieces or entry.path.endswith(_SUFFIX)):
-                report.problems += _header_problems(file, {label: piece.stored for label, piece in pieces.items()})
+                expected = {label: piece.stored for label, piece in pieces.items()}
+                stored = parse_header(file)
+                # Other programs read the header.
+                differing = [name for name in {**expected, **stored} if stored.get(name) != expected.get(name)]
+                report.problems += [
+                    f"{file}: its header and {MANIFEST} say different things about {name}" for name in differing
+                ]
         except StoreError as error:
             report.problems.append(str(error))
     # Of a checkpoint that is damaged, the hash would only say so once more.
@@ -163,8 +168,11 @@ def tiling_problem(shape: tuple[int, ...], pieces: Pieces) -> str | None:
             return "overlap: it has one element"
         pair = _overlap(starts, starts + sizes)
         if pair is not None:
-            first, second = (Box(tuple(starts[at].tolist()), tuple(sizes[at].tolist())) for at in pair)
-            return f"overlap: {_slice_text(first)} and {_slice_text(second)}"
+            first, second = (
+                ", ".join(f"{a}:{a + n}" for a, n in zip(starts[at].tolist(), sizes[at].tolist(), strict=True))
+                for at in pair
+            )
+            return f"overlap: [{first}] and [{second}]"
     covered = int(numels.sum())
     total = math.prod(shape)
     return None if covered == total else f"leave a gap: they cover {covered:,} of its {total:,} elements"
@@ -272,14 +280,3 @@ def _count_non_finite(pieces: Iterable[_LabelledPiece], begin: int, data: memory
                 counts[piece.tensor] = counts.get(piece.tensor, 0) + count
             partial_value = partial_value or bytes(data[stop_of_values - begin : stop - begin])
     return partial_value
-
-
-def _header_problems(file: Root, expected: Mapping[str, StoredTensor]) -> list[str]:
-    """Disagreements of a file's own header and the manifest: other programs read the header."""
-    stored = parse_header(file)
-    differing = [name for name in dict.fromkeys([*expected, *stored]) if stored.get(name) != expected.get(name)]
-    return [f"{file}: its header and {MANIFEST} say different things about {name}" for name in differing]
-
-
-def _slice_text(box: Box) -> str:
-    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + "]"

@@ -26,11 +26,11 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import MOST_BYTES, user_path
+from shardwise.base.hub import FOUND, find, place_of_weights
 from shardwise.base.model_folder import INDEX, SINGLE, is_url
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.chunks import require_length
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root
-from shardwise.data.hub import FOUND, find, place_of_weights
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _PARTIAL = re.compile(r"\.step-(\d{8,18})\.partial")

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             "has no dropout inside the feed-forward layer"
         )
     if arguments.push is not None:
-        from shardwise.data.hub_upload import upload
+        from shardwise.base.hub_upload import upload
 
         address = upload(done.folder.local(), arguments.push, f"Step {export.step:,} of a training with shardwise")
         output.line(f"uploaded to {address}")
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _require_upload(dest: str, repository: str) -> None:
     """Refuse `--push` before anything is written where it could not upload."""
-    from shardwise.data.hub_upload import require_upload
+    from shardwise.base.hub_upload import require_upload
 
     if "://" in dest:
         raise ConfigError(f"DEST ({dest}) must be a folder of this machine with --push, which uploads from there")

@@ -74,7 +74,8 @@ def _show(checkpoint: StepFolder, tensors: bool) -> None:
     manifest = checkpoint.manifest
     if manifest is None:
         raise ConfigError(str(checkpoint.problem))
-    facts = {key: fact for key, fact in _described(checkpoint, tensors).items() if key not in _TABLES and fact}
+    described = _described(checkpoint, tensors)
+    facts = {key: fact for key, fact in described.items() if key not in _TABLES and fact not in (None, {})}
     model = manifest.config.get("model")
     family = model.get("family") if isinstance(model, dict) else None
     layout = manifest.layout

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
-from shardwise.data import cache, hub
+from shardwise.data import cache
 from shardwise.data.formats import common, datasets, inspecting
 from shardwise.data.formats.record import DataFormat, Inspection, Lengths
 from shardwise.data.formats.text import Scan, content_of, files_of, plan_split
@@ -278,7 +279,7 @@ def _encode(
                 writer.documents += 1
                 bounds[chosen]["conversations"].write([writer.length])
     parts = facts_with_bounds(writers, bounds)
-    return {part: {**facts, "answers_left_out": left_out[part]} for part, facts in parts.items()}
+    return {part: {**parts[part], "answers_left_out": left_out[part]} for part in PARTS}
 
 
 def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest, any_size: bool) -> PreparedChat:

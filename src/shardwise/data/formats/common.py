@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -350,7 +349,7 @@ def open_text_tokens(
     root: Path,
     key_with: Callable[[str | None], str],
     tokenizer: str | None,
-    build: Callable[[Path], Mapping[str, Any]],
+    build: Callable[[Path], Mapping[str, object]],
     name: str,
     announce: Announce,
 ) -> cache.CacheEntry:

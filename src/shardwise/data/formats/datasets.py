@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base import hub
 from shardwise.base.errors import DataError
 from shardwise.base.files import user_path
 from shardwise.base.units import counted, size
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
-from shardwise.data import cache, hub
+from shardwise.data import cache
 from shardwise.data.formats import common, inspecting, packed, stream, text
 from shardwise.data.formats.record import DataFormat, Inspection, Lengths
 from shardwise.data.formats.text import TextSplit, plan_split

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import count, counted
-from shardwise.data import hub
 from shardwise.data.formats.record import FirstDocuments, InspectedSample, Inspection
 from shardwise.data.rows import IntArray
 from shardwise.data.samples.packing import PackedSamples

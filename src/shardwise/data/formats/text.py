@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base import hub
 from shardwise.base.errors import DataError, listing
 from shardwise.base.units import count, counted, size
 from shardwise.config import DataConfig
-from shardwise.data import cache, hub
+from shardwise.data import cache
 from shardwise.data.formats import common, inspecting, packed, stream
 from shardwise.data.formats.record import DataFormat, FirstDocuments, Inspection, Lengths
 from shardwise.data.reading.text_sources import (
@@ -171,9 +172,9 @@ def content_of(
                 return content, None
             if announce is not None:
                 announce(f"preparing the data {source.name}: reading them")
-        found = scan()
-        cache.remember_content(root, stamp, found.content)
-    return found.content, found
+        scanned = scan()
+        cache.remember_content(root, stamp, scanned.content)
+    return scanned.content, scanned
 
 
 def _scan(source: Source, announce: common.Announce = None) -> Scan:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import cache_root, user_path
 from shardwise.config import DataConfig
-from shardwise.data import cache, hub
+from shardwise.data import cache
 from shardwise.data.prepare import disk_room, tokenizing
 from shardwise.data.prepare.output import ANY_VOCABULARY, Output, PreparationOutcome
 from shardwise.data.reading.dataset_tables import fetch_dataset
@@ -98,7 +99,8 @@ class _TextConversion:
         written = self.output.size()
         sentences = self.sequences.sentences
         estimate = disk_room.estimate(self.source, self.tokenizer, sentences=sentences)
-        disk_room.check_room(estimate and estimate.output_bytes, written, self.output.path, self.announce)
+        needed = None if estimate is None else estimate.output_bytes
+        disk_room.check_room(needed, written, self.output.path, self.announce)
         small = estimate is not None and estimate.bytes < tokenizing.SMALL_BYTES
         total = estimate.bytes if estimate is not None and estimate.exact else None
         with (

@@ -172,7 +172,7 @@ def _variables(record: Mapping[str, Any], where: Callable[[], str]) -> dict[str,
     """What a row gives the chat template beside the messages, as values or as their JSON."""
     variables: dict[str, Any] = {}
     for name in (*_VARIABLES, _ARGUMENTS):
-        value = record.get(name)
+        value: Any = record.get(name)
         if isinstance(value, str) and value:
             with contextlib.suppress(ValueError):
                 value = json_value(value)

@@ -19,14 +19,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, listing, nearest_name, see
 from shardwise.base.files import name_problem, user_path
 from shardwise.base.libraries import first_line, optional_library
 from shardwise.base.parsing import json_value
 from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
-from shardwise.data import hub
 from shardwise.data.reading.content import readable
-from shardwise.data.reading.text_files import TOKENS, require_sound, with_column
+from shardwise.data.reading.text_files import TOKENS, column_kind, require_sound, with_column
 
 _STATE = "state.json"
 _INFO = "dataset_info.json"
@@ -96,7 +96,7 @@ class SavedTables:
         values = _json(record).get(key)
         if not isinstance(values, list) or (not values and key == "splits"):
             raise DataError(f"{record} must list the data set's {key.removeprefix('_data_')}: save it again")
-        names = [value.get("filename") if isinstance(value, dict) else value for value in values]
+        names: list[Any] = [value.get("filename") if isinstance(value, dict) else value for value in values]
         for problem in filter(None, map(name_problem, names)):
             raise DataError(f"{record} must name what lies in its own folder: {problem}")
         return names
@@ -123,6 +123,9 @@ class _HubTables:
 
     def load(self) -> Mapping[str, Any]:
         builder = self._builder(library())
+        if not Path(builder.cache_dir, "dataset_info.json").is_file():
+            # The library makes its tables of the files in the hub's cache, whatever became of these.
+            hub.drop_damaged(self.folder)
         try:
             builder.download_and_prepare()
         except Exception as error:  # noqa: BLE001  of the library's formats and of the hub's client: any
@@ -307,28 +310,18 @@ class DataSet:
         Raises:
             DataError: the column holds neither, or not the same in all splits.
         """
-        arrow = importlib.import_module("pyarrow").types
-        kinds: dict[bool, list[str]] = {}
+        kinds: dict[str, list[str]] = {}
         for name, table in self._splits.items():
             if self.column not in table.column_names:
                 raise DataError(f"{self.shown} has no column {self.column!r} in its split {name} (data.text_key)")
-            type_ = table.schema.field(self.column).type
-            is_list = arrow.is_list(type_) or arrow.is_large_list(type_) or arrow.is_fixed_size_list(type_)
-            if is_list and arrow.is_integer(type_.value_type):
-                kinds.setdefault(True, []).append(name)
-            elif arrow.is_string(type_) or arrow.is_large_string(type_):
-                kinds.setdefault(False, []).append(name)
-            else:
-                raise DataError(
-                    f"the column {self.column!r} of {self.shown} must hold text or lists of integers, not {type_} "
-                    "(data.text_key)"
-                )
-        if len(kinds) > 1:
-            raise DataError(
-                f"the column {self.column!r} of {self.shown} must hold text in all splits or tokens in all: it holds "
-                f"text in {listing(kinds[False])} and tokens in {listing(kinds[True])}"
-            )
-        return next(iter(kinds))
+            kinds.setdefault(column_kind(table.schema.field(self.column).type), []).append(name)
+        if len(kinds) == 1 and kinds.keys() <= {"text", "tokens"}:
+            return "tokens" in kinds
+        found = [kind if names == [_UNNAMED] else f"{kind} in {listing(names)}" for kind, names in kinds.items()]
+        raise DataError(
+            f"the column {self.column!r} of {self.shown} must hold text in all splits, or lists of integers in all, "
+            f"and it holds {listing(found)} (data.text_key)"
+        )
 
     def rows(self, split: str) -> Iterator[Any]:
         """Lists of token ids: arrow arrays of many rows each, none of them null."""

@@ -20,7 +20,7 @@ import hashlib
 import shutil
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -257,15 +257,17 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
     if len(head) < _HEADER.size:
         raise _damaged(path, f"its size ({size} bytes) must be at least {_HEADER.size}")
     magic, version, code, sequences, bounds = _HEADER.unpack(head)
-    if magic != MAGIC:
-        raise DataError(f"{path}: byte 0 ({magic!r}) must be {MAGIC!r}: it is no .idx of Megatron's; name another one")
-    if version != VERSION:
-        raise DataError(f"{path}: byte 9, the version ({version}), must be {VERSION}: write it again with Megatron-LM")
-    if code not in DTYPES:
-        raise DataError(
-            f"{path}: byte 17, the dtype code ({code}), must be {listing(DTYPES, 'or')}, which are integers: prepare "
-            "the data again"
-        )
+    header: tuple[tuple[int, str, object, Collection[object]], ...] = (
+        (0, "magic", magic, [MAGIC]),
+        (9, "version", version, [VERSION]),
+        (17, "dtype code", code, DTYPES),
+    )
+    for byte, field, found, allowed in header:
+        if found not in allowed:
+            raise DataError(
+                f"{path}: byte {byte}, the {field} ({found!r}), must be {listing(allowed, 'or')}: it is no .idx of "
+                "Megatron's for integers; name another one, or prepare the data again"
+            )
     if sequences < 1 or bounds < 2:
         raise DataError(
             f"{path}: byte 18, the sequences and documents ({sequences} and {max(bounds - 1, 0)}), must be 1 or more "
@@ -273,10 +275,8 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
         )
     expected = _HEADER.size + sequences * (_SIZE.itemsize + _WIDE.itemsize) + bounds * _WIDE.itemsize
     if size != expected:
-        raise _damaged(
-            path,
-            f"its size ({size} bytes) must be {expected}, for {sequences} sequences and {bounds - 1} documents",
-        )
+        problem = f"its size ({size} bytes) must be {expected}, for {sequences} sequences and {bounds - 1} documents"
+        raise _damaged(path, problem)
     return np.dtype(DTYPES[code]), sequences
 
 

@@ -37,8 +37,7 @@ def documents(
 
     A document is the whole file, a line's field `key`, or a row's column `key`. It begins at 0, at a byte (of the
     unpacked content) or at a row. Its blocks must be read before the next document. Memory is bounded by the longest
-    line, and by a page of a parquet file. A document without text has no blocks; an empty file has no documents, or one
-    without text.
+    line, and by a page of a parquet file. An empty file has no documents, or one without text.
 
     Args:
         kind: kind of the file; None: its content decides.
@@ -60,12 +59,6 @@ def documents(
         yield from _parts(file, start, longest)
     elif start == 0:
         yield 1, (text for _, text in _decoded(file))
-
-
-def slices(text: str) -> Iterator[str]:
-    """`text` in blocks."""
-    for start in range(0, len(text), BLOCK):
-        yield text[start : start + BLOCK]
 
 
 def _parts(path: Path | HubFile, start: int, longest: int) -> Iterator[tuple[int, list[str]]]:
@@ -112,7 +105,7 @@ def _lines(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, It
         for number, line in enumerate(content, start=1):
             stop += len(line)
             if line.strip():
-                yield stop, slices(_line_text(path, line, partial(line_name, path, start, number), key))
+                yield stop, [_line_text(path, line, partial(line_name, path, start, number), key)]
 
 
 def line_name(path: Path | HubFile, start: int, number: int) -> str:
@@ -238,7 +231,7 @@ def _rows(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, Ite
         skipped = min(max(start - row, 0), len(batch))
         values = with_column(arrow.Table.from_batches([batch]), key).column(key).slice(skipped)
         for number, value in enumerate(values, start=row + skipped):
-            yield number + 1, slices(row_text(value, f"{path}: row {number}", key))
+            yield number + 1, [row_text(value, f"{path}: row {number}", key)]
 
 
 def parquet_batches(
@@ -283,24 +276,29 @@ def _sound_parquet(path: Path | HubFile) -> Iterator[None]:
 
 def require_text(path: Path | HubFile, schema: Any, key: str) -> None:
     """Raises DataError if a table with this schema has no column of text `key`, also within another column."""
-    types = _arrow("pyarrow").types
     fields = with_column(schema.empty_table(), key).schema
     # A name that two columns have is none.
-    types_of = {name: fields.field(name).type for name in (key, TOKENS) if fields.get_field_index(name) >= 0}
-    name = key if key in types_of else TOKENS
-    type_ = types_of.get(name)
-    if hasattr(type_, "value_type"):
-        if types.is_dictionary(type_):
-            type_ = type_.value_type
-        elif types.is_integer(type_.value_type):
-            raise _holds_tokens(path, name)
-    if name != key:
+    kinds = {name: column_kind(fields.field(name).type) for name in (key, TOKENS) if fields.get_field_index(name) >= 0}
+    if kinds.get(name := key if key in kinds else TOKENS) == "tokens":
+        raise _holds_tokens(path, name)
+    if key not in kinds:
         raise DataError(
             f"{path} has no column {key!r}: set data.text_key to the column that holds the text "
             f"({listing(schema.names) or 'there is none'}){see('data#no-such-field')}"
         )
-    if not (types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_)):
-        raise DataError(f"{path}: the column {key!r} must hold text, not {type_} (data.text_key)")
+    if kinds[key] != "text":
+        raise DataError(f"{path}: the column {key!r} must hold text, not {kinds[key]} (data.text_key)")
+
+
+def column_kind(type_: Any) -> str:
+    """The content of columns of an arrow type: "text", "tokens" for lists of integers, or the type's name."""
+    types = _arrow("pyarrow").types
+    if types.is_dictionary(type_):
+        type_ = type_.value_type
+    if types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_):
+        return "text"
+    is_list = types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_)
+    return "tokens" if is_list and types.is_integer(type_.value_type) else str(type_)
 
 
 def with_column(table: Any, key: str) -> Any:

@@ -191,7 +191,7 @@ class ColumnSource(DataSet):
         for array in self.arrays(split):
             for value in array:
                 text = text_files.row_text(value, f"{self.where(split)}: row {row}", self.column)
-                yield from cut_document(text_files.slices(text))
+                yield from cut_document([text])
                 row += 1
                 empty += not text
         self.empty[split] = empty
@@ -217,7 +217,7 @@ class CodeSource:
 
     def pieces(self) -> Iterator[TextPiece]:
         for text in self.texts():
-            yield from cut_document(text_files.slices(text))
+            yield from cut_document([text])
 
 
 Source = FileSource | ColumnSource | CodeSource
@@ -364,14 +364,16 @@ def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
 
 
 def cut_document(blocks: Iterable[str]) -> Iterator[TextPiece]:
-    """The pieces of one document, made of blocks of its text."""
+    """The pieces of one document, made of blocks of its text; none if it has no text."""
     pending = ""
     for block in blocks:
         pending += block
-        while len(pending) > PIECE_CHARACTERS:
-            cut = _cut_point(pending, PIECE_CHARACTERS)
-            yield TextPiece(pending[:cut], ends_document=False)
-            pending = pending[cut:]
+        begin = 0
+        while len(pending) - begin > PIECE_CHARACTERS:
+            end = _cut_point(pending, begin + PIECE_CHARACTERS)
+            yield TextPiece(pending[begin:end], ends_document=False)
+            begin = end
+        pending = pending[begin:]
     if pending:
         yield TextPiece(pending, ends_document=True)
 
@@ -383,7 +385,7 @@ def _cut_point(text: str, limit: int) -> int:
     preferred.
     """
     after_punctuation = 0
-    for at in range(limit, max(limit - _BACKTRACK, 0), -1):
+    for at in range(limit, limit - min(_BACKTRACK, PIECE_CHARACTERS), -1):
         if text[at].isspace() and not text[at - 1].isspace():
             if text[at - 1].isalnum():
                 return at
@@ -435,7 +437,7 @@ class TableShard:
             for value in array:
                 text = text_files.row_text(value, f"{self.path}: row {row}", self.column)
                 row += 1
-                yield row, text_files.slices(text)
+                yield row, [text]
 
     @cached_property
     def _values(self) -> Any:

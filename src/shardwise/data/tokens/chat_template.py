@@ -362,14 +362,14 @@ def encode_chats(
     Raises:
         DataError: the template refuses a conversation; names the place, which its function gives.
     """
-    found: list[RenderedChat] = []
+    rendered: list[RenderedChat] = []
     for where, chat in chats:
         try:
-            found.append(template.rendered_chat(chat))
+            rendered.append(template.rendered_chat(chat))
         except DataError as error:
             raise DataError(f"{where()}: {error}") from None
-    encodings = template.tokenizer.encodings([text.text for text in found])
-    for text, encoding in zip(found, encodings, strict=True):
+    encodings = template.tokenizer.encodings([text.text for text in rendered])
+    for text, encoding in zip(rendered, encodings, strict=True):
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         places = np.array(text.answers, dtype=np.int64).reshape(-1, 2)
         first = np.searchsorted(offsets[:, 1], places[:, 0], side="right")
@@ -386,21 +386,21 @@ def _read_templates(files: TokenizerFiles) -> _Templates:
 
     A file of its own goes before `tokenizer_config.json`.
     """
-    found: _Templates = {}
+    templates: _Templates = {}
     paths = {file.name: file for file in files.companions}
     if TOKENIZER_CONFIG in paths:
         template = read_object(paths[TOKENIZER_CONFIG]).get("chat_template")
         entries = template if isinstance(template, list) else [{"name": _DEFAULT, "template": template}]
         for entry in entries:
             if isinstance(entry, dict) and isinstance(entry.get("template"), str):
-                found[str(entry.get("name"))] = (str(paths[TOKENIZER_CONFIG]), entry["template"])
-    own = {_DEFAULT: paths.get(CHAT_TEMPLATE), _TOOL_USE: paths.get(f"{_TOOL_USE}.jinja")}
-    if any(own.values()):
-        found = {}
-    for name, path in own.items():
+                templates[str(entry.get("name"))] = (str(paths[TOKENIZER_CONFIG]), entry["template"])
+    files_of_templates = {_DEFAULT: paths.get(CHAT_TEMPLATE), _TOOL_USE: paths.get(f"{_TOOL_USE}.jinja")}
+    if any(files_of_templates.values()):
+        templates = {}
+    for name, path in files_of_templates.items():
         if path is not None:
             try:
-                found[name] = (str(path), path.read_text(encoding="utf-8"))
+                templates[name] = (str(path), path.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise DataError(f"{path} cannot be read: {error}") from None
-    return found
+    return templates

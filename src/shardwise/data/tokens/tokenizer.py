@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, listing, see
 from shardwise.base.model_folder import TOKENIZER, TOKENIZER_CONFIG
-from shardwise.data import hub
 from shardwise.data.rows import PairTokens
 from shardwise.data.tokens.tokenizer_files import (
     BEGIN_MESSAGE,
@@ -149,7 +149,7 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=False)
 
     def encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-        """As `encoding`, of all texts, on all cores."""
+        """The same of all texts, on all cores."""
         self._read_special_tokens(literally=False)
         with self._library_errors():
             return self._backend.encode_batch(texts, add_special_tokens=False)

@@ -7,6 +7,7 @@ torch's `fully_shard` gives a module another class. Ordinary runs load none of t
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from typing import Any, Protocol, TypeVar, cast
 
 from shardwise.distributed.mesh import Group
@@ -40,8 +41,7 @@ def bit_equal(ordinary: _Class) -> _Class:
 
 def _bit_equal_classes() -> dict[type, type]:
     """Return the bit-equal class of each ordinary one."""
-    from shardwise.layers.bitwise import embedding, linear, loss, norm
-
-    modules = (embedding, linear, loss, norm)
+    # By name: these modules import the ordinary layers, which import this one.
+    modules = [import_module(f"{__package__}.{name}") for name in ("embedding", "linear", "loss", "norm")]
     kinds = [kind for module in modules for name, kind in vars(module).items() if name.startswith("BitEqual")]
     return {kind.__bases__[0]: kind for kind in kinds}

@@ -81,7 +81,7 @@ def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str,
         "precision.mode": config.precision.resolved(device.type != "cpu").parameter,
         "precision.matmul": config.precision.matmul if training else None,
         "compile.backend": backend_of(config.compile, device),
-        "device": _device_name(device),
+        "device": f"cpu, {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else devices.name(device),
         "torch": version("torch"),
         "python": sys.version.partition(" ")[0],
         "code": _code(config),
@@ -97,10 +97,6 @@ def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str,
         facts["weight gradients"] = "added" if products_add_in_graphs(config, device) else "returned"
     model = config.model.model_dump(mode="json", exclude=_OUTSIDE_OF_GRAPHS)
     return facts | {f"model.{key}": value for key, value in model.items()}
-
-
-def _device_name(device: torch.device) -> str:
-    return f"cpu, {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else devices.name(device)
 
 
 @functools.cache

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.base.errors import ConfigError, RunError
-from shardwise.config import Config, Layout, check_layout, config_from
+from shardwise.config import Config, FamilyConfig, Layout, check_layout, config_from
 from shardwise.data.training_data import make_batches, random_text
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
@@ -62,7 +61,7 @@ def play(
     for group in (mesh.tp, mesh.cp):
         group.scatter_by_all_to_all = device.type == "cpu" or group.adds_in_tree
     dtype: torch.dtype = getattr(torch, config.precision.resolved(device.type != "cpu").parameter)
-    part = None if config.model.is_own else _part(config, unit)
+    part = None if config.model.is_own else _part(config.known_shapes, unit)
     settings = config.compile
     batch = _batch(config, torch.device("cpu") if only_capture else device).part(mesh.cp)
     adds = training and products_add_in_graphs(config, device)
@@ -82,7 +81,12 @@ def play(
             compiler=compilation,
         )
         if adds:
-            _give_gradients(weights_of(model))
+            # Gradients that the graph takes as inputs, as the optimizer of a training gives them to its weights.
+            weights = weights_of(model)
+            let_products_add(weights)
+            add_without_cast(weights)
+            for weight in weights:
+                weight.grad = torch.zeros_like(weight, dtype=torch.float32)
         x = _input(config, layout, device, dtype, training)
         key = batch.dropout_key(config.train, step=1) if training else None
         model.train(training)
@@ -94,19 +98,10 @@ def play(
     return compilation
 
 
-def _give_gradients(weights: Sequence[nn.Parameter]) -> None:
-    """Give weights the gradients that the graph takes as inputs, as the optimizer of a training does."""
-    let_products_add(weights)
-    add_without_cast(weights)
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight, dtype=torch.float32)
-
-
-def _part(config: Config, unit: str) -> Part:
+def _part(model: FamilyConfig, unit: str) -> Part:
     """The least part of a family's model that has the unit; its input is that of a later pipeline stage."""
     if unit == HEAD:
         return Part(range(0), is_first=False, is_last=True)
-    model = config.known_shapes
     layer = next(layer for layer in range(model.num_hidden_layers) if unit_of_layer(model, layer) == unit)
     return Part(range(layer, layer + 1), is_first=False, is_last=False)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, ManifestError
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import DamageError, Root
 from tests.stored import write_checkpoint
 
 
@@ -96,12 +95,6 @@ def test_more_values_than_a_checkpoint_can_need_are_not_parsed(folder: Root, mon
     monkeypatch.setattr("shardwise.checkpoint.format.manifest.json.loads", None)
     with pytest.raises(DamageError, match=rf"must have at most {values - 1:,} values, and it has about {values:,}"):
         Manifest.read(folder)
-
-
-def test_a_missing_manifest_is_told(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"manifest\.json cannot be read: there is no such file") as caught:
-        Manifest.read(Root.of(tmp_path))
-    assert caught.value.missing
 
 
 def test_a_future_version_says_which_release_reads_it(folder: Root) -> None:

@@ -35,12 +35,6 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         reach.require_writable(Root.of(tmp_path / "file/run"))
 
 
-def test_errors_are_raised_where_the_answer_is_waited_for(root: Root) -> None:
-    with pytest.raises(StoreError, match="run/a cannot be read: ") as caught:
-        reach.in_time(root, (root / "a").size)
-    assert caught.value.missing
-
-
 def test_nobody_waits_for_a_place_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "PATIENCE_SECONDS", 0.01)
     with pytest.raises(StoreError, match="memory://far cannot be reached: no answer within 0 s"):

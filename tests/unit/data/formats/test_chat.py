@@ -282,15 +282,6 @@ def test_a_template_that_refuses_a_conversation_names_the_line(tmp_path: Path) -
         prepare(config(path=path, format="chat", tokenizer=str(base)), tmp_path)
 
 
-KEYS: dict[str, tuple[dict[str, Any], str]] = {
-    "no path": ({"format": "chat"}, "data.format (chat) needs data.path: JSON lines or parquet of conversations, or a"),
-    "stream": ({"streaming": True, "tokenizer": "t"}, "data.streaming (true) must be false with data.path (c.jsonl), "),
-    "marks": ({"append_eod": False}, "data.append_eod (false) must be null with data.path (c.jsonl), whose"),
-    "attention": ({"reset_attention_mask": False}, "data.reset_attention_mask (false) must be true with data.path"),
-    "end": ({"eod_mask_loss": True}, "data.eod_mask_loss and data.eod_token must be left out with data.path (c.json"),
-}
-
-
 def test_a_mixture_gives_the_same_inputs_of_text_and_conversations(tmp_path: Path) -> None:
     mixture = {"chat": {"dataset": "chat", "weight": 0.5}, "tiny": {"dataset": "tiny", "weight": 0.5}}
     data = prepare(config(mixture=mixture), tmp_path)

@@ -164,40 +164,6 @@ def test_another_table_is_prepared_anew(tmp_path: Path) -> None:
     assert prepared(save(tmp_path / "saved", input_ids=ROWS[:-1])).fingerprint != first
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"split": "train,eval"}, "data.split (train,eval) must name splits of {}: it has train, valid and test"),
-        ({"text_key": "body"}, "{} has no column 'body': set data.text_key to the column that holds the text or the "
-         "tokens (text, number and input_ids)"),
-        ({"text_key": "number"}, "the column 'number' of {} must hold text or lists of integers, not int64"),
-        ({"split": "90,5,5"}, "data.split (90,5,5) must be two weights, training and evaluation, where {} is text"),
-    ],
-)  # fmt: skip
-def test_what_is_asked_for_is_not_there(keys: dict[str, str], says: str, tmp_path: Path) -> None:
-    columns = {"text": TEXTS, "number": range(100), "input_ids": ROWS}
-    path = save_splits(tmp_path / "saved", columns, train=(0, 80), valid=(80, 90), test=(90, 100))
-    assert failure(path, **keys).startswith(says.format(f"data.path ({path})"))
-
-
-def test_a_column_is_text_in_all_splits_or_tokens_in_all(tmp_path: Path) -> None:
-    tables = {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in (("a", TEXTS), ("b", ROWS))}
-    datasets.DatasetDict(tables).save_to_disk(tmp_path / "saved")
-    assert failure(tmp_path / "saved", split="a,b") == (
-        f"the column 'text' of data.path ({tmp_path}/saved) must hold text in all splits or tokens in all: it holds "
-        "text in a and tokens in b"
-    )
-
-
-def test_a_commit_that_the_library_does_not_have_is_refused() -> None:
-    """Without access to the hub it takes the data set of any commit that it has."""
-    library = SimpleNamespace(load_dataset_builder=lambda *_, **__: SimpleNamespace(hash="4567"))
-    with pytest.raises(
-        DataError, match=r"cannot be fetched at commit 0123: there is no access to the hub, and the cac"
-    ):
-        _HubTables("acme/tiny", None, Path("0123"))._builder(library)
-
-
 def test_a_damaged_cache_of_the_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = SimpleNamespace(
         cache_dir=str(tmp_path),

@@ -267,19 +267,6 @@ def refusal(chosen: Config, cache: Path) -> str:
     return problem
 
 
-def test_other_families_are_refused(folder: str, tmp_path: Path) -> None:
-    assert refusal(any_config("llama", path=folder), tmp_path) == (
-        f"model.family (llama) must be bert where data.path ({folder}) is HDF5 shards, which hold sentence pairs with "
-        "masked tokens: name text, or Megatron's .bin and .idx"
-    )
-
-
-@pytest.mark.parametrize(("name", "text"), [("none_*.hdf5", "names no shards"), (".", "names no shards")])
-def test_a_path_without_shards_is_refused(name: str, text: str, tmp_path: Path) -> None:
-    path = str(tmp_path / name)
-    assert refusal(config(path, format="hdf5"), tmp_path).startswith(f"data.path ({path}) {text}")
-
-
 def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a_training_0.hdf5").write_text("some text\n" * 100)
     write(tmp_path / "a_training_1.hdf5", arrays(4))

@@ -11,10 +11,9 @@ from shardwise.base.errors import DataError
 from shardwise.config import Config, changed_stages, config_from
 from shardwise.data.describe import glance
 from shardwise.data.formats.common import make_batches, make_evaluation
-from shardwise.data.formats.mixture import PreparedMixture
-from shardwise.data.open_data import prepare
+from shardwise.data.open_data import PreparedMixture, prepare
 from shardwise.data.reading.megatron_files import IndexedWriter
-from shardwise.data.request import continued_stages, first_stages
+from shardwise.data.request import continued_stages
 from shardwise.data.samples.batch import Batch, BlendedBatches
 from shardwise.data.samples.order import Stage
 from shardwise.data.tokens.tokenizer import train_tokenizer
@@ -181,7 +180,7 @@ RECORDED = [
 
 def test_stages_begin_at_the_samples_of_their_steps() -> None:
     chosen = config(MIXTURE, [{"at": 4, "weights": {"code": 1}}, LATER])
-    assert first_stages(chosen) == [Stage(**stage) for stage in RECORDED]
+    assert continued_stages(chosen, (), 0, 0) == [Stage(**stage) for stage in RECORDED]
 
 
 def test_later_stages_follow_another_batch_and_earlier_ones_stay() -> None:

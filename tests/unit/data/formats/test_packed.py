@@ -158,37 +158,6 @@ def test_an_evaluation_has_every_token_and_a_blend_every_data_set(at: Path, tmp_
     assert sorted(piece for part in parts for piece in documents_in(part)) == expected([*TEXTS, *TEXTS[:20]], at)
 
 
-KEYS: dict[str, tuple[dict[str, Any], str]] = {
-    "attention": (
-        {"path": "x", "reset_attention_mask": False},
-        "data.reset_attention_mask (false) must be true with data.packing (best_fit), whose documents are read one by "
-        "one, or left out",
-    ),
-    "positions": (
-        {"path": "x", "reset_position_ids": False},
-        "data.reset_position_ids (false) must be true with data.packing (best_fit), whose documents are read one by "
-        "one, or left out",
-    ),
-    "loss": (
-        {"path": "x", "eod_mask_loss": True},
-        "data.eod_mask_loss (true) must be left out with data.packing (best_fit), by which no token is predicted from "
-        "another document",
-    ),
-    "marks": (
-        {"path": "x", "append_eod": False},
-        "data.append_eod (false) must be true with data.packing (best_fit), which needs the token that ends a document",
-    ),
-    "masked tokens": (
-        {"path": "x", "family": "bert"},
-        "data.packing (best_fit) must be cut with model.family bert, which masks tokens",
-    ),
-    "rows": (
-        {"hooks": {"data": "package.module:Rows"}},
-        "data.packing (best_fit) must be cut with hooks.data (package.module:Rows), whose samples are rows",
-    ),
-}
-
-
 def test_data_without_ends_of_documents_are_refused(at: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(" ".join(TEXTS))
     path = str(tmp_path / "one.txt")

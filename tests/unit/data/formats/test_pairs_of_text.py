@@ -25,7 +25,6 @@ from tests.unit.data.formats.test_text import config as causal
 from tests.unit.data.formats.test_text import stories
 
 SHARED = Path(__file__).resolve().parents[5] / "shared/data/tokenizers"
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def config(vocab_size: int = 512, sequence_length: int = 64, eval_every: int = 0, **data: object) -> Config:

@@ -300,13 +300,6 @@ def test_output_has_a_name(folder: Folder) -> None:
             folder.run(job)
 
 
-def test_a_place_that_cannot_be_written_is_not_told_to_be_full(folder: Folder) -> None:
-    (folder.at / "file").write_text("")
-    with pytest.raises(DataError) as caught:
-        folder.run(folder.job("file/out"))
-    assert str(caught.value).endswith("file/out cannot be written: Not a directory: name a place that can be")
-
-
 def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
     outcome = folder.run(folder.job("out"))
     found = json.loads((folder.at / "out.json").read_bytes())

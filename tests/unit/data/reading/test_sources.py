@@ -174,18 +174,7 @@ def test_missing_empty_and_odd_paths(tmp_path: Path) -> None:
     assert "must be a file or a folder" in failure(tmp_path / "pipe")
 
 
-def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a.txt"
-    file.write_text("text", encoding="utf-8")
-
-    def refuse(*arguments: object) -> None:
-        raise PermissionError(13, "Permission denied", str(file))
-
-    monkeypatch.setattr(Path, "open", refuse)
-    assert failure(file) == f"{file} cannot be read: Permission denied"
-
-
-@pytest.mark.parametrize("before", [0, 10, PIECE_CHARACTERS - 1, PIECE_CHARACTERS, 2 * PIECE_CHARACTERS + 5])
+@pytest.mark.parametrize("before", [0, PIECE_CHARACTERS - 1, 2 * PIECE_CHARACTERS + 5])
 @pytest.mark.parametrize("bad", [b"\xe9 rest", b"\xe2\x82", b"\xff"])
 def test_invalid_utf8_is_placed(tmp_path: Path, before: int, bad: bytes) -> None:
     file = tmp_path / "a.txt"
@@ -196,34 +185,19 @@ def test_invalid_utf8_is_placed(tmp_path: Path, before: int, bad: bytes) -> None
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (
-            b"not json",
-            "line 2 is not JSON that can be read (Expecting value: line 1 column 1 (char 0)): a .jsonl holds one "
-            'object such as {"text": "…"} on each line; for plain text set data.format=text',
-        ),
-        (b'{"text": "x", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 2 is not JSON that can be read ("),
-        (b"[1, 2]", "line 2 is JSON but not an object"),
-        (
-            b'{"body": "x", "id": 1}',
-            "line 2 has no field 'text': set data.text_key to the field that holds the text (body, id)",
-        ),
-        (b"{}", "(no fields)"),
-        (b'{"text": 3}', "line 2: the field 'text' must hold text, not int"),
-        (b'{"text": "\xe9"}', "line 2, byte 10 (0xe9) is not UTF-8"),
-        (b'{"text": "\\ud800"}', "half a surrogate pair"),
+        (b"not json", " is not JSON that can be read (Expecting value: line 1 column 1 (char 0)): a .jsonl holds one"),
+        (b'{"deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", " is not JSON that can be read ("),
+        (b"[1, 2]", " is JSON but not an object"),
+        (b'{"body": "x", "id": 1}', " has no field 'text': set data.text_key to the field that holds the text (body, "),
+        (b'{"text": 3}', ": the field 'text' must hold text, not int"),
+        (b'{"text": "\xe9"}', ", byte 10 (0xe9) is not UTF-8"),
+        (b'{"text": "\\ud800"}', ": the field 'text' has half a surrogate pair"),
     ],
 )
 def test_bad_lines_are_placed(tmp_path: Path, line: bytes, says: str) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
-    message = failure(file)
-    assert message.startswith(f"{file}: line 2")
-    assert says in message
-
-
-def test_another_field_holds_the_text(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"body": "x"}\n', encoding="utf-8")
-    assert read(tmp_path / "a.json", format="jsonl", text_key="body") == ["x"]
+    assert failure(file).startswith(f"{file}: line 2{says}")
 
 
 def test_fault_15_other_fields_may_hold_anything(tmp_path: Path) -> None:

@@ -326,27 +326,6 @@ def test_a_long_text_is_several_documents(
     assert sorted(epoch_documents(batches, tokenizer, 0)) == sorted(parts)
 
 
-@pytest.mark.parametrize(
-    ("kind", "content", "says"),
-    [
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": 1}\n', "line 3: the field 'text' must hold text, not int"),
-        ("a.jsonl", b'{"text": "fine text"}\n{"text": "\xe9"}\n', "line 2, byte 10 (0xe9) is not UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100, mtime=0)[:-9], "is cut off"),
-        ("a.txt", b"", "holds no text: it is empty"),
-        ("a.jsonl", b'{"text": "a"}\n', "the training part of data.path"),
-    ],
-)
-def test_bad_data_are_one_sentence_at_the_start(
-    kind: str, content: bytes, says: str, tokenizer: Path, tmp_path: Path
-) -> None:
-    (tmp_path / kind).write_bytes(content)
-    with pytest.raises(DataError) as caught:
-        prepare(config(tmp_path / kind, tokenizer, buffer=1000), tmp_path / "cache")
-    assert says in str(caught.value)
-    assert str(tmp_path / kind) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_bad_line_after_going_on_has_its_number(tokenizer: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
     file = tmp_path / "a.jsonl"

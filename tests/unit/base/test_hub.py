@@ -1,6 +1,7 @@
 """Hub ids are fetched once, through the hub's own protocol; what goes wrong is told in one sentence."""
 
 import errno
+import hashlib
 import json
 import os
 import sys
@@ -9,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.model_folder import check_weights
-from shardwise.data import hub
 from tests.e2e.command import shardwise
 from tests.loopback_hub import TOKEN, Site, serve, user_of
 
@@ -45,7 +46,7 @@ def site() -> Iterator[Site]:
 
 CALL = """
 import json, sys
-from shardwise.data import hub
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 function, arguments, cached = json.loads(sys.argv[1])
 said = []
@@ -269,7 +270,7 @@ def test_a_tokenizer_at_a_revision(user: User, site: Site) -> None:
 
 LOOK = """
 import json, sys
-from shardwise.data import hub
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 found = []
 for named in sys.argv[1:]:
@@ -320,3 +321,30 @@ def test_a_disk_without_room_for_what_is_fetched_is_told(monkeypatch: pytest.Mon
         ConfigError, match=r"\(acme/tiny\) cannot be fetched from http.* into .*: No space left on device"
     ):
         hub.resolve("acme/tiny", cached=False)
+
+
+@pytest.mark.slow
+def test_a_damaged_tokenizer_is_fetched_again(user: User, site: Site) -> None:
+    """The hub's client looks whether a file is there, and at nothing else; also of a commit, which never changes."""
+    for named in ("acme/tiny", f"acme/tiny@{site.commit('main')}"):
+        file = user.tokenizer(named) / "tokenizer.json"
+        file.resolve().write_bytes(b"[")
+        assert (user.tokenizer(named) / "tokenizer.json").read_bytes() == b"[]", named
+    assert site.fetched == ["tokenizer.json"] * 3
+
+
+def test_files_are_known_by_their_hashes(tmp_path: Path) -> None:
+    names = {
+        "large": hashlib.sha256(b"large").hexdigest(),
+        "small": hashlib.sha1(b"blob 5\0small").hexdigest(),
+        "cut off": hashlib.sha256(b"cut off, once").hexdigest(),
+        "of another kind": "etag-7",
+    }
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot/deeper").mkdir(parents=True)
+    for content, name in names.items():
+        (tmp_path / "blobs" / name).write_bytes(content.encode())
+        (tmp_path / "snapshot/deeper" / content).symlink_to(tmp_path / "blobs" / name)
+    assert hub.drop_damaged(tmp_path / "snapshot") == [tmp_path / "snapshot/deeper/cut off"]
+    assert {path.name for path in (tmp_path / "blobs").iterdir()} == set(names.values()) - {names["cut off"]}
+    assert hub.drop_damaged(tmp_path / "snapshot") == []

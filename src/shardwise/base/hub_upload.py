@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, RunError
+from shardwise.base.hub import hub_address, is_hub_name
 from shardwise.base.redaction import redacted
-from shardwise.data.hub import hub_address, is_hub_name
 
 
 def require_upload(repository: str) -> None:

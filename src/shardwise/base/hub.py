@@ -8,6 +8,7 @@ licence files are fetched: a pickle is never opened. The token that gated reposi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import re
 import sys
@@ -32,7 +33,6 @@ from shardwise.base.model_folder import (
     without_tokenizer,
     without_weights,
 )
-from shardwise.runs.folder import RUNS
 
 # Files in folders are not fetched, such as the weights of another format, except for those of `CHAT_TEMPLATES`: no
 # pattern of other files begins with a star, so none matches in a folder whose name begins as that does.
@@ -48,6 +48,9 @@ FOUND = {
 """The words of a dry run about a hub id, by the result of `find`."""
 # A dry run does not wait longer for the hub's answer.
 _PATIENCE_SECONDS = 10.0
+# Names of files in the hub's cache: SHA-256 of large files, git's hash of others.
+_SHA256 = re.compile("[0-9a-f]{64}")
+_GIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class HubFiles:
         revision: branch, tag or commit; None: the main branch.
         patterns: patterns of the files to fetch.
         lacking: function that returns the message if files with these names are not enough, else None.
+        verified: True to check the hashes of files in the cache and fetch damaged ones again; only for small files.
         check: function that raises ConfigError for a folder with enough names that lacks something else.
         repo_type: kind of repository, in the hub's word.
         hint: end of a message, with another name that may have been meant.
@@ -71,6 +75,7 @@ class HubFiles:
     revision: str | None
     patterns: tuple[str, ...]
     lacking: Callable[[Collection[str]], str | None] = lambda names: None
+    verified: bool = False
     check: Callable[[Path], None] = lambda folder: None
     repo_type: Literal["model", "dataset"] = "model"
     hint: str = ""
@@ -163,6 +168,7 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
     return HubFiles(
         "data.tokenizer", repository, revision, (*TOKENIZER_FILES, *LICENCES),
         lacking=lambda names: None if holds_tokenizer(names) else without_tokenizer(key, names),
+        verified=True,
     )  # fmt: skip
 
 
@@ -179,7 +185,7 @@ def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
         raise ConfigError(f"{must}, and a path is named by data.path: {_ID_RULE}{hint}")
     # The card and the list of large files name the configurations; the last is its loading script, if it has one.
     patterns = ("README.md", ".gitattributes", f"{repository.rpartition('/')[2]}.py")
-    return HubFiles("data.dataset", repository, revision, patterns, repo_type="dataset", hint=hint)
+    return HubFiles("data.dataset", repository, revision, patterns, repo_type="dataset", hint=hint, verified=True)
 
 
 def obtain(place: Path | HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
@@ -254,7 +260,7 @@ def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> Non
     """Raises ConfigError if `name`, which is no existing path, is no hub id either; `must` begins the message."""
     missing = f"{must}: there is none of that name in {Path.cwd()}"
     # Before the first run there is no folder of runs.
-    is_local = name.startswith((".", "/", "~", f"{RUNS}/")) or name.endswith("/") or name.count("/") > 1
+    is_local = name.startswith((".", "/", "~", "runs/")) or name.endswith("/") or name.count("/") > 1
     if is_local or is_file or Path(name.partition("/")[0]).is_dir():
         near = nearest_name(path.name, _names(path.parent))
         raise ConfigError(missing + (f"; did you mean {path.parent / near}?" if near else ""))
@@ -274,6 +280,33 @@ def _from_cache(files: HubFiles) -> Path:
     return folder
 
 
+def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path]:
+    """Delete and return files of a commit's folder in the cache that changed since they were fetched."""
+    damaged = [
+        path
+        for path in sorted({path for pattern in patterns for path in folder.glob(pattern)})
+        if path.is_file() and _is_damaged(path.resolve())
+    ]
+    for path in damaged:
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+    return damaged
+
+
+def _is_damaged(content: Path) -> bool:
+    """True if a file of the cache differs from its name: the SHA-256 of large files, git's hash of others."""
+    with content.open("rb") as file:
+        # Git hashes a header with the size before the content.
+        if _SHA256.fullmatch(content.name):
+            digest = hashlib.file_digest(file, hashlib.sha256)
+        elif _GIT.fullmatch(content.name):
+            header = f"blob {content.stat().st_size}\0".encode()
+            digest = hashlib.file_digest(file, lambda: hashlib.sha1(header, usedforsecurity=False))
+        else:
+            return False
+    return digest.hexdigest() != content.name
+
+
 def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -284,6 +317,8 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
     logging.getLogger("huggingface_hub._snapshot_download").setLevel(logging.ERROR)
     try:
         folder = _from_cache(files)
+        if files.verified and drop_damaged(folder, files.patterns):
+            raise LookupError
         if files.revision == folder.name:
             return folder  # a commit never changes
     except (LookupError, ConfigError):
