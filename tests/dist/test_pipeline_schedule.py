@@ -20,8 +20,10 @@ from shardwise.models.blocks import Stages
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.clock import StepTiming
 from shardwise.pipeline.in_flight import PassBytes, step_peak
+from shardwise.runs.folder import RunDirectory
 from shardwise.train.trace import Trace
 from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import make_config
 
 
 class Kept:
@@ -160,7 +162,7 @@ def test_what_a_stage_raises_is_heard_as_it_is(schedule: Schedule, ranks: Any) -
         assert sum(isinstance(each, OtherRankError) for each in heard) == 1, f"{where}: {heard}"
 
 
-def traced(schedule: Schedule, degree: int, micro_batches: int, folder: str) -> str:
+def traced(schedule: Schedule, degree: int, micro_batches: int, folder: Path) -> str:
     pipeline, stages = make_pipeline(schedule, degree, micro_batches)
     last = {id(model): stage.is_last for stage, model in stages.pairs()}
 
@@ -168,20 +170,20 @@ def traced(schedule: Schedule, degree: int, micro_batches: int, folder: str) -> 
         out = (torch.ones(4) if x is None else x) * model.weight
         return out.sum().reshape(1) if last[id(model)] else out
 
-    path = Path(folder) / f"rank-{shared_mesh(1, degree).pp.rank:04}.json"
-    trace = Trace(range(2, 4), path, pipelined=True)
+    mesh, run = shared_mesh(1, degree), RunDirectory(folder)
+    trace = Trace(make_config(log={"profile": "2:4"}).log, mesh, run)
     for step in range(1, 6):
         with trace.step(step):
             pipeline.step(compute)
     trace.close()
-    return path.read_text()
+    return run.trace(mesh.world.rank).read_text()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_trace_names_the_work_and_the_messages(schedule: Schedule, ranks: Any, tmp_path: Path) -> None:
     degree, micro_batches = 2, 4
     parallel = parallel_config(schedule, degree)
-    for rank, text in enumerate(ranks(degree).run(traced, schedule, degree, micro_batches, str(tmp_path))):
+    for rank, text in enumerate(ranks(degree).run(traced, schedule, degree, micro_batches, tmp_path)):
         names = Counter(event["name"] for event in json.loads(text)["traceEvents"] if event.get("ph") == "X")
         assert {name for name in names if name.startswith("step ")} == {"step 2", "step 3"}
         kinds = {"forward", "backward"} if schedule == "1f1b" else {
