@@ -162,7 +162,7 @@ def test_what_a_stage_raises_is_heard_as_it_is(schedule: Schedule, ranks: Any) -
         assert sum(isinstance(each, OtherRankError) for each in heard) == 1, f"{where}: {heard}"
 
 
-def traced(schedule: Schedule, degree: int, micro_batches: int, folder: str) -> str:
+def traced(schedule: Schedule, degree: int, micro_batches: int, folder: Path) -> str:
     pipeline, stages = make_pipeline(schedule, degree, micro_batches)
     last = {id(model): stage.is_last for stage, model in stages.pairs()}
 
@@ -185,7 +185,7 @@ def traced(schedule: Schedule, degree: int, micro_batches: int, folder: str) -> 
 def test_a_trace_names_the_work_and_the_messages(schedule: Schedule, ranks: Any, tmp_path: Path) -> None:
     degree, micro_batches = 2, 4
     parallel = parallel_config(schedule, degree)
-    for rank, text in enumerate(ranks(degree).run(traced, schedule, degree, micro_batches, str(tmp_path))):
+    for rank, text in enumerate(ranks(degree).run(traced, schedule, degree, micro_batches, tmp_path)):
         names = Counter(event["name"] for event in json.loads(text)["traceEvents"] if event.get("ph") == "X")
         assert {name for name in names if name.startswith("step ")} == {"step 2", "step 3"}
         kinds = {"forward", "backward"} if schedule == "1f1b" else {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -13,7 +14,6 @@ from shardwise.config.base_section import Origin, Section, reject
 from shardwise.config.decoders import DECODERS
 from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig, Objective
 from shardwise.config.hugging_face_names import WeightNames
-from shardwise.config.sparse import SPARSE_DECODERS
 
 
 class UserModelConfig(Section):
@@ -61,10 +61,36 @@ class UserModelConfig(Section):
 
 ModelConfig: TypeAlias = FamilyConfig | UserModelConfig
 
-_RECORDS: tuple[type[FamilyConfig], ...] = (*DECODERS, *SPARSE_DECODERS, GPTConfig, GPTNeoXConfig, BertConfig)
-FAMILIES: dict[str, type[FamilyConfig]] = {
-    get_args(family.model_fields["family"].annotation)[0]: family for family in _RECORDS
-}
+_SPARSE = ("olmoe", "qwen3_moe", "mixtral", "glm4_moe")
+"""The families of `config/sparse.py`."""
+_RECORDS: tuple[type[FamilyConfig], ...] = (*DECODERS, GPTConfig, GPTNeoXConfig, BertConfig)
+
+
+class _Families(Mapping[str, type[FamilyConfig]]):
+    """The records of all families; those of sparse ones are made when one of them is asked for."""
+
+    def __init__(self) -> None:
+        self._records = dict(_by_name(_RECORDS))
+
+    def __getitem__(self, name: str) -> type[FamilyConfig]:
+        if name in _SPARSE and name not in self._records:
+            from shardwise.config.sparse import SPARSE_DECODERS
+
+            self._records |= _by_name(SPARSE_DECODERS)
+        return self._records[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*_by_name(DECODERS), *_SPARSE, *_by_name(_RECORDS[len(DECODERS) :])))
+
+    def __len__(self) -> int:
+        return len(_RECORDS) + len(_SPARSE)
+
+
+def _by_name(records: Iterable[type[FamilyConfig]]) -> dict[str, type[FamilyConfig]]:
+    return {get_args(record.model_fields["family"].annotation)[0]: record for record in records}
+
+
+FAMILIES: Mapping[str, type[FamilyConfig]] = _Families()
 """The value of `model.family` → the family's record. Everything that goes through all families reads this table."""
 
 

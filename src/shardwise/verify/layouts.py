@@ -133,17 +133,18 @@ def candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, lis
     Schedule, recompute and context parallelism are the recipe's unless they are chosen, and stages of ZeRO are 0, 1 and
     the recipe's. Experts, if there are some, are divided over any number of ranks.
     """
-    shapes = config.shapes
     values: dict[str, Sequence[Any]] = {key: valid or sorted(divisors(ranks)) for key, valid in AXES.items()}
     defaults: dict[str, Sequence[Any]] = {
         "parallel.context": [config.parallel.context],
-        "parallel.expert": sorted(divisors(ranks)) if shapes is not None and shapes.any_routing else [1],
         "parallel.schedule": [config.parallel.schedule],
         "train.recompute": get_args(Recompute) if config.train.recompute == "auto" else [config.recompute],
         "optimizer.zero": sorted({0, 1, config.optimizer.zero}),
     }
     values |= {key: default for key, default in defaults.items() if key not in chosen}
     values |= {key: named for key, named in chosen.items() if named is not None}
+    has_experts = config.shapes is not None and config.shapes.any_routing is not None
+    if not (has_experts or chosen.get("parallel.expert")):
+        values["parallel.expert"] = [1]
     cells = []
     for tensor, sequence, context, expert, pipeline, schedule, zero, recompute in itertools.product(*values.values()):
         data, remainder = divmod(ranks, tensor * context * pipeline)

@@ -28,4 +28,4 @@ def test_a_layout_has_one_notation(
     assert Layout(world, tensor, sequence, pipeline, context=context).product().startswith(f"{text} = {world} rank")
     choice = Choice(tensor, sequence, context, pipeline, "1f1b", None, 1, "none", 1)
     assert choice.text(world).startswith(text)
-    assert Cell("cpu", world, tensor, sequence, context, pipeline).degrees == (short or "one process")
+    assert Cell("cpu", world, tensor, sequence, context, pipeline=pipeline).degrees == (short or "one process")

@@ -28,6 +28,7 @@ OTHERS: dict[str, list[str]] = {
     "model.ignore": ["model.ignore=[unsloth_fixed]"],
     "model.no_rope_layers": ["model.family=smollm3", "model.no_rope_layers=[1,0,1,0,1,0,1,0]"],
     "model.layer_types": ["model.family=qwen3", "model.sliding_window=16", "model.layer_types=4"],
+    "model.mlp_only_layers": ["model.family=qwen3_moe", "model.mlp_only_layers=[1]"],
     "parallel.stages": ["parallel.stages=[3,5]"],
     "optimizer.betas": ["optimizer.betas=[0.8,0.9]"],
     "evaluation.sets": ["train.eval_every=2", "evaluation.sets={code: a, wiki: {path: b, split: '1,0'}}"],

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -16,6 +18,7 @@ class Recorded:
     name: str
     calls: list[str]
     stage: int = 0
+    group: ClassVar = SimpleNamespace(size=2)
     parameters: tuple[str] = ("p",)
     reduced: bool = False
     is_reducing: bool = False

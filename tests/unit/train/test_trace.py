@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ from shardwise.config import check_layout, config_from
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.build import build_trainer
+from shardwise.train.observers import Observer, observe
 from shardwise.train.reporter import Reporter
 from shardwise.train.trace import Trace
-from shardwise.train.trainer import Observer
 from tests.dist.training import make_config, make_data
 
 
@@ -33,7 +34,9 @@ def test_a_run_without_a_pipeline(
         trainer = build_trainer(config, mesh, make_data(), reporter)
         unsaved: Any = SimpleNamespace(flags=None, stopped_by=None)
         with closing(Trace(config.log, mesh, run)) as recording:
-            trainer.run([Observer(1, lambda record, _: reporter.step(record))], unsaved, recording.step)
+            trainer.run(
+                partial(observe, [Observer(1, lambda record, _: reporter.step(record))]), unsaved, recording.step
+            )
     assert "profiler" not in capfd.readouterr().err, "torch's profiler tells of itself"
     first = trace.partition(":")[0]
     assert f"trace of steps {first} to {int(first) + 1}: {run.trace(0)}; ui.perfetto.dev" in stream.getvalue()
