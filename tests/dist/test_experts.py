@@ -218,7 +218,7 @@ def biases(expert: int, micro_batches: int, recompute: Any = "none") -> dict[str
 
 def test_biases_depend_on_the_loads_of_the_whole_batch_alone(ranks: Any) -> None:
     wanted = biases(1, 1)
-    assert all(values.unique().numel() > 1 for values in wanted.values())
+    assert all(values.unique().numel() > 1 for name, values in wanted.items() if name.endswith("loads"))
     cases = [biases(1, 4), biases(1, 2, "full"), *run(ranks, 2, biases, 2, 1), *run(ranks, 2, biases, 1, 2)]
     for found in cases:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
