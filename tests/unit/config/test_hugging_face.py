@@ -355,6 +355,7 @@ def test_windows_by_their_interval() -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
+        ({"model_type": "gpt_oss"}, 'model_type ("gpt_oss") is not supported: shardwise lacks its attention sinks'),
         ({"model_type": "gemma2"}, 'model_type ("gemma2") is not supported: shardwise lacks its soft caps on scores'),
         (
             {"model_type": "gemma3_text", "pad_token_id": None, "final_logit_softcapping": 30.0},

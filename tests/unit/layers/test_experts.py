@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.config.routing import Routing
 from shardwise.distributed.mesh import Group
-from shardwise.layers.experts import Experts, choose, sum_of_experts
+from shardwise.layers.experts import Experts, _grouped_sum, choose, sum_of_experts
 
 T, H, WIDTH, N, K = 24, 8, 6, 4, 2
 
@@ -55,6 +55,24 @@ def test_the_sum_and_its_gradients_are_those_of_the_formula(case: str) -> None:
     idle = sorted({*range(N)} - {*experts.flatten().tolist()})
     assert not found[2][idle].any()
     assert not found[3][idle].any()
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped products")
+@pytest.mark.parametrize("case", CHOICES)
+def test_grouped_products_compute_the_same(case: str) -> None:
+    """What an accelerator does; widths are multiples of 16 bytes."""
+    experts = CHOICES[case]
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(len(experts), H), tuple(experts.shape), (N, 8, H), (N, H, 4)]
+    given = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    x, weights, gate_up, down = given
+    dy = torch.randn(len(experts), H, generator=generator)
+    found = _grouped_sum(x, weights, experts, gate_up, down)
+    wanted = sum_of_experts(x, weights, experts, gate_up, down)
+    torch.testing.assert_close(found, wanted)
+    gradients = torch.autograd.grad(found, given, dy), torch.autograd.grad(wanted, given, dy)
+    for gradient, same in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, same)
 
 
 def test_of_equal_scores_the_first_experts_are_chosen() -> None:
