@@ -64,14 +64,15 @@ CASES: dict[str, dict[str, Any]] = {
 SCALE = 5.0  # of the weights, so that routers choose clearly
 
 
-def make(family: str, mesh: Mesh | None = None, *, sequence: bool = False) -> Llama:
+def make(family: str, mesh: Mesh | None = None, *, sequence: bool = False, alike: bool = False) -> Llama:
+    """`alike`: all experts have one score, so that the first ones are chosen and the others get nothing."""
     config = FAMILIES[family].model_validate({"family": family, **SIZES, **CASES[family]})
     with made_with(Execution(experts=mesh.experts) if mesh else Execution()):
         model = Llama(config, mesh.tp if mesh else Group(), sequence_parallel=sequence, seed=1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
-                parameter.mul_(SCALE)
+                parameter.mul_(0.0 if alike and "router" in name else SCALE)
             elif name.endswith("router.bias"):
                 parameter.copy_(torch.linspace(-0.1, 0.1, len(parameter)))
     return model
@@ -83,9 +84,9 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def alone(family: str) -> tuple[float, dict[str, Tensor]]:
+def alone(family: str, alike: bool = False) -> tuple[float, dict[str, Tensor]]:
     """The loss of one process, and the gradients by canonical name."""
-    model = make(family)
+    model = make(family, alike=alike)
     loss = model(*batch())
     loss.backward()
     return loss.item(), {
@@ -96,14 +97,14 @@ def alone(family: str) -> tuple[float, dict[str, Tensor]]:
     }
 
 
-def train(family: str, tensor: int, sequence: bool, expert: int) -> tuple[float, float]:
+def train(family: str, tensor: int, sequence: bool, expert: int, alike: bool = False) -> tuple[float, float]:
     """The sum of the losses of all ranks' samples, and the largest error of a gradient relative to its norm."""
     mesh = Mesh(tensor=tensor, expert=expert, device="cpu")
-    model = make(family, mesh, sequence=sequence)
+    model = make(family, mesh, sequence=sequence, alike=alike)
     loss = model(*(part.chunk(mesh.dp.size, dim=1)[mesh.dp.rank] for part in batch()))
     loss.backward()
     total = collectives.all_reduce_(loss.detach().clone(), mesh.dp).item()
-    _, wanted = alone(family)
+    _, wanted = alone(family, alike)
     worst = 0.0
     for _, parameter, record in placements(model, mesh.tp):
         if parameter.grad is None:
@@ -115,7 +116,7 @@ def train(family: str, tensor: int, sequence: bool, expert: int) -> tuple[float,
             if piece.partial:
                 collectives.all_reduce_(part, piece.copies)
             whole = wanted[piece.name]
-            worst = max(worst, ((part - whole[piece.box.slices]).norm() / whole.norm()).item())
+            worst = max(worst, ((part - whole[piece.box.slices]).norm() / whole.norm().clamp(min=1e-12)).item())
     return total, worst
 
 
@@ -135,6 +136,15 @@ def test_a_layout_has_the_loss_and_the_gradients_of_one_process(
 ) -> None:
     loss, _ = alone(family)
     for total, worst in run(ranks, world, train, family, tensor, sequence, expert):
+        assert total == pytest.approx(loss, rel=1e-6)
+        assert worst < 1e-5
+
+
+def test_ranks_without_a_row_and_experts_without_a_token(ranks: Any) -> None:
+    """Of 8 experts on 4 ranks, all tokens have the first 3: two ranks get no row."""
+    loss, gradients = alone("olmoe", alike=True)
+    assert not gradients["model.layers.0.mlp.experts.7.down_proj.weight"].any()
+    for total, worst in run(ranks, 4, train, "olmoe", 1, False, 4, True):
         assert total == pytest.approx(loss, rel=1e-6)
         assert worst < 1e-5
 

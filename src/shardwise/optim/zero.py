@@ -222,7 +222,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         frozen = [p for p in options["params"] if not p.requires_grad]
         for p in frozen:
             draw_in_place(p)
-            checks.broadcast_value(p, self.group)
+            checks.broadcast_value(p, of_or_whole(p).pieces[0].replicas or self.group)
         self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
         hook = weak_hook(self._reductions.take)
