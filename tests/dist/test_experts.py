@@ -130,7 +130,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("world", "tensor", "sequence", "expert"), LAYOUTS)
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", *(pytest.param(f, marks=pytest.mark.slow) for f in CASES if f != "glm4_moe")]
+)
 def test_a_layout_has_the_loss_and_the_gradients_of_one_process(
     family: str, world: int, tensor: int, sequence: bool, expert: int, ranks: Any
 ) -> None:
@@ -274,7 +276,10 @@ def curve() -> list[float]:
     return go_on({}, None, 4, None)
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if "copies" in name or "PP" in name else pytest.mark.slow) for name in TRAININGS],
+)
 def test_a_training_has_the_curve_of_one_process_and_goes_on_in_it(name: str, tmp_path: Path, ranks: Any) -> None:
     world, sections = TRAININGS[name]
     halfway = str(tmp_path / "step-00000002")
