@@ -18,7 +18,7 @@ from shardwise.base.parsing import instances
 from shardwise.base.redaction import redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
-from shardwise.estimates.memory import checkpoint_bytes, expected_memory, memory_copies_bytes, neediest_rank
+from shardwise.estimates.memory import expected_memory, memory_copies_bytes, neediest_rank
 from shardwise.estimates.memory_choice import RESERVED, fitted
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 from shardwise_jobs import commands
@@ -127,17 +127,15 @@ def check_run_folder(run_path: Path) -> None:
         )
 
 
-def check_disk(run_path: Path, config: Config) -> None:
-    """Refuse a folder that cannot be written, or whose disk lacks room for a checkpoint, by a ConfigError."""
+def check_disk(run_path: Path, needed: int) -> None:
+    """Refuse a folder that cannot be written, or whose disk lacks the `needed` bytes, by a ConfigError."""
     existing = next(folder for folder in (run_path, *run_path.parents) if folder.exists())
     if not os.access(existing, os.W_OK):
         raise ConfigError(
             f"--run-dir ({run_path}) must be in a folder that can be written: {existing} cannot"
             f"{see('runs#folder-not-writable')}"
         )
-    needed = checkpoint_bytes(config, accelerator=True)
-    if needed is not None and config.checkpoint.path is None:
-        RunDirectory(existing).require_room(needed)
+    RunDirectory(existing).require_room(needed)
 
 
 def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool | None = None) -> list[tuple[str, str]]:

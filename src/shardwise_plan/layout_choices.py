@@ -11,7 +11,7 @@ from typing import TypeVar, get_args
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.mesh_axes import layout_text
-from shardwise.config import Config, Frequency, Layout, Recompute, Schedule, check_layout
+from shardwise.config import Config, Frequency, Layout, ParallelConfig, Recompute, Schedule, check_layout
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
 from shardwise_plan.device_specs import Device
@@ -222,34 +222,33 @@ def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) 
         sequences = _values(
             fixed, "parallel.sequence", parallel.sequence and tensor > 1, [True, False] if tensor > 1 else [False]
         )
-        for context in _contexts(config, world // tensor, fixed):
+        for context in _contexts(parallel.context, config.train.sequence_length, world // tensor, fixed):
             ranks = world // (tensor * context)
             layers = [n for n in range(1, model.num_hidden_layers + 1) if ranks % n == 0]
             for pipeline in _values(fixed, "parallel.pipeline", parallel.pipeline, layers):
-                for schedule, virtual in _schedules(config, pipeline, fixed):
+                for schedule, virtual in _schedules(parallel, model.num_hidden_layers, pipeline, fixed):
                     for sequence in sequences:
                         yield tensor, sequence, context, pipeline, schedule, virtual
 
 
-def _contexts(config: Config, ranks: int, fixed: Collection[str]) -> Sequence[int]:
+def _contexts(recipes: int, length: int, ranks: int, fixed: Collection[str]) -> Sequence[int]:
     """Return the degrees of context parallelism that divide the ranks: the recipe's, and all that leave long chunks.
 
-    Each rank has two chunks of each sample, of at least `_LEAST_CHUNK` tokens.
+    Each rank has two chunks of each sample of `length` tokens, of at least `_LEAST_CHUNK` tokens.
     """
-    recipes = config.parallel.context
-    length = config.train.sequence_length
     most = max(1, length // (2 * _LEAST_CHUNK))
     degrees = {recipes, *(n for n in range(1, most + 1) if n == 1 or length % (2 * n) == 0)}
     return _values(fixed, "parallel.context", recipes, [n for n in sorted(degrees) if ranks % n == 0])
 
 
-def _schedules(config: Config, pipeline: int, fixed: Collection[str]) -> Iterator[tuple[Schedule, int | None]]:
+def _schedules(
+    parallel: ParallelConfig, layers: int, pipeline: int, fixed: Collection[str]
+) -> Iterator[tuple[Schedule, int | None]]:
     """Yield schedules with their virtual stages; those with any number of stages have equal ones."""
-    layers = config.known_shapes.num_hidden_layers
     if pipeline == 1:
         yield DEFAULT_SCHEDULE, None
         return
-    for schedule in _values(fixed, "parallel.schedule", config.parallel.schedule, _SCHEDULES):
+    for schedule in _values(fixed, "parallel.schedule", parallel.schedule, _SCHEDULES):
         spec = SCHEDULES[schedule]
         if spec.is_single_stage:
             yield schedule, None
@@ -257,5 +256,5 @@ def _schedules(config: Config, pipeline: int, fixed: Collection[str]) -> Iterato
             yield schedule, spec.stages_per_rank
         else:
             equal = [n for n in range(spec.stages_per_rank, layers // pipeline + 1) if layers % (pipeline * n) == 0]
-            for virtual in _values(fixed, "parallel.virtual_stages", config.parallel.virtual_stages, equal):
+            for virtual in _values(fixed, "parallel.virtual_stages", parallel.virtual_stages, equal):
                 yield schedule, virtual

@@ -173,7 +173,7 @@ def run_conversation(
         ConfigError: the folder has another model, or one that gives no logits. DamageError: a checkpoint's bytes do
         not match their checksums. RunError: memory ran out.
     """
-    with joined_mesh(config) as mesh:
+    with joined_mesh(config.parallel, config.train.micro_batch) as mesh:
         model = load_generator(config, weights, mesh)
         reader = open_reader(model, mesh, transcript.window, parallel=config.parallel)
         Conversation(model, mesh, config.parallel, reader, transcript, stops, channel).run()

@@ -13,7 +13,7 @@ from shardwise.base.errors import ConfigError, DataError, RunError
 from shardwise.checkpoint.format.manifest import MANIFEST
 from shardwise.checkpoint.load_weights import load_checkpoint, load_hugging_face
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, check_layout
+from shardwise.config import Config, ParallelConfig, check_layout
 from shardwise.data.evaluation_sets import byte_counts
 from shardwise.data.formats.common import make_evaluation
 from shardwise.data.open_data import prepare
@@ -36,7 +36,7 @@ def run_evaluation(
         ConfigError: the data have nothing to predict, or the folder has another model. DamageError: a checkpoint's
         bytes do not match their checksums. RunError: memory ran out.
     """
-    with joined_mesh(config) as mesh:
+    with joined_mesh(config.parallel, config.train.micro_batch) as mesh:
         # A part that is smaller than one training sample can be evaluated.
         data = prepare(config, any_size=True)
         batches = make_evaluation(config, data, part)
@@ -60,7 +60,7 @@ def run_generation(
         ConfigError: the folder has another model, or one that gives no logits. DamageError: a checkpoint's bytes do
         not match their checksums. RunError: memory ran out.
     """
-    with joined_mesh(config) as mesh:
+    with joined_mesh(config.parallel, config.train.micro_batch) as mesh:
         model = load_generator(config, weights, mesh)
         return answer(model, mesh, prompt, tokenizer, write, parallel=config.parallel)
 
@@ -78,16 +78,16 @@ def run_tasks(config: Config, weights: Root, tokenizer: Tokenizer, stops: frozen
     # It imports lm_eval, an extra.
     from shardwise_use.task_evaluation import BOOTSTRAPS, evaluate_tasks
 
-    with joined_mesh(config) as mesh:
+    with joined_mesh(config.parallel, config.train.micro_batch) as mesh:
         model = load_model(config, weights, mesh)
         return evaluate_tasks(config, model, mesh, tokenizer, stops, bootstraps=BOOTSTRAPS)
 
 
 @contextmanager
-def joined_mesh(config: Config) -> Iterator[Mesh]:
+def joined_mesh(parallel: ParallelConfig, micro_batch: int) -> Iterator[Mesh]:
     """Join the job and give its mesh; inside, an out-of-memory error becomes a sentence."""
     join()
-    mesh = Mesh(**config.parallel.degrees)
+    mesh = Mesh(**parallel.degrees)
     try:
         yield mesh
     except Exception as error:
@@ -95,8 +95,8 @@ def joined_mesh(config: Config) -> Iterator[Mesh]:
             raise
         raise RunError(
             f"rank {mesh.world.rank} ran out of memory on {mesh.device}: raise parallel.tensor "
-            f"({config.parallel.tensor}) or parallel.pipeline ({config.parallel.pipeline}), or lower "
-            f"train.micro_batch ({config.train.micro_batch}) or train.sequence_length in an evaluation, --max-tokens "
+            f"({parallel.tensor}) or parallel.pipeline ({parallel.pipeline}), or lower "
+            f"train.micro_batch ({micro_batch}) or train.sequence_length in an evaluation, --max-tokens "
             "or the prompt in a generation"
         ) from error
     leave()

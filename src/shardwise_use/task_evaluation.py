@@ -165,7 +165,7 @@ def evaluate_tasks(
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
             results: dict[str, Any] = evaluate(
-                ShardedLM(answering, longest_input(config)),
+                ShardedLM(answering, longest_input(config.model, config.train)),
                 tasks,
                 limit=settings.limit,
                 bootstrap_iters=bootstraps,

@@ -161,7 +161,7 @@ def answers(model: Path, parallel: dict[str, Any], ask: Callable[[task_evaluatio
     stages = build_stages(config, check_layout(config, ranks.world.size), ranks)
     load_hugging_face(stages, config.model, ranks, model)
     answering = TaskModel(stages.eval(), ranks, config.parallel, Tokenizer.load(model), frozenset(), 1)
-    lm = task_evaluation.ShardedLM(answering, longest_input(config))
+    lm = task_evaluation.ShardedLM(answering, longest_input(config.model, config.train))
     return answering.while_others_answer(lambda: ask(lm))
 
 

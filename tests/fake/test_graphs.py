@@ -88,4 +88,4 @@ def test_ranks_and_layers_share_a_graph(
 def test_the_number_of_graphs_is_that_of_kinds(model: dict[str, Any], units: list[str]) -> None:
     for every, modes in ((0, (True,)), (2, (True, False))):
         config = make_config(model=SIZES | model, train={"eval_every": every})
-        assert planned_graphs(config) == [(unit, mode) for unit in units for mode in modes]
+        assert planned_graphs(config.model, config.train) == [(unit, mode) for unit in units for mode in modes]

@@ -20,7 +20,7 @@ from shardwise.checkpoint.format.stored_tensors import mismatches
 from shardwise.checkpoint.load_weights import tensor_shapes
 from shardwise.checkpoint.restore import other_ends
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, weight_names
+from shardwise.config import FamilyConfig, weight_names
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import agree
 from shardwise.distributed.mesh import Group, Mesh
@@ -94,10 +94,10 @@ def require_one_save(root: Root, step: int, model: nn.Module, mesh: Mesh) -> Non
     agree(problems, mesh.world)
 
 
-def require_one_model(model: nn.Module, config: Config | None, mesh: Mesh) -> None:
-    """Raise ConfigError where stages share a name, or `config` is of another model. Collective over the pipeline.
+def require_one_model(model: nn.Module, family: FamilyConfig | None, mesh: Mesh) -> None:
+    """Raise ConfigError where stages share a name, or `family` is of another model. Collective over the pipeline.
 
-    The configuration of a model of the user's own names a class, which is not called here, so it is not compared.
+    A model of the user's own has none: its configuration names a class, which is not called here.
     """
     # Both ends of a pipeline have a tied weight under one name; any other name must be of one stage.
     local_names: dict[str, None] = {}
@@ -115,7 +115,6 @@ def require_one_model(model: nn.Module, config: Config | None, mesh: Mesh) -> No
             f"pipeline stages must name their parameters differently, and several have "
             f"{listing(repeated, most=_SHOWN)}: name the modules of each stage as the whole model does"
         )
-    family = None if config is None else config.shapes
     if family is None:
         return
     shapes = tensor_shapes(model, mesh)

@@ -70,7 +70,7 @@ def save_checkpoint(
         root = Root.of(require_path("folder", folder))
         arguments.require_saveable(model, optimizer, step, config, mesh)
     arguments.require_one_save(root, int(step), model, mesh)
-    arguments.require_one_model(model, config, mesh)
+    arguments.require_one_model(model, None if config is None else config.shapes, mesh)
     # The weights of the last step may still be on their way from the ranks that updated them.
     optimizer.gathers.wait()
     check_replicas(model, mesh, int(step), optimizer)

@@ -23,7 +23,7 @@ from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesid
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.config import Config, ModelConfig, shapes_of
+from shardwise.config import Config, FamilyConfig, ModelConfig, shapes_of
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids
@@ -67,9 +67,8 @@ def model_files(
     return {**generation, **token_files, CONFIG: to_json(described)}
 
 
-def _qwen2_note(config: Config, tokenizer: Path | None) -> tuple[str, ...]:
+def _qwen2_note(family: FamilyConfig | None, tokenizer: Path | None) -> tuple[str, ...]:
     """A note where transformers takes its own class for the model whatever the files say, and gives other ids."""
-    family = config.shapes
     if tokenizer is None or family is None or to_hugging_face(family)["model_type"] != "qwen2":
         return ()
     described = json_value((tokenizer / TOKENIZER).read_text(encoding="utf-8"))
@@ -121,7 +120,7 @@ def find_companions(config: Config, weights: Root | None, tokenizer: Path | None
             "generation_config.json or tokenizer, and it holds none of them: name a model's folder, or a run's"
         )
     companions = _first_fitting(sources, tokenizer)
-    companions = replace(companions, notes=(*companions.notes, *_qwen2_note(config, tokenizer)))
+    companions = replace(companions, notes=(*companions.notes, *_qwen2_note(config.shapes, tokenizer)))
     if tokenizer is None or not config.data.holds_chat:
         return companions
     return _with_ends_of_answers(companions, tokenizer)

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not directory.path.is_dir():
         raise ConfigError(f"there is no run {directory.path}: name its folder")
     config, changed = replay.read_config(directory, arguments.overrides)
-    stretch = replay.choose_stretch(directory, config, arguments.first, arguments.last)
+    stretch = replay.choose_stretch(directory, config.checkpoint, arguments.first, arguments.last)
     recorded = StateRecords.of(directory)
     ranks = recorded.ranks if arguments.nproc is None else arguments.nproc
     folder = Path(tempfile.mkdtemp(prefix="shardwise-audit-"))

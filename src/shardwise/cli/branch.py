@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     # A stage must not change what the parent has read.
     if problems := changed_stages(manifest.config, config, manifest.step):
         raise ConfigError(problems)
-    check_layout(config, train.number_of_ranks(config, arguments.nproc))
+    check_layout(config, train.number_of_ranks(config.parallel, arguments.nproc))
     changes = resume_changes(parent_config.recorded(), config.recorded())
     folder = _new_folder(arguments.run_dir, parent, step)
     try:

@@ -130,7 +130,7 @@ def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str]
     Raises:
         ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
     """
-    weights = None if config.checkpoint.load is None else continued_checkpoint(config, run_path)
+    weights = None if config.checkpoint.load is None else continued_checkpoint(config.checkpoint, run_path)
     if weights is None and config.checkpoint.load is not None:
         load = load_location(config.checkpoint.load, announce)
         load_is_url = is_url(load)

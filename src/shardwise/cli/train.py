@@ -28,6 +28,8 @@ from shardwise.cli.arguments import add_overrides
 from shardwise.config import (
     Config,
     Layout,
+    Matmul,
+    ParallelConfig,
     check_changes,
     check_layout,
     kept_batch,
@@ -104,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.launch.rank_process import as_rank, enter_job
 
     place = enter_job(arguments.nproc)
-    world = place.world if place is not None else _local_ranks(arguments, config)
+    world = place.world if place is not None else _local_ranks(arguments, config.parallel)
     # Only now, as a batch that is given by a rule follows from the number of ranks.
     config = with_batch(config, world, run_path)
     check_layout(config, world, is_new=run_path is None)
@@ -200,7 +202,7 @@ def check_user_code(config: Config) -> None:
     if config.hooks.any_named:
         from shardwise.train.hooks import check_hooks
 
-        check_hooks(config)
+        check_hooks(config.hooks, config.optimizer)
 
 
 def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | None) -> int:
@@ -217,7 +219,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         if cluster is not None:
             world = cluster.world
         else:
-            world = place.world if place is not None else _local_ranks(arguments, config)
+            world = place.world if place is not None else _local_ranks(arguments, config.parallel)
         # A new run's batch where that of the run in the folder is refused: the layout is checked too.
         given, config = config, config.with_batch_for(world)
         with problems:
@@ -226,7 +228,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     with problems:
         check_user_code(config)
     with problems:
-        _check_products(config, cluster)
+        _check_products(config.precision.matmul, cluster)
     chosen = config
     rows: _Rows = []
     # A configuration that is refused has no stages.
@@ -269,13 +271,13 @@ def _has_accelerator(cluster: Cluster | None) -> bool:
     return accelerators()[1] > 0 if cluster is None else cluster.device.is_accelerator
 
 
-def _check_products(config: Config, cluster: Cluster | None) -> None:
+def _check_products(matmul: Matmul | None, cluster: Cluster | None) -> None:
     """Check that the devices of a cluster, or of this machine, multiply as `precision.matmul` says.
 
     Raises:
         ConfigError: they do not.
     """
-    if config.precision.matmul is None:
+    if matmul is None:
         return
     if cluster is not None:
         cluster.device.require_fp8()
@@ -284,7 +286,7 @@ def _check_products(config: Config, cluster: Cluster | None) -> None:
     from shardwise.distributed import devices
     from shardwise.train.memory import require_products
 
-    require_products(config.precision.matmul, devices.local_device())
+    require_products(matmul, devices.local_device())
 
 
 def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, _Rows]:
@@ -387,7 +389,7 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
     rows: _Rows = []
     with problems:
         try:
-            if (continued := continued_checkpoint(config, run_path)) is not None:
+            if (continued := continued_checkpoint(config.checkpoint, run_path)) is not None:
                 return with_model_tokenizer(config, continued), rows, []
             text, folder = glance_at_weights(load, config.checkpoint.revision)
             rows.append(("weights", text))
@@ -411,7 +413,7 @@ def _names_weights(recipe: str, load: str) -> bool:
     return recipe in recipe_names() and load_config(recipe).checkpoint.load == load
 
 
-def _local_ranks(arguments: argparse.Namespace, config: Config) -> int:
+def _local_ranks(arguments: argparse.Namespace, parallel: ParallelConfig) -> int:
     """The number of ranks to start here: by default that of a run continued without its recipe, if it still fits."""
     nproc: int | None = arguments.nproc
     run_path: Path | None = arguments.run_dir
@@ -421,25 +423,24 @@ def _local_ranks(arguments: argparse.Namespace, config: Config) -> int:
 
         nproc = local_ranks(RunDirectory(run_path))
         _, count = accelerators()
-        if nproc is not None and (nproc % config.parallel.ranks or 0 < count < nproc):
+        if nproc is not None and (nproc % parallel.ranks or 0 < count < nproc):
             nproc = None
-    return number_of_ranks(config, nproc)
+    return number_of_ranks(parallel, nproc)
 
 
-def number_of_ranks(config: Config, nproc: int | None) -> int:
+def number_of_ranks(parallel: ParallelConfig, nproc: int | None) -> int:
     """The number of `--nproc`; else one rank per accelerator, rounded down to whole copies, or on CPU one copy."""
     if nproc is not None:
         return nproc
     _, count = accelerators()
-    degree = config.parallel.ranks
+    degree = parallel.ranks
     if count == 0:
         return degree
     if count < degree:
         fix = "lower one of them, or start it on several nodes by torchrun"
-        if degree == config.parallel.tensor:
+        if degree == parallel.tensor:
             fix = f"set parallel.tensor={count} or less"
-        keys = config.parallel.keys_text
-        raise ConfigError(f"{keys} must be at most the number of accelerators ({count}): {fix}")
+        raise ConfigError(f"{parallel.keys_text} must be at most the number of accelerators ({count}): {fix}")
     # Ranks beyond whole copies of the model would have no work.
     return count // degree * degree
 
@@ -452,7 +453,7 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
 
     earlier = None if run_path is None else earlier_run(RunDirectory(run_path), config)
     # The run keeps the batch with which it began, on any number of ranks: its schedule counts steps of that size.
-    kept = None if earlier is None else kept_batch(earlier, config)
+    kept = None if earlier is None else kept_batch(earlier, config.train)
     if kept is None:
         return config.with_batch_for(world)
     return config.with_batch(kept)

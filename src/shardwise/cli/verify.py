@@ -28,7 +28,7 @@ from shardwise.base import hardware, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
 from shardwise.cli.arguments import add_json, add_overrides, add_recipe, count
-from shardwise.config import BITWISE, Config, load_config, recipe_name
+from shardwise.config import BITWISE, Config, ModelConfig, load_config, recipe_name
 from shardwise.launch.environment import joined
 from shardwise.launch.local import EndedError
 from shardwise.verify import layouts, miniature, verification
@@ -237,7 +237,7 @@ class Verified:
         if self.config.is_bit_equal:
             bounds.append(f"gradient norms, weights and optimizer state after steps {middle} and {train.steps} equal")
         return [
-            ("model", f"{self.name} in miniature: {_sizes(self.config)}"),
+            ("model", f"{self.name} in miniature: {_sizes(self.config.model)}"),
             (
                 "training",
                 f"{units.counted(train.steps, 'step')} of {train.global_batch} samples of {train.sequence_length} "
@@ -252,10 +252,9 @@ def _within(tolerance: float) -> str:
     return f"within {tolerance:.1e}" if tolerance else "equal to the bit"
 
 
-def _sizes(config: Config) -> str:
-    model = config.shapes
-    if model is None:
-        return f"as it is, since how to shrink {config.model.family} is not known"
+def _sizes(model: ModelConfig) -> str:
+    if model.is_own:
+        return f"as it is, since how to shrink {model.family} is not known"
     heads = units.counted(model.num_attention_heads, "head")
     if model.num_key_value_heads != model.num_attention_heads:
         heads += f" with {units.counted(model.num_key_value_heads, 'key/value head')}"

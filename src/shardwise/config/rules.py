@@ -341,21 +341,21 @@ def resume_changes(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[st
     return [f"{key} {_shown(then)} → {_shown(now)}" for key, then, now in changes]
 
 
-def kept_batch(stored: Mapping[str, Any], config: Config) -> int | None:
-    """The global batch that the run keeps where `config` gives it by a rule; None where the rule is a new one.
+def kept_batch(stored: Mapping[str, Any], train: TrainConfig) -> int | None:
+    """The global batch that the run keeps where `train` gives it by a rule; None where the rule is a new one.
 
     A run of a version that had no rules keeps its number: nobody knows the rule by which it began.
     """
-    rule = config.train.batch_rule
-    if config.train.rule is None or share_of(stored["train"].get("batch_rule", rule)) != share_of(rule):
+    rule = train.batch_rule
+    if train.rule is None or share_of(stored["train"].get("batch_rule", rule)) != share_of(rule):
         return None
     number: int = _complete(stored)["train"]["global_batch"]
     return number
 
 
-def kept_batch_note(stored: Mapping[str, Any], config: Config) -> str | None:
+def kept_batch_note(stored: Mapping[str, Any], train: TrainConfig) -> str | None:
     """The line for the user of a run that keeps its global batch, whatever its rule gives on the present ranks."""
-    kept = kept_batch(stored, config)
+    kept = kept_batch(stored, train)
     if kept is None:
         return None
     return f"global batch: {kept} is kept, as the run in this folder has it; train.global_batch=NUMBER changes it"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError, DataError, listing, nearest_name
 from shardwise.base.libraries import first_line
-from shardwise.config import Config, EvaluationConfig
+from shardwise.config import Config, EvaluationConfig, ModelConfig, TrainConfig
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
@@ -92,12 +92,13 @@ def require_tasks(config: Config, tokenizer: Path | None) -> None:
             problems.append(f"the data of evaluation.tasks ({name}) cannot be read: {first_line(error)}")
     if problems:
         raise DataError(problems)
-    if problems := [text for name, task in tasks.items() for text in _task_problems(name, task, config)]:
+    longest = longest_input(config.model, config.train)
+    if problems := [text for name, task in tasks.items() for text in _task_problems(name, task, longest)]:
         raise ConfigError(problems)
 
 
-def _task_problems(name: str, task: Any, config: Config) -> list[str]:
-    """Reasons why a task cannot be scored here."""
+def _task_problems(name: str, task: Any, longest: int) -> list[str]:
+    """Reasons why a task cannot be scored by a model that reads at most `longest` tokens."""
     if getattr(task, "UNSAFE_CODE", False):
         return [f"evaluation.tasks ({name}) must not run code that a model writes, and this task does"]
     if getattr(task, "MULTIMODAL", False):
@@ -105,7 +106,6 @@ def _task_problems(name: str, task: Any, config: Config) -> list[str]:
     if task.get_config("output_type") != "generate_until":
         return []
     settings = ContinuationSettings.of(task.get_config("generation_kwargs") or {})
-    longest = longest_input(config)
     problems = []
     if settings.unknown:
         problems.append(
@@ -126,9 +126,9 @@ def _task_problems(name: str, task: Any, config: Config) -> list[str]:
     return problems
 
 
-def longest_input(config: Config) -> int:
+def longest_input(model: ModelConfig, train: TrainConfig) -> int:
     """The number of tokens that the model reads at most."""
-    return config.model.max_position_embeddings or config.train.sequence_length
+    return model.max_position_embeddings or train.sequence_length
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from shardwise.checkpoint.load_weights import load_hugging_face, require_finite,
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.config import Config, Layout, Precision, check_layout
-from shardwise.config.optimizer import OptimizerConfig
+from shardwise.config import Config, Layout, ModelConfig, OptimizerConfig, Precision, check_layout
 from shardwise.config.optimizers import OptimizerSpec
+from shardwise.config.sections import HooksConfig
 from shardwise.data.training_data import EvaluationSets, PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
@@ -86,7 +86,7 @@ def build_trainer(
     optimizer = build_optimizer(config, precision, model, mesh)
     _choose_accumulation(config, precision, model, mesh.device)
     if weights is not None:
-        _load_weights(config, weights, model, optimizer, mesh)
+        _load_weights(config.model, weights, model, optimizer, mesh)
     # Another size of micro-batch would be compiled for this check alone.
     if config.model.is_own and compilation is None:
         with optimizer.gathered(all_units=False):
@@ -107,14 +107,14 @@ def build_trainer(
 
 
 def _load_weights(
-    config: Config, weights: Root, model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh
+    config: ModelConfig, weights: Root, model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh
 ) -> None:
     """Read the weights of a Hugging Face folder, or parameters and masters of a checkpoint. Collective."""
     # All ranks take the same way, also where a network disk shows the file to some of them later than to others.
     if not collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world):
-        load_hugging_face(model, config.model, mesh, weights.local(), optimizer)
+        load_hugging_face(model, config, mesh, weights.local(), optimizer)
         return
-    require_model(config.model, weights, mesh.world)
+    require_model(config, weights, mesh.world)
     try:
         restore(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
     except StoreError as error:
@@ -146,7 +146,7 @@ def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
         if mesh.world.rank == 0:
             # A checkpoint has each parameter, and for each the bytes that the optimizer keeps for it.
             size = next(trainer.model.parameters()).itemsize + memory["optimizer"] // max(memory["parameters"], 1)
-            opened.folder.require_room(opened.config, reporter.parameters * size)
+            opened.folder.require_room(opened.config.checkpoint, reporter.parameters * size)
     return trainer
 
 
@@ -257,7 +257,7 @@ def _choose_accumulation(config: Config, precision: Precision, model: nn.Module,
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:
     """The optimizer over data parallelism."""
     settings = config.optimizer
-    optimizer_class, options = _optimizer_class(config, mesh)
+    optimizer_class, options = _optimizer_class(config.hooks, settings, mesh)
     optimizer = ZeroRedundancyOptimizer(
         parameter_groups(model, settings),
         optimizer_class,
@@ -287,15 +287,17 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     return optimizer
 
 
-def _optimizer_class(config: Config, mesh: Mesh) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def _optimizer_class(
+    hooks: HooksConfig, settings: OptimizerConfig, mesh: Mesh
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class of the optimizer's record, or the user's own class, with its arguments."""
-    if config.hooks.optimizer is not None:
-        return user_optimizer(config)
-    spec = config.optimizer.spec
-    options = {key.rpartition(".")[2]: attrgetter(key)(config.optimizer) for key in spec.keys}
+    if hooks.optimizer is not None:
+        return user_optimizer(hooks, settings)
+    spec = settings.spec
+    options = {key.rpartition(".")[2]: attrgetter(key)(settings) for key in spec.keys}
     # One fused kernel reads and writes each element once, where a kernel for each operation would do so many times.
     if spec.has_fused_kernel:
-        options["fused"] = devices.has_fused_adamw(torch.device("cpu") if config.optimizer.offload else mesh.device)
+        options["fused"] = devices.has_fused_adamw(torch.device("cpu") if settings.offload else mesh.device)
     return spec.load_class(), options
 
 

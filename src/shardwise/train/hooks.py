@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.user_code import RAISED, accepts, error_text, load
-from shardwise.config import Config
+from shardwise.config import OptimizerConfig
+from shardwise.config.sections import HooksConfig
 from shardwise.data.training_data import load_reader
 from shardwise.distributed import devices
 from shardwise.launch import stop_requests
@@ -28,18 +29,17 @@ _FROM_SECTION = ("lr", "betas", "eps", "weight_decay")
 """Arguments that the section `optimizer` gives to a class that names them."""
 
 
-def check_hooks(config: Config) -> None:
+def check_hooks(hooks: HooksConfig, optimizer: OptimizerConfig) -> None:
     """Import all hooks and check how they can be called, before ranks start.
 
     Raises:
         ConfigError: the text names every problem.
     """
-    hooks = config.hooks
     problems: list[str] = []
     for check in (
         lambda: hooks.data is None or load_reader(hooks.data),
         lambda: hooks.loss is None or _load_loss(hooks.loss),
-        lambda: hooks.optimizer is None or user_optimizer(config),
+        lambda: hooks.optimizer is None or user_optimizer(hooks, optimizer),
         lambda: _callbacks(hooks.callbacks),
     ):
         try:
@@ -96,15 +96,13 @@ def _load_loss(path: str) -> Any:
 # ---- the optimizer
 
 
-def user_optimizer(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def user_optimizer(hooks: HooksConfig, section: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class of `hooks.optimizer`, and its arguments after the parameters.
 
     Raises:
         ConfigError: it is no optimizer class, takes other arguments, or does not update each element by itself.
     """
-    path = config.hooks.optimizer
-    section = config.optimizer
-    user_options = config.hooks.optimizer_options
+    path = hooks.optimizer
     assert path is not None
     optimizer_class: type[torch.optim.Optimizer] = load(
         "hooks.optimizer",
@@ -118,9 +116,9 @@ def user_optimizer(config: Config) -> tuple[type[torch.optim.Optimizer], dict[st
     takes_any = len(names) + 1 < len(parameters)
     problems = []
     for key in _FROM_SECTION:
-        if key in user_options:
+        if key in hooks.optimizer_options:
             problems.append(f"hooks.optimizer_options.{key}: set optimizer.{key}, which gives it")
-    for key in user_options:
+    for key in hooks.optimizer_options:
         if key not in names and key not in _FROM_SECTION and not takes_any:
             problems.append(f"hooks.optimizer_options.{key}: {path} takes {listing(names) or 'none'}")
     if section.weight_decay and "weight_decay" not in names:
@@ -129,7 +127,7 @@ def user_optimizer(config: Config) -> tuple[type[torch.optim.Optimizer], dict[st
         )
     if problems:
         raise ConfigError(problems)
-    options = {name: getattr(section, name) for name in _FROM_SECTION if name in names} | dict(user_options)
+    options = {name: getattr(section, name) for name in _FROM_SECTION if name in names} | dict(hooks.optimizer_options)
     # Buckets hold parts of parameters: a class that needs a whole parameter would compute something else.
     try:
         require_elementwise(optimizer_class, options)

@@ -144,7 +144,7 @@ class Reporter:
         """
         began = time.perf_counter()
         self._steps_before = steps_before
-        end_of_all = end_of_run(self.config, steps_before)
+        end_of_all = end_of_run(self.config.train, steps_before)
         if totals is None:
             # Up to the checkpoint that is continued from, as recorded: the time of steps that were lost does not count.
             recorded = self._recorded("checkpoint", steps_before) if steps_before else {"time_to_train_seconds": 0.0}

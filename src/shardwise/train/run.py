@@ -300,18 +300,19 @@ def _begin(
         resumed: the state that was restored, if any.
     """
     config = opened.config
+    end = opened.progress.end_position(config.last_step, config.train.global_batch)
     if resumed is not None:
         continue_data(resumed.manifest, opened.data, trainer)
     reporter.start(
         loaded=None if opened.weights is None else str(opened.weights),
         steps_before=opened.progress.step,
-        epochs=trainer.feed.batches.epochs(opened.progress.end_position(config)),
+        epochs=trainer.feed.batches.epochs(end),
         seconds_before=None if turn.began is None else time.perf_counter() - turn.began,
         totals=turn.totals,
         went_back=resumed is not None and goes_back(config, resumed.manifest),
     )
     reporter.message(f"data: {opened.data.summary}")
-    _warn_of_repeats(trainer.feed.batches, opened.progress.end_position(config), reporter)
+    _warn_of_repeats(trainer.feed.batches, end, reporter)
     shapes = config.shapes
     if shapes is not None and shapes.ignore:
         reporter.message(f"model.ignore: config.json is read without {listing(shapes.ignore)}")

@@ -18,7 +18,7 @@ from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, continued_checkpoint, earlier_run, record_owner
-from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
+from shardwise.config import CheckpointConfig, Config, Layout, dump_yaml, kept_batch_note, resume_changes
 from shardwise.data.training_data import EvaluationSets, PreparedData, prepare, prepare_sets
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
@@ -59,9 +59,9 @@ class RunFolder:
     began: tuple[int, ...] = ()
     former_steps: int | None = None
 
-    def require_room(self, config: Config, needed: int | None) -> None:
+    def require_room(self, checkpoint: CheckpointConfig, needed: int | None) -> None:
         """Raise ConfigError where checkpoints go to this folder and its disk lacks the `needed` bytes of one."""
-        if needed is not None and config.checkpoint.path is None:
+        if needed is not None and checkpoint.path is None:
             self.directory.require_room(needed)
 
 
@@ -100,7 +100,7 @@ def open_run(
         ConfigError: one of them is wrong; on every rank.
     """
     # Before the folder: data that are refused must leave no folder that looks like that of a run.
-    weights, model = _find_weights(config, run_path, mesh)
+    weights, model = _find_weights(config.checkpoint, run_path, mesh)
     data = while_others_wait(lambda: prepare(with_model_tokenizer(config, model)), mesh.world)
     sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
@@ -120,13 +120,13 @@ def open_run(
     return OpenedRun(config, layout, mesh, progress, data, sets, folder, weights, followed, companions, base_model)
 
 
-def _find_weights(config: Config, run_path: Path | None, mesh: Mesh) -> tuple[Root | None, Root | None]:
+def _find_weights(checkpoint: CheckpointConfig, run_path: Path | None, mesh: Mesh) -> tuple[Root | None, Root | None]:
     """The folder of `checkpoint.load`, on this machine or behind a URL, and that with the tokenizer of the model.
 
     Of a run that continues, its own checkpoint has both, and no weights are loaded. All ranks have the same, or all
     fail.
     """
-    load = config.checkpoint.load
+    load = checkpoint.load
     continued: Root | None = None
     folder = Path()
     if load is None:
@@ -134,7 +134,7 @@ def _find_weights(config: Config, run_path: Path | None, mesh: Mesh) -> tuple[Ro
     # Rank 0 looks for the newest checkpoint alone: a run that still trains may save between the looks of two ranks.
     with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
-            continued = continued_checkpoint(config, run_path)
+            continued = continued_checkpoint(checkpoint, run_path)
             load = load if continued is not None else load_location(load)
     load, continued = collectives.broadcast_object((load, continued), mesh.world)
     if continued is not None:
@@ -142,7 +142,7 @@ def _find_weights(config: Config, run_path: Path | None, mesh: Mesh) -> tuple[Ro
     if is_url(load):
         return Root.of(load), Root.of(load)
     with raised_on_every_rank(mesh.world):
-        folder = hub.resolve(load, config.checkpoint.revision, cached=True)
+        folder = hub.resolve(load, checkpoint.revision, cached=True)
     if collectives.any_rank(folder.name != collectives.broadcast_object(folder.name, mesh.world), mesh.world):
         commits = sorted(set(collectives.all_gather_objects(folder.name, mesh.world)))
         raise ConfigError(
@@ -169,13 +169,13 @@ def _open(
     if stored is not None:
         former_steps = stored["train"]["steps"]
         changes = tuple(resume_changes(stored, resolved))
-        batch_note = kept_batch_note(stored, config)
+        batch_note = kept_batch_note(stored, config.train)
     run_id = directory.id()
     began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
     folder = RunFolder(
         directory, run_id, directory.key(), checkpoints, changes, tracker_notes, batch_note, began, former_steps
     )
-    folder.require_room(config, checkpoint_bytes(config, mesh.device.type != "cpu"))
+    folder.require_room(config.checkpoint, checkpoint_bytes(config, mesh.device.type != "cpu"))
     # Results of an earlier end would tell readers that this run has ended too.
     directory.set_results_aside()
     directory.write_config(dump_yaml(resolved))

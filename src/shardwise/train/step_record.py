@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
-from shardwise.config import Config
+from shardwise.config import Config, TrainConfig
 from shardwise.pipeline.clock import StepTiming
 from shardwise.train.source_losses import SourceRecord
 
@@ -44,9 +44,9 @@ class Progress:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SMOOTHED_STEPS))
     phase: str = "start"
 
-    def end_position(self, config: Config) -> int:
-        """The place in the order of the data after the last step with these sizes."""
-        return self.position + (config.last_step - self.step) * config.train.global_batch
+    def end_position(self, last_step: int, global_batch: int) -> int:
+        """The place in the order of the data after `last_step`, where all steps until then have this batch."""
+        return self.position + (last_step - self.step) * global_batch
 
     def advance(self, loss: float, samples: int, length: int) -> float | None:
         """Count a step that was done, on `samples` samples of `length` tokens.
@@ -68,15 +68,14 @@ class Progress:
         return spike
 
 
-def end_of_run(config: Config, steps_before: int) -> int:
+def end_of_run(train: TrainConfig, steps_before: int) -> int:
     """The last step of a run that begins after `steps_before` steps."""
-    stop_after = config.train.stop_after
-    return config.train.steps if stop_after is None else min(config.train.steps, steps_before + stop_after)
+    return train.steps if train.stop_after is None else min(train.steps, steps_before + train.stop_after)
 
 
 def end_of_stage(config: Config, steps_before: int) -> int:
     """The last step of a run, or of its stage, that begins after `steps_before` steps."""
-    return min(config.last_step, end_of_run(config, steps_before))
+    return min(config.last_step, end_of_run(config.train, steps_before))
 
 
 @dataclass(frozen=True)

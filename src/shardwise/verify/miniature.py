@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardwise.base.errors import ConfigError, divisors
-from shardwise.config import Config, check_layout, config_from
+from shardwise.config import Config, Matmul, ModelConfig, check_layout, config_from
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedules import SCHEDULES
 from shardwise.config.size_rules import FP8_MULTIPLE
@@ -45,19 +45,19 @@ def miniature(
     model = config.model
     optimizer = config.optimizer
     data = config.data
-    is_own = config.shapes is None
-    length = _sequence_length(config, cells, degrees)
+    matmul = config.precision.matmul
+    length = _sequence_length(model, matmul, cells, degrees)
     document_keys = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
     documents = {key: True for key in document_keys if getattr(data, key)}
     values: dict[str, Any] = {
-        "model": _model(config, degrees, max(4, *(cell.stages for cell in cells))),
+        "model": _model(model, matmul, degrees, max(4, *(cell.stages for cell in cells))),
         "parallel": {key: getattr(config.parallel, key) for key in _PARALLEL_KEYS},
         "train": {
             "steps": steps,
             "global_batch": common_batch(cells),
             "sequence_length": length,
             "seed": config.train.seed,
-            "dropout_mode": "invariant" if is_own or model.has_dropout else "fast",
+            "dropout_mode": "invariant" if model.is_own or model.has_dropout else "fast",
         },
         "optimizer": optimizer.model_dump()
         | _rates(optimizer)
@@ -79,7 +79,7 @@ def miniature(
     if bitwise:
         grain = _grain(cell.tensor for cell in cells)
         # The scales of fp8 are those of all tokens of a rank, and no part's.
-        cuts = 1 if config.precision.matmul else _grain(cell.context for cell in cells)
+        cuts = 1 if matmul else _grain(cell.context for cell in cells)
         values["parallel"] |= {"tensor_overlap": None, "grain": grain, "context_grain": cuts}
         length = math.lcm(length, cuts * max(grain, 2)) if cuts > 1 else length
         values["train"] |= {"sequence_length": length, "bitwise": True, "data_grain": _grain(c.data for c in cells)}
@@ -98,15 +98,15 @@ def _rates(optimizer: OptimizerConfig) -> dict[str, Any]:
     }
 
 
-def _sequence_length(config: Config, cells: Sequence[Cell], degrees: Sequence[int]) -> int:
+def _sequence_length(model: ModelConfig, matmul: Matmul | None, cells: Sequence[Cell], degrees: Sequence[int]) -> int:
     contexts = [cell for cell in cells if cell.context > 1]
     length = math.lcm(_LENGTH, *degrees, *(2 * cell.context * cell.tensor for cell in contexts))
-    longest = config.model.max_position_embeddings
-    if config.precision.matmul is not None:
+    longest = model.max_position_embeddings
+    if matmul is not None:
         lengths = [FP8_MULTIPLE * cell.context for cell in contexts]
         length = math.lcm(length, *(tokens for tokens in lengths if longest is None or tokens <= longest))
     # A model of the user's own keeps its sizes, so the sequence must not be longer than it can read.
-    return min(length, longest) if config.shapes is None and longest is not None else length
+    return min(length, longest) if model.is_own and longest is not None else length
 
 
 def _grain(degrees: Iterable[int]) -> int:
@@ -114,17 +114,16 @@ def _grain(degrees: Iterable[int]) -> int:
     return max((degree for degree in degrees if degree & (degree - 1) == 0), default=1)
 
 
-def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any]:
-    model = config.shapes
-    given = config.model.model_dump()
-    if model is None:
+def _model(model: ModelConfig, matmul: Matmul | None, degrees: Sequence[int], layers: int) -> dict[str, Any]:
+    given = model.model_dump()
+    if model.is_own:
         return given
     heads = model.num_attention_heads
     kv_heads = model.num_key_value_heads
     head_divisor = _head_divisor(heads, kv_heads, degrees)
     rotary = getattr(model, "rotary_pct", 1.0)
     # Of fp8 products each rank's part is a multiple of this, whatever the degree.
-    multiple = 1 if config.precision.matmul is None else FP8_MULTIPLE
+    multiple = 1 if matmul is None else FP8_MULTIPLE
     # Rotary embeddings turn pairs of elements: their number in a head is even.
     widths = itertools.count(max(_HEAD_WIDTH, multiple), max(2, multiple))
     width = next(w for w in widths if int(w * rotary) and int(w * rotary) % 2 == 0)

@@ -17,7 +17,7 @@ from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.files import read_plain
 from shardwise.checkpoint.storage.checkpoint_folders import step_name, survey
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.config import Config, dump_yaml
+from shardwise.config import CheckpointConfig, Config, dump_yaml
 from shardwise.config.load import apply_overrides, config_from
 from shardwise.config.rules import fixed_changes
 from shardwise.launch.environment import REPLAY
@@ -34,7 +34,7 @@ class Stretch:
     last: int
 
 
-def choose_stretch(run: RunDirectory, config: Config, first: int | None, last: int | None) -> Stretch:
+def choose_stretch(run: RunDirectory, checkpoint: CheckpointConfig, first: int | None, last: int | None) -> Stretch:
     """The stretch between two steps; by default from the newest checkpoint with later records to the last record.
 
     Raises:
@@ -46,7 +46,7 @@ def choose_stretch(run: RunDirectory, config: Config, first: int | None, last: i
         raise ConfigError(f"{run.path} must have steps in {run.metrics.name}, with which a replay is compared")
     newest = max(losses)
     begin = records.begin or 0
-    saved = [step for step in _saved_steps(_root(run, config)) if step >= begin]
+    saved = [step for step in _saved_steps(_root(run, checkpoint)) if step >= begin]
     # The steps before a branch are those of its parent, which had other keys.
     begins = saved if begin else [0, *saved]
     if first is None:
@@ -68,8 +68,8 @@ def choose_stretch(run: RunDirectory, config: Config, first: int | None, last: i
     return Stretch(first, last)
 
 
-def _root(run: RunDirectory, config: Config) -> Root:
-    return Root.of(config.checkpoint.path or run.checkpoints)
+def _root(run: RunDirectory, checkpoint: CheckpointConfig) -> Root:
+    return Root.of(checkpoint.path or run.checkpoints)
 
 
 def _saved_steps(root: Root) -> list[int]:
@@ -105,7 +105,7 @@ def replay(run: RunDirectory, config: Config, stretch: Stretch, ranks: int | Non
     target.path.mkdir()
     if stretch.first:
         name = step_name(stretch.first)
-        _link(_root(run, config) / name, target.checkpoints / name)
+        _link(_root(run, config.checkpoint) / name, target.checkpoints / name)
     values = config.recorded()
     values["train"] |= {"stop_after": stretch.last - stretch.first, "eval_every": 0}
     values["checkpoint"] |= {"path": None, "every": 0, "every_minutes": None, "keep": None, "memory_every": 0}

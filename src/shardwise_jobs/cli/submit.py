@@ -26,6 +26,7 @@ from shardwise.base.redaction import redacted
 from shardwise.cli import output
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.config import Config, Layout, check_layout, load_config, recipe_name, recipe_text, require_data
+from shardwise.estimates.memory import checkpoint_bytes
 from shardwise.runs.events import last_step, newest_checkpoint
 from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
 from shardwise_jobs import commands, submission
@@ -169,7 +170,8 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
     warnings: list[tuple[str, str]] = []
     with problems:
         submission.check_run_folder(folder)
-        warnings = _disk_warnings(folder, config, is_elsewhere)
+        needed = 0 if config.checkpoint.path is not None else checkpoint_bytes(config, accelerator=True) or 0
+        warnings = _disk_warnings(folder, needed, is_elsewhere)
     inputs, input_problems = glance_at_inputs(recipe, config, run_path)
     if not is_elsewhere:
         problems.texts += input_problems
@@ -263,10 +265,10 @@ def _files_text(job: JobPlan, arguments: argparse.Namespace) -> str:
     return f"{text}{named}; a dry run writes none, --write-only writes them without submitting"
 
 
-def _disk_warnings(folder: Path, config: Config, is_elsewhere: bool) -> list[tuple[str, str]]:
-    """Check the disk of the run's folder; return what is wrong for a job that may run elsewhere."""
+def _disk_warnings(folder: Path, needed: int, is_elsewhere: bool) -> list[tuple[str, str]]:
+    """Check that a run's disk has room for `needed` bytes; return what is wrong for a job that may run elsewhere."""
     try:
-        submission.check_disk(folder, config)
+        submission.check_disk(folder, needed)
     except ConfigError as error:
         if not is_elsewhere:
             raise

@@ -31,7 +31,7 @@ from shardwise.cli.model_argument import (
     open_tokenizer,
     parse_overrides,
 )
-from shardwise.config import Config, check_layout
+from shardwise.config import Config, ModelConfig, check_layout
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import Rank, is_launched
 from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     text = _prompt_text(arguments)
     with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
         config, tokenizer = prepare(arguments, place, folder, values, announce)
-        ids, room = _fit(config, tokenizer, text)
+        ids, room = _fit(config.model, tokenizer, text)
         if place is None and config.parallel.ranks > 1:
             return launch_command("generate", arguments, folder, config.parallel.ranks)
         leads = place is None or place.rank == 0
@@ -144,9 +144,8 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
     return text
 
 
-def _fit(config: Config, tokenizer: Tokenizer, text: str) -> tuple[list[int], int]:
+def _fit(model: ModelConfig, tokenizer: Tokenizer, text: str) -> tuple[list[int], int]:
     """The prompt's ids, and how many tokens may follow. The last one needs no position: the model does not read it."""
-    model = config.model
     ids = tokenizer.encode_prompt(text)
     if not ids:
         raise ConfigError(f"the prompt ({text!r}) must have at least 1 token, and the tokenizer makes none of it")

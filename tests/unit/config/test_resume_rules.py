@@ -100,12 +100,12 @@ def test_a_run_says_why_it_keeps_its_batch() -> None:
     rule = load_config("llama2-tiny", ["train.global_batch=4 per 1 rank"])
     began = rule.with_batch_for(2).model_dump(mode="json")
     note = "global batch: 8 is kept, as the run in this folder has it; train.global_batch=NUMBER changes it"
-    assert kept_batch_note(began, rule) == note
-    assert kept_batch_note(began, load_config("llama2-tiny", ["train.global_batch=8 per 2 ranks"])) == note, "the same"
-    assert kept_batch_note(began, load_config("llama2-tiny", ["train.global_batch=8 per 1 rank"])) is None
-    assert kept_batch_note(began, load_config("llama2-tiny")) is None
+    assert kept_batch_note(began, rule.train) == note
+    assert kept_batch_note(began, load_config("llama2-tiny", ["train.global_batch=8 per 2 ranks"]).train) == note
+    assert kept_batch_note(began, load_config("llama2-tiny", ["train.global_batch=8 per 1 rank"]).train) is None
+    assert kept_batch_note(began, load_config("llama2-tiny").train) is None
     del began["train"]["batch_rule"]
-    assert kept_batch_note(began, rule) == note, "a run of before rules were stored"
+    assert kept_batch_note(began, rule.train) == note, "a run of before rules were stored"
 
 
 SECRET = "see https://me:word@host/page?key=word"

@@ -122,7 +122,7 @@ def test_fault_05_clipped_ratios_are_at_most_one(wrapped: bool) -> None:
 @pytest.mark.parametrize("clipped", [False, True])
 def test_fault_05_the_key_reaches_the_optimizer(clipped: bool) -> None:
     config = load_config("bert-tiny", ["optimizer.name=lamb", f"optimizer.trust_clip={clipped}"])
-    chosen, options = _optimizer_class(config, Mesh(device="cpu"))
+    chosen, options = _optimizer_class(config.hooks, config.optimizer, Mesh(device="cpu"))
     optimizer = chosen(make().parameters(), **options)
     assert isinstance(optimizer, LAMB)
     assert optimizer.trust_clip is clipped

@@ -58,7 +58,7 @@ def test_temporary_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> N
             raise ConfigError(problems)
 
     monkeypatch.setattr(run_graphs.RunGraphs, "_unpack", full)
-    monkeypatch.setattr(run_graphs, "planned_graphs", lambda config: ())
+    monkeypatch.setattr(run_graphs, "planned_graphs", lambda *_: ())
     monkeypatch.setattr(run_graphs, "agree", agree)
     alone: Any = SimpleNamespace(world=SimpleNamespace(rank=0))
     arguments: Any = (make_config(), None, alone, None, print)

@@ -116,7 +116,8 @@ def test_a_callback_stops_by_true_alone(
 
 def test_the_optimizer_gets_what_its_constructor_names() -> None:
     hooks = {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"momentum": 0.5}}
-    found, options = user_optimizer(make_config(hooks=hooks))
+    config = make_config(hooks=hooks)
+    found, options = user_optimizer(config.hooks, config.optimizer)
     assert found is own_hooks.SignMomentum
     assert options == {"lr": 1e-3, "weight_decay": 0.01, "momentum": 0.5}  # neither betas nor eps
 
@@ -210,7 +211,7 @@ def test_a_wrong_hook_is_one_sentence_with_its_key(hooks: dict[str, Any], proble
 
     def check() -> None:
         check_layout(config, 1)
-        check_hooks(config)
+        check_hooks(config.hooks, config.optimizer)
 
     with pytest.raises(ConfigError) as caught:
         check()

@@ -181,9 +181,9 @@ def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_
 
 
 def test_a_run_that_goes_on_stops_after_as_many_steps_of_its_own() -> None:
-    chosen = make_config(train={"steps": 20, "stop_after": 5})
+    chosen = make_config(train={"steps": 20, "stop_after": 5}).train
     assert [end_of_run(chosen, before) for before in (0, 10, 18)] == [5, 15, 20]
-    assert end_of_run(config(), 10) == 20
+    assert end_of_run(config().train, 10) == 20
 
 
 def training(chosen: Config, progress: Progress | None = None, batches: Any = None) -> Any:

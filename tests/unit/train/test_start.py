@@ -51,7 +51,7 @@ def test_machines_that_fetched_two_commits_are_told(tmp_path: Path, monkeypatch:
     )
     told = r"checkpoint\.load \(acme/tiny\) must be one commit on every machine: set checkpoint\.revision=0123"
     with pytest.raises(ConfigError, match=told):
-        start._find_weights(make_config(checkpoint={"load": "acme/tiny"}), None, Mesh(device="cpu"))
+        start._find_weights(make_config(checkpoint={"load": "acme/tiny"}).checkpoint, None, Mesh(device="cpu"))
 
 
 def test_fault_09_a_resumed_run_has_what_lies_beside_its_newest_checkpoint(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from shardwise.base import files, parsing
 from shardwise.base.errors import ConfigError, see
 from shardwise.checkpoint.storage.checkpoint_folders import steps, survey
 from shardwise.checkpoint.storage.root import Root, StoreError, answering_root
-from shardwise.config import Config, parse_yaml, resume_problems
+from shardwise.config import CheckpointConfig, Config, parse_yaml, resume_problems
 from shardwise.runs.folder import RunDirectory, RunLock
 
 OWNER = "run.json"
@@ -128,7 +128,7 @@ def earlier_run(directory: RunDirectory, config: Config) -> Mapping[str, Any] | 
     return None if problems else stored
 
 
-def continued_checkpoint(config: Config, run_path: Path | None) -> Root | None:
+def continued_checkpoint(checkpoint: CheckpointConfig, run_path: Path | None) -> Root | None:
     """The newest checkpoint that the run in a folder has, by its names; it has the weights and the tokenizer.
 
     Args:
@@ -140,10 +140,10 @@ def continued_checkpoint(config: Config, run_path: Path | None) -> Root | None:
     if run_path is None or not RunDirectory(run_path).holds_run:
         return None
     try:
-        saved = survey(answering_root(config.checkpoint.path or RunDirectory(run_path).checkpoints))
+        saved = survey(answering_root(checkpoint.path or RunDirectory(run_path).checkpoints))
     except StoreError as error:
-        raise ConfigError(f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)) from None
-    return next((checkpoint.folder for checkpoint in saved if checkpoint.problem is None), None)
+        raise ConfigError(f"checkpoint.path: {error}" if checkpoint.path is not None else str(error)) from None
+    return next((step.folder for step in saved if step.problem is None), None)
 
 
 def _took_steps(directory: RunDirectory, stored: Mapping[str, Any]) -> bool:

@@ -57,7 +57,8 @@ class CompilationPlan:
         torch.set_num_threads(threads)
         torch_device = torch.device(device)
         check_backend(config.compile, torch_device)
-        facts = [graph_facts(config, layout, torch_device, unit, training) for unit, training in planned_graphs(config)]
+        graphs = planned_graphs(config.model, config.train)
+        facts = [graph_facts(config, layout, torch_device, *graph) for graph in graphs]
         return CompilationPlan(config, layout, device, threads, facts, only_capture)
 
 

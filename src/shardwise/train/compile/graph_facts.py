@@ -21,7 +21,7 @@ import torch
 
 import shardwise
 from shardwise.base.errors import ConfigError, see
-from shardwise.config import Config, Layout
+from shardwise.config import Config, Layout, ModelConfig, TrainConfig
 from shardwise.distributed import devices
 from shardwise.models.user_model import check_user_model
 from shardwise.train.compile.graph_cache import Facts
@@ -53,16 +53,15 @@ _KEYS = (
 _KEYS_IN_TRAINING = ("train.recompute", "train.dropout_mode")
 
 
-def planned_graphs(config: Config) -> list[tuple[str, bool]]:
+def planned_graphs(model: ModelConfig, train: TrainConfig) -> list[tuple[str, bool]]:
     """Pairs (unit, is in training) of all graphs that a training captures, on any rank.
 
     Their number depends neither on the layers nor on the ranks.
     """
-    model = config.model
     units = [BLOCK]
     if not model.is_own:
         units = [*dict.fromkeys(unit_of_layer(model, layer) for layer in range(model.num_hidden_layers)), HEAD]
-    modes = (True, False) if config.train.eval_every else (True,)
+    modes = (True, False) if train.eval_every else (True,)
     return [(unit, training) for unit in units for training in modes]
 
 

@@ -58,7 +58,7 @@ class RunGraphs:
         problems: list[str] = []
         with ExitStack() as stack:
             try:
-                for unit, training in planned_graphs(config):
+                for unit, training in planned_graphs(config.model, config.train):
                     self._facts[unit, training] = graph_facts(config, layout, mesh.device, unit, training)
                 if self._stores:
                     self._cache.require_trusted()
