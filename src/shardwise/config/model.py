@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -66,31 +66,40 @@ _SPARSE = ("olmoe", "qwen3_moe", "mixtral", "glm4_moe")
 _RECORDS: tuple[type[FamilyConfig], ...] = (*DECODERS, GPTConfig, GPTNeoXConfig, BertConfig)
 
 
-class _Families(Mapping[str, type[FamilyConfig]]):
+class _Families(MutableMapping[str, type[FamilyConfig]]):
     """The records of all families; those of sparse ones are made when one of them is asked for."""
 
     def __init__(self) -> None:
-        self._records = dict(_by_name(_RECORDS))
+        names = dict.fromkeys((*_by_name(DECODERS), *_SPARSE))
+        self._records: dict[str, type[FamilyConfig] | None] = {**names, **_by_name(_RECORDS)}
 
     def __getitem__(self, name: str) -> type[FamilyConfig]:
-        if name in _SPARSE and name not in self._records:
+        if self._records[name] is None:
             from shardwise.config.sparse import SPARSE_DECODERS
 
             self._records |= _by_name(SPARSE_DECODERS)
-        return self._records[name]
+        record = self._records[name]
+        assert record is not None
+        return record
+
+    def __setitem__(self, name: str, record: type[FamilyConfig]) -> None:
+        self._records[name] = record
+
+    def __delitem__(self, name: str) -> None:
+        del self._records[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*_by_name(DECODERS), *_SPARSE, *_by_name(_RECORDS[len(DECODERS) :])))
+        return iter(self._records)
 
     def __len__(self) -> int:
-        return len(_RECORDS) + len(_SPARSE)
+        return len(self._records)
 
 
 def _by_name(records: Iterable[type[FamilyConfig]]) -> dict[str, type[FamilyConfig]]:
     return {get_args(record.model_fields["family"].annotation)[0]: record for record in records}
 
 
-FAMILIES: Mapping[str, type[FamilyConfig]] = _Families()
+FAMILIES: MutableMapping[str, type[FamilyConfig]] = _Families()
 """The value of `model.family` → the family's record. Everything that goes through all families reads this table."""
 
 
