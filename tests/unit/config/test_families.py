@@ -140,8 +140,8 @@ def test_what_a_family_refuses(family: str, changes: dict[str, Any], problem: st
 
 def test_a_missing_family_is_named() -> None:
     assert problems(SIZES) == [
-        "model.family is missing (the architecture: llama, mistral, qwen2, qwen3, olmo2, olmo3, smollm3, gemma3, gpt, "
-        "gpt_neox or bert, or package.module:Class for your own)"
+        "model.family is missing (the architecture: llama, mistral, qwen2, qwen3, olmo2, olmo3, smollm3, gemma3, "
+        "olmoe, qwen3_moe, mixtral, glm4_moe, gpt, gpt_neox or bert, or package.module:Class for your own)"
     ]
 
 
