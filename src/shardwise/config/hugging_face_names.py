@@ -108,6 +108,8 @@ class WeightNames:
         heads: prefixes of names outside of `base`, which such a file may still have.
         renamed: pairs of a pattern of another spelling and its replacement.
         buffers: pattern of names that hold no weight, but a mask or a table that the model computes.
+        further_block: pattern of a weight that a block behind the model's own has, which predicts later tokens; the
+            first group is the prefix of the block's names.
         tied: second name of a weight that the model has once → its canonical name.
     """
 
@@ -115,16 +117,21 @@ class WeightNames:
     heads: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     buffers: str = r"(?!)"  # matches no name
+    further_block: str = r"(?!)()"
     tied: dict[str, str] = field(default_factory=dict)
 
     def canonical(self, stored: Collection[str], canonical_names: Collection[str]) -> dict[str, str]:
-        """Map the names in a file to the model's canonical names; buffers are left out.
+        """Map the names in a file to the model's canonical names; buffers and further blocks are left out.
 
         A name that stands for none of `canonical_names` is mapped to itself.
         """
         lacks_base = bool(self.base) and not any(name.startswith(self.base) for name in stored)
+        found = {match[1] for name in stored if (match := re.fullmatch(self.further_block, name))}
+        further = tuple(prefix for prefix in found if not any(name.startswith(prefix) for name in canonical_names))
         names = {}
         for name in stored:
+            if name.startswith(further):
+                continue
             full_name = name
             if lacks_base and not name.startswith(self.heads):
                 full_name = self.base + name

@@ -20,7 +20,7 @@ def tensor_problems(model: ModelConfig, parallel: ParallelConfig, length: int) -
     if not reasons:
         return []
     # No degree above the smallest of the sizes divides them all.
-    sizes = (model.num_attention_heads, model.intermediate_size, length)
+    sizes = (model.num_attention_heads, model.intermediate_size, _width_of_experts(model), length)
     most = min(size for size in sizes if size is not None)
     valid = [degree for degree in range(1, most + 1) if not tensor_misfits(model, degree, length_to_cut)]
     degrees = f"valid degrees are {listing(valid)}" if len(valid) > 1 else "the only valid degree is 1"
@@ -130,6 +130,7 @@ def tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None,
     sizes = (
         ("model.num_attention_heads", model.num_attention_heads),
         ("model.intermediate_size", model.intermediate_size),
+        ("model.moe_intermediate_size", _width_of_experts(model)),
     )
     reasons = [f"divide {key} ({value})" for key, value in sizes if value is not None and value % tensor]
     kv_heads = model.num_key_value_heads
@@ -139,3 +140,10 @@ def tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None,
     if sequence_length is not None and sequence_length % tensor:
         reasons.append(f"divide train.sequence_length ({sequence_length}){condition}")
     return reasons
+
+
+def _width_of_experts(model: ModelConfig) -> int | None:
+    """Return the width of an expert where it has a key of its own, and a block has experts."""
+    if model.is_own or model.any_routing is None or model.expert_width == model.intermediate_size:
+        return None
+    return model.expert_width

@@ -3,6 +3,7 @@
 As in `config/families.py`, `annotations` are not imported from `__future__`.
 """
 
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
@@ -10,7 +11,7 @@ from pydantic import Field
 from shardwise.base.errors import divisors, listing, nearest_numbers
 from shardwise.config.decoders import DecoderConfig
 from shardwise.config.families import AttentionBias, Longest, NormedWidth, RotaryBase
-from shardwise.config.hugging_face_names import ConfigFile
+from shardwise.config.hugging_face_names import ConfigFile, WeightNames
 from shardwise.config.routing import ExpertNames, Routing
 
 _Experts: TypeAlias = Annotated[int, Field(gt=0, description="experts of a block")]
@@ -188,10 +189,16 @@ class Glm4MoeConfig(_SparseConfig):
             "head_dim": 128,
             "use_qk_norm": False,
         },
+        # DeepSeek's names for what this family always does, and gpt-oss's for what it never does.
+        only={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "swiglu_limit": None},
         written={"num_nextn_predict_layers": 0},
         inert=_TRAINING_FIELDS | {"num_nextn_predict_layers", "num_mtp_layers"},
     )
 
+    # Published files have a block that predicts the second next token, which transformers leaves out too.
+    weight_names: ClassVar[WeightNames] = replace(
+        DecoderConfig.weight_names, further_block=r"(model\.layers\.\d+\.)eh_proj\.weight"
+    )
     attention_output_bias: ClassVar[bool] = False
 
     family: Literal["glm4_moe"] = Field(description="the architecture")
@@ -212,6 +219,11 @@ class Glm4MoeConfig(_SparseConfig):
 
     def _problems(self) -> list[str]:
         problems = super()._problems()
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            problems.append(
+                f"model.rotary_pct ({self.rotary_pct}) × model.head_dim ({self.head_dim}) = {self.rotary_dim} must be "
+                "even and at least 2: rotary embeddings turn pairs"
+            )
         experts = self.n_routed_experts
         if experts % self.n_group:
             valid = nearest_numbers(self.n_group, divisors(experts))

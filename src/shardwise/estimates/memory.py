@@ -186,13 +186,12 @@ def _optimizer_bytes(workload: RankWorkload) -> int:
 
 def _state_bytes(workload: RankWorkload, *, master: int) -> int:
     """Return the bytes of the states and of masters of so many bytes, on a data-parallel rank."""
-    buckets = bucket_shapes(workload)
-    elements = sum(bucket.elements for bucket in buckets)
-    matrices = sum(bucket.elements for bucket in buckets if bucket.is_orthogonalized)
-    parts = workload.shard_ranks
+    owned = [(bucket.elements // bucket.slices, bucket.is_orthogonalized) for bucket in bucket_shapes(workload)]
+    elements = sum(count for count, _ in owned)
+    matrices = sum(count for count, is_orthogonalized in owned if is_orthogonalized)
     spec = workload.config.optimizer.spec
     state = DTYPE_BYTES[workload.precision.moments]
-    return spec.kept_bytes(elements // parts, matrices // parts, master=master, state=state)
+    return spec.kept_bytes(elements, matrices, master=master, state=state)
 
 
 def _step_peak(workload: RankWorkload, in_flight: InFlight | None = None) -> StepPeak:

@@ -436,7 +436,7 @@ def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], i
     for rank in range(layout.pipeline):
         stages = [stage for stage in plan if stage.rank == rank]
         count = parameter_counts.local_parameter_count(
-            config.model, layout.tensor, vocab_multiple=multiple, stages=stages
+            config.model, layout.tensor, vocab_multiple=multiple, stages=stages, expert_ranks=layout.expert
         )
         by_rank.append((stages, count))
     return by_rank

@@ -1,0 +1,71 @@
+"""Sparse families in a configuration: what is refused, which weights are read, and what a rank of experts holds."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.format.manifest import TensorEntry
+from shardwise.checkpoint.format.stored_tensors import find_sources
+from shardwise.config import Config, check_layout, config_from, load_config
+from shardwise.config.hugging_face import from_hugging_face
+from shardwise.estimates.memory import expected_memory
+from shardwise.train.summary import stages_of_ranks
+
+
+def glm(tensor: int = 1, **keys: Any) -> Config:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    train = {"steps": 1, "global_batch": 4, "sequence_length": 8}
+    data = {"dataset": "tiny"}
+    model = {"family": "glm4_moe", **sizes, **heads, **keys}
+    return config_from(
+        {"model": model, "train": train, "data": data, "optimizer": {"lr": 0.001}, "parallel": {"tensor": tensor}}
+    )
+
+
+def test_tensor_parallelism_divides_the_width_of_an_expert() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(glm(tensor=4), 4)
+    assert list(caught.value.problems) == [
+        "parallel.tensor (4) must divide model.moe_intermediate_size (6): valid degrees are 1 and 2"
+    ]
+    # Without experts nothing has this width.
+    assert check_layout(glm(tensor=4, first_k_dense_replace=2), 4).tensor == 4
+
+
+def test_rotary_embeddings_turn_pairs() -> None:
+    with pytest.raises(ConfigError, match=r"model.rotary_pct \(0.4\) × model.head_dim \(8\) = 3 must be even"):
+        glm(rotary_pct=0.4)
+
+
+@pytest.mark.parametrize(("field", "same", "other"), [("scoring_func", "sigmoid", "softmax"), ("moe_layer_freq", 1, 2)])
+def test_a_field_of_deepseek_has_the_value_of_this_family(field: str, same: Any, other: Any) -> None:
+    values = {"model_type": "glm4_moe", field: same}
+    assert from_hugging_face(values, "it")["family"] == "glm4_moe"
+    with pytest.raises(ConfigError, match="is not supported: only"):
+        from_hugging_face({**values, field: other}, "it", ignore=[field])
+
+
+def test_a_block_that_predicts_later_tokens_is_not_read() -> None:
+    shapes = {"model.layers.0.mlp.up_proj.weight": (4, 2)}
+    further = {"model.layers.1.eh_proj.weight": (2, 4), "model.layers.1.mlp.up_proj.weight": (4, 2)}
+    stored: Any = {name: TensorEntry(shape, "F32", ()) for name, shape in {**shapes, **further}.items()}
+    assert find_sources("it", "glm4_moe", shapes, stored) == ({name: [name] for name in shapes}, [])
+    # A model that has this block itself is another model.
+    _, problems = find_sources("it", "glm4_moe", {**shapes, "model.layers.1.mlp.up_proj.weight": (4, 2)}, stored)
+    assert problems == ["it has model.layers.1.eh_proj.weight [2, 4], which the model lacks"]
+
+
+def test_a_rank_keeps_all_state_of_experts_that_it_alone_has() -> None:
+    config = load_config("olmoe-tiny", ["parallel.expert=4"])
+    layout = check_layout(config, 4)
+    experts = 8 * 8 // 4 * 3 * 64 * 64
+    ((_, held),) = stages_of_ranks(config, layout)
+    assert held is not None
+    found = expected_memory(config, layout)
+    assert found is not None
+    # Two moments in float32 of each element; ZeRO-1 cuts those that all four ranks have.
+    assert found.optimizer == pytest.approx(8 * (experts + (held - experts) / 4), rel=0.001)
+    ((_, alone),) = stages_of_ranks(load_config("olmoe-tiny"), check_layout(load_config("olmoe-tiny"), 4))
+    assert alone == held + 3 * experts
