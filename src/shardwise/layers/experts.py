@@ -14,6 +14,7 @@ from typing import Any, Unpack, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from shardwise.base.tensor_box import Box
 from shardwise.config.routing import ExpertNames, Routing
@@ -202,6 +203,9 @@ class Experts(placement.PlacedModule):
         places = torch.arange(self.count, device=x.device).repeat(group.size).repeat_interleave(arriving.flatten())
         y = sum_of_experts(arrived, arrived_weights, places[:, None], gate_up, down)
         returned = collectives.exchange_rows(y, incoming, outgoing, group)
+        if x.is_cuda:
+            # `index_add` adds in any order there.
+            return _sum_of_rows(returned, rows, experts)
         return torch.zeros_like(x).index_add(0, tokens, returned)
 
     def extra_repr(self) -> str:
@@ -238,7 +242,11 @@ def _grouped_sum(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, d
     ends = _rows_of_each(experts, len(gate_up)).cumsum(0).int()
     gate, up = F.grouped_mm(x[rows // experts.shape[1]], gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     activated = F.silu(gate) * up * weights.flatten()[rows, None].to(x.dtype)
-    y = F.grouped_mm(activated, down.transpose(1, 2), offs=ends)
+    return _sum_of_rows(F.grouped_mm(activated, down.transpose(1, 2), offs=ends), rows, experts)
+
+
+def _sum_of_rows(y: Tensor, rows: Tensor, experts: Tensor) -> Tensor:
+    """Return the sum of each token's rows, `[T, H]`; `rows`: places of y among those of all tokens, in their order."""
     by_token: Tensor = torch.empty_like(y).index_copy(0, rows, y).unflatten(0, experts.shape)
     return by_token.sum(1)
 
@@ -290,6 +298,7 @@ class _SumOfExperts(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
         x, weights, rows, tokens, joined, gate_up, down = ctx.saved_tensors
         dy = grads[0]
