@@ -77,6 +77,15 @@ def test_without_masters_the_weights_themselves_are_cast(tmp_path: Path) -> None
     assert all(torch.equal(t, as_torch(*tensors["model"][name]).float()) for name, t in found.items())
 
 
+def test_biases_of_routers_stay_in_float32(tmp_path: Path) -> None:
+    """As in transformers, whose `_keep_in_fp32_modules_strict` names them."""
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors: Tensors = {"model": {bias: ("F32", np.array([0.251, -0.001], np.float32)), "w": ("F32", np.ones(2, "f4"))}}
+    found = export(write_checkpoint(tmp_path / "checkpoints", tensors=tensors), tmp_path / "out", "bfloat16")
+    assert (found[bias].dtype, found["w"].dtype) == (torch.float32, torch.bfloat16)
+    assert found[bias].tolist() == tensors["model"][bias][1].tolist()
+
+
 def test_fault_09_files_in_folders_are_exported(tmp_path: Path) -> None:
     """Chat templates with names, but nothing that only training needs."""
     folder, template = write_checkpoint(tmp_path / "checkpoints"), "additional_chat_templates/tool_use.jinja"
