@@ -126,16 +126,6 @@ def _require_own(path: Path, entry: os.stat_result) -> None:
         )
 
 
-def open_folder(path: Path, denied: int = 0) -> int:
-    """A descriptor of the folder at `path`, for opening what is in it.
-
-    Raises:
-        OSError: as `os.open` and `require_trusted`.
-    """
-    require_trusted(path, denied)
-    return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-
-
 def make_folder(path: Path) -> None:
     """Make a folder and those above it. Where anyone may write it is for this user alone; no other user may write it.
 
@@ -149,22 +139,19 @@ def make_folder(path: Path) -> None:
         path.mkdir(0o700 if is_shared else 0o775, exist_ok=True)
 
 
-def open_own(path: Path, flags: int, denied: int = 0, folder: int | None = None) -> int:
+def open_own(path: Path, flags: int, denied: int = 0) -> int:
     """A descriptor of the regular file at `path`; `flags` are those of `os.open`, which may make it.
 
     Args:
         denied: bits that the modes of the file and of its folder must not have.
-        folder: a descriptor of the file's folder, from `open_folder`; None opens it here.
 
     Raises:
         OSError: as `os.open` and `require_trusted`; ELOOP where the file is a link, symbolic or hard, or no regular
             file.
     """
-    if folder is None:
-        require_trusted(path.parent, denied)
-    name = path if folder is None else path.name
+    require_trusted(path.parent, denied)
     try:
-        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=folder)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno not in _LINKS:
             raise

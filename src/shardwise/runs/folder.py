@@ -263,11 +263,11 @@ class RunDirectory:
             return uuid.UUID(str(_value(self.identity, "id"))).hex
         return None
 
-    def id(self, known: str | None = None) -> str:
-        """Return the id of the run that is here, which gets one at the first call. `known`: id for it from now on."""
+    def id(self) -> str:
+        """Return the id of the run that is here, which gets one at the first call."""
         run = self.stored_id()
-        if run is None or known not in (None, run):
-            run = known or uuid.uuid4().hex
+        if run is None:
+            run = uuid.uuid4().hex
             with _making(self.identity):
                 write_atomic(self.identity, json_text({"id": run, "format": FORMAT}) + "\n")
         return run

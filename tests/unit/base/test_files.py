@@ -19,7 +19,6 @@ from shardwise.base.files import (
     lock,
     make_folder,
     new_file,
-    open_folder,
     open_lock,
     open_own,
     path_refusal,
@@ -236,18 +235,18 @@ def test_fault_16_a_volume_that_is_open_to_all_has_room_for_a_folder_below(share
 def test_fault_16_a_folder_for_this_user_alone_has_no_other_users(tmp_path: Path) -> None:
     folder, link = tmp_path / "alone", tmp_path / "link"
     folder.mkdir(mode=0o700)
-    os.close(open_folder(folder, OTHERS))
+    require_trusted(folder, OTHERS)
     link.symlink_to(folder)
     with pytest.raises(UntrustedError, match="link must be a folder of yours, and no link: remove it"):
-        open_folder(link, OTHERS)
+        require_trusted(link, OTHERS)
     folder.chmod(0o750)
     with pytest.raises(UntrustedError, match=r"\(0750\) must be 0700 or stricter, as others may use it"):
-        open_folder(folder, OTHERS)
+        require_trusted(folder, OTHERS)
     if os.geteuid() == 0:
         folder.chmod(0o700)
         os.chown(folder, NOBODY, NOBODY)
         with pytest.raises(UntrustedError, match="alone must be a folder of yours"):
-            open_folder(folder, OTHERS)
+            require_trusted(folder, OTHERS)
 
 
 def test_fault_16_folders_are_made_so_that_no_other_user_can_write_them(shared: Path) -> None:
