@@ -184,7 +184,7 @@ class Experts(placement.PlacedModule):
             y = sum_of_experts(tokens, weights, experts, gate_up, down)
         else:
             y = self._sum_elsewhere(tokens, weights, experts, counts, gate_up, down)
-        y = cast(Tensor, _CountedInBackward.apply(y, self.loads, counts)).view_as(x)  # type: ignore[no-untyped-call]
+        y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts)).view_as(x)  # type: ignore[no-untyped-call]
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(y, self.group)
 
@@ -251,24 +251,24 @@ def _sum_of_rows(y: Tensor, rows: Tensor, experts: Tensor) -> Tensor:
     return by_token.sum(1)
 
 
-class _CountedInBackward(torch.autograd.Function):
-    """Adds the rows of each expert to the loads of the step, once.
+class _AddedInBackward(torch.autograd.Function):
+    """Adds amounts of a forward pass to totals of the step, once.
 
     Recompute repeats a forward pass, and a backward pass that is split in two may come by twice.
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loads: Tensor, counts: Tensor) -> Tensor:
-        ctx.counted = (loads, counts)
+    def forward(ctx: Any, y: Tensor, *totals_and_amounts: Tensor) -> Tensor:
+        ctx.totals_and_amounts = totals_and_amounts
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.counted is not None:
-            loads, counts = ctx.counted
-            loads.add_(counts)
-            ctx.counted = None
-        return grads[0], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = ctx.totals_and_amounts
+        for total, amount in zip(pairs[::2], pairs[1::2], strict=True):
+            total.add_(amount)
+        ctx.totals_and_amounts = ()
+        return grads[0], *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 class _SumOfExperts(torch.autograd.Function):
