@@ -251,9 +251,9 @@ TRAININGS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-def configuration(sections: dict[str, dict[str, Any]]) -> Config:
+def configuration(sections: dict[str, dict[str, Any]], family: str = "glm4_moe") -> Config:
     train = {"micro_batch": 1, "global_batch": 8, "steps": 4, **sections.get("train", {})}
-    model = {"family": "glm4_moe", **SIZES, **CASES["glm4_moe"], "vocab_size": 131, "num_hidden_layers": 4}
+    model = {"family": family, **SIZES, **CASES[family], "vocab_size": 131, "num_hidden_layers": 4}
     return make_config(**{**sections, "train": train, "model": model})
 
 

@@ -21,6 +21,7 @@ from shardwise.config.routing import ExpertNames, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
+from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.execution import execution
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
@@ -68,7 +69,9 @@ class Router(placement.PlacedModule):
     ) -> None:
         super().__init__()
         self.routing = routing
+        self.sequence_parallel_enabled = is_partial
         maker = ParameterMaker(self, options)
+        self.group = maker.group
         shape = (routing.experts, hidden_size)
         piece = Piece.replicated(maker.name(name, "weight"), shape, maker.group, maker.init, partial=is_partial)
         self.weight = maker.parameter(shape, piece)
@@ -80,10 +83,15 @@ class Router(placement.PlacedModule):
             options["dtype"] = torch.float32
             self.bias = ParameterMaker(self, options).parameter(shape_of_bias, piece)
             self.bias.requires_grad_(False)
+        choose_class(self)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.route(x, self.weight)
+
+    def route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and experts of some tokens; `weight`: the router's, or a view of it."""
         routing = self.routing
-        logits = F.linear(x.float(), self.weight.float())
+        logits = F.linear(x.float(), weight.float())
         scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
         known = scores.detach()
         experts = choose(routing, known if self.bias is None else known + self.bias)
@@ -167,6 +175,7 @@ class Experts(placement.PlacedModule):
         )
         self.gate_up = maker.parameter((self.count * 2 * self.width, hidden_size), *gate_up)
         self.down = maker.parameter((self.count * hidden_size, self.width), *down)
+        choose_class(self)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, experts = self.router(x.flatten(0, -2))
@@ -178,15 +187,17 @@ class Experts(placement.PlacedModule):
             x = collectives.copy_to_group(x, self.group)
             weights = collectives.copy_to_group(weights, self.group)
         counts = _rows_of_each(experts, len(self.loads))
-        gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
-        tokens = x.flatten(0, -2)
-        if self.ranks.group.size == 1:
-            y = sum_of_experts(tokens, weights, experts, gate_up, down)
-        else:
-            y = self._sum_elsewhere(tokens, weights, experts, counts, gate_up, down)
+        y = self.sum_(x.flatten(0, -2), weights, experts, counts)
         y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts)).view_as(x)  # type: ignore[no-untyped-call]
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(y, self.group)
+
+    def sum_(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
+        """Return this rank's part of the sum over the experts of each token, `[T, H]`; `counts`: rows of each."""
+        gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
+        if self.ranks.group.size == 1:
+            return sum_of_experts(x, weights, experts, gate_up, down)
+        return self._sum_elsewhere(x, weights, experts, counts, gate_up, down)
 
     def _sum_elsewhere(
         self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor
@@ -287,7 +298,7 @@ class _SumOfExperts(torch.autograd.Function):
         weights_of_rows = weights.flatten()[rows].to(x.dtype)
         joined = x.new_empty(len(rows), gate_up.shape[1])
         y = torch.zeros_like(x)
-        for expert, run in _runs(counts):
+        for expert, run in runs_of_experts(counts):
             token = tokens[run]
             gate, up = torch.mm(x[token], gate_up[expert].t(), out=joined[run]).chunk(2, dim=-1)
             activated = F.silu(gate).mul_(up).mul_(weights_of_rows[run, None])
@@ -309,7 +320,7 @@ class _SumOfExperts(torch.autograd.Function):
         for expert in [number for number, count in enumerate(ctx.counts) if not count]:
             d_gate_up[expert].zero_()
             d_down[expert].zero_()
-        for expert, run in _runs(ctx.counts):
+        for expert, run in runs_of_experts(ctx.counts):
             token = tokens[run]
             dy_rows = dy[token]
             gate, up = joined[run].chunk(2, dim=-1)
@@ -330,7 +341,7 @@ class _SumOfExperts(torch.autograd.Function):
         return dx, d_chosen.view_as(ctx.weights).to(ctx.weights.dtype), None, d_gate_up, d_down
 
 
-def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
+def runs_of_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
     """Return each expert that has rows, with its run of the sorted rows."""
     runs = []
     start = 0
