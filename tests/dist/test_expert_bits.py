@@ -67,9 +67,28 @@ def compare(found: Bits, one: Bits) -> None:
     assert not differing
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", CASES)
+MODES = {"glm4_moe": "float32", "olmoe": "mixed", "mixtral": "bfloat16", "qwen3_moe": "float32"}
+OFTEN = {("glm4_moe", "EP 2 of DP 4, ZeRO-3"), ("olmoe", "EP 2, TP 2 + SP")}
+TRAININGS = [
+    pytest.param(family, layout, marks=() if (family, layout) in OFTEN else pytest.mark.slow)
+    for family in CASES
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), TRAININGS)
 def test_a_layout_has_the_bits_of_one_process(family: str, layout: str, ranks: Any) -> None:
     world, sections = LAYOUTS[layout]
-    for found in run(ranks, world, train, family, "float32", sections):
-        compare(found, one_process(family, "float32"))
+    for found in run(ranks, world, train, family, MODES[family], sections):
+        compare(found, one_process(family, MODES[family]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_hundred_steps_have_the_bits_of_one_process(ranks: Any) -> None:
+    steps = 200
+    one = one_process("olmoe", "float32", steps)
+    for name in ("EP 2 of DP 4, ZeRO-3", "EP 2, TP 2 + SP", "EP 2, PP 2 zbv, ZeRO-1", "TP 4", "EP 4, ZeRO-2, full recompute"):
+        world, sections = LAYOUTS[name]
+        for found in run(ranks, world, train, "olmoe", "float32", sections, steps):
+            compare(found, one)
