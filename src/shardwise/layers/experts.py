@@ -21,6 +21,7 @@ from shardwise.config.routing import ExpertNames, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
+from shardwise.layers.balance import RouterLosses
 from shardwise.layers.execution import execution
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
@@ -44,7 +45,7 @@ _NAMES = ExpertNames()
 
 
 class Router(placement.PlacedModule):
-    """x `[T, H]` → weights `[T, k]` in float32, and numbers of experts `[T, k]`, ascending.
+    """x `[T, H]` → weights `[T, k]`, numbers of experts `[T, k]`, ascending, scores `[T, N]` and logits `[T, N]`.
 
     The product, the scores and the choice are computed in float32. Of equal scores, the expert with the lower number is
     chosen. The whole router is on every rank.
@@ -81,7 +82,7 @@ class Router(placement.PlacedModule):
             self.bias = ParameterMaker(self, options).parameter(shape_of_bias, piece)
             self.bias.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         routing = self.routing
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
@@ -91,7 +92,7 @@ class Router(placement.PlacedModule):
         if routing.normalized:
             # Sigmoids of a token may all be 0 in float32.
             weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if routing.scores == "sigmoid" else 0.0))
-        return (weights * routing.scale if routing.scale != 1.0 else weights), experts
+        return (weights * routing.scale if routing.scale != 1.0 else weights), experts, scores, logits
 
 
 class Experts(placement.PlacedModule):
@@ -147,6 +148,10 @@ class Experts(placement.PlacedModule):
             name=None if name is None else f"{name}.{names.router}",
             **options,
         )
+        chosen = execution()
+        self.losses: RouterLosses | None = None
+        if chosen.balance is not None:
+            self.losses = RouterLosses(chosen.balance, routing, chosen.context_group)
         self.ranks = ranks
         self.width = width // group.size
         self.count = routing.experts // ranks.group.size
@@ -169,7 +174,7 @@ class Experts(placement.PlacedModule):
         self.down = maker.parameter((self.count * hidden_size, self.width), *down)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, experts = self.router(x.flatten(0, -2))
+        weights, experts, scores, logits = self.router(x.flatten(0, -2))
         if self.sequence_parallel_enabled:
             x = collectives.gather_sequence(x, self.group)
             weights = collectives.gather_sequence(weights, self.group)
@@ -177,6 +182,9 @@ class Experts(placement.PlacedModule):
         else:
             x = collectives.copy_to_group(x, self.group)
             weights = collectives.copy_to_group(weights, self.group)
+        values = None
+        if self.losses is not None:
+            weights, values = self.losses(weights, logits, scores, experts, x.shape[-2])
         counts = _rows_of_each(experts, len(self.loads))
         gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
         tokens = x.flatten(0, -2)
