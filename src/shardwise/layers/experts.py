@@ -41,10 +41,13 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 _NAMES = ExpertNames()
+ENTROPY = "entropy"
+SUMS = (ENTROPY,)
+"""Names of `Experts.sums`."""
 
 
 class Router(placement.PlacedModule):
-    """x `[T, H]` → weights `[T, k]` in float32, and numbers of experts `[T, k]`, ascending.
+    """x `[T, H]` → weights `[T, k]` in float32, numbers of experts `[T, k]`, ascending, and scores `[T, N]` in float32.
 
     The product, the scores and the choice are computed in float32. Of equal scores, the expert with the lower number is
     chosen. The whole router is on every rank.
@@ -81,7 +84,7 @@ class Router(placement.PlacedModule):
             self.bias = ParameterMaker(self, options).parameter(shape_of_bias, piece)
             self.bias.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         routing = self.routing
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
@@ -91,7 +94,7 @@ class Router(placement.PlacedModule):
         if routing.normalized:
             # Sigmoids of a token may all be 0 in float32.
             weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if routing.scores == "sigmoid" else 0.0))
-        return (weights * routing.scale if routing.scale != 1.0 else weights), experts
+        return (weights * routing.scale if routing.scale != 1.0 else weights), experts, scores
 
 
 class Experts(placement.PlacedModule):
@@ -104,7 +107,10 @@ class Experts(placement.PlacedModule):
     the weights. Where ranks divide the experts, rows travel by all-to-all in each direction.
 
     Attributes:
-        loads: rows of each expert in the backward passes of this rank since `balance_experts` last used them, `[N]`.
+        loads: rows of each expert in the backward passes of this rank since the last step (`balance_experts`), `[N]`.
+        loads_of_batch: those of all ranks, where they were added up since then; None elsewhere.
+        sums: sums in the same passes by `SUMS`, in float32: of the whole batch those of all ranks, tensor-parallel ones
+            included, are parts. `entropy` is that of a token's scores divided by their sum, in nats, over tokens.
 
     Args:
         hidden_size: H.
@@ -147,6 +153,7 @@ class Experts(placement.PlacedModule):
             name=None if name is None else f"{name}.{names.router}",
             **options,
         )
+        self.name = name or ""
         self.ranks = ranks
         self.width = width // group.size
         self.count = routing.experts // ranks.group.size
@@ -162,14 +169,18 @@ class Experts(placement.PlacedModule):
             local = Box((place * hidden_size, 0), (hidden_size, self.width))
             down.append(replace(piece, local=local, experts=ranks))
         self.loads: Tensor
-        self.register_buffer(
-            "loads", torch.zeros(routing.experts, dtype=torch.int64, device=options.get("device")), persistent=False
-        )
+        self.loads_of_batch: Tensor | None = None
+        self.sums: Tensor
+        for total, length, dtype in (("loads", routing.experts, torch.int64), ("sums", len(SUMS), torch.float32)):
+            self.register_buffer(
+                total, torch.zeros(length, dtype=dtype, device=options.get("device")), persistent=False
+            )
         self.gate_up = maker.parameter((self.count * 2 * self.width, hidden_size), *gate_up)
         self.down = maker.parameter((self.count * hidden_size, self.width), *down)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, experts = self.router(x.flatten(0, -2))
+        weights, experts, scores = self.router(x.flatten(0, -2))
+        sums = self._sums(scores.detach()) if torch.is_grad_enabled() else self.sums
         if self.sequence_parallel_enabled:
             x = collectives.gather_sequence(x, self.group)
             weights = collectives.gather_sequence(weights, self.group)
@@ -184,9 +195,15 @@ class Experts(placement.PlacedModule):
             y = sum_of_experts(tokens, weights, experts, gate_up, down)
         else:
             y = self._sum_elsewhere(tokens, weights, experts, counts, gate_up, down)
-        y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts)).view_as(x)  # type: ignore[no-untyped-call]
+        y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts, self.sums, sums)).view_as(x)  # type: ignore[no-untyped-call]
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(y, self.group)
+
+    def _sums(self, scores: Tensor) -> Tensor:
+        """Return the amounts of a forward pass for `sums`."""
+        entropy: Tensor = torch.special.entr(scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)).sum()
+        # Without sequence parallelism all ranks of the group have all of its tokens.
+        return (entropy if self.sequence_parallel_enabled else entropy / self.group.size).view(1)
 
     def _sum_elsewhere(
         self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor
@@ -341,30 +358,45 @@ def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
     return runs
 
 
+def experts_of(model: nn.Module) -> list[Experts]:
+    """Return the layers of experts, in the order of the model."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
 def balance_experts(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Group, rate: float) -> None:
     """After each step of an optimizer, move routers' biases towards equal loads (arXiv:2408.15664, algorithm 1).
 
     With the loads c of a layer's experts, which are whole numbers of rows of the global batch:
     b += rate · sign(mean(c) - c). The definition depends neither on the layout nor on the size of micro-batches.
+    `Experts.loads` and `sums` of all layers begin anew.
 
     Args:
-        model: layers whose routing has no bias are left as they are.
+        model: biases of layers whose routing has none are left as they are.
         optimizer: its `step` updates the biases.
-        ranks: the ranks that have other samples or other tokens of them (`Mesh.replicas`): collective over them.
+        ranks: the ranks that have other samples or other tokens of them (`Mesh.replicas`): collective over them, if
+            there are biases and the loads were not added up in this step already.
         rate: step of a bias.
     """
-    layers = [module for module in model.modules() if isinstance(module, Experts) and module.router.bias is not None]
-    if not layers or not rate:
+    layers = experts_of(model)
+    if not layers:
         return
+    biased = [layer for layer in layers if rate and layer.router.bias is not None]
 
     @torch.no_grad()
     def update(*_: object) -> None:
-        loads = collectives.all_reduce_(torch.stack([layer.loads for layer in layers]), ranks)
-        # In whole numbers: an expert with the mean load stays.
-        signs = (loads.sum(1, keepdim=True) - loads * loads.shape[1]).sign()
-        for layer, sign in zip(layers, signs, strict=True):
-            assert layer.router.bias is not None
-            layer.router.bias.add_(sign, alpha=rate)
+        if biased:
+            known = [layer.loads if layer.loads_of_batch is None else layer.loads_of_batch for layer in biased]
+            loads = torch.stack(known)
+            if biased[0].loads_of_batch is None:
+                collectives.all_reduce_(loads, ranks)
+            # In whole numbers: an expert with the mean load stays.
+            signs = (loads.sum(1, keepdim=True) - loads * loads.shape[1]).sign()
+            for layer, sign in zip(biased, signs, strict=True):
+                assert layer.router.bias is not None
+                layer.router.bias.add_(sign, alpha=rate)
+        for layer in layers:
             layer.loads.zero_()
+            layer.sums.zero_()
+            layer.loads_of_batch = None
 
     optimizer.register_step_post_hook(update)
