@@ -113,7 +113,7 @@ class RouterLosses(nn.Module):
         Args:
             weights: `[…, k]`.
             logits, scores: of this rank's tokens, `[T, N]`.
-            experts: choices of the tokens of all tensor-parallel ranks, `[T, k]`, or with sequence parallelism `[g·T, k]`.
+            experts: choices of the tokens of all tensor-parallel ranks, or with sequence parallelism `[g·T, k]`.
             samples: B. Of the tokens, every Bth is of the same sample.
         """
         balance = self.balance
