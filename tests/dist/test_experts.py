@@ -2,6 +2,8 @@
 
 import functools
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from shardwise.models.llama import Llama
 from shardwise.models.parameter_counts import local_parameters, matmul_parameter_count, parameter_count
 from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
+from shardwise.train.step_record import ExpertRecord
 from tests.dist.checkpoints import load, save
 from tests.dist.dense import run
 from tests.dist.training import make_config, make_data
@@ -248,6 +251,7 @@ TRAININGS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         4,
         {"parallel": {"expert": 2, "tensor": 2, "sequence": True}, "train": {"recompute": "full"}},
     ),
+    "TP 2, micro-batches of 4": (2, {"parallel": {"tensor": 2}, "train": {"micro_batch": 4}}),
 }
 
 
@@ -257,23 +261,35 @@ def configuration(sections: dict[str, dict[str, Any]], family: str = "glm4_moe")
     return make_config(**{**sections, "train": train, "model": model})
 
 
-def go_on(sections: dict[str, dict[str, Any]], folder: str | None, steps: int, target: str | None) -> list[float]:
-    """The losses of some steps, from a checkpoint or from the start."""
+def go_on(
+    sections: dict[str, dict[str, Any]], folder: str | None, steps: int, target: str | None
+) -> list[tuple[float, ExpertRecord]]:
+    """The losses of some steps, from a checkpoint or from the start, and what the experts did."""
     config = configuration(sections)
     mesh = Mesh(**config.parallel.degrees, device="cpu")
     trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
     if folder is not None:
         load(trainer, folder)
-    losses = [trainer.step().loss for _ in range(steps)]
+    records = [trainer.step() for _ in range(steps)]
     check_replicas(trainer.model, mesh, trainer.progress.step, trainer.optimizer)
     if target is not None:
         save(trainer, target)
-    return losses
+    found = [(record.loss, record.experts) for record in records if record.experts is not None]
+    assert len(found) == steps
+    return found
 
 
 @functools.cache
-def curve() -> list[float]:
+def curve() -> list[tuple[float, ExpertRecord]]:
     return go_on({}, None, 4, None)
+
+
+def check(found: list[tuple[float, ExpertRecord]], wanted: list[tuple[float, ExpertRecord]]) -> None:
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wanted], rel=1e-5)
+    for (_, experts), (_, of_one) in zip(found, wanted, strict=True):
+        assert experts.loads == of_one.loads
+        assert experts.entropy == pytest.approx(of_one.entropy, rel=1e-6)
+        assert replace(experts, entropy=of_one.entropy) == of_one
 
 
 @pytest.mark.parametrize(
@@ -283,8 +299,30 @@ def curve() -> list[float]:
 def test_a_training_has_the_curve_of_one_process_and_goes_on_in_it(name: str, tmp_path: Path, ranks: Any) -> None:
     world, sections = TRAININGS[name]
     halfway = str(tmp_path / "step-00000002")
-    for losses in run(ranks, world, go_on, sections, None, 2, str(tmp_path)):
-        assert losses == pytest.approx(curve()[:2], rel=1e-5)
-    assert go_on({}, halfway, 2, None) == pytest.approx(curve()[2:], rel=1e-5)
-    for losses in run(ranks, world, go_on, sections, halfway, 2, None):
-        assert losses == pytest.approx(curve()[2:], rel=1e-5)
+    for found in run(ranks, world, go_on, sections, None, 2, str(tmp_path)):
+        check(found, curve()[:2])
+    check(go_on({}, halfway, 2, None), curve()[2:])
+    for found in run(ranks, world, go_on, sections, halfway, 2, None):
+        check(found, curve()[2:])
+
+
+def test_the_record_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of each block with experts is counted at its experts, and its scores' entropy once."""
+    entropies = []
+
+    def entr(p: Tensor) -> Tensor:
+        entropies.append(-(p * p.log()).sum(-1))
+        return real(p)
+
+    real = torch.special.entr
+    monkeypatch.setattr(torch.special, "entr", entr)
+    _, experts = go_on({"train": {"recompute": "full"}}, None, 1, None)[0]
+    # The first block is dense. Of 8 experts each token has 3.
+    assert list(experts.loads) == [1, 2, 3]
+    every = torch.tensor(list(experts.loads.values()))
+    assert every.sum(1).tolist() == [8 * 16 * 3] * 3
+    assert experts.load_max == pytest.approx(every.max().item() / (8 * 16 * 3 / 8))
+    assert every[experts.fullest_block - 1].max() == every.max()
+    assert experts.idle == 0
+    assert experts.entropy == pytest.approx(torch.cat(entropies).mean().item() / math.log(8), rel=1e-6)
+    assert experts.losses == {}

@@ -21,6 +21,7 @@ from shardwise.config.routing import ExpertNames, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
+from shardwise.layers.balance import OBJECTIVES, RouterLosses
 from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.execution import execution
 from shardwise.layers.linear import LayerOptions, ParameterMaker
@@ -42,10 +43,13 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 _NAMES = ExpertNames()
+ENTROPY = "entropy"
+SUMS = (ENTROPY, *OBJECTIVES)
+"""Names of `Experts.sums`."""
 
 
 class Router(placement.PlacedModule):
-    """x `[T, H]` → weights `[T, k]` in float32, and numbers of experts `[T, k]`, ascending.
+    """x `[T, H]` → weights `[T, k]`, numbers of experts `[T, k]`, ascending, scores `[T, N]` and logits `[T, N]`.
 
     The product, the scores and the choice are computed in float32. Of equal scores, the expert with the lower number is
     chosen. The whole router is on every rank.
@@ -85,11 +89,11 @@ class Router(placement.PlacedModule):
             self.bias.requires_grad_(False)
         choose_class(self)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.route(x, self.weight)
 
-    def route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and experts of some tokens; `weight`: the router's, or a view of it."""
+    def route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        """Return what `forward` does of some tokens; `weight`: the router's, or a view of it."""
         routing = self.routing
         logits = F.linear(x.float(), weight.float())
         scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
@@ -99,7 +103,7 @@ class Router(placement.PlacedModule):
         if routing.normalized:
             # Sigmoids of a token may all be 0 in float32.
             weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if routing.scores == "sigmoid" else 0.0))
-        return (weights * routing.scale if routing.scale != 1.0 else weights), experts
+        return (weights * routing.scale if routing.scale != 1.0 else weights), experts, scores, logits
 
 
 class Experts(placement.PlacedModule):
@@ -112,7 +116,11 @@ class Experts(placement.PlacedModule):
     the weights. Where ranks divide the experts, rows travel by all-to-all in each direction.
 
     Attributes:
-        loads: rows of each expert in the backward passes of this rank since `balance_experts` last used them, `[N]`.
+        loads: rows of each expert in the backward passes of this rank since the last step (`balance_experts`), `[N]`.
+        loads_of_batch: those of all ranks, where they were added up since then; None elsewhere.
+        sums: sums in the same passes by `SUMS`, in float32: of the whole batch those of all ranks, tensor-parallel ones
+            included, are parts. `entropy` is that of a token's scores divided by their sum, in nats, over tokens;
+            objectives as `layers/balance.py` has them.
 
     Args:
         hidden_size: H.
@@ -155,6 +163,9 @@ class Experts(placement.PlacedModule):
             name=None if name is None else f"{name}.{names.router}",
             **options,
         )
+        self.name = name or ""
+        balance = execution().balance
+        self.losses = None if balance is None else RouterLosses(balance, routing, execution().context_group)
         self.ranks = ranks
         self.width = width // group.size
         self.count = routing.experts // ranks.group.size
@@ -170,15 +181,18 @@ class Experts(placement.PlacedModule):
             local = Box((place * hidden_size, 0), (hidden_size, self.width))
             down.append(replace(piece, local=local, experts=ranks))
         self.loads: Tensor
-        self.register_buffer(
-            "loads", torch.zeros(routing.experts, dtype=torch.int64, device=options.get("device")), persistent=False
-        )
+        self.loads_of_batch: Tensor | None = None
+        self.sums: Tensor
+        for total, length, dtype in (("loads", routing.experts, torch.int64), ("sums", len(SUMS), torch.float32)):
+            self.register_buffer(
+                total, torch.zeros(length, dtype=dtype, device=options.get("device")), persistent=False
+            )
         self.gate_up = maker.parameter((self.count * 2 * self.width, hidden_size), *gate_up)
         self.down = maker.parameter((self.count * hidden_size, self.width), *down)
         choose_class(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, experts = self.router(x.flatten(0, -2))
+        weights, experts, scores, logits = self.router(x.flatten(0, -2))
         if self.sequence_parallel_enabled:
             x = collectives.gather_sequence(x, self.group)
             weights = collectives.gather_sequence(weights, self.group)
@@ -186,9 +200,13 @@ class Experts(placement.PlacedModule):
         else:
             x = collectives.copy_to_group(x, self.group)
             weights = collectives.copy_to_group(weights, self.group)
+        values = None
+        if self.losses is not None:
+            weights, values = self.losses(weights, logits, scores, experts, x.shape[-2])
+        sums = self._sums(scores.detach(), values) if torch.is_grad_enabled() else self.sums
         counts = _rows_of_each(experts, len(self.loads))
         y = self.sum_(x.flatten(0, -2), weights, experts, counts)
-        y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts)).view_as(x)  # type: ignore[no-untyped-call]
+        y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts, self.sums, sums)).view_as(x)  # type: ignore[no-untyped-call]
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(y, self.group)
 
@@ -198,6 +216,13 @@ class Experts(placement.PlacedModule):
         if self.ranks.group.size == 1:
             return sum_of_experts(x, weights, experts, gate_up, down)
         return self._sum_elsewhere(x, weights, experts, counts, gate_up, down)
+
+    def _sums(self, scores: Tensor, values: Tensor | None) -> Tensor:
+        """Return the amounts of a forward pass for `sums`; values: those of `OBJECTIVES`."""
+        entropy = torch.special.entr(scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)).sum().view(1)
+        amounts = F.pad(entropy, (0, len(OBJECTIVES))) if values is None else torch.cat([entropy, values])
+        # Without sequence parallelism all ranks of the group have all of its tokens.
+        return amounts if self.sequence_parallel_enabled else amounts / self.group.size
 
     def _sum_elsewhere(
         self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor
@@ -352,30 +377,45 @@ def runs_of_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
     return runs
 
 
+def experts_of(model: nn.Module) -> list[Experts]:
+    """Return the layers of experts, in the order of the model."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
 def balance_experts(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Group, rate: float) -> None:
     """After each step of an optimizer, move routers' biases towards equal loads (arXiv:2408.15664, algorithm 1).
 
     With the loads c of a layer's experts, which are whole numbers of rows of the global batch:
     b += rate · sign(mean(c) - c). The definition depends neither on the layout nor on the size of micro-batches.
+    `Experts.loads` and `sums` of all layers begin anew.
 
     Args:
-        model: layers whose routing has no bias are left as they are.
+        model: biases of layers whose routing has none are left as they are.
         optimizer: its `step` updates the biases.
-        ranks: the ranks that have other samples or other tokens of them (`Mesh.replicas`): collective over them.
+        ranks: the ranks that have other samples or other tokens of them (`Mesh.replicas`): collective over them, if
+            there are biases and the loads were not added up in this step already.
         rate: step of a bias.
     """
-    layers = [module for module in model.modules() if isinstance(module, Experts) and module.router.bias is not None]
-    if not layers or not rate:
+    layers = experts_of(model)
+    if not layers:
         return
+    biased = [layer for layer in layers if rate and layer.router.bias is not None]
 
     @torch.no_grad()
     def update(*_: object) -> None:
-        loads = collectives.all_reduce_(torch.stack([layer.loads for layer in layers]), ranks)
-        # In whole numbers: an expert with the mean load stays.
-        signs = (loads.sum(1, keepdim=True) - loads * loads.shape[1]).sign()
-        for layer, sign in zip(layers, signs, strict=True):
-            assert layer.router.bias is not None
-            layer.router.bias.add_(sign, alpha=rate)
+        if biased:
+            known = [layer.loads if layer.loads_of_batch is None else layer.loads_of_batch for layer in biased]
+            loads = torch.stack(known)
+            if biased[0].loads_of_batch is None:
+                collectives.all_reduce_(loads, ranks)
+            # In whole numbers: an expert with the mean load stays.
+            signs = (loads.sum(1, keepdim=True) - loads * loads.shape[1]).sign()
+            for layer, sign in zip(biased, signs, strict=True):
+                assert layer.router.bias is not None
+                layer.router.bias.add_(sign, alpha=rate)
+        for layer in layers:
             layer.loads.zero_()
+            layer.sums.zero_()
+            layer.loads_of_batch = None
 
     optimizer.register_step_post_hook(update)
