@@ -1,30 +1,15 @@
 """Objectives of routers: the formula on the whole batch, one curve at every layout, and transformers' own number."""
 
-import functools
-import json
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.checkpoint.canonical_tensors import canonical_tensors
-from shardwise.config import Config, check_layout
-from shardwise.config.hugging_face import to_hugging_face
-from shardwise.config.model import FAMILIES
+from shardwise.config import Config
 from shardwise.config.routing import Routing
-from shardwise.distributed.mesh import Group, Mesh
-from shardwise.layers.balance import Balance, counted
-from shardwise.layers.execution import Execution, made_with
-from shardwise.layers.experts import Experts, Router, balance_experts, choose
-from shardwise.models.llama import Llama
-from shardwise.train.build import build_trainer
-from shardwise.verify.canonical_values import canonical_gradients
-from tests.dist.dense import run
-from tests.dist.test_experts import CASES, SCALE, SIZES, B, S, batch
-from tests.dist.training import make_config, make_data
+from tests.dist.test_experts import CASES, SIZES
+from tests.dist.training import make_config
 
 COEFFICIENTS = {"sequence": 0.05, "batch": 0.07, "pooled": 0.03, "z": 0.002}
 KEYS = {f"router_{name}_loss": value for name, value in COEFFICIENTS.items()}
@@ -37,7 +22,9 @@ def configuration(sections: dict[str, dict[str, Any]], family: str = "qwen3_moe"
     model |= {"initializer_range": 0.1} | ({"mlp_only_layers": [2, 3]} if family == "qwen3_moe" else {})
     train = {"micro_batch": 1, "global_batch": SAMPLES, "steps": 4, **sections.get("train", {})}
     optimizer = {**(KEYS if family == "qwen3_moe" else {**KEYS, "router_pooled_loss": 0}), "lr": 0.01}
-    return make_config(**{**sections, "train": train, "model": model, "optimizer": optimizer | sections.get("optimizer", {})})
+    return make_config(
+        **{**sections, "train": train, "model": model, "optimizer": optimizer | sections.get("optimizer", {})}
+    )
 
 
 def objectives(routed: list[tuple[Tensor, Tensor]], routing: Routing, samples: int) -> dict[str, Tensor]:

@@ -88,7 +88,13 @@ def test_a_layout_has_the_bits_of_one_process(family: str, layout: str, ranks: A
 def test_two_hundred_steps_have_the_bits_of_one_process(ranks: Any) -> None:
     steps = 200
     one = one_process("olmoe", "float32", steps)
-    for name in ("EP 2 of DP 4, ZeRO-3", "EP 2, TP 2 + SP", "EP 2, PP 2 zbv, ZeRO-1", "TP 4", "EP 4, ZeRO-2, full recompute"):
+    for name in (
+        "EP 2 of DP 4, ZeRO-3",
+        "EP 2, TP 2 + SP",
+        "EP 2, PP 2 zbv, ZeRO-1",
+        "TP 4",
+        "EP 4, ZeRO-2, full recompute",
+    ):
         world, sections = LAYOUTS[name]
         for found in run(ranks, world, train, "olmoe", "float32", sections, steps):
             compare(found, one)

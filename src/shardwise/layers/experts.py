@@ -7,7 +7,7 @@ padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack, cast
@@ -25,6 +25,7 @@ from shardwise.distributed.placement import Init, Piece
 from shardwise.layers.balance import OBJECTIVES, RouterLosses
 from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.execution import execution
+from shardwise.layers.expert_rows import Journey, runs_of_experts, sum_of_rows
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
 
@@ -220,7 +221,10 @@ class Experts(placement.PlacedModule):
         gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
         if self.ranks.group.size == 1:
             return sum_of_experts(x, weights, experts, gate_up, down)
-        return self._sum_elsewhere(x, weights, experts, counts, gate_up, down)
+        if _has_grouped_products(x, gate_up, down):
+            return self._grouped_elsewhere(x, weights, experts, counts, gate_up, down)
+        journey = Journey.of(experts, counts, self.ranks.group)
+        return sum_of_rows(x, weights, journey, 1, [gate_up], [down])
 
     def _sums(self, scores: Tensor, values: Tensor | None) -> Tensor:
         """Return the amounts of a forward pass for `sums`; values: those of `OBJECTIVES`."""
@@ -229,10 +233,10 @@ class Experts(placement.PlacedModule):
         # Without sequence parallelism all ranks of the group have all of its tokens.
         return amounts if self.sequence_parallel_enabled else amounts / self.group.size
 
-    def _sum_elsewhere(
+    def _grouped_elsewhere(
         self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor
     ) -> Tensor:
-        """Return the sum as `sum_of_experts` does, of which each rank of `ranks` computes the rows of its experts."""
+        """Return the sum as `_grouped_sum` does, of which each rank of `ranks` computes the rows of its experts."""
         group = self.ranks.group
         rows = experts.flatten().argsort(stable=True)
         tokens = rows // experts.shape[1]
@@ -242,12 +246,8 @@ class Experts(placement.PlacedModule):
         arrived = collectives.exchange_rows(x[tokens], outgoing, incoming, group)
         arrived_weights = collectives.exchange_rows(weights.flatten()[rows, None], outgoing, incoming, group)
         places = torch.arange(self.count, device=x.device).repeat(group.size).repeat_interleave(arriving.flatten())
-        y = sum_of_experts(arrived, arrived_weights, places[:, None], gate_up, down)
-        returned = collectives.exchange_rows(y, incoming, outgoing, group)
-        if x.is_cuda:
-            # `index_add` adds in any order there.
-            return _sum_of_rows(returned, rows, experts)
-        return torch.zeros_like(x).index_add(0, tokens, returned)
+        y = _grouped_sum(arrived, arrived_weights, places[:, None], gate_up, down)
+        return _sum_of_rows(collectives.exchange_rows(y, incoming, outgoing, group), rows, experts)
 
     def extra_repr(self) -> str:
         routing = self.router.routing
@@ -264,11 +264,16 @@ def sum_of_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor,
         gate_up: gate and up projection of each expert, `[N, 2F, H]`.
         down: down projection of each expert, `[N, H, F]`.
     """
-    aligned = all(size * x.element_size() % 16 == 0 for size in (*gate_up.shape[1:], down.shape[2]))
-    if x.is_cuda and aligned and hasattr(F, "grouped_mm"):
+    if _has_grouped_products(x, gate_up, down):
         return _grouped_sum(x, weights, experts, gate_up, down)
     y: Tensor = _SumOfExperts.apply(x, weights, experts, gate_up, down)  # type: ignore[no-untyped-call]
     return y
+
+
+def _has_grouped_products(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Return whether torch's grouped products take these operands."""
+    is_aligned = all(size * x.element_size() % 16 == 0 for size in (*gate_up.shape[1:], down.shape[2]))
+    return x.is_cuda and is_aligned and hasattr(F, "grouped_mm")
 
 
 def _rows_of_each(experts: Tensor, count: int) -> Tensor:
@@ -369,17 +374,6 @@ class _SumOfExperts(torch.autograd.Function):
             dx.index_add_(0, token, d_joined @ gate_up[expert])
         d_chosen = torch.empty_like(d_weights).index_copy_(0, rows, d_weights)
         return dx, d_chosen.view_as(ctx.weights).to(ctx.weights.dtype), None, d_gate_up, d_down
-
-
-def runs_of_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
-    """Return each expert that has rows, with its run of the sorted rows."""
-    runs = []
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            runs.append((expert, slice(start, start + count)))
-        start += count
-    return runs
 
 
 def experts_of(model: nn.Module) -> list[Experts]:

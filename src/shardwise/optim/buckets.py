@@ -25,7 +25,6 @@ from shardwise.distributed.torch_private import version_of
 from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, inverse, memory_order, offsets_and_length
 from shardwise.optim.sharding import Cut, Dtypes
 
-
 Leaf = Tensor | placement.FurtherGradient
 """The owner of a gradient in a bucket."""
 
