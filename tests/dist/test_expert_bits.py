@@ -15,6 +15,7 @@ from tests.dist.test_experts import CASES, configuration
 from tests.dist.training import make_data
 
 STEPS = 4
+LOSSES = {"router_sequence_loss": 0.1, "router_batch_loss": 0.1, "router_z_loss": 0.01}
 LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "EP 2 of DP 2": (2, {"parallel": {"expert": 2}}),
     "EP 2 of DP 4, ZeRO-3": (4, {"parallel": {"expert": 2}, "optimizer": {"zero": 3}}),
@@ -38,7 +39,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 def train(family: str, mode: str, sections: dict[str, dict[str, Any]], steps: int = STEPS) -> Bits:
     bits = {"micro_batch": 1, "global_batch": 8, "data_grain": 4, "bitwise": True, "steps": steps}
     train_section = {**bits, **sections.get("train", {})}
-    config = configuration({"precision": {"mode": mode}, **sections, "train": train_section}, family)
+    optimizer = {**LOSSES, **sections.get("optimizer", {})}
+    config = configuration(
+        {"precision": {"mode": mode}, **sections, "train": train_section, "optimizer": optimizer}, family
+    )
     mesh = Mesh(**config.parallel.degrees, grains=config.grains, device="cpu")
     trainer = build_trainer(config, mesh, make_data(config.model.vocab_size, samples=64))
     records = [trainer.step() for _ in range(steps)]
