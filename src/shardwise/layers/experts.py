@@ -21,7 +21,7 @@ from shardwise.config.routing import ExpertNames, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
-from shardwise.layers.balance import RouterLosses
+from shardwise.layers.balance import OBJECTIVES, RouterLosses
 from shardwise.layers.execution import execution
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
