@@ -33,7 +33,6 @@ from shardwise.distributed.mesh import Group
 
 OBJECTIVES = ("sequence", "batch", "pooled", "z")
 """Names of the objectives, in the order of their values."""
-Routed = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,9 @@ class RouterLosses(nn.Module):
         self.rows_of_layers: Tensor | None = None
         self.is_counting = False
 
-    def forward(self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, samples: int) -> Routed:
+    def forward(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, samples: int
+    ) -> tuple[Tensor, Tensor | None]:
         """Return a router's weights, and this rank's share of each of `OBJECTIVES`, [4].
 
         The weights are those given, in whose backward pass the objectives have their gradients. Of `sequence`, `batch`

@@ -114,6 +114,11 @@ class ExpertRecord:
     losses: Mapping[str, float]
     loads: Mapping[int, Sequence[int]]
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers under their names in the run's files."""
+        return {"expert_load_max": self.load_max, "expert_idle": self.idle, "expert_entropy": self.entropy}
+
 
 @dataclass(frozen=True)
 class StepRecord:
