@@ -206,9 +206,9 @@ def experts(last: Mapping[str, Any]) -> str:
         return ""
     losses = last.get("balance_losses")
     shown = [f"{name} {plain(loss)}" for name, loss in losses.items()] if isinstance(losses, dict) else []
-    load = f"largest load {plain(last['expert_load_max'], '.2f')} × the mean"
-    idle = f"{percent(last.get('expert_idle'))} without a token"
-    return ", ".join([load, idle, f"entropy {plain(last.get('expert_entropy'), '.3f')}", *shown])
+    load = f"largest load ×{plain(last['expert_load_max'], '.2f')}"
+    entropy = f"entropy {plain(last.get('expert_entropy'), '.3f')}"
+    return ", ".join([load, f"{percent(last.get('expert_idle'))} idle", entropy, *shown])
 
 
 def plain(value: object, form: str = ".4g") -> str:
