@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.distributed import collectives
+from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.experts import Experts, choose
@@ -114,7 +114,7 @@ class Choices:
             places = torch.arange(length, device=scores.device)
         places = places.chunk(cuts)[rank].cpu()
         assert len(places) == rows, "a rank computes all its tokens at once"
-        name: str = layer.router.weight.placement.pieces[0].name  # type: ignore[attr-defined]
+        name = placement.of_or_whole(layer.router.weight).pieces[0].name.removesuffix(".weight")
         if not self.reference:
             for sample, experts in zip(samples, chosen.cpu().unflatten(0, (rows, -1)).unbind(1), strict=True):
                 self.recorded[name, sample] = experts
