@@ -36,6 +36,11 @@ class BucketShape:
         return any(parameter.matrix for _, parameter in self.parameters)
 
     @property
+    def divided_over(self) -> int:
+        """The data-parallel ranks that divide the tensors of its kind among them: E of experts."""
+        return self.parameters[0][1].divided_over
+
+    @property
     def stage(self) -> int:
         """The number of the pipeline stage that has the parameters."""
         return self.parameters[0][1].place.stage
@@ -91,7 +96,8 @@ _ModelPart = tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]]
 @lru_cache(maxsize=64)
 def _stored(model_part: _ModelPart) -> tuple[LocalParameter, ...]:
     model, tensor, sequence, local, stages = model_part
-    return tuple(local_parameters(model, tensor, sequence, local=local, stages=stages))
+    parameters = local_parameters(model, tensor, sequence, local=local, stages=stages)
+    return tuple(parameter for parameter in parameters if parameter.is_trained)
 
 
 @lru_cache(maxsize=4096)

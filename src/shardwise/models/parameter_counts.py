@@ -78,6 +78,7 @@ class LocalParameter:
         used_share: share of the tokens that it is multiplied with: an expert's is its share of balanced loads.
         divided_over: data-parallel ranks that divide the tensors of its kind among them: E of experts.
         at_both_ends: true if the other end of the pipeline holds it too, with a part of its gradient: a tied embedding.
+        is_trained: false if it is in no bucket, in float32 and without a gradient: the bias of a router.
     """
 
     elements: int
@@ -90,6 +91,7 @@ class LocalParameter:
     divided_over: int = 1
     at_both_ends: bool = False
     in_block: bool = False
+    is_trained: bool = True
     place: UnitPlace = OUTSIDE
 
     @property
@@ -163,6 +165,16 @@ def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
     """
     multiplied = [parameter for parameter in local_parameters(model, 1) if parameter.per is not None]
     return round(sum(p.elements * p.used_share for p in multiplied if per in (None, p.per)))
+
+
+def active_parameter_count(model: ModelConfig) -> int | None:
+    """Return the parameters that compute one token: all but experts that are not chosen. None for a class of the user's.
+
+    An embedding counts whole, as in the names of published models.
+    """
+    if model.is_own:
+        return None
+    return round(sum(parameter.elements * parameter.used_share for parameter in local_parameters(model, 1)))
 
 
 def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Counter[tuple[int, int]]:
@@ -320,7 +332,7 @@ class _StageParameters:
             routing.experts * model.hidden_size, per="token", partial_over=self.tensor if self.sequence_parallel else 1
         )
         if routing.has_bias:
-            yield LocalParameter(routing.experts, matrix=False)
+            yield LocalParameter(routing.experts, matrix=False, is_trained=False)
         if model.shared_expert_width:
             yield from self.columns(2 * model.shared_expert_width // self.tensor, bias=False, tensors=2)
             yield from self.rows(model.shared_expert_width // self.tensor, bias=False)
