@@ -22,9 +22,7 @@ def mesh(
     On the CPU, but for ranks that were told to use this machine's accelerator (TEST_DEVICE).
     """
     device = "cpu" if os.environ.get("TEST_DEVICE", "cpu") == "cpu" else None
-    return Mesh(
-        tensor=tensor, pipeline=pipeline, context=context, expert=expert, device=device, grains=dict(grains)
-    )
+    return Mesh(tensor=tensor, pipeline=pipeline, context=context, expert=expert, device=device, grains=dict(grains))
 
 
 def run(ranks: Any, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

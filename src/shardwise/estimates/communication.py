@@ -13,9 +13,8 @@ Tensor and sequence parallelism communicate as in arXiv:1909.08053 and arXiv:220
 Axes are named as the groups in `distributed/mesh.py`: "tp", "cp", "dp", "pp", "world", "dp_cp" for data and context
 parallelism together, if both are above 1, "tp/c" for the c neighbouring ranks that hold the same key/value heads,
 "dp/n" for the n ranks that ZeRO cuts over and "dp/copies" for those that own the same part, if `parallel.replicate` is
-above 1, and "pp/ends" for the two ranks that hold a tied embedding, if "pp" has more than these two. Likewise "dp/E" for
-the E ranks that divide the experts of a block, and "dp/experts" for those that have the same experts, which sum their
-gradients and are cut over in their turn.
+above 1, and "pp/ends" for the two ranks that hold a tied embedding, if "pp" has more than these two. "dp/E" are the E
+ranks that divide the experts of a block, and "dp/experts" those that have the same ones, as "dp" of other parameters.
 """
 
 from __future__ import annotations

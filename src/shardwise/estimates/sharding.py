@@ -265,6 +265,9 @@ class _Reductions:
 def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, int]:
     """Return bytes of gradients and of their copies at each unit of a backward pass, and those that are left after it.
 
+    At the embedding they are those beside its new gradient, which is free before a reduction begins; the unit of what
+    no smaller unit has comes last, and has all that is held from then on.
+
     Where gradients are reduced once a step, the backward pass is that of the last micro-batch. Whole gradients that
     have memory during the whole step are not among these bytes.
     """
@@ -295,16 +298,18 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, i
         gradients = {}
         # What no smaller unit has comes last: a table of positions is added to the embedding.
         for unit in (HEAD.unit, *reversed(stage.layers), EMBEDDING.unit, OUTSIDE.unit):
-            most = reductions.size
+            most = max(reductions.size, gradients.get(unit, 0))
             numbers = [number for number in range(len(shapes)) if (unit, number) in copies]
             # The last products of attention and MLP that are computed side by side get their gradients first.
-            for number in numbers if workload.model.parallel_residual else ():
+            for number in numbers if workload.model.parallel_residual or unit == EMBEDDING.unit else ():
                 reductions.begin(number)
+            beside = reductions.size
             for number in numbers:
                 for copied in copies[unit, number]:
                     most = max(most, reductions.add(number, copied))
             gradients[unit] = most
-    gradients[EMBEDDING.unit] = max(gradients[EMBEDDING.unit], gradients[OUTSIDE.unit])
+            if unit == EMBEDDING.unit:
+                gradients |= {unit: beside, OUTSIDE.unit: most}
     return gradients, reductions.size if rounds > 1 else 0
 
 

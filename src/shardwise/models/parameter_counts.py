@@ -168,7 +168,7 @@ def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
 
 
 def active_parameter_count(model: ModelConfig) -> int | None:
-    """Return the parameters that compute one token: all but experts that are not chosen. None for a class of the user's.
+    """Return the parameters but those of experts that are not chosen for a token. None for a class of the user's.
 
     An embedding counts whole, as in the names of published models.
     """
