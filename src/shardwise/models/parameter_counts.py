@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -129,14 +129,21 @@ def local_parameter_count(
     if model.is_own:
         return None
     local = LocalWidths.of(model, tensor, vocab_multiple, expert_ranks)
-    return _element_count(model, tensor, local, None if stages is None else tuple(stages), block_matrices)
+    return sum(
+        elements_by_ranks(model, tensor, local, None if stages is None else tuple(stages), block_matrices).values()
+    )
 
 
 # The planner asks for the same stages in thousands of layouts.
 @lru_cache(maxsize=2**12)
-def _element_count(
-    model: FamilyConfig, tensor: int, local: LocalWidths, stages: tuple[Stage, ...] | None, block_matrices: bool
-) -> int:
+def elements_by_ranks(
+    model: FamilyConfig,
+    tensor: int,
+    local: LocalWidths,
+    stages: tuple[Stage, ...] | None = None,
+    block_matrices: bool = False,
+) -> Counter[int]:
+    """Return the elements of `local_parameter_count`, by the number of ranks that divide their tensors among them."""
     # Blocks with the same router, or without one, have the same parameters: those of one are counted for all of them.
     stages = stages or _whole_model(model)
     whole = [replace(stage, layers=range(0)) for stage in stages]
@@ -148,7 +155,16 @@ def _element_count(
             one = replace(stage, layers=range(layer, layer + 1))
             parameters = local_parameters(model, tensor, local=local, stages=[one])
             counted += [(parameter, number) for parameter in parameters if parameter.in_block]
-    return sum(p.elements * number for p, number in counted if p.is_block_matrix or not block_matrices)
+    elements: Counter[int] = Counter()
+    for p, number in counted:
+        if p.is_block_matrix or not block_matrices:
+            elements[p.divided_over] += p.elements * number
+    return elements
+
+
+def owned_elements(elements: Mapping[int, int], shards: int) -> float:
+    """Return the elements of `elements_by_ranks` that a rank updates, where ZeRO cuts over so many ranks."""
+    return sum(count / max(1, shards // divided) for divided, count in elements.items())
 
 
 def _whole_model(model: FamilyConfig) -> tuple[Stage, ...]:
