@@ -165,6 +165,7 @@ def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
         pipeline=layout.pipeline,
         schedule=parallel.schedule,
         virtual=parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
+        expert=layout.expert,
         micro_batch=config.train.micro_batch,
         recompute=config.recompute,
         zero=config.optimizer.zero,

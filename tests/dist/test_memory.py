@@ -259,7 +259,7 @@ def measure_sharded(config: Config) -> ShardedStep:
     torch.set_num_threads(1)
     parallel = config.parallel
     grains = tuple(config.grains.items())
-    mesh = shared_mesh(parallel.tensor, parallel.pipeline, grains, context=parallel.context)
+    mesh = shared_mesh(parallel.tensor, parallel.pipeline, grains, context=parallel.context, expert=parallel.expert)
     data = make_data(config.model.vocab_size, length=64, pairs="nsp" in config.model.objectives)
     with LiveTensors() as live:
         trainer = build_trainer(config, mesh, data)

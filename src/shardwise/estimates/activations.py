@@ -431,15 +431,19 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
     x = workload.x_bytes
     feed = a * workload.tokens * workload.local.intermediate
     elements = workload.local.intermediate * model.hidden_size
-    routing = model.routing(layer)
-    if routing is not None:
-        # The experts' gradients are complete together; a rank's rows are at work one expert after the other.
-        held = routing.experts // layout.expert * model.expert_width // layout.tensor
-        feed = a * workload.tokens * model.hidden_size
-        elements = 3 * held * model.hidden_size
     # Where a micro-batch's gradients are freed, they are copied to the bucket and not added.
     is_copied = workload.frees_gradients and workload.config.reduce == "micro_batch"
-    last = feed + (a * elements if is_copied else workload.gradient_bytes(elements))
+    weights = a * elements if is_copied else workload.gradient_bytes(elements)
+    routing = model.routing(layer)
+    if routing is not None:
+        # The experts' gradients are complete together, and are added one after the other, that of the down projections
+        # first; a rank's rows are at work one expert after the other.
+        held = routing.experts // layout.expert * model.expert_width // layout.tensor
+        feed = a * workload.tokens * model.hidden_size
+        elements = held * model.hidden_size
+        down, gate_up = (a * n * elements if is_copied else workload.gradient_bytes(n * elements) for n in (1, 2))
+        weights = max(2 * a * elements + down, gate_up)
+    last = feed + weights
     if layout.sequence_parallel:
         last += workload.gathered_bytes
     if workload.drops_hidden:

@@ -27,6 +27,7 @@ from shardwise.layers.chunks import GRADIENTS_AT_ONCE, loss_chunk_elements, roun
 from shardwise.models.parameter_counts import (
     EMBEDDING,
     HEAD,
+    OUTSIDE,
     block_matrix_shapes,
     local_parameter_count,
     local_parameters,
@@ -237,12 +238,15 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     at_ends = embedding + head + received + gradient + _gradients_of_parts(workload, stage)
     during = {layer: level.peak + at_ends for layer, level in zip(stage.layers, levels, strict=True)}
     backward = max(during.values())
-    reduction = max(end + extra.last(EMBEDDING.unit), *(size + extra.last(unit) for unit, size in during.items()))
+    after = head + gradient + extra.last(OUTSIDE.unit)
+    reduction = max(
+        end + extra.last(EMBEDDING.unit), after, *(size + extra.last(unit) for unit, size in during.items())
+    )
     if workload.config.splits_backward:
         reduction = max(extra.reduced.values())
     if in_flight is not None:
         backward = max(size + extra.backward(unit) for unit, size in during.items())
-        end += extra.backward(EMBEDDING.unit)
+        end = max(end + extra.backward(EMBEDDING.unit), head + gradient + extra.backward(OUTSIDE.unit))
         loss += extra.forward(HEAD.unit)
         in_blocks = [level.kept + extra.forward(layer) for layer, level in zip(stage.layers, levels, strict=True)]
         forward = max(0, embedding + max(extra.forward(EMBEDDING.unit), *in_blocks) - kept - received)

@@ -40,6 +40,7 @@ class RankWorkload:
         accelerator: True if the run is on an accelerator.
         pipeline_rank: the rank.
         stages: stages of that rank; without a pipeline a single one, which is the model.
+        imbalance: rows of experts on this rank over those of balanced loads.
     """
 
     config: Config
@@ -50,6 +51,7 @@ class RankWorkload:
     accelerator: bool
     pipeline_rank: int
     stages: tuple[Stage, ...]
+    imbalance: float = 1.0
 
     @staticmethod
     def of(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int = 0) -> RankWorkload | None:
@@ -176,6 +178,11 @@ class RankWorkload:
     def tokens(self) -> int:
         """T, the tokens of a micro-batch that a rank has."""
         return self.config.train.sequence_length * self.config.train.micro_batch // self.layout.context
+
+    def rows(self, routing: Routing) -> int:
+        """R, the rows of a block's experts that a rank computes: T·k where loads are balanced."""
+        rows = self.tokens * routing.per_token
+        return rows if self.layout.expert == 1 else round(self.imbalance * rows)
 
     @cached_property
     def tokens_between(self) -> int:

@@ -45,12 +45,12 @@ class GatherPass:
 
     Attributes:
         state: weights on the rank afterwards.
-        sent: bytes of values that were gathered.
+        sent: bytes of values that were gathered, by the number of ranks that divide the tensors among them.
         values: bytes of whole values at each unit.
     """
 
     state: GatherState
-    sent: int
+    sent: Counter[int]
     values: ByUnit
 
 
@@ -65,7 +65,8 @@ class StageGathers:
         width = DTYPE_BYTES[workload.precision.parameter]
         self._releases = workload.config.gather == "micro_batch"
         shapes = bucket_shapes(workload) if workload.frees_values else []
-        freed = [shape for shape in shapes if shape.has_matrices and shape.stage == stage.index]
+        freed = [shape for shape in shapes if shape.has_matrices and shape.slices > 1 and shape.stage == stage.index]
+        self._divided = [shape.divided_over for shape in freed]
         self.sizes = {number: width * shape.elements for number, shape in enumerate(freed)}
         self._prefetch = workload.config.optimizer.prefetch
         self._buckets: dict[int, list[int]] = {}
@@ -79,6 +80,14 @@ class StageGathers:
         self._forward = in_order
         self._backward = [unit for unit in reversed(in_order) if unit >= 0]
         self._cache: dict[tuple[str, GatherState], GatherPass] = {}
+
+    @property
+    def whole(self) -> Counter[int]:
+        """Bytes of all whole values, as in `GatherPass.sent`."""
+        total: Counter[int] = Counter()
+        for number, size in self.sizes.items():
+            total[self._divided[number]] += size
+        return total
 
     def forward(self, state: GatherState, *, keeps_last: bool = True) -> GatherPass:
         """Do a forward pass; in training, the last block's weights stay for the backward pass."""
@@ -99,12 +108,13 @@ class StageGathers:
         gathered = set(state.gathered)
         users = set(state.users)
         values: ByUnit = {}
-        sent = 0
+        sent: Counter[int] = Counter()
 
-        def begin(units: Iterable[int]) -> int:
+        def begin(units: Iterable[int]) -> None:
             new = {number for unit in units for number in self._buckets[unit]} - gathered
             gathered.update(new)
-            return sum(self.sizes[number] for number in new)
+            for number in new:
+                sent[self._divided[number]] += self.sizes[number]
 
         def release(unit: int) -> None:
             for number in self._buckets[unit]:
@@ -117,7 +127,7 @@ class StageGathers:
             following = order[order.index(unit) + 1 :] if unit in order else order
             needed = [unit, *following[: self._prefetch]]
             users.update((number, user) for user in needed for number in self._buckets[user])
-            sent += begin(needed)
+            begin(needed)
             values[unit] = sum(self.sizes[number] for number in gathered)
             if unit not in (*outside, *kept):
                 release(unit)
@@ -139,13 +149,16 @@ def _users(unit: int, stage: Stage, *, is_tied: bool) -> Iterator[int]:
         yield HEAD.unit
 
 
-def gathered_bytes(workload: RankWorkload) -> int:
-    """Return the bytes of whole values that a rank gathers for the passes of a step of training."""
-    total = 0
+def gathered_bytes(workload: RankWorkload) -> Counter[int]:
+    """Return the bytes of whole values that a rank gathers for the passes of a step of training.
+
+    They stand by the number of ranks that divide the tensors among them (`BucketShape.divided_over`).
+    """
+    total: Counter[int] = Counter()
     for stage in workload.stages:
         gathers = StageGathers(workload, stage)
         if workload.config.gather == "step":
-            total += sum(gathers.sizes.values())
+            total += gathers.whole
             continue
         state = GatherState()
         parallel = workload.config.parallel
@@ -157,9 +170,9 @@ def gathered_bytes(workload: RankWorkload) -> int:
     return total
 
 
-def evaluation_bytes(workload: RankWorkload) -> int:
-    """Return the bytes of whole values that a rank gathers for the forward passes of one global batch."""
-    total = 0
+def evaluation_bytes(workload: RankWorkload) -> Counter[int]:
+    """Return the bytes of `gathered_bytes`, but for the forward passes of one global batch."""
+    total: Counter[int] = Counter()
     for stage in workload.stages:
         gathers = StageGathers(workload, stage)
         state = GatherState()
@@ -173,16 +186,16 @@ def evaluation_bytes(workload: RankWorkload) -> int:
 # ---- gradients
 
 
-def reduction_copies(workload: RankWorkload) -> int:
+def reduction_copies(workload: RankWorkload, shape: BucketShape) -> int:
     """Return the bytes of copies for each element of a bucket under reduction.
 
     One copy is made if the dtype of the reduction is not that of the gradients. On a CPU with ZeRO, and with
     bit-equal sums, one more holds the slices that arrive, which are summed.
     """
     precision = workload.precision
-    if workload.layout.replicas == 1:
+    if workload.layout.replicas == shape.divided_over:
         return 0
-    sums_slices = workload.is_bit_equal or (not workload.accelerator and workload.shard_ranks > 1)
+    sums_slices = workload.is_bit_equal or (not workload.accelerator and shape.slices > 1)
     return DTYPE_BYTES[precision.reduce] * (int(precision.reduce != precision.gradient) + int(sums_slices))
 
 
@@ -193,7 +206,7 @@ class _Reductions:
     Attributes:
         shapes: the buckets.
         gradient: bytes of an element of gradients that have memory only until they are reduced; 0: all have memory.
-        copies: bytes of copies of an element under reduction.
+        copies: bytes of copies of an element under reduction, of each bucket.
         filling: numbers of buckets that have some of their gradients.
         under_way: numbers of buckets that are being reduced.
         size: bytes of gradients and copies now.
@@ -203,7 +216,7 @@ class _Reductions:
 
     shapes: Sequence[BucketShape]
     gradient: int
-    copies: int
+    copies: Sequence[int]
     filling: set[int] = field(default_factory=set)
     under_way: deque[int] = field(default_factory=deque)
     size: int = 0
@@ -226,7 +239,7 @@ class _Reductions:
     def _end_oldest(self) -> int:
         """End the reduction that began first; return the number of its bucket."""
         number = self.under_way.popleft()
-        self.size -= self.shapes[number].elements * (self.gradient + self.copies)
+        self.size -= self.shapes[number].elements * (self.gradient + self.copies[number])
         return number
 
     def add(self, number: int, copy: int) -> int:
@@ -243,7 +256,7 @@ class _Reductions:
             # Its gradients stay, and copies are made.
             self.filling.discard(self.started)
             self.under_way.append(self.started)
-            self.size += self.shapes[self.started].elements * self.copies
+            self.size += self.shapes[self.started].elements * self.copies[self.started]
             self.started += 1
             most = max(most, self.size)
         return most
@@ -252,13 +265,18 @@ class _Reductions:
 def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, int]:
     """Return bytes of gradients and of their copies at each unit of a backward pass, and those that are left after it.
 
+    At the embedding they are those beside its new gradient, which is free before a reduction begins; the unit of what
+    no smaller unit has comes last, and has all that is held from then on.
+
     Where gradients are reduced once a step, the backward pass is that of the last micro-batch. Whole gradients that
     have memory during the whole step are not among these bytes.
     """
-    shapes = [shape for shape in bucket_shapes(workload) if shape.stage == stage.index]
     each_pass = workload.frees_gradients and workload.config.reduce == "micro_batch"
+    # What no other rank has keeps its memory.
+    least = 2 if each_pass else 1
+    shapes = [shape for shape in bucket_shapes(workload) if shape.stage == stage.index and shape.slices >= least]
     gradient = DTYPE_BYTES[workload.precision.gradient] if each_pass else 0
-    reductions = _Reductions(shapes, gradient, reduction_copies(workload))
+    reductions = _Reductions(shapes, gradient, [reduction_copies(workload, shape) for shape in shapes])
     # A gradient that is the first of a sum is copied once, into the order of the weight in memory.
     is_copied = workload.frees_gradients and (each_pass or workload.micro_batches == 1)
     copy = DTYPE_BYTES[workload.precision.gradient] if is_copied else 0
@@ -280,16 +298,18 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, i
         gradients = {}
         # What no smaller unit has comes last: a table of positions is added to the embedding.
         for unit in (HEAD.unit, *reversed(stage.layers), EMBEDDING.unit, OUTSIDE.unit):
-            most = reductions.size
+            most = max(reductions.size, gradients.get(unit, 0))
             numbers = [number for number in range(len(shapes)) if (unit, number) in copies]
             # The last products of attention and MLP that are computed side by side get their gradients first.
-            for number in numbers if workload.model.parallel_residual else ():
+            for number in numbers if workload.model.parallel_residual or unit == EMBEDDING.unit else ():
                 reductions.begin(number)
+            beside = reductions.size
             for number in numbers:
                 for copied in copies[unit, number]:
                     most = max(most, reductions.add(number, copied))
             gradients[unit] = most
-    gradients[EMBEDDING.unit] = max(gradients[EMBEDDING.unit], gradients[OUTSIDE.unit])
+            if unit == EMBEDDING.unit:
+                gradients |= {unit: beside, OUTSIDE.unit: most}
     return gradients, reductions.size if rounds > 1 else 0
 
 
@@ -317,7 +337,7 @@ class StageInFlight:
     @staticmethod
     def of_reduction(workload: RankWorkload, stage: Stage) -> StageInFlight:
         """Copies while gradients are reduced, which there are at each stage of ZeRO."""
-        if workload.frees_gradients or not reduction_copies(workload):
+        if workload.frees_gradients or not any(reduction_copies(workload, s) for s in bucket_shapes(workload)):
             return StageInFlight(({}, {}), {}, {HEAD.unit: 0})
         return _reduction(_Case.of(workload), stage)
 
