@@ -438,7 +438,9 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
     if routing is not None:
         # The experts' gradients are complete together, and are added one after the other, that of the down projections
         # first; a rank's rows are at work one expert after the other.
-        held = routing.experts // layout.expert * model.expert_width // layout.tensor
+        held = routing.experts * model.expert_width // layout.tensor
+        if not workload.is_bit_equal:
+            held //= layout.expert
         feed = a * workload.tokens * model.hidden_size
         elements = held * model.hidden_size
         down, gate_up = (a * n * elements if is_copied else workload.gradient_bytes(n * elements) for n in (1, 2))

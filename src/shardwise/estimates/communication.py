@@ -26,7 +26,7 @@ from typing import Literal
 
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import rank_of
-from shardwise.config.routing import Routing
+from shardwise.config.routing import SUMS, Routing
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
@@ -277,17 +277,18 @@ def _experts(workload: RankWorkload, suffix: str) -> list[Transfer]:
     """The forward pass of experts in all blocks.
 
     Ranks that divide the experts send the numbers of rows, [N] in int64, each of the T·k rows of their tokens with its
-    weight, [H] and one in float32, and back what arrived, [R, H]. Under sequence parallelism, the weights and the
-    numbers of the chosen experts are gathered, [T·k] in float32 and in int64.
+    weight, [H] and one in float32, and back what arrived, [R, H], for each part of bit-equal sums. Under sequence
+    parallelism, the weights and the numbers of the chosen experts are gathered, [T·k] in float32 and in int64.
     """
     transfers = []
     row = workload.a * workload.model.hidden_size
+    parts = workload.parts_of_sums
     for routing, count in _routings(workload).items():
         rows = workload.tokens * routing.per_token
         transfers += [
             _over_experts(workload, _INT64 * routing.experts, f"numbers of rows{suffix}", count),
             _over_experts(workload, (row + _FLOAT32) * rows, f"rows and weights to their experts{suffix}", count),
-            _over_experts(workload, row * workload.rows(routing), f"results of rows{suffix}", count),
+            _over_experts(workload, parts * row * workload.rows(routing), f"results of rows{suffix}", count),
         ]
         if workload.layout.sequence_parallel:
             chosen = f"weights and numbers of chosen experts{suffix}"
@@ -316,7 +317,7 @@ def _gradients_of_experts(workload: RankWorkload) -> list[Transfer]:
     row = workload.a * workload.model.hidden_size
     for routing, count in _routings(workload).items():
         rows = workload.tokens * routing.per_token
-        arrived = (row + _FLOAT32) * workload.rows(routing)
+        arrived = workload.parts_of_sums * (row + _FLOAT32) * workload.rows(routing)
         transfers += [
             _over_experts(workload, row * rows, "gradients of results of rows", count),
             _over_experts(workload, arrived, "gradients of rows and weights", count),
@@ -335,12 +336,15 @@ def _gradients_of_experts(workload: RankWorkload) -> list[Transfer]:
 
 
 def _loads(workload: RankWorkload) -> Transfer:
-    """The rows of each expert of the routers with a bias, [N] in int64, from which the biases follow once a step."""
-    experts = sum(routing.experts * count for routing, count in _routings(workload).items() if routing.has_bias)
-    if not workload.config.optimizer.router_bias_rate:
-        experts = 0
-    layout = workload.layout
-    return Transfer(layout.replicas_axis, "all_reduce", layout.replicas, _INT64 * experts, 1, "loads of experts")
+    """The rows of each expert and the `SUMS` of the L blocks with experts, [L, N + K] in int64, in a logged step.
+
+    N is the most experts of a block.
+    """
+    model = workload.model
+    routings = [routing for layer in range(model.num_hidden_layers) if (routing := model.routing(layer)) is not None]
+    width = max((routing.experts for routing in routings), default=0) + len(SUMS)
+    size = _INT64 * len(routings) * width
+    return Transfer("world", "all_reduce", workload.layout.world, size, 1, "loads of experts")
 
 
 def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:

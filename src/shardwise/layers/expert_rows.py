@@ -70,7 +70,8 @@ class Journey:
     def rows_back(self, parts: Tensor) -> Tensor:
         """Send parts of what each row has of its own back, and add them: `[P, R]` → `[T, k]`."""
         by_row = collectives.tree_sum(self._returned(parts).t())
-        return torch.empty_like(by_row).index_copy_(0, self.rows, by_row).unflatten(0, (-1, self.per_token))
+        placed: Tensor = torch.empty_like(by_row).index_copy_(0, self.rows, by_row).unflatten(0, (-1, self.per_token))
+        return placed
 
     def sums_back(self, parts: Tensor) -> Tensor:
         """Send parts of results back, add those of a token's experts, and then the parts: `[P, R, H]` → `[T, H]`."""
@@ -126,7 +127,7 @@ class _SumOfRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, journey: Journey, count: int, *matrices: Tensor) -> Tensor:
         rows = journey.tokens_there(x)
-        weight = journey.rows_there(weights.to(x.dtype))[:, None]
+        weight = journey.rows_there(weights).to(x.dtype)[:, None]
         gate_up, down = matrices[0], matrices[-1]
         joined = x.new_empty(count, len(rows), gate_up.shape[1] // count)
         y = x.new_empty(count, *rows.shape)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.base.tensor_box import Box
-from shardwise.config.routing import ExpertNames, Routing
+from shardwise.config.routing import OBJECTIVES, SUMS, ExpertNames, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
-from shardwise.layers.balance import OBJECTIVES, RouterLosses
+from shardwise.layers.balance import RouterLosses
 from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.execution import execution
 from shardwise.layers.expert_rows import Journey, runs_of_experts, sum_of_rows
@@ -45,9 +45,6 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 _NAMES = ExpertNames()
-ENTROPY = "entropy"
-SUMS = (ENTROPY, *OBJECTIVES)
-"""Names of `Experts.sums`."""
 
 
 class Router(placement.PlacedModule):

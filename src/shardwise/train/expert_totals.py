@@ -1,6 +1,6 @@
 """What the experts of a sparse model count in a step, over the whole global batch and all blocks.
 
-Shapes: L = blocks with experts of the whole model, N = most experts of a block, K = `SUMS` of `layers/experts.py`.
+Shapes: L = blocks with experts of the whole model, N = most experts of a block, K = `SUMS` of `config/routing.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import ModelConfig
-from shardwise.config.routing import Routing
+from shardwise.config.routing import SUMS, Routing
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
-from shardwise.layers.experts import ENTROPY, SUMS, Experts, experts_of
+from shardwise.layers.experts import Experts, experts_of
 from shardwise.train.step_record import ExpertRecord
 
 _PARTS = 2.0**32
@@ -79,7 +79,7 @@ class ExpertTotals:
             tokens += sum(loads[number]) / routing.per_token
             for name, value in zip(SUMS, totals[at + width - len(SUMS) : at + width], strict=True):
                 # A router of one expert has no entropy.
-                sums[name] += value / math.log(max(routing.experts, 2)) if name == ENTROPY else value
+                sums[name] += value / math.log(max(routing.experts, 2)) if name == SUMS[0] else value
         if not tokens:
             return None
         spreads = {number: max(block) * len(block) / max(sum(block), 1) for number, block in loads.items()}
@@ -89,7 +89,7 @@ class ExpertTotals:
             load_max=spreads[fullest],
             fullest_block=fullest,
             idle=every.count(0) / len(every),
-            entropy=sums.pop(ENTROPY) / tokens,
+            entropy=sums.pop(SUMS[0]) / tokens,
             # An objective that is computed is above 0.
             losses={name: value for name, value in sums.items() if value},
             loads=loads,
