@@ -168,7 +168,9 @@ class Experts(placement.PlacedModule):
         )
         self.name = name or ""
         balance = execution().balance
-        self.losses = None if balance is None else RouterLosses(balance, routing, execution().context_group)
+        self.losses: RouterLosses | None = None
+        if balance is not None and balance.names:
+            self.losses = RouterLosses(balance, routing, execution().context_group)
         self.ranks = ranks
         self.width = width // group.size
         self.count = routing.experts // ranks.group.size
@@ -411,5 +413,7 @@ def balance_experts(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: G
             layer.loads.zero_()
             layer.sums.zero_()
             layer.loads_of_batch = None
+            if layer.losses is not None:
+                layer.losses.rows = layer.losses.rows_of_layers = None
 
     optimizer.register_step_post_hook(update)
