@@ -10,12 +10,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Published:
-    """One recipe: ranks, derived data-parallel degree, parameters, and the value of every key that was published."""
+    """One recipe: ranks, derived data-parallel degree, parameters, and the value of every key that was published.
+
+    `active`: parameters of a sparse model that a token meets in products, and the embedding; None: it is dense.
+    """
 
     world: int
     data: int
     parameters: int
     keys: dict[str, Any]
+    active: int | None = None
 
 
 def _keys(section: str, **values: Any) -> dict[str, Any]:
@@ -130,6 +134,47 @@ PUBLISHED = {
             **_rate(1.5e-4, 2000, 476_837, "cosine", (0.9, 0.95), decay=0.1),
             "optimizer.min_lr": 1.5e-5,
             "optimizer.eps": 1e-5,
+        },
+    ),
+    "olmoe-1b-7b": Published(
+        world=64,
+        data=64,
+        parameters=6_919_161_856,
+        active=1_281_884_160,
+        keys={
+            **_sizes(16, 2048, 16, 1024, 50304, 4096),
+            **_keys("model", num_experts=64, num_experts_per_tok=8, norm_topk_prob=False, rms_norm_eps=1e-5),
+            **_keys("model", rope_theta=10000.0, tie_word_embeddings=False),
+            **_layout(1, False, 1),
+            **_batch(1024, 2, 4096),
+            **_rate(4e-4, 2500, 1_223_842, "cosine", (0.9, 0.95), decay=0.1),
+            "optimizer.min_lr": 4e-5,
+            "parallel.expert": 8,
+        },
+    ),
+    "qwen3-30b-a3b": Published(
+        world=64,
+        data=64,
+        parameters=30_532_122_624,
+        active=3_352_821_760,
+        keys={
+            **_sizes(48, 2048, 32, 6144, 151936, 40960),
+            **_keys("model", num_key_value_heads=4, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e6),
+            **_keys("model", num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True),
+            **_keys("model", tie_word_embeddings=False, decoder_sparse_step=1),
+            "parallel.expert": 8,
+        },
+    ),
+    "mixtral-8x7b": Published(
+        world=64,
+        data=16,
+        parameters=46_702_792_704,
+        active=12_879_659_008,
+        keys={
+            **_sizes(32, 4096, 32, 14336, 32000, 32768),
+            **_keys("model", num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5),
+            **_keys("model", rope_theta=1e6, tie_word_embeddings=False),
+            "parallel.expert": 8,
         },
     ),
     "gpt-neox-6.9b": Published(

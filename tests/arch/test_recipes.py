@@ -14,7 +14,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import Config, UserModelConfig, check_layout, load_config, require_data
 from shardwise.estimates.memory import expected_memory
 from shardwise.layers.chunks import vocabulary_rows
-from shardwise.models.parameter_counts import parameter_count
+from shardwise.models.parameter_counts import matmul_parameter_count, parameter_count
 from tests.arch.published import PUBLISHED
 from tests.arch.source import PACKAGE
 from tests.e2e.command import within
@@ -34,6 +34,9 @@ HUB_MODELS = {
     "llama2-7b": "Llama-2-7b",
     "bert-large": "bert-large-uncased",
     "bert-large-phase2": "bert-large-uncased",
+    "olmoe-1b-7b": "OLMoE-1B-7B-0924",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "mixtral-8x7b": "Mixtral-8x7B-v0.1",
 }
 
 DRY_RUN = """
@@ -47,7 +50,8 @@ sys.exit(code)
 
 
 def ranks_of_one_copy(config: Config) -> int:
-    return config.parallel.tensor * config.parallel.pipeline
+    """Of a sparse model, the ranks that divide its experts have one copy of these together."""
+    return config.parallel.tensor * config.parallel.pipeline * config.parallel.expert
 
 
 def value(config: Config, key: str) -> Any:
@@ -65,6 +69,9 @@ def test_the_recipes_of_this_version_are_here() -> None:
         "gpt2-xl-tiny",
         "gpt3-tiny",
         "olmoe-tiny",
+        "qwen3-moe-tiny",
+        "mixtral-tiny",
+        "glm4-moe-tiny",
     }
     assert set(RECIPES) == {"quickstart", "llama-small", "sft-tiny", *tiny, *PUBLISHED}
 
@@ -73,7 +80,7 @@ def test_the_recipes_of_this_version_are_here() -> None:
 def test_recipe_fits_its_own_layout(recipe: str) -> None:
     config = load_config(recipe)
     layout = check_layout(config, ranks_of_one_copy(config))
-    assert layout.data == 1
+    assert layout.data == config.parallel.expert
 
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
@@ -82,6 +89,9 @@ def test_recipe_has_the_published_numbers(recipe: str) -> None:
     assert {key: value(config, key) for key in published.keys} == published.keys
     assert check_layout(config, published.world).data == published.data
     assert parameter_count(config.model) == published.parameters
+    if published.active is not None:
+        embedding = config.model.vocab_size * config.model.hidden_size
+        assert matmul_parameter_count(config.model) + embedding == published.active
 
 
 @pytest.mark.parametrize("recipe", HUB_MODELS)
@@ -104,7 +114,7 @@ def test_dry_run_shows_layout_and_size(recipe: str, tmp_path: Path) -> None:
     assert f"= {world} rank" in shown
     assert "FLOPs per token" in shown
     if published:
-        assert f"DP {published.data} =" in shown
+        assert re.search(rf"DP {published.data}( \(EP \d+\))? =", shown)
         assert f"({published.parameters:,})" in shown
 
 

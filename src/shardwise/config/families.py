@@ -417,6 +417,7 @@ class GPTNeoXConfig(MultiHeadConfig):
         },
         # GPT-NeoX 20B's file has BERT's names of the dropouts too, which Hugging Face does not read.
         only={"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+        rotary_fields=("rotary_emb_base", "rotary_pct"),
     )
     # transformers 5 names the head lm_head in memory, and embed_out in files as version 4 does.
     weight_names: ClassVar[WeightNames] = WeightNames(

@@ -177,12 +177,11 @@ def _rotary_fields(model: FamilyConfig) -> dict[str, Any]:
     if model.window_rope_theta is not None:
         of_windows = {"rope_theta": model.window_rope_theta, "rope_type": "default"}
         parameters = {_FULL: parameters, _SLIDING: of_windows}
-    fields = {"rope_parameters": parameters, "rope_scaling": scaling}
-    if "rotary_pct" not in keys:
-        return {**fields, "rope_theta": theta}
-    fraction = keys["rotary_pct"]
-    parameters["partial_rotary_factor"] = fraction
-    return {**fields, "rotary_pct": fraction, "rotary_emb_base": theta}
+    base_field, fraction_field = type(model).config_file.rotary_fields
+    fields = {"rope_parameters": parameters, "rope_scaling": scaling, base_field: theta}
+    if "rotary_pct" in keys:
+        parameters["partial_rotary_factor"] = fields[fraction_field] = keys["rotary_pct"]
+    return fields
 
 
 def families_by_model_type() -> dict[str, type[FamilyConfig]]:
@@ -380,11 +379,14 @@ def _take_rotary(
     if old and new and section["rope_scaling"] != _scaling(new, longest):
         problems.append(f"rope_scaling ({_shown(old)}) and rope_parameters ({_shown(new)}) must say the same")
     # Our key, Hugging Face's two names, and the default.
-    for key, names, default in (
-        ("rope_theta", ("rope_theta", "rotary_emb_base"), keys["rope_theta"].default),
-        ("rotary_pct", ("partial_rotary_factor", "rotary_pct"), keys["rotary_pct"].default if is_partial else 1.0),
+    base_field, fraction_field = family.config_file.rotary_fields
+    for key, names, source, default in (
+        ("rope_theta", ("rope_theta", "rotary_emb_base"), base_field, keys["rope_theta"].default),
+        (
+            *("rotary_pct", ("partial_rotary_factor", "rotary_pct"), fraction_field),
+            keys["rotary_pct"].default if is_partial else 1.0,
+        ),
     ):
-        source = names[is_partial]
         section[key] = effective = _first(chosen.get(names[0]), unread.get(source), default)
         given = {name: unread.pop(name, None) for name in names} | {f"rope_parameters.{n}": new.get(n) for n in names}
         problems += [

@@ -38,6 +38,7 @@ class ConfigFile:
         only: field → its one supported value, beside `OtherFields.only`; these count before `inert` and `is_inert`.
         absent: field → the value that its absence means to transformers; written files say null there.
         inert: fields that change nothing that is trained in this family, whatever `OtherFields.only` says.
+        rotary_fields: names of the base and of the rotary fraction of a head outside of mappings.
         has_window_switch: true if `sliding_window` counts only beside `use_sliding_window` (true).
         layer_interval: field with the interval of blocks without a window, if the file has no `layer_types`.
         max_window_layers: default of this field: blocks before the first with a window, if the file has no
@@ -58,6 +59,7 @@ class ConfigFile:
     only: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
+    rotary_fields: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
     has_window_switch: bool = False
     layer_interval: str | None = None
     max_window_layers: int | None = None

@@ -28,13 +28,29 @@ def tensor_problems(model: ModelConfig, parallel: ParallelConfig, length: int) -
 
 
 _RULES_OF_EXPERTS: RuleTable = {
+    "is_bit_equal parallel.cuts_sequence": (
+        "{parallel.context_grain} must be 1 with train.bitwise (true) and model.family {=model.family}, whose experts "
+        "take the tokens of all parts of a sequence at once",
+    ),
     "": (
-        "{train.bitwise} must be false with model.family {=model.family}, which has experts: sums over their rows have "
-        "no parts",
         "{compile.enabled} must be false with model.family {=model.family}: the numbers of rows of its experts change "
         "in every step",
         "{precision.matmul} must be left out with model.family {=model.family}: products of experts have no scales",
     ),
+}
+
+_RULES_OF_SIGMOIDS: RuleTable = {
+    "": (
+        "{optimizer.router_pooled_loss} must be 0 with model.family {=model.family}, for whose scores transformers "
+        "defines no balance loss: set optimizer.router_batch_loss or optimizer.router_sequence_loss",
+    ),
+}
+_RULES_WITHOUT_EXPERTS: RuleTable = {
+    fact: [
+        f"{{optimizer.router_{name}_loss}} must be 0 with model.family {{=model.family}}, {reason}"
+        for name in ("sequence", "batch", "pooled", "z")
+    ]
+    for fact, reason in {"!model.is_own": "which has no experts", "model.is_own": "whose routers nobody knows"}.items()
 }
 
 FP8_MULTIPLE = 16
@@ -78,7 +94,7 @@ def expert_problems(config: Config, layout: Layout) -> list[str]:
     routing = None if model.is_own else model.any_routing
     if routing is None:
         none = f"parallel.expert ({expert}) must be 1 with model.family {model.family}, which has no experts"
-        return [none] if expert > 1 else []
+        return ([none] if expert > 1 else []) + broken(_RULES_WITHOUT_EXPERTS, config)
     problems = []
     ranks = layout.replicas // config.parallel.replicate
     if routing.experts % expert:
@@ -92,6 +108,8 @@ def expert_problems(config: Config, layout: Layout) -> list[str]:
             f"parallel.expert ({expert}) must divide the data-parallel degree × parallel.context / parallel.replicate "
             f"({layout.data} × {layout.context} / {config.parallel.replicate}): nearest {near}"
         )
+    if routing.scores == "sigmoid":
+        problems += broken(_RULES_OF_SIGMOIDS, config)
     return problems + broken(_RULES_OF_EXPERTS, config)
 
 

@@ -150,8 +150,19 @@ class MixtralConfig(_SparseConfig):
         spellings={"num_experts": "num_local_experts"},
         only={"router_jitter_noise": 0.0},
         inert=_TRAINING_FIELDS,
+        writes_derived_heads=False,
     )
 
+    # Files with fused experts have the names of the other families.
+    weight_names: ClassVar[WeightNames] = replace(
+        DecoderConfig.weight_names,
+        renamed=(
+            (r"\.mlp\.gate\.", ".block_sparse_moe.gate."),
+            (r"\.mlp\.(experts\.\d+)\.gate_proj\.", r".block_sparse_moe.\1.w1."),
+            (r"\.mlp\.(experts\.\d+)\.up_proj\.", r".block_sparse_moe.\1.w3."),
+            (r"\.mlp\.(experts\.\d+)\.down_proj\.", r".block_sparse_moe.\1.w2."),
+        ),
+    )
     attention_bias: ClassVar[bool] = False
     expert_names: ClassVar[ExpertNames] = ExpertNames("block_sparse_moe", "gate", ("w1", "w3", "w2"))
 

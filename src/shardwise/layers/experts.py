@@ -7,8 +7,9 @@ padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack, cast
 
 import torch
@@ -21,7 +22,10 @@ from shardwise.config.routing import ExpertNames, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
+from shardwise.layers.balance import OBJECTIVES, RouterLosses
+from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.execution import execution
+from shardwise.layers.expert_rows import Journey, runs_of_experts, sum_of_rows
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
 
@@ -41,13 +45,19 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 _NAMES = ExpertNames()
+ENTROPY = "entropy"
+SUMS = (ENTROPY, *OBJECTIVES)
+"""Names of `Experts.sums`."""
 
 
 class Router(placement.PlacedModule):
-    """x `[T, H]` → weights `[T, k]` in float32, and numbers of experts `[T, k]`, ascending.
+    """x `[T, H]` → weights `[T, k]`, numbers of experts `[T, k]`, ascending, scores `[T, N]` and logits `[T, N]`.
 
     The product, the scores and the choice are computed in float32. Of equal scores, the expert with the lower number is
     chosen. The whole router is on every rank.
+
+    Attributes:
+        choose: scores `[T, N]` → numbers of experts; proofs of layouts put another function here.
 
     Args:
         hidden_size: H.
@@ -68,7 +78,10 @@ class Router(placement.PlacedModule):
     ) -> None:
         super().__init__()
         self.routing = routing
+        self.sequence_parallel_enabled = is_partial
+        self.choose: Callable[[Tensor], Tensor] = partial(choose, routing)
         maker = ParameterMaker(self, options)
+        self.group = maker.group
         shape = (routing.experts, hidden_size)
         piece = Piece.replicated(maker.name(name, "weight"), shape, maker.group, maker.init, partial=is_partial)
         self.weight = maker.parameter(shape, piece)
@@ -80,18 +93,23 @@ class Router(placement.PlacedModule):
             options["dtype"] = torch.float32
             self.bias = ParameterMaker(self, options).parameter(shape_of_bias, piece)
             self.bias.requires_grad_(False)
+        choose_class(self)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.route(x, self.weight)
+
+    def route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        """Return what `forward` does of some tokens; `weight`: the router's, or a view of it."""
         routing = self.routing
-        logits = F.linear(x.float(), self.weight.float())
+        logits = F.linear(x.float(), weight.float())
         scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
         known = scores.detach()
-        experts = choose(routing, known if self.bias is None else known + self.bias)
+        experts = self.choose(known if self.bias is None else known + self.bias)
         weights = scores.gather(-1, experts)
         if routing.normalized:
             # Sigmoids of a token may all be 0 in float32.
             weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if routing.scores == "sigmoid" else 0.0))
-        return (weights * routing.scale if routing.scale != 1.0 else weights), experts
+        return (weights * routing.scale if routing.scale != 1.0 else weights), experts, scores, logits
 
 
 class Experts(placement.PlacedModule):
@@ -104,7 +122,11 @@ class Experts(placement.PlacedModule):
     the weights. Where ranks divide the experts, rows travel by all-to-all in each direction.
 
     Attributes:
-        loads: rows of each expert in the backward passes of this rank since `balance_experts` last used them, `[N]`.
+        loads: rows of each expert in the backward passes of this rank since the last step (`balance_experts`), `[N]`.
+        loads_of_batch: those of all ranks, where they were added up since then; None elsewhere.
+        sums: sums in the same passes by `SUMS`, in float32: of the whole batch those of all ranks, tensor-parallel ones
+            included, are parts. `entropy` is that of a token's scores divided by their sum, in nats, over tokens;
+            objectives as `layers/balance.py` has them.
 
     Args:
         hidden_size: H.
@@ -147,6 +169,9 @@ class Experts(placement.PlacedModule):
             name=None if name is None else f"{name}.{names.router}",
             **options,
         )
+        self.name = name or ""
+        balance = execution().balance
+        self.losses = None if balance is None else RouterLosses(balance, routing, execution().context_group)
         self.ranks = ranks
         self.width = width // group.size
         self.count = routing.experts // ranks.group.size
@@ -162,14 +187,17 @@ class Experts(placement.PlacedModule):
             local = Box((place * hidden_size, 0), (hidden_size, self.width))
             down.append(replace(piece, local=local, experts=ranks))
         self.loads: Tensor
-        self.register_buffer(
-            "loads", torch.zeros(routing.experts, dtype=torch.int64, device=options.get("device")), persistent=False
-        )
+        self.loads_of_batch: Tensor | None = None
+        self.sums: Tensor
+        for total, length, dtype in (("loads", routing.experts, torch.int64), ("sums", len(SUMS), torch.float32)):
+            zeros = torch.zeros(length, dtype=dtype, device=options.get("device"))
+            self.register_buffer(total, zeros, persistent=False)
         self.gate_up = maker.parameter((self.count * 2 * self.width, hidden_size), *gate_up)
         self.down = maker.parameter((self.count * hidden_size, self.width), *down)
+        choose_class(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, experts = self.router(x.flatten(0, -2))
+        weights, experts, scores, logits = self.router(x.flatten(0, -2))
         if self.sequence_parallel_enabled:
             x = collectives.gather_sequence(x, self.group)
             weights = collectives.gather_sequence(weights, self.group)
@@ -177,21 +205,37 @@ class Experts(placement.PlacedModule):
         else:
             x = collectives.copy_to_group(x, self.group)
             weights = collectives.copy_to_group(weights, self.group)
+        values = None
+        if self.losses is not None:
+            weights, values = self.losses(weights, logits, scores, experts, x.shape[-2])
+        sums = self._sums(scores.detach(), values) if torch.is_grad_enabled() else self.sums
         counts = _rows_of_each(experts, len(self.loads))
-        gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
-        tokens = x.flatten(0, -2)
-        if self.ranks.group.size == 1:
-            y = sum_of_experts(tokens, weights, experts, gate_up, down)
-        else:
-            y = self._sum_elsewhere(tokens, weights, experts, counts, gate_up, down)
-        y = cast(Tensor, _CountedInBackward.apply(y, self.loads, counts)).view_as(x)  # type: ignore[no-untyped-call]
+        y = self.sum_(x.flatten(0, -2), weights, experts, counts)
+        y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts, self.sums, sums)).view_as(x)  # type: ignore[no-untyped-call]
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(y, self.group)
 
-    def _sum_elsewhere(
+    def sum_(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
+        """Return this rank's part of the sum over the experts of each token, `[T, H]`; `counts`: rows of each."""
+        gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
+        if self.ranks.group.size == 1:
+            return sum_of_experts(x, weights, experts, gate_up, down)
+        if _has_grouped_products(x, gate_up, down):
+            return self._grouped_elsewhere(x, weights, experts, counts, gate_up, down)
+        journey = Journey.of(experts, counts, self.ranks.group)
+        return sum_of_rows(x, weights, journey, 1, [gate_up], [down])
+
+    def _sums(self, scores: Tensor, values: Tensor | None) -> Tensor:
+        """Return the amounts of a forward pass for `sums`; values: those of `OBJECTIVES`."""
+        entropy = torch.special.entr(scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)).sum().view(1)
+        amounts = F.pad(entropy, (0, len(OBJECTIVES))) if values is None else torch.cat([entropy, values])
+        # Without sequence parallelism all ranks of the group have all of its tokens.
+        return amounts if self.sequence_parallel_enabled else amounts / self.group.size
+
+    def _grouped_elsewhere(
         self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor
     ) -> Tensor:
-        """Return the sum as `sum_of_experts` does, of which each rank of `ranks` computes the rows of its experts."""
+        """Return the sum as `_grouped_sum` does, of which each rank of `ranks` computes the rows of its experts."""
         group = self.ranks.group
         rows = experts.flatten().argsort(stable=True)
         tokens = rows // experts.shape[1]
@@ -201,12 +245,8 @@ class Experts(placement.PlacedModule):
         arrived = collectives.exchange_rows(x[tokens], outgoing, incoming, group)
         arrived_weights = collectives.exchange_rows(weights.flatten()[rows, None], outgoing, incoming, group)
         places = torch.arange(self.count, device=x.device).repeat(group.size).repeat_interleave(arriving.flatten())
-        y = sum_of_experts(arrived, arrived_weights, places[:, None], gate_up, down)
-        returned = collectives.exchange_rows(y, incoming, outgoing, group)
-        if x.is_cuda:
-            # `index_add` adds in any order there.
-            return _sum_of_rows(returned, rows, experts)
-        return torch.zeros_like(x).index_add(0, tokens, returned)
+        y = _grouped_sum(arrived, arrived_weights, places[:, None], gate_up, down)
+        return _sum_of_rows(collectives.exchange_rows(y, incoming, outgoing, group), rows, experts)
 
     def extra_repr(self) -> str:
         routing = self.router.routing
@@ -223,11 +263,16 @@ def sum_of_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor,
         gate_up: gate and up projection of each expert, `[N, 2F, H]`.
         down: down projection of each expert, `[N, H, F]`.
     """
-    aligned = all(size * x.element_size() % 16 == 0 for size in (*gate_up.shape[1:], down.shape[2]))
-    if x.is_cuda and aligned and hasattr(F, "grouped_mm"):
+    if _has_grouped_products(x, gate_up, down):
         return _grouped_sum(x, weights, experts, gate_up, down)
     y: Tensor = _SumOfExperts.apply(x, weights, experts, gate_up, down)  # type: ignore[no-untyped-call]
     return y
+
+
+def _has_grouped_products(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Return whether torch's grouped products take these operands."""
+    is_aligned = all(size * x.element_size() % 16 == 0 for size in (*gate_up.shape[1:], down.shape[2]))
+    return x.is_cuda and is_aligned and hasattr(F, "grouped_mm")
 
 
 def _rows_of_each(experts: Tensor, count: int) -> Tensor:
@@ -251,24 +296,24 @@ def _sum_of_rows(y: Tensor, rows: Tensor, experts: Tensor) -> Tensor:
     return by_token.sum(1)
 
 
-class _CountedInBackward(torch.autograd.Function):
-    """Adds the rows of each expert to the loads of the step, once.
+class _AddedInBackward(torch.autograd.Function):
+    """Adds amounts of a forward pass to totals of the step, once.
 
     Recompute repeats a forward pass, and a backward pass that is split in two may come by twice.
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loads: Tensor, counts: Tensor) -> Tensor:
-        ctx.counted = (loads, counts)
+    def forward(ctx: Any, y: Tensor, *totals_and_amounts: Tensor) -> Tensor:
+        ctx.totals_and_amounts = totals_and_amounts
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.counted is not None:
-            loads, counts = ctx.counted
-            loads.add_(counts)
-            ctx.counted = None
-        return grads[0], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = ctx.totals_and_amounts
+        for total, amount in zip(pairs[::2], pairs[1::2], strict=True):
+            total.add_(amount)
+        ctx.totals_and_amounts = ()
+        return grads[0], *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 class _SumOfExperts(torch.autograd.Function):
@@ -287,7 +332,7 @@ class _SumOfExperts(torch.autograd.Function):
         weights_of_rows = weights.flatten()[rows].to(x.dtype)
         joined = x.new_empty(len(rows), gate_up.shape[1])
         y = torch.zeros_like(x)
-        for expert, run in _runs(counts):
+        for expert, run in runs_of_experts(counts):
             token = tokens[run]
             gate, up = torch.mm(x[token], gate_up[expert].t(), out=joined[run]).chunk(2, dim=-1)
             activated = F.silu(gate).mul_(up).mul_(weights_of_rows[run, None])
@@ -309,7 +354,7 @@ class _SumOfExperts(torch.autograd.Function):
         for expert in [number for number, count in enumerate(ctx.counts) if not count]:
             d_gate_up[expert].zero_()
             d_down[expert].zero_()
-        for expert, run in _runs(ctx.counts):
+        for expert, run in runs_of_experts(ctx.counts):
             token = tokens[run]
             dy_rows = dy[token]
             gate, up = joined[run].chunk(2, dim=-1)
@@ -330,15 +375,9 @@ class _SumOfExperts(torch.autograd.Function):
         return dx, d_chosen.view_as(ctx.weights).to(ctx.weights.dtype), None, d_gate_up, d_down
 
 
-def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
-    """Return each expert that has rows, with its run of the sorted rows."""
-    runs = []
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            runs.append((expert, slice(start, start + count)))
-        start += count
-    return runs
+def experts_of(model: nn.Module) -> list[Experts]:
+    """Return the layers of experts, in the order of the model."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 def balance_experts(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Group, rate: float) -> None:
@@ -346,25 +385,34 @@ def balance_experts(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: G
 
     With the loads c of a layer's experts, which are whole numbers of rows of the global batch:
     b += rate · sign(mean(c) - c). The definition depends neither on the layout nor on the size of micro-batches.
+    `Experts.loads` and `sums` of all layers begin anew.
 
     Args:
-        model: layers whose routing has no bias are left as they are.
+        model: biases of layers whose routing has none are left as they are.
         optimizer: its `step` updates the biases.
-        ranks: the ranks that have other samples or other tokens of them (`Mesh.replicas`): collective over them.
+        ranks: the ranks that have other samples or other tokens of them (`Mesh.replicas`): collective over them, if
+            there are biases and the loads were not added up in this step already.
         rate: step of a bias.
     """
-    layers = [module for module in model.modules() if isinstance(module, Experts) and module.router.bias is not None]
-    if not layers or not rate:
+    layers = experts_of(model)
+    if not layers:
         return
+    biased = [layer for layer in layers if rate and layer.router.bias is not None]
 
     @torch.no_grad()
     def update(*_: object) -> None:
-        loads = collectives.all_reduce_(torch.stack([layer.loads for layer in layers]), ranks)
-        # In whole numbers: an expert with the mean load stays.
-        signs = (loads.sum(1, keepdim=True) - loads * loads.shape[1]).sign()
-        for layer, sign in zip(layers, signs, strict=True):
-            assert layer.router.bias is not None
-            layer.router.bias.add_(sign, alpha=rate)
+        if biased:
+            known = [layer.loads if layer.loads_of_batch is None else layer.loads_of_batch for layer in biased]
+            all_loads = torch.cat(known)
+            if biased[0].loads_of_batch is None:
+                collectives.all_reduce_(all_loads, ranks)
+            for layer, loads in zip(biased, all_loads.split([*map(len, known)]), strict=True):
+                assert layer.router.bias is not None
+                # In whole numbers: an expert with the mean load stays.
+                layer.router.bias.add_((loads.sum() - loads * len(loads)).sign(), alpha=rate)
+        for layer in layers:
             layer.loads.zero_()
+            layer.sums.zero_()
+            layer.loads_of_batch = None
 
     optimizer.register_step_post_hook(update)

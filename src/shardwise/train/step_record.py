@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
@@ -93,6 +93,34 @@ class Straggler:
 
 
 @dataclass(frozen=True)
+class ExpertRecord:
+    """The experts of a sparse model in a step, over the whole global batch.
+
+    Attributes:
+        load_max: rows of the expert that has most, divided by the mean of its block: the largest of all blocks.
+        fullest_block: number of the block that has it.
+        idle: part of all blocks' experts that had no token.
+        entropy: entropy of a token's normalised scores divided by ln N, the mean over tokens and blocks: 1 where all
+            scores are equal.
+        losses: objectives of routers by name (`layers/balance.py`) without their coefficients: means over the blocks,
+            but `pooled`, which is one number of all of them.
+        loads: rows of each expert, by number of the block.
+    """
+
+    load_max: float
+    fullest_block: int
+    idle: float
+    entropy: float
+    losses: Mapping[str, float]
+    loads: Mapping[int, Sequence[int]]
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers under their names in the run's files."""
+        return {"expert_load_max": self.load_max, "expert_idle": self.idle, "expert_entropy": self.entropy}
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One finished optimizer step.
 
@@ -122,6 +150,7 @@ class StepRecord:
         straggler: slowest rank.
         allocator: bytes by `devices.allocator_bytes`, on an accelerator.
         sources: numbers of each source of a mixture, in steps that are logged.
+        experts: numbers of the experts of a sparse model, in steps that are logged.
         is_logged: files and progress show this step; the same on every rank.
         agreed_flags: largest of all ranks' flags, which were read with the step's numbers (`Trainer.step`); None where
             there were none, or where much time has passed since then.
@@ -149,6 +178,7 @@ class StepRecord:
     straggler: Straggler | None = None
     allocator: Mapping[str, int] = field(default_factory=dict)
     sources: Mapping[str, SourceRecord] = field(default_factory=dict)
+    experts: ExpertRecord | None = None
     agreed_flags: tuple[float, ...] | None = None
     is_logged: bool = True
 

@@ -40,6 +40,11 @@ UNREAD = {
     "gpt": {"n_ctx", "output_past", "task_specific_params"},
     "gpt_neox": {"attention_probs_dropout_prob", "hidden_dropout_prob"},
     "bert": {"gradient_checkpointing", "position_embedding_type"},
+    "olmoe": {"pad_token_id", "router_aux_loss_coef", "use_cache"},
+    "qwen3_moe": {"max_window_layers", "router_aux_loss_coef"},
+    "mixtral": {"router_aux_loss_coef"},
+    # transformers names a block in the file that its model leaves out, as ours does.
+    "glm4_moe": {"num_nextn_predict_layers", "pad_token_id"},
 }
 ROPE_SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "default"},
@@ -266,6 +271,31 @@ def test_a_family_writes_what_transformers_needs_to_read_it() -> None:
     assert to_hugging_face(model_of({**QWEN2_5_7B, "head_dim": 64}))["head_dim"] == 64
 
 
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("Qwen3-30B-A3B", {"rope_theta": 1000000.0, "num_experts": 128, "num_local_experts": 128}),
+        ("Mixtral-8x7B-v0.1", {"rope_theta": 1000000.0, "num_local_experts": 8}),
+        ("OLMoE-1B-7B-0924", {"rope_theta": 10000.0, "num_experts": 64, "tie_word_embeddings": False}),
+        (
+            "GLM-4.5-Air",
+            {
+                "rope_theta": 1000000,
+                "rope_scaling": None,
+                "partial_rotary_factor": 0.5,
+                "n_routed_experts": 128,
+                "num_nextn_predict_layers": 0,
+            },
+        ),
+    ],
+)
+def test_a_sparse_family_writes_what_other_programs_need(name: str, needed: dict[str, Any]) -> None:
+    """mlx-lm 0.32 reads the rotary fields at the top alone, and llama.cpp makes a block of each predicted token."""
+    written = to_hugging_face(model_of(FILES[name]))
+    assert {key: written[key] for key in needed} == needed
+    assert model_of(written) == model_of(FILES[name])
+
+
 def test_null_key_value_heads_are_as_many_as_query_heads() -> None:
     """Where an absent field means another number."""
     assert model_of(MISTRAL_7B | {"num_key_value_heads": None}).num_key_value_heads == 32
@@ -356,6 +386,8 @@ def test_windows_by_their_interval() -> None:
     ("values", "problem"),
     [
         ({"model_type": "gpt_oss"}, 'model_type ("gpt_oss") is not supported: shardwise lacks its attention sinks'),
+        ({"model_type": "kimi_k2"}, 'model_type ("kimi_k2") is not supported: shardwise lacks its latent'),
+        ({"model_type": "qwen3_next"}, 'model_type ("qwen3_next") is not supported: shardwise lacks its linear'),
         ({"model_type": "gemma2"}, 'model_type ("gemma2") is not supported: shardwise lacks its soft caps on scores'),
         (
             {"model_type": "gemma3_text", "pad_token_id": None, "final_logit_softcapping": 30.0},

@@ -17,9 +17,10 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.model_folder import INDEX, SINGLE, indexed
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
+from shardwise.checkpoint.format.expert_weights import differing_experts, single_experts
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast, parse_header
-from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, consecutive, read_range
+from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, number_runs, read_range
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names
 
@@ -32,6 +33,7 @@ MAX_INDEX_BYTES = 2**26
 _DIGITS = re.compile(r"(\d+)")
 _LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
 """The part of a name that is a number; the first one is the layer's."""
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 @dataclass
@@ -75,7 +77,7 @@ class StoredTensors:
                 weights[name] = TensorEntry(tensor.shape, tensor.dtype, (piece,))
         if damage:
             raise DamageError("; ".join(damage))
-        return StoredTensors(folder, {MODEL: weights}, None, files)
+        return StoredTensors(folder, {MODEL: single_experts(folder, weights)}, None, files)
 
     def read(self, state: str, name: str, box: Box) -> Values:
         """A box of a tensor, its bits as `DTYPES` has them; shape `box.size`.
@@ -234,7 +236,9 @@ def mismatches(
     canonical_names = {name: name for name in stored} if canonical is None else canonical
     needed_names = set(shapes) if needed is None else set(needed)
     missing = needed_names - set(canonical_names.values())
-    lacks = [(name, list(shape)) for name, shape in shapes.items() if name in missing and 0 not in shape]
+    lacks: list[tuple[str, object]] = [
+        (name, list(shape)) for name, shape in shapes.items() if name in missing and 0 not in shape
+    ]
     unknown: list[tuple[str, object]] = []
     wrong_shapes: list[tuple[str, object]] = []
     wrong_dtypes: list[tuple[str, object]] = []
@@ -248,8 +252,15 @@ def mismatches(
         if tensor.dtype not in FLOATING:
             wrong_dtypes.append((name, tensor.dtype))
     prefix = "" if state == MODEL else f"the {state} of "
+    experts: list[str] = []
+    if state == MODEL:
+        experts, is_explained = differing_experts(where, needed_names, canonical_names.values())
+        lacks, unknown, wrong_shapes = (
+            [fact for fact in facts if not is_explained(fact[0])] for facts in (lacks, unknown, wrong_shapes)
+        )
     quantized = f": dtype of {{}} ({{}}) must be {TRAINABLE}: quantized weights cannot be trained"
     return [
+        *experts,
         *lines_of_layers(where, " lacks {} {}", lacks, prefix),
         *lines_of_layers(where, " has {} {}, which the model lacks", unknown, prefix),
         *lines_of_layers(where, ": shape of {} {}", wrong_shapes, prefix),
@@ -282,14 +293,18 @@ def lines_of_layers(where: str, text: str, facts: Iterable[tuple[str, object]], 
     Args:
         where: subject of the lines.
         text: format of the name and the fact.
-        facts: (name, fact); `h.0.ln.bias` … `h.11.ln.bias` are shown as `h.{0…11}.ln.bias`.
+        facts: (name, fact); `h.0.ln.bias` … `h.11.ln.bias` are shown as `h.{0…11}.ln.bias`, and experts likewise.
         prefix: text before each name.
     """
-    layers: dict[tuple[str, str], list[int]] = {}
-    for name, fact in facts:
-        numbers = layers.setdefault((_LAYER.sub("*", name, count=1), str(fact)), [])
-        numbers += map(int, _LAYER.findall(name)[:1])
-    for (pattern, fact_text), numbers in layers.items():
-        runs = ", ".join(f"{a}…{b}" if a < b else f"{a}" for a, b in consecutive(sorted(numbers)))
-        name = pattern.replace("*", runs if runs.isdigit() else f"{{{runs}}}", 1)
+    texts = [(name, str(fact)) for name, fact in facts]
+    for part in (_EXPERT, _LAYER):
+        layers: dict[tuple[str, str], list[int]] = {}
+        for name, fact_text in texts:
+            numbers = layers.setdefault((part.sub("*", name, count=1), fact_text), [])
+            numbers += map(int, part.findall(name)[:1])
+        runs = {key: number_runs(numbers) for key, numbers in layers.items()}
+        texts = [
+            (key[0].replace("*", text if text.isdigit() else f"{{{text}}}", 1), key[1]) for key, text in runs.items()
+        ]
+    for name, fact_text in texts:
         yield where + text.format(prefix + name, fact_text)

@@ -254,3 +254,8 @@ def consecutive(numbers: Iterable[int]) -> list[tuple[int, int]]:
         else:
             runs.append((number, number))
     return runs
+
+
+def number_runs(numbers: Iterable[int]) -> str:
+    """Numbers as text: `0…3, 5`."""
+    return ", ".join(f"{a}…{b}" if a < b else f"{a}" for a, b in consecutive(sorted(numbers)))

@@ -1,0 +1,114 @@
+"""The weights of experts in a folder: fused tensors as weights of single experts, and experts that a model lacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import product
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.parsing import json_object
+from shardwise.base.tensor_box import Box
+from shardwise.checkpoint.format.manifest import PieceEntry, TensorEntry
+from shardwise.checkpoint.format.safetensors import DTYPES
+from shardwise.checkpoint.storage.chunks import number_runs
+from shardwise.checkpoint.storage.root import Root
+
+_FUSED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj")
+_LEAVES = {"gate_up": ("gate", "up"), "down": ("down",)}
+_OF_EXPERT = re.compile(r"(?:.*\.)?(\d+)\.[^.]+\.experts\.(\d+)\.")
+_OF_MLP = re.compile(r"(?:.*\.)?(\d+)\.(?:mlp|block_sparse_moe)\.")
+_FIX = "save the model with one tensor for each expert, as transformers does by default"
+
+
+def single_experts(folder: Root, weights: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Name → tensor of a Hugging Face folder, where each fused tensor is replaced by the weights of single experts.
+
+    With `save_original_format=False`, transformers 5 writes the experts of a block as `experts.gate_up_proj`
+    `[N, 2F, H]`, the gate's rows first, and `experts.down_proj` `[N, H, F]`: a weight is a run of bytes in it.
+
+    Raises:
+        ConfigError: the tensors are transposed, as other programs write them, or may be.
+    """
+    single: dict[str, TensorEntry] = {}
+    for name, tensor in weights.items():
+        match = _FUSED.fullmatch(name)
+        if match is None or len(tensor.shape) != 3 or tensor.dtype not in DTYPES:
+            single[name] = tensor
+            continue
+        layer, kind = match.groups()
+        if kind == "gate_up" and f"{layer}.down_proj" in weights:
+            _require_orientation(folder, layer, tensor.shape, weights[f"{layer}.down_proj"].shape)
+        count, rows, columns = tensor.shape
+        shape = (rows // len(_LEAVES[kind]), columns)
+        ((file, offset),) = ((piece.file, piece.offset) for piece in tensor.pieces)
+        nbytes = shape[0] * columns * DTYPES[tensor.dtype].itemsize
+        for number, (expert, leaf) in enumerate(product(range(count), _LEAVES[kind])):
+            piece = PieceEntry(file, offset + number * nbytes, Box.whole(shape))
+            single[f"{layer}.{expert}.{leaf}_proj.weight"] = TensorEntry(shape, tensor.dtype, (piece,))
+    return single
+
+
+def _require_orientation(folder: Root, layer: str, gate_up: tuple[int, ...], down: tuple[int, ...]) -> None:
+    """Raise where two fused tensors are not as transformers 5 has them, or where nothing tells that they are.
+
+    Of one tensor with two equal dimensions the shape says nothing. Programs that transpose one transpose both, and
+    of the other one the dimensions then differ; and transformers 5 transposes none.
+    """
+    shown = f"{folder}: {layer}.gate_up_proj {list(gate_up)} and down_proj {list(down)}"
+    if gate_up[1:] != (2 * down[-1], down[1]) or len(down) != 3:
+        raise ConfigError(
+            f"{shown} must be [experts, 2 × width, hidden size] and [experts, hidden size, width]: they are transposed "
+            f"or of two models; {_FIX}"
+        )
+    if gate_up[1] != gate_up[2] and down[1] != down[2]:
+        return
+    path = folder / "config.json"
+    writer = str(json_object(path.read(), str(path)).get("transformers_version")) if path.exists() else "None"
+    major = writer.partition(".")[0]
+    if not major.isdigit() or int(major) < 5:
+        raise ConfigError(
+            f"{shown} may be transposed, which two equal dimensions hide, and {path} must name transformers 5 or later "
+            f"as their writer (transformers_version: {writer}); {_FIX}"
+        )
+
+
+def differing_experts(
+    where: str, needed: Iterable[str], stored: Iterable[str]
+) -> tuple[list[str], Callable[[str], bool]]:
+    """The ways in which the experts of a folder are not the model's, and a rule for the names that they explain.
+
+    Args:
+        where: subject of the lines.
+        needed: canonical names of the model.
+        stored: canonical names in the folder.
+    """
+    wanted, found = _experts_of_blocks(needed), _experts_of_blocks(stored)
+    by_line: dict[str, list[int]] = {}
+    if wanted.keys() != found.keys():
+        line = f"{where} has experts in {_counted('block', found)}, and the model in {_counted('block', wanted)}"
+        by_line[line] = [*(wanted.keys() ^ found.keys())]
+    else:
+        lines: dict[str, list[int]] = {}
+        for block, experts in wanted.items():
+            if missing := experts - found[block]:
+                lines.setdefault(f"lacks {_counted('expert', missing)} of {{}}", []).append(block)
+            if further := found[block] - experts:
+                lines.setdefault(f"has {_counted('expert', further)} of {{}}, which the model lacks", []).append(block)
+        by_line = {f"{where} {line.format(_counted('block', blocks))}": blocks for line, blocks in lines.items()}
+    explained = {block for blocks in by_line.values() for block in blocks}
+    return [*by_line], lambda name: (match := _OF_MLP.match(name)) is not None and int(match[1]) in explained
+
+
+def _experts_of_blocks(names: Iterable[str]) -> dict[int, set[int]]:
+    """Number of a block → numbers of its experts."""
+    blocks: dict[int, set[int]] = {}
+    for name in names:
+        if match := _OF_EXPERT.match(name):
+            blocks.setdefault(int(match[1]), set()).add(int(match[2]))
+    return blocks
+
+
+def _counted(what: str, numbers: Collection[int]) -> str:
+    """`block 3`, `blocks 0…3`, or `no block`."""
+    return f"{what}{'s' * (len(numbers) > 1)} {number_runs(numbers)}" if numbers else f"no {what}"

@@ -1,0 +1,179 @@
+"""Hugging Face folders of sparse models, in both forms that transformers writes, at every layout; what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.format import stored_tensors
+from shardwise.checkpoint.load_weights import load_hugging_face
+from shardwise.checkpoint.storage.root import Root
+from shardwise.config import check_layout, config_from
+from shardwise.distributed.mesh import Mesh
+from shardwise.models.llama import Llama
+from shardwise.pipeline.stages import build_stages
+from shardwise.verify.canonical_values import canonical_weights
+from shardwise_use.importing.hugging_face import open_hugging_face
+from tests.dist.dense import run
+from tests.dist.test_experts import CASES, SIZES, V
+from tests.hugging_face import described
+
+FAMILIES = {
+    "olmoe": "Olmoe",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+    "glm4_moe": "Glm4Moe",
+}
+OFTEN = ("mixtral", "glm4_moe")
+
+
+def written(family: str, folder: Path, *, fused: bool, **keys: Any) -> Any:
+    """A model of transformers with clear choices, and its folder."""
+    transformers = pytest.importorskip("transformers")
+    tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(**SIZES | CASES[family] | tokens | keys)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.ndim > 1:
+                tensor.normal_(0.0, 0.15)
+            elif name.endswith("e_score_correction_bias"):
+                tensor.copy_(torch.linspace(-0.1, 0.1, len(tensor)))
+    model.save_pretrained(folder, save_original_format=not fused)
+    return model
+
+
+def loaded(folder: Path, parallel: dict[str, int]) -> tuple[dict[str, torch.Tensor], int]:
+    """The whole weights of a model of several ranks that reads the folder, and the bytes that this rank read."""
+    sections = {
+        "model": described(folder).model_dump(),
+        "parallel": parallel,
+        "train": {"steps": 1, "global_batch": 4, "sequence_length": 8},
+        "optimizer": {"lr": 1e-3},
+    }
+    config = config_from(sections)
+    mesh = Mesh(**config.parallel.degrees, device="cpu")
+    model = build_stages(config, check_layout(config, mesh.world.size), mesh, dtype=torch.float32)
+    count = 0
+    read_range = stored_tensors.read_range
+
+    def counted(file: Any, start: int, stop: int) -> bytes:
+        nonlocal count
+        count += stop - start
+        return read_range(file, start, stop)
+
+    stored_tensors.read_range = counted
+    try:
+        load_hugging_face(model, config.model, mesh, folder)
+    finally:
+        stored_tensors.read_range = read_range
+    return canonical_weights(model, mesh.pp), count
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in FAMILIES])
+def test_both_forms_are_read_at_every_layout(family: str, ranks: Any, tmp_path: Path) -> None:
+    theirs = written(family, tmp_path / "fused", fused=True, num_hidden_layers=4)
+    written(family, tmp_path / "single", fused=False, num_hidden_layers=4)
+    ids = torch.randint(V, (16, 2), generator=torch.Generator().manual_seed(0))
+    logits = theirs(ids.t()).logits.transpose(0, 1)
+    wanted, _ = loaded(tmp_path / "single", {})
+    for form in ("fused", "single"):
+        model = Llama(described(tmp_path / form), seed=1)
+        load_hugging_face(model, model.config, Mesh(device="cpu"), tmp_path / form)
+        assert (model.logits(ids) - logits).abs().max() < 1e-5
+    fused = load_file(tmp_path / "fused/model.safetensors")
+    total, experts = (
+        sum(t.nbytes for name, t in fused.items() if not part or ".experts." in name) for part in (False, True)
+    )
+    for parallel in ({"expert": 4}, {"tensor": 2, "expert": 2}, {"pipeline": 2, "expert": 2}):
+        for found, read in run(ranks, 4, loaded, tmp_path / "fused", parallel):
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+            if parallel == {"expert": 4}:
+                assert read <= total - experts * 3 // 4
+
+
+# ---- what is refused, in one sentence
+
+
+def problem(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_hugging_face(Root.of(folder))
+    (line,) = caught.value.problems
+    return line.replace(f"{folder}", "IT")
+
+
+def change(folder: Path, edit: Any) -> None:
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def describe(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def transpose(*leaves: str) -> Any:
+    def edit(weights: dict[str, torch.Tensor]) -> None:
+        for name in weights:
+            if name.endswith(leaves):
+                weights[name] = weights[name].transpose(1, 2)
+
+    return edit
+
+
+# The width at which no dimension, gate_up's and down's are equal.
+@pytest.mark.parametrize("width", [24, 16, 32])
+def test_transposed_fused_tensors_are_refused_where_their_shapes_fit_too(width: int, tmp_path: Path) -> None:
+    written("qwen3_moe", tmp_path, fused=True, moe_intermediate_size=width)
+    assert open_hugging_face(Root.of(tmp_path)).weights
+    change(tmp_path, transpose("gate_up_proj", "down_proj"))
+    assert problem(tmp_path) == (
+        f"IT: model.layers.0.mlp.experts.gate_up_proj [8, 32, {2 * width}] and down_proj [8, {width}, 32] must be "
+        "[experts, 2 × width, hidden size] and [experts, hidden size, width]: they are transposed or of two models; "
+        "save the model with one tensor for each expert, as transformers does by default"
+    )
+    change(tmp_path, transpose("gate_up_proj", "down_proj"))
+    if width == 24:
+        return
+    # transformers 5 is known to transpose none, and its version is the only trace of a program in a folder.
+    for version in ("4.57.1", None):
+        describe(tmp_path, transformers_version=version)
+        assert "may be transposed, which two equal dimensions hide" in problem(tmp_path)
+
+
+def test_experts_that_are_not_the_model_s_are_one_sentence(tmp_path: Path) -> None:
+    written("glm4_moe", tmp_path, fused=False)
+
+    def drop(text: str) -> Any:
+        def edit(weights: dict[str, torch.Tensor]) -> None:
+            for name in [name for name in weights if text in name]:
+                del weights[name]
+
+        return edit
+
+    change(tmp_path, drop("layers.2.mlp.experts.3."))
+    assert problem(tmp_path) == "IT lacks expert 3 of block 2"
+    written("glm4_moe", tmp_path, fused=True)
+    describe(tmp_path, n_routed_experts=4, n_group=2)
+    assert problem(tmp_path) == "IT has experts 4…7 of blocks 1…2, which the model lacks"
+    describe(tmp_path, n_routed_experts=8, first_k_dense_replace=3)
+    assert problem(tmp_path) == "IT has experts in blocks 1…2, and the model in no block"
+    describe(tmp_path, first_k_dense_replace=0)
+    assert problem(tmp_path) == "IT has experts in blocks 1…2, and the model in blocks 0…2"
+    describe(tmp_path, first_k_dense_replace=1, moe_intermediate_size=20, n_shared_experts=0)
+    with pytest.raises(ConfigError) as caught:
+        open_hugging_face(Root.of(tmp_path))
+    line = "shape of model.layers.{1…2}.mlp.experts.{0…7}.up_proj.weight [24, 32] must be [20, 32]"
+    assert f"{tmp_path}: {line}" in caught.value.problems
+    assert len(caught.value.problems) == 6
+    written("glm4_moe", tmp_path, fused=True)
+    change(tmp_path, drop("layers.1.mlp.gate.e_score_correction_bias"))
+    assert problem(tmp_path) == "IT lacks model.layers.1.mlp.gate.e_score_correction_bias [8]"
