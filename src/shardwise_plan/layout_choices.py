@@ -53,6 +53,27 @@ class Choice:
     regathers: bool = False
     passes_keys: bool = False
 
+    @staticmethod
+    def of(config: Config, layout: Layout) -> Choice:
+        """Return the choice that a configuration has made."""
+        parallel = config.parallel
+        return Choice(
+            tensor=layout.tensor,
+            sequence=layout.sequence_parallel,
+            context=layout.context,
+            pipeline=layout.pipeline,
+            schedule=parallel.schedule,
+            virtual=parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
+            expert=layout.expert,
+            micro_batch=config.train.micro_batch,
+            recompute=config.recompute,
+            zero=config.optimizer.zero,
+            replicate=parallel.replicate,
+            reduce=config.optimizer.reduce,
+            regathers=config.regathers,
+            passes_keys=config.passes_keys,
+        )
+
     def applied(self, config: Config) -> Config:
         """Return the configuration with this layout."""
         parallel: dict[str, object] = {

@@ -27,7 +27,7 @@ class LeastMemory:
         self._device = cluster.device
         self._precision = config.precision.resolved(cluster.device.is_accelerator)
         self._offloads = config.optimizer.offload and cluster.device.is_accelerator
-        self._elements: dict[tuple[int, int], tuple[Counter[int], Counter[int]]] = {}
+        self._elements: dict[tuple[object, ...], tuple[Counter[int], Counter[int]]] = {}
         self._first_stages: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._kept: dict[tuple[object, ...], int] = {}
 
@@ -50,7 +50,7 @@ class LeastMemory:
         """
         model = self._config.known_shapes
         precision = self._precision
-        key = (layout.tensor, layout.expert)
+        key = layout.inside_a_stage
         if key not in self._elements:
             self._elements[key] = self._smallest_block(layout)
         layers = max(1, model.num_hidden_layers // layout.pipeline) if blocks is None else blocks
@@ -70,7 +70,7 @@ class LeastMemory:
     def _smallest_block(self, layout: Layout) -> tuple[Counter[int], Counter[int]]:
         """Return the elements of the block that has fewest, and those in its matrices, by `elements_by_ranks`."""
         model = self._config.known_shapes
-        local = LocalWidths.of(model, layout.tensor, 1, layout.expert)
+        local = LocalWidths.on(layout, model)
         first_of_kind = {model.routing(layer): layer for layer in reversed(range(model.num_hidden_layers))}
         # A stage between others has blocks alone.
         stages = [Stage(1, 0, range(layer, layer + 1), 3) for layer in first_of_kind.values()]
@@ -89,8 +89,8 @@ class LeastMemory:
     def _kept_by_a_block(self, choice: Choice, layout: Layout) -> int:
         """Return what a block keeps for a micro-batch's backward pass, with the choices that keep least."""
         key = (
-            *(choice.tensor, choice.sequence, choice.context, choice.expert, choice.micro_batch),
-            *(choice.recompute, choice.splits_backward),
+            *layout.inside_a_stage,
+            *(choice.micro_batch, choice.recompute, choice.splits_backward),
         )
         if key not in self._kept:
             config = compiled(choice.applied(self._config), self._device)

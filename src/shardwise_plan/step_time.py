@@ -246,7 +246,7 @@ def stage_works(
 ) -> list[StageWork]:
     """Return the work of each stage, in the order of the model."""
     model = config.known_shapes
-    local = LocalWidths.of(model, layout.tensor, config.vocab_multiple(layout.tensor))
+    local = LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor))
     precision = config.precision.resolved(cluster.device.is_accelerator)
     is_left_to_compiler = config.compile.enabled and program.fused_attention
     shape = BlockShape(
@@ -294,7 +294,7 @@ def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *
     blocks are counted.
     """
     model = config.known_shapes
-    local = LocalWidths.of(model, layout.tensor, config.vocab_multiple(layout.tensor), layout.expert)
+    local = LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor))
     by_rank = (tuple(work.stage for work in works if work.stage.rank == rank) for rank in {0, layout.pipeline - 1})
     counts = (elements_by_ranks(model, layout.tensor, local, stages, block_matrices) for stages in by_rank)
     return max(counts, key=Counter.total)

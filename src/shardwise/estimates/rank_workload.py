@@ -67,7 +67,7 @@ class RankWorkload:
         model = config.shapes
         if model is None:
             return []
-        local = LocalWidths.of(model, layout.tensor, config.vocab_multiple(layout.tensor), layout.expert)
+        local = LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor))
         precision = config.precision.resolved(accelerator)
         plan = stage_plan(config, layout)
         return [

@@ -17,7 +17,7 @@ from typing import Literal
 
 from shardwise.config import FamilyConfig, ModelConfig, Recompute
 from shardwise.config.data import MASKED_FRACTION
-from shardwise.config.layout import Stage
+from shardwise.config.layout import Layout, Stage
 from shardwise.config.routing import Routing
 from shardwise.layers.chunks import vocabulary_rows
 from shardwise.optim.bucket_layout import UnitPlace
@@ -56,6 +56,11 @@ class LocalWidths:
             key_value_copies=max(tensor // model.num_key_value_heads, 1),
             expert_ranks=expert_ranks,
         )
+
+    @staticmethod
+    def on(layout: Layout, model: FamilyConfig, vocab_multiple: int = 1) -> LocalWidths:
+        """Return the widths of a rank's part at a layout."""
+        return LocalWidths.of(model, layout.tensor, vocab_multiple, layout.expert)
 
 
 OUTSIDE, EMBEDDING, HEAD = (UnitPlace(0, unit) for unit in (-1, -2, -3))
