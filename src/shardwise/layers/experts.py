@@ -93,9 +93,9 @@ class Router(placement.PlacedModule):
         choose_class(self)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.route(x, self.weight)
+        return self._route(x, self.weight)
 
-    def route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    def _route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         """Return what `forward` does of some tokens; `weight`: the router's, or a view of it."""
         routing = self.routing
         logits = F.linear(x.float(), weight.float())
@@ -209,12 +209,12 @@ class Experts(placement.PlacedModule):
             weights, values = self.losses(weights, logits, scores, experts, x.shape[-2])
         sums = self._sums(scores.detach(), values) if torch.is_grad_enabled() else self.sums
         counts = _rows_of_each(experts, len(self.loads))
-        y = self.sum_(x.flatten(0, -2), weights, experts, counts)
+        y = self._sum(x.flatten(0, -2), weights, experts, counts)
         y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts, self.sums, sums)).view_as(x)  # type: ignore[no-untyped-call]
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(y, self.group)
 
-    def sum_(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
+    def _sum(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
         """Return this rank's part of the sum over the experts of each token, `[T, H]`; `counts`: rows of each."""
         gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
         if self.ranks.group.size == 1:
