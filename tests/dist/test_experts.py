@@ -29,6 +29,7 @@ from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
 from shardwise.train.step_record import ExpertRecord
 from tests.dist.checkpoints import load, save
+from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run
 from tests.dist.training import make_config, make_data
 
@@ -268,7 +269,8 @@ def go_on(
 ) -> list[tuple[float, ExpertRecord]]:
     """The losses of some steps, from a checkpoint or from the start, and what the experts did."""
     config = configuration(sections)
-    mesh = Mesh(**config.parallel.degrees, device="cpu")
+    parallel = config.parallel
+    mesh = shared_mesh(parallel.tensor, parallel.pipeline, (), parallel.context, parallel.expert)
     trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
     if folder is not None:
         load(trainer, folder)
