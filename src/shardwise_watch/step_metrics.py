@@ -60,20 +60,9 @@ STEP_METRICS = (
     StepMetric(
         "bubble", "The share of the step in which pipeline ranks waited for others.", "Pipeline bubble", is_share=True
     ),
-    StepMetric(
-        "expert_load_max",
-        "Largest load of an expert over the mean of its block.",
-        "Largest load over its block's mean",
-        is_cut=False,
-    ),
-    StepMetric(
-        "expert_idle", "The share of experts without a token in the step.", "Experts without a token", is_share=True
-    ),
-    StepMetric(
-        "expert_entropy",
-        "Entropy of the routers' scores; 1 if all are equal.",
-        "Router entropy (1: equal scores)",
-    ),
+    StepMetric("expert_load_max", "Largest load of an expert over the mean.", "Largest load over its block's mean"),
+    StepMetric("expert_idle", "The share of experts without a token.", "Experts without a token", is_share=True),
+    StepMetric("expert_entropy", "Entropy of routers' scores; 1: all are equal.", "Router entropy (1: equal scores)"),
     StepMetric(
         "loss_spike",
         "Standard deviations of the loss above the mean of the last steps.",

@@ -178,9 +178,8 @@ class Experts(placement.PlacedModule):
         self.loads_of_batch: Tensor | None = None
         self.sums: Tensor
         for total, length, dtype in (("loads", routing.experts, torch.int64), ("sums", len(SUMS), torch.float32)):
-            self.register_buffer(
-                total, torch.zeros(length, dtype=dtype, device=options.get("device")), persistent=False
-            )
+            zeros = torch.zeros(length, dtype=dtype, device=options.get("device"))
+            self.register_buffer(total, zeros, persistent=False)
         self.gate_up = maker.parameter((self.count * 2 * self.width, hidden_size), *gate_up)
         self.down = maker.parameter((self.count * hidden_size, self.width), *down)
 
@@ -396,14 +395,13 @@ def balance_experts(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: G
     def update(*_: object) -> None:
         if biased:
             known = [layer.loads if layer.loads_of_batch is None else layer.loads_of_batch for layer in biased]
-            loads = torch.stack(known)
+            all_loads = torch.cat(known)
             if biased[0].loads_of_batch is None:
-                collectives.all_reduce_(loads, ranks)
-            # In whole numbers: an expert with the mean load stays.
-            signs = (loads.sum(1, keepdim=True) - loads * loads.shape[1]).sign()
-            for layer, sign in zip(biased, signs, strict=True):
+                collectives.all_reduce_(all_loads, ranks)
+            for layer, loads in zip(biased, all_loads.split([*map(len, known)]), strict=True):
                 assert layer.router.bias is not None
-                layer.router.bias.add_(sign, alpha=rate)
+                # In whole numbers: an expert with the mean load stays.
+                layer.router.bias.add_((loads.sum() - loads * len(loads)).sign(), alpha=rate)
         for layer in layers:
             layer.loads.zero_()
             layer.sums.zero_()
