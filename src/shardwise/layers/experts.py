@@ -7,8 +7,9 @@ padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack, cast
 
 import torch
@@ -53,6 +54,9 @@ class Router(placement.PlacedModule):
     The product, the scores and the choice are computed in float32. Of equal scores, the expert with the lower number is
     chosen. The whole router is on every rank.
 
+    Attributes:
+        choose: scores `[T, N]` → numbers of experts; proofs of layouts put another function here.
+
     Args:
         hidden_size: H.
         routing: the rule of the choice.
@@ -72,6 +76,7 @@ class Router(placement.PlacedModule):
     ) -> None:
         super().__init__()
         self.routing = routing
+        self.choose: Callable[[Tensor], Tensor] = partial(choose, routing)
         maker = ParameterMaker(self, options)
         shape = (routing.experts, hidden_size)
         piece = Piece.replicated(maker.name(name, "weight"), shape, maker.group, maker.init, partial=is_partial)
@@ -90,7 +95,7 @@ class Router(placement.PlacedModule):
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
         known = scores.detach()
-        experts = choose(routing, known if self.bias is None else known + self.bias)
+        experts = self.choose(known if self.bias is None else known + self.bias)
         weights = scores.gather(-1, experts)
         if routing.normalized:
             # Sigmoids of a token may all be 0 in float32.
