@@ -121,8 +121,8 @@ def test_a_step_holds_and_sends_what_cost_has(case: tuple[str, dict[str, Any], d
         estimate = memory[layout.pipeline_rank(rank)]
         assert (found.parameters, found.gradients) == (estimate.parameters, estimate.gradients), f"rank {rank}"
         off = estimate.total / found.peak - 1
-        # Of a pipeline with ZeRO-3, the estimate has the gradients of a whole block beside those of its experts, and with
-        # bit-equal sums those that the end of a step frees beside those of a block.
+        # Of a pipeline with ZeRO-3, the estimate has the gradients of a whole block beside those of its experts, and
+        # with bit-equal sums those that the end of a step frees beside those of a block.
         limit = 0.02 if layout.pipeline == 1 and not config.is_bit_equal else 0.05
         assert abs(off) <= limit, f"rank {rank}: held {found.peak:,}, cost has {estimate.total:,} ({off:+.1%})"
         require_sent(found, planned(config, layout, rank), f"rank {rank}")

@@ -25,7 +25,7 @@ from shardwise.distributed.placement import Init, Piece
 from shardwise.layers.balance import RouterLosses
 from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.execution import execution
-from shardwise.layers.expert_rows import Journey, runs_of_experts, sum_of_rows
+from shardwise.layers.expert_rows import Journey, gradients, outputs, runs_of_experts, sum_of_rows
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
 
@@ -333,9 +333,8 @@ class _SumOfExperts(torch.autograd.Function):
         y = torch.zeros_like(x)
         for expert, run in runs_of_experts(counts):
             token = tokens[run]
-            gate, up = torch.mm(x[token], gate_up[expert].t(), out=joined[run]).chunk(2, dim=-1)
-            activated = F.silu(gate).mul_(up).mul_(weights_of_rows[run, None])
-            y.index_add_(0, token, activated @ down[expert].t())
+            weight = weights_of_rows[run, None]
+            y.index_add_(0, token, outputs(x[token], weight, joined[run], gate_up[expert], down[expert]))
         ctx.save_for_backward(x, weights_of_rows, rows, tokens, joined, gate_up, down)
         ctx.counts = counts
         ctx.weights = weights
@@ -355,21 +354,9 @@ class _SumOfExperts(torch.autograd.Function):
             d_down[expert].zero_()
         for expert, run in runs_of_experts(ctx.counts):
             token = tokens[run]
-            dy_rows = dy[token]
-            gate, up = joined[run].chunk(2, dim=-1)
-            silu = F.silu(gate)
-            activated = silu * up
-            d_activated = dy_rows @ down[expert]
-            d_weights[run] = torch.linalg.vecdot(d_activated, activated)
-            weight = weights[run, None]
-            torch.mm(dy_rows.t(), activated.mul_(weight), out=d_down[expert])
-            d_activated.mul_(weight)
-            d_joined = torch.empty_like(joined[run])
-            d_gate, d_up = d_joined.chunk(2, dim=-1)
-            torch.mul(d_activated, silu, out=d_up)
-            torch.ops.aten.silu_backward.grad_input(d_activated.mul_(up), gate, grad_input=d_gate)
-            torch.mm(d_joined.t(), x[token], out=d_gate_up[expert])
-            dx.index_add_(0, token, d_joined @ gate_up[expert])
+            found = gradients(dy[token], x[token], weights[run, None], joined[run], gate_up[expert], down[expert])
+            dx_rows, d_weights[run], d_gate_up[expert], d_down[expert] = found
+            dx.index_add_(0, token, dx_rows)
         d_chosen = torch.empty_like(d_weights).index_copy_(0, rows, d_weights)
         return dx, d_chosen.view_as(ctx.weights).to(ctx.weights.dtype), None, d_gate_up, d_down
 
