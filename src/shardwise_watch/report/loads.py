@@ -31,8 +31,7 @@ def load_maps(run: RunView) -> dict[str, dict[str, Any]]:
             with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
                 step, blocks = line["step"], line["loads"]
                 sizes = {name: len(block) for name, block in blocks.items()}
-                shape = shape or sizes
-                if shape == sizes:
+                if sizes == (shape := shape or sizes):
                     largest[step] = array("f", [max(block) * len(block) / sum(block) for block in blocks.values()])
                     loads |= {step: blocks} if step in recent else {}
     steps = [step for step in run.series.steps if step in largest]
