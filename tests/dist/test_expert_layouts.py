@@ -205,7 +205,7 @@ TIES = (
     Cell("cpu", 2, context=2, expert=2, recompute="full"),
     Cell("cpu", 4, tensor=2, sequence=True, context=2, expert=2, recompute="full"),
     Cell("cpu", 4, expert=2, pipeline=2, schedule="zbv", zero=1),
-    Cell("cpu", 4, tensor=2, expert=2, zero=3, recompute="selective"),
+    Cell("cpu", 4, tensor=2, expert=2, zero=2, recompute="selective"),
 )
 
 
