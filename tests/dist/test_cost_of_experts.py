@@ -69,6 +69,14 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3_moe", {"zero": 1}, {"parallel": {"expert": 4, "context": 2}}),
     ("olmoe", {"zero": 1}, {"parallel": {"expert": 2, "replicate": 2}}),
     ("mixtral", {"zero": 3}, {"parallel": {"expert": 2, "pipeline": 2}}),
+    (
+        "olmoe",
+        {"zero": 1, "router_sequence_loss": 0.1, "router_z_loss": 0.1},
+        {"parallel": {"expert": 2, "context": 2}},
+    ),
+    ("olmoe", {"zero": 3, "router_batch_loss": 0.1, "router_pooled_loss": 0.1}, {"parallel": {"expert": 2}}),
+    ("qwen3_moe", {"zero": 1, "router_batch_loss": 0.1}, {"parallel": {"expert": 2, "pipeline": 2, "tensor": 2}}),
+    ("olmoe", {"zero": 1}, {"parallel": {"expert": 4, "grain": 2}, "train": {"bitwise": True, "data_grain": 4}}),
 ]
 
 

@@ -218,7 +218,7 @@ def _experts(workload: RankWorkload, routing: Routing) -> int:
     model = workload.model
     a = workload.a
     tokens = workload.tokens
-    rows = tokens * routing.per_token
+    rows = workload.rows(routing)
     tensor = workload.layout.tensor
     routed = workload.tokens_between
     scores = _FLOAT32 * routed * (routing.experts + (2 * routing.per_token + 1) * routing.normalized)

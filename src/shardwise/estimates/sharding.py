@@ -431,7 +431,10 @@ def _stages_in_flight(case: _Case) -> dict[int, StageInFlight]:
 
 def whole_gradient_bytes(workload: RankWorkload) -> int:
     """Return the bytes of all gradients, with copies for the groups of bit-equal sums."""
-    elements = sum(bucket.elements for bucket in bucket_shapes(workload)) + workload.head_gradient_elements
+    # In bit-equal sums, the rows of each rank have a gradient of their own at the experts of another one.
+    buckets = bucket_shapes(workload)
+    elements = sum(bucket.elements * (bucket.divided_over if workload.is_bit_equal else 1) for bucket in buckets)
+    elements += workload.head_gradient_elements
     # A binary counter of the groups of a data-parallel rank (`optim/buckets.py`).
     copies = workload.config.train.groups_apart(workload.layout.data).bit_length()
     return copies * elements * DTYPE_BYTES[workload.precision.gradient]
