@@ -120,6 +120,8 @@ def kept_and_work(workload: RankWorkload, layer: int) -> tuple[int, int]:
             return kept, max(mlp, core - kept_mlp, hidden_mask)
         case "full":
             recomputed = block.saved - (x if block.saves_input else 0)
+            routing = workload.model.routing(layer)
+            x += 0 if routing is None else _FLOAT32 * workload.tokens * routing.per_token + _amounts(routing)
             return x, recomputed + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
 
 
@@ -181,8 +183,16 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         mlp=mlp + norms * norm_bytes(workload) - (workload.x_bytes if model.parallel_residual else 0),
         normed=_normed(workload),
         rotated=drops_rotated * a * workload.tokens * (local.query + rotated_keys),
-        activated=0 if model.routing(layer) or rounds or (model.activation == "relu" and not model.gated) else feed,
+        activated=_activated(workload, layer, feed),
     )
+
+
+def _activated(workload: RankWorkload, layer: int, feed: int) -> int:
+    """Return the bytes that the activation of an MLP, or of a shared expert, computes again of what it keeps."""
+    model = workload.model
+    if model.routing(layer) is not None:
+        return workload.a * workload.tokens * model.shared_expert_width // workload.layout.tensor
+    return 0 if workload.rounds_inputs or (model.activation == "relu" and not model.gated) else feed
 
 
 def _mlp(workload: RankWorkload, layer: int, feed: int) -> int:
@@ -207,11 +217,12 @@ def _experts(workload: RankWorkload, routing: Routing) -> int:
 
     | part   | saved                                                                 | elements            |
     |--------|-----------------------------------------------------------------------|---------------------|
-    | input  | as that of an MLP; for rows that come from other ranks, these instead | T·H or T/s·H; R·H   |
-    | router | scores, float32, and where weights are divided, these and their sum   | T·N; T·(k + 1)      |
+    | input  | as that of an MLP; rows by themselves that came from other ranks      | T·H or T/s·H; R·H   |
+    | router | its input and weight in float32, if they have another dtype           | T·H + N·H           |
+    |        | scores and weights, float32; where these are divided, also their sum  | T·(N + k); T·(k + 1)|
     |        | with z-loss logits and their sum; with losses the sum of sigmoids     | T·(N + 1); T        |
     |        | chosen experts, int64                                                 | T·k                 |
-    | rows   | gate and up                                                           | R·2F/t              |
+    | rows   | gate and up; in grouped products all rows and each function's output  | R·2F/t; R·(3F/t + H)|
     |        | weight; place and token, int64                                        | R; 2·R              |
     | shared | as a gated MLP of its width, without its input                        | 3·T·F'/t            |
     """
@@ -221,16 +232,25 @@ def _experts(workload: RankWorkload, routing: Routing) -> int:
     rows = workload.rows(routing)
     tensor = workload.layout.tensor
     routed = workload.tokens_between
-    scores = _FLOAT32 * routed * (routing.experts + (2 * routing.per_token + 1) * routing.normalized)
+    scores = _FLOAT32 * routed * (routing.experts + routing.per_token + (routing.per_token + 1) * routing.normalized)
+    if a != _FLOAT32:
+        scores += _FLOAT32 * (routed + routing.experts) * model.hidden_size
     losses = workload.config.optimizer.router_losses
     shares = routing.scores == "sigmoid" and bool(losses)
     scores += _FLOAT32 * routed * ((routing.experts + 1) * ("z" in losses) + shares)
-    chosen = _INT64 * routed * routing.per_token
+    chosen = _INT64 * routed * routing.per_token + _amounts(routing)
     per_row = 2 * a * model.expert_width // tensor + a + 2 * _INT64
     saved = workload.product_input_bytes + scores + chosen + rows * per_row
-    if workload.layout.expert > 1:
+    if workload.groups_products:
+        saved += rows * a * (3 * model.expert_width // tensor + model.hidden_size)
+    elif workload.rows_travel:
         saved += rows * (a * model.hidden_size + 3 * _INT64)
     return saved + 3 * a * tokens * model.shared_expert_width // tensor
+
+
+def _amounts(routing: Routing) -> int:
+    """Return the bytes of what a block adds to the totals of its step: rows of each expert, and five sums."""
+    return _INT64 * routing.experts + 5 * _FLOAT32
 
 
 def _normed(workload: RankWorkload) -> int:
@@ -437,12 +457,14 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
     routing = model.routing(layer)
     if routing is not None:
         # The experts' gradients are complete together, and are added one after the other, that of the down projections
-        # first; a rank's rows are at work one expert after the other.
+        # first.
         held = routing.experts // layout.expert * model.expert_width // layout.tensor
-        feed = a * workload.tokens * model.hidden_size
+        feed = _rows_at_work(workload, routing)
         elements = held * model.hidden_size
         down, gate_up = (a * n * elements if is_copied else workload.gradient_bytes(n * elements) for n in (1, 2))
-        weights = max(2 * a * elements + down, gate_up)
+        # In bit-equal sums the rows of each rank give a gradient by themselves.
+        sources = layout.expert if workload.is_bit_equal else 1
+        weights = max(2 * a * elements + down, gate_up, 3 * sources * a * elements)
     last = feed + weights
     if layout.sequence_parallel:
         last += workload.gathered_bytes
@@ -456,6 +478,21 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
         return x + most
     norm = 4 * _FLOAT32 * workload.x_elements if _norms_copy_input(workload) else 0
     return x + max(most - norm_bytes(workload), norm)
+
+
+def _rows_at_work(workload: RankWorkload, routing: Routing) -> int:
+    """Return the bytes of rows in the backward pass of experts, [R·(2F/t + H)] of grouped products.
+
+    Elsewhere the rows of one expert are at work, [5F/t + 3·H] for each, beside the gradient of x, [T·H], or those of
+    rows that came from other ranks and of their results, [2·R·H].
+    """
+    hidden = workload.model.hidden_size
+    width = workload.model.expert_width // workload.layout.tensor
+    rows = workload.rows(routing)
+    if workload.groups_products:
+        return workload.a * rows * (2 * width + hidden)
+    travelling = 2 * rows * hidden if workload.rows_travel else workload.tokens * hidden
+    return workload.a * (travelling + rows // routing.experts * (5 * width + 3 * hidden))
 
 
 def _core_gradients(workload: RankWorkload) -> int:

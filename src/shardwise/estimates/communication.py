@@ -286,7 +286,7 @@ def _experts(workload: RankWorkload, suffix: str) -> list[Transfer]:
     transfers = []
     row = workload.a * workload.model.hidden_size
     # Grouped products have them in float32.
-    weight = _FLOAT32 if workload.accelerator and not workload.is_bit_equal else workload.a
+    weight = _FLOAT32 if workload.groups_products else workload.a
     for routing, count in _routings(workload).items():
         rows = workload.tokens * routing.per_token
         results = _parts(workload) * row * workload.rows(routing)
