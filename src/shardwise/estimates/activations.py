@@ -58,10 +58,12 @@ class BlockStack:
     Attributes:
         kept: at the end of the forward pass.
         peak: the most during the backward pass, with the gradients that it works with.
+        later: likewise from the moment at which a gradient of a weight of the last block is complete.
     """
 
     kept: int
     peak: int
+    later: int = 0
 
 
 def block_stack(workload: RankWorkload, layers: Iterable[int] | None = None) -> BlockStack:
@@ -87,9 +89,14 @@ def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[Block
     blocks = []
     kept = 0
     for layer in layers:
-        block_kept, work = kept_and_work(workload, workload.first_alike[layer])
+        first_alike = workload.first_alike[layer]
+        block_kept, work = kept_and_work(workload, first_alike)
         kept += block_kept
-        blocks.append(BlockStack(kept, kept + work))
+        # Those of experts are complete together, when what the layer saved is free.
+        is_free = workload.model.routing(layer) is not None and workload.recompute == "none"
+        freed = block_activations(workload, first_alike).mlp if is_free else 0
+        core = _core_gradients(workload) - freed
+        blocks.append(BlockStack(kept, kept + work, kept + (max(work - freed, core) if is_free else work)))
     return blocks
 
 
@@ -188,10 +195,14 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
 
 
 def _activated(workload: RankWorkload, layer: int, feed: int) -> int:
-    """Return the bytes that the activation of an MLP, or of a shared expert, computes again of what it keeps."""
+    """Return the bytes that the activation of an MLP, or of a shared expert, computes again of what it keeps.
+
+    And a router's own input.
+    """
     model = workload.model
     if model.routing(layer) is not None:
-        return workload.a * workload.tokens * model.shared_expert_width // workload.layout.tensor
+        shared = workload.a * workload.tokens * model.shared_expert_width // workload.layout.tensor
+        return shared + _own_input(workload)
     return 0 if workload.rounds_inputs or (model.activation == "relu" and not model.gated) else feed
 
 
@@ -218,7 +229,8 @@ def _experts(workload: RankWorkload, routing: Routing) -> int:
     | part   | saved                                                                 | elements            |
     |--------|-----------------------------------------------------------------------|---------------------|
     | input  | as that of an MLP; rows by themselves that came from other ranks      | T·H or T/s·H; R·H   |
-    | router | its input and weight in float32, if they have another dtype           | T·H + N·H           |
+    |        | with sequence parallelism those of router and shared expert           | T/s·H; T·H          |
+    | router | its input and weight in float32, if they have another dtype           | T/s·H + N·H         |
     |        | scores and weights, float32; where these are divided, also their sum  | T·(N + k); T·(k + 1)|
     |        | with z-loss logits and their sum; with losses the sum of sigmoids     | T·(N + 1); T        |
     |        | chosen experts, int64                                                 | T·k                 |
@@ -232,20 +244,29 @@ def _experts(workload: RankWorkload, routing: Routing) -> int:
     rows = workload.rows(routing)
     tensor = workload.layout.tensor
     routed = workload.tokens_between
-    scores = _FLOAT32 * routed * (routing.experts + routing.per_token + (routing.per_token + 1) * routing.normalized)
+    scores = _FLOAT32 * routed * (routing.experts + (routing.per_token + 1) * routing.normalized)
+    scores += _FLOAT32 * tokens * routing.per_token
     if a != _FLOAT32:
         scores += _FLOAT32 * (routed + routing.experts) * model.hidden_size
+    scores += _own_input(workload)
     losses = workload.config.optimizer.router_losses
     shares = routing.scores == "sigmoid" and bool(losses)
     scores += _FLOAT32 * routed * ((routing.experts + 1) * ("z" in losses) + shares)
     chosen = _INT64 * routed * routing.per_token + _amounts(routing)
     per_row = 2 * a * model.expert_width // tensor + a + 2 * _INT64
-    saved = workload.product_input_bytes + scores + chosen + rows * per_row
+    saved = workload.gathered_bytes + scores + chosen + rows * per_row
     if workload.groups_products:
         saved += rows * a * (3 * model.expert_width // tensor + model.hidden_size)
     elif workload.rows_travel:
         saved += rows * (a * model.hidden_size + 3 * _INT64)
+    if model.shared_expert_width and workload.layout.sequence_parallel and not workload.config.regathers:
+        saved += workload.gathered_bytes
     return saved + 3 * a * tokens * model.shared_expert_width // tensor
+
+
+def _own_input(workload: RankWorkload) -> int:
+    """Return the bytes of the input of a router in float32, where that of its experts is gathered."""
+    return workload.x_bytes if workload.layout.sequence_parallel and workload.a == _FLOAT32 else 0
 
 
 def _amounts(routing: Routing) -> int:

@@ -176,7 +176,8 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers and workload.layout.sequence_parallel:
         inputs = "inputs of attention and MLP, gathered again"
-        transfers.append(_over_tensor(workload, "all_gather", gathered, inputs, 2 * workload.layers))
+        count = 2 * workload.layers - _routings(workload).total()  # experts keep theirs
+        transfers.append(_over_tensor(workload, "all_gather", gathered, inputs, count))
     transfers.append(_query_key_squares(workload, "gradients of "))
     transfers += _gradients_of_experts(workload)
     if workload.model.head_transform:
