@@ -202,7 +202,7 @@ def _activated(workload: RankWorkload, layer: int, feed: int) -> int:
     model = workload.model
     if model.routing(layer) is not None:
         shared = workload.a * workload.tokens * model.shared_expert_width // workload.layout.tensor
-        return shared + _own_input(workload)
+        return shared + (0 if workload.config.regathers else _own_input(workload))
     return 0 if workload.rounds_inputs or (model.activation == "relu" and not model.gated) else feed
 
 
