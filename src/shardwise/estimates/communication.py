@@ -38,6 +38,8 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 _FLOAT32 = 4
 _FLOAT64 = 8
 _INT64 = 8
+_SUMS_OF_ROUTERS = 5
+"""Numbers of a router beside its loads: the entropy of its scores, and the values of four objectives."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,9 @@ def step_transfers(
     if workload is None:
         return None
     workload = replace(workload, imbalance=imbalance)
-    micro_batch = _forward(workload) + _backward(workload) + _scales(workload)
-    return _transfers(workload, micro_batch, [_weight_scales(workload), *_update(workload, data_rank, tensor_rank)])
+    micro_batch = _forward(workload) + _backward(workload) + _scales(workload) + _objectives(workload)
+    once = [_weight_scales(workload), *_update(workload, data_rank, tensor_rank)]
+    return _transfers(workload, micro_batch, once + (_counted(workload) if _counts_first(workload) else []))
 
 
 def evaluation_transfers(
@@ -173,7 +176,8 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers and workload.layout.sequence_parallel:
         inputs = "inputs of attention and MLP, gathered again"
-        transfers.append(_over_tensor(workload, "all_gather", gathered, inputs, 2 * workload.layers))
+        count = 2 * workload.layers - _routings(workload).total()  # experts keep theirs
+        transfers.append(_over_tensor(workload, "all_gather", gathered, inputs, count))
     transfers.append(_query_key_squares(workload, "gradients of "))
     transfers += _gradients_of_experts(workload)
     if workload.model.head_transform:
@@ -277,18 +281,18 @@ def _experts(workload: RankWorkload, suffix: str) -> list[Transfer]:
     """The forward pass of experts in all blocks.
 
     Ranks that divide the experts send the numbers of rows, [N] in int64, each of the T·k rows of their tokens with its
-    weight, [H] and one in float32, and back what arrived, [R, H], for each part of bit-equal sums. Under sequence
-    parallelism, the weights and the numbers of the chosen experts are gathered, [T·k] in float32 and in int64.
+    weight, [H] and one in float32, and back what arrived, [R, H]: in bit-equal sums, each part of it. Under sequence parallelism,
+    the weights and the numbers of the chosen experts are gathered, [T·k] in float32 and in int64.
     """
     transfers = []
     row = workload.a * workload.model.hidden_size
-    parts = workload.parts_of_sums
     for routing, count in _routings(workload).items():
         rows = workload.tokens * routing.per_token
+        results = workload.parts_of_sums * row * workload.rows(routing)
         transfers += [
             _over_experts(workload, _INT64 * routing.experts, f"numbers of rows{suffix}", count),
             _over_experts(workload, (row + _FLOAT32) * rows, f"rows and weights to their experts{suffix}", count),
-            _over_experts(workload, parts * row * workload.rows(routing), f"results of rows{suffix}", count),
+            _over_experts(workload, results, f"results of rows{suffix}", count),
         ]
         if workload.layout.sequence_parallel:
             chosen = f"weights and numbers of chosen experts{suffix}"
@@ -335,16 +339,59 @@ def _gradients_of_experts(workload: RankWorkload) -> list[Transfer]:
     return transfers
 
 
-def _loads(workload: RankWorkload) -> Transfer:
-    """The rows of each expert and the `SUMS` of the L blocks with experts, [L, N + K] in int64, in a logged step.
+def _objectives(workload: RankWorkload) -> list[Transfer]:
+    """What the objectives of routers add to a micro-batch (`layers/balance.py`).
 
-    N is the most experts of a block.
+    Loads, in int64: [B·N] over context parallelism, [N] over all replicas in each block, again in full recompute. Where
+    those of the whole batch must be known before, a forward pass counts them.
     """
+    layout = workload.layout
+    losses = workload.config.optimizer.router_losses
+    forwards = 2 if workload.recompute == "full" else 1
+    counts_first = _counts_first(workload)
+    transfers = []
+    for routing, count in _routings(workload).items():
+        loads = _INT64 * routing.experts
+        samples = workload.config.train.micro_batch if "sequence" in losses else 0
+        batch = loads if "batch" in losses and not counts_first else 0
+        transfers += [
+            Transfer("cp", "all_reduce", layout.context, samples * loads, forwards * count, "loads of samples"),
+            Transfer(
+                layout.replicas_axis, "all_reduce", layout.replicas, batch, forwards * count, "loads of the batch"
+            ),
+        ]
+    if counts_first:
+        samples_sent = _samples(workload)
+        transfers += [transfer for transfer in _forward(workload) if transfer != samples_sent]
+    return transfers
+
+
+def _counts_first(workload: RankWorkload) -> bool:
+    """Return whether each step begins with forward passes that only count the rows of experts."""
+    losses = workload.config.optimizer.router_losses
+    several = workload.micro_batches > 1 or workload.layout.pipeline > 1
+    return "pooled" in losses or ("batch" in losses and several)
+
+
+def _counted(workload: RankWorkload) -> list[Transfer]:
+    """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
+    layout = workload.layout
+    of_blocks = _INT64 * sum(routing.experts * count for routing, count in _routings(workload).items())
+    routing = workload.model.any_routing
+    pooled = 0 if routing is None else _INT64 * routing.experts * ("pooled" in workload.config.optimizer.router_losses)
+    return [
+        Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
+        Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
+        *_weights_of_units(workload, evaluation_bytes(workload)),
+    ]
+
+
+def _loads(workload: RankWorkload) -> Transfer:
+    """The rows of each expert and sums of all blocks of the model, [N + K] in int64 each."""
     model = workload.model
-    routings = [routing for layer in range(model.num_hidden_layers) if (routing := model.routing(layer)) is not None]
-    width = max((routing.experts for routing in routings), default=0) + len(SUMS)
-    size = _INT64 * len(routings) * width
-    return Transfer("world", "all_reduce", workload.layout.world, size, 1, "loads of experts")
+    rules = [rule for rule in map(model.routing, range(model.num_hidden_layers)) if rule is not None]
+    numbers = len(rules) * (max((rule.experts for rule in rules), default=0) + len(SUMS))
+    return Transfer("world", "all_reduce", workload.layout.world, _INT64 * numbers, 1, "loads of experts")
 
 
 def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:

@@ -189,6 +189,16 @@ class RankWorkload:
         rows = self.tokens * routing.per_token
         return rows if self.layout.expert == 1 else round(self.imbalance * rows)
 
+    @property
+    def groups_products(self) -> bool:
+        """True if one kernel computes the products of all experts, as accelerators are taken to have."""
+        return self.accelerator and not self.is_bit_equal
+
+    @property
+    def rows_travel(self) -> bool:
+        """True if the rows of experts are tensors by themselves, as those are that come from other ranks."""
+        return self.layout.expert > 1 or self.is_bit_equal
+
     @cached_property
     def tokens_between(self) -> int:
         """T/s: tokens that one rank has between the cut layers."""

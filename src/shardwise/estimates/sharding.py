@@ -14,6 +14,7 @@ from typing import Literal
 
 from shardwise.config import DTYPE_BYTES
 from shardwise.config.layout import Stage
+from shardwise.estimates.activations import BlockStack
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models.parameter_counts import EMBEDDING, HEAD, OUTSIDE
@@ -262,8 +263,8 @@ class _Reductions:
         return most
 
 
-def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, int]:
-    """Return bytes of gradients and of their copies at each unit of a backward pass, and those that are left after it.
+def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, ByUnit, int]:
+    """Return bytes of gradients and their copies at each unit of a backward pass, before it, and those left at the end.
 
     At the embedding they are those beside its new gradient, which is free before a reduction begins; the unit of what
     no smaller unit has comes last, and has all that is held from then on.
@@ -293,11 +294,13 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, i
             copies.setdefault((unit, number), []).append(copy * parameter.elements if parameter.in_block else 0)
     rounds = min(workload.micro_batches, 2) if each_pass else 1
     gradients: ByUnit = {}
+    before: ByUnit = {}
     for _ in range(rounds):
         reductions.begin_round()
         gradients = {}
         # What no smaller unit has comes last: a table of positions is added to the embedding.
         for unit in (HEAD.unit, *reversed(stage.layers), EMBEDDING.unit, OUTSIDE.unit):
+            before[unit] = reductions.size
             most = max(reductions.size, gradients.get(unit, 0))
             numbers = [number for number in range(len(shapes)) if (unit, number) in copies]
             # The last products of attention and MLP that are computed side by side get their gradients first.
@@ -310,7 +313,7 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, i
             gradients[unit] = most
             if unit == EMBEDDING.unit:
                 gradients |= {unit: beside, OUTSIDE.unit: most}
-    return gradients, reductions.size if rounds > 1 else 0
+    return gradients, before, reductions.size if rounds > 1 else 0
 
 
 # ---- both at the peak
@@ -324,6 +327,7 @@ class StageInFlight:
         weights: whole weights at each unit of a forward and of a backward pass.
         gradients: gradients and copies at each unit of any backward pass; none where they are reduced once a step.
         reduced: likewise of the last micro-batch's backward pass.
+        before: likewise before the unit has a gradient of a weight.
         left: gradients and copies between two passes.
         other_weights: weights of the rank's other stages, which stay from their forward pass to their backward pass.
     """
@@ -331,6 +335,7 @@ class StageInFlight:
     weights: tuple[ByUnit, ByUnit]
     gradients: ByUnit
     reduced: ByUnit
+    before: ByUnit = field(default_factory=dict)
     left: int = 0
     other_weights: int = 0
 
@@ -349,9 +354,9 @@ class StageInFlight:
         second = gathers.forward(first.state)
         back = gathers.backward(second.state)
         forward = {unit: max(first.values[unit], second.values[unit]) for unit in first.values}
-        reduced, left = gradients_in_flight(workload, stage)
+        reduced, before, left = gradients_in_flight(workload, stage)
         gradients = reduced if workload.config.reduce == "micro_batch" else {}
-        return StageInFlight((forward, back.values), gradients, reduced, left, other_weights)
+        return StageInFlight((forward, back.values), gradients, reduced, before, left, other_weights)
 
     def forward(self, unit: int) -> int:
         """Bytes at a unit of a forward pass."""
@@ -364,6 +369,13 @@ class StageInFlight:
     def last(self, unit: int) -> int:
         """Bytes at a unit of the last micro-batch's backward pass."""
         return self.weights[1].get(unit, 0) + self.other_weights + self.reduced.get(unit, 0)
+
+    def at_block(self, layer: int, level: BlockStack, *, last: bool = False) -> int:
+        """The most at a block of a backward pass, with its activations."""
+        later = self.last(layer) if last else self.backward(layer)
+        held = self.reduced if last else self.gradients
+        first = later - held.get(layer, 0) + (self.before.get(layer, 0) if held else 0)
+        return max(level.peak + first, level.later + later)
 
 
 @dataclass(frozen=True)
@@ -411,8 +423,8 @@ class _Case:
 
 @lru_cache(maxsize=4096)
 def _reduction(case: _Case, stage: Stage) -> StageInFlight:
-    reduced, _ = gradients_in_flight(case.workload, stage)
-    return StageInFlight(({}, {}), {}, reduced)
+    reduced, before, _ = gradients_in_flight(case.workload, stage)
+    return StageInFlight(({}, {}), {}, reduced, before)
 
 
 @lru_cache(maxsize=4096)
