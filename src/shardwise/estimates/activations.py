@@ -504,8 +504,8 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
 def _rows_at_work(workload: RankWorkload, routing: Routing) -> int:
     """Return the bytes of rows in the backward pass of experts, [R·(2F/t + H)] of grouped products.
 
-    Elsewhere the rows of one expert are at work, [5F/t + 3·H] for each, beside the gradient of x, [T·H], or those of
-    rows that came from other ranks and of their results, [2·R·H].
+    Elsewhere the rows of one expert are at work, [5F/t + 3·H] for each, with the gradients of its weights, [3·H·F/t],
+    beside the gradient of x, [T·H], or those of rows that came from other ranks and of their results, [2·R·H].
     """
     hidden = workload.model.hidden_size
     width = workload.model.expert_width // workload.layout.tensor
@@ -513,7 +513,7 @@ def _rows_at_work(workload: RankWorkload, routing: Routing) -> int:
     if workload.groups_products:
         return workload.a * rows * (2 * width + hidden)
     travelling = 2 * rows * hidden if workload.rows_travel else workload.tokens * hidden
-    return workload.a * (travelling + rows // routing.experts * (5 * width + 3 * hidden))
+    return workload.a * (travelling + rows // routing.experts * (5 * width + 3 * hidden) + 3 * hidden * width)
 
 
 def _core_gradients(workload: RankWorkload) -> int:

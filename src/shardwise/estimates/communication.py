@@ -38,8 +38,6 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 _FLOAT32 = 4
 _FLOAT64 = 8
 _INT64 = 8
-_SUMS_OF_ROUTERS = 5
-"""Numbers of a router beside its loads: the entropy of its scores, and the values of four objectives."""
 
 
 @dataclass(frozen=True)
@@ -281,8 +279,8 @@ def _experts(workload: RankWorkload, suffix: str) -> list[Transfer]:
     """The forward pass of experts in all blocks.
 
     Ranks that divide the experts send the numbers of rows, [N] in int64, each of the T·k rows of their tokens with its
-    weight, [H] and one in float32, and back what arrived, [R, H]: in bit-equal sums, each part of it. Under sequence parallelism,
-    the weights and the numbers of the chosen experts are gathered, [T·k] in float32 and in int64.
+    weight, [H] and one in float32, and back what arrived, [R, H]: in bit-equal sums, each part of it. Under sequence
+    parallelism, the weights and the numbers of the chosen experts are gathered, [T·k] in float32 and in int64.
     """
     transfers = []
     row = workload.a * workload.model.hidden_size
