@@ -97,7 +97,13 @@ def differing_experts(
                 lines.setdefault(f"has {_counted('expert', further)} of {{}}, which the model lacks", []).append(block)
         by_line = {f"{where} {line.format(_counted('block', blocks))}": blocks for line, blocks in lines.items()}
     explained = {block for blocks in by_line.values() for block in blocks}
-    return [*by_line], lambda name: (match := _OF_MLP.match(name)) is not None and int(match[1]) in explained
+    is_other_kind = bool(wanted) != bool(found)
+
+    def is_explained(name: str) -> bool:
+        match = _OF_MLP.match(name)
+        return is_other_kind or (match is not None and int(match[1]) in explained)
+
+    return [*by_line], is_explained
 
 
 def _experts_of_blocks(names: Iterable[str]) -> dict[int, set[int]]:
