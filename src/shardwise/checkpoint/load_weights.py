@@ -87,8 +87,8 @@ def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple
     problems: list[str] = []
     try:
         check_weights(folder)
-        tensors = StoredTensors.of(root)
         config_problems = list(differences(config, root).problems)
+        tensors = StoredTensors.of(root)
     except ConfigError as error:
         problems = error.problems
     except DamageError as error:
