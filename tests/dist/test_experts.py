@@ -283,6 +283,21 @@ def go_on(
     return found
 
 
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_training_goes_on_at_other_degrees(zero: int, tmp_path: Path, ranks: Any) -> None:
+    """At EP 4, then in one process, then at EP 2, with the optimizer's state."""
+    folder = None
+    found = []
+    for degree, steps in ((4, 1), (1, 1), (2, 2)):
+        sections = {"parallel": {"expert": degree}, "optimizer": {"zero": zero}}
+        target = str(tmp_path / f"at-{degree}")
+        losses, *others = run(ranks, degree, go_on, sections, folder, steps, target)
+        assert others == [losses] * (degree - 1)
+        found += losses
+        folder = f"{target}/step-{len(found):08}"
+    assert found == pytest.approx(curve(), rel=1e-5)
+
+
 @functools.cache
 def curve() -> list[tuple[float, ExpertRecord]]:
     return go_on({}, None, 4, None)

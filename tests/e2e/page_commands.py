@@ -64,6 +64,7 @@ RECIPES = {
     "docs/tutorials/bert-mini.yaml": [*_SMALL, *_MODEL, *_PAIRS, "data.dataset=tiny"],
     "my.yaml": [*_SMALL, *_MODEL, "model.num_key_value_heads=4"],
     **dict.fromkeys(("llama2-tiny", "llama3-tiny", "gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny"), _LOG),
+    **dict.fromkeys(("olmoe-tiny", "glm4-moe-tiny"), _LOG),
 }
 SCRIPTS = {
     "scripts.tutorial_bert": [
