@@ -19,12 +19,12 @@ _ALONE = RankGroup(1, 1)
 
 
 class Weight(NamedTuple):
-    """Equal weights `[outputs, inputs]`, `count` of them, and the rows that each is multiplied with."""
+    """Equal weights `[outputs, inputs]`, so many of them, and the rows that each is multiplied with."""
 
     outputs: int
     inputs: int
     rows: int
-    count: int = 1
+    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class BlockShape:
     @property
     def feed_elements(self) -> int:
         """Elements of the MLP's inner tensor, or of those of experts."""
-        return sum(weight.inputs * weight.rows * weight.count for weight in self.weights[3::2])
+        return sum(weight.inputs * weight.rows * weight.number for weight in self.weights[3::2])
 
     @property
     def bias_elements(self) -> int:

@@ -252,7 +252,7 @@ def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) 
             for pipeline in _values(fixed, "parallel.pipeline", parallel.pipeline, layers):
                 routing = model.any_routing
                 common = math.gcd(world // (tensor * pipeline), 1 if routing is None else routing.experts)
-                experts = _values(fixed, "parallel.expert", parallel.expert, divisors(common))
+                experts = _values(fixed, "parallel.expert", parallel.expert, sorted(divisors(common)))
                 for schedule, virtual in _schedules(parallel, model.num_hidden_layers, pipeline, fixed):
                     for sequence in sequences:
                         for expert in experts:

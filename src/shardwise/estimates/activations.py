@@ -259,9 +259,15 @@ def _experts(workload: RankWorkload, routing: Routing) -> int:
         saved += rows * a * (3 * model.expert_width // tensor + model.hidden_size)
     elif workload.rows_travel:
         saved += rows * (a * model.hidden_size + 3 * _INT64)
-    if model.shared_expert_width and workload.layout.sequence_parallel and not workload.config.regathers:
-        saved += workload.gathered_bytes
-    return saved + 3 * a * tokens * model.shared_expert_width // tensor
+    return saved + _shared_expert(workload)
+
+
+def _shared_expert(workload: RankWorkload) -> int:
+    """Return the bytes that the expert of all tokens saves."""
+    width = workload.model.shared_expert_width
+    gathers = width > 0 and workload.layout.sequence_parallel and not workload.config.regathers
+    inner = 3 * workload.a * workload.tokens * width // workload.layout.tensor
+    return inner + (workload.gathered_bytes if gathers else 0)
 
 
 def _own_input(workload: RankWorkload) -> int:
@@ -480,7 +486,7 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
         # The experts' gradients are complete together, and are added one after the other, that of the down projections
         # first.
         held = routing.experts // layout.expert * model.expert_width // layout.tensor
-        feed = _rows_at_work(workload, routing)
+        feed = _rows_at_work(workload, routing) - _shared_expert(workload)  # whose backward pass comes before
         elements = held * model.hidden_size
         down, gate_up = (a * n * elements if is_copied else workload.gradient_bytes(n * elements) for n in (1, 2))
         # In bit-equal sums the rows of each rank give a gradient by themselves.
@@ -493,7 +499,8 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
         last += (0 if layout.sequence_parallel else x) - workload.mask_elements
     if model.norms_output:
         last += 0 if layout.sequence_parallel else x
-    needs_two = model.gated or (model.activation == "relu" and not workload.inner_mask_elements)
+    needs_two = routing is None and model.gated
+    needs_two = needs_two or (model.activation == "relu" and not workload.inner_mask_elements)
     most = max(last, 2 * feed) if needs_two else last
     if model.norm_place == "input":
         return x + most
