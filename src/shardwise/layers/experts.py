@@ -296,10 +296,7 @@ def _sum_of_rows(y: Tensor, rows: Tensor, experts: Tensor) -> Tensor:
 
 
 class _AddedInBackward(torch.autograd.Function):
-    """Adds amounts of a forward pass to totals of the step, once.
-
-    Recompute repeats a forward pass, and a backward pass that is split in two may come by twice.
-    """
+    """Adds amounts of a forward pass to totals of the step, in its backward pass: recompute repeats a forward pass."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *totals_and_amounts: Tensor) -> Tensor:
@@ -311,8 +308,7 @@ class _AddedInBackward(torch.autograd.Function):
         pairs = ctx.totals_and_amounts
         for total, amount in zip(pairs[::2], pairs[1::2], strict=True):
             total.add_(amount)
-        ctx.totals_and_amounts = ()
-        return grads[0], *[None] * (len(ctx.needs_input_grad) - 1)
+        return grads[0], *[None] * len(pairs)
 
 
 class _SumOfExperts(torch.autograd.Function):
