@@ -143,7 +143,8 @@ def _plan(
     if not chosen_cells:
         raise ConfigError(
             f"no layout of {listing(devices.values(), 'or')} ranks is chosen by --layouts: parallel.tensor × "
-            "parallel.context × parallel.pipeline must divide the number of ranks (--nproc)"
+            "parallel.context × parallel.pipeline must divide the number of ranks (--nproc), and parallel.expert the "
+            "data-parallel degree × parallel.context"
         )
     has_accelerator = set(devices) != {"cpu"}
     config = miniature.miniature(recipe, cells, steps, has_accelerator=has_accelerator)
