@@ -76,6 +76,15 @@ class Mesh:
         return rank % (self.world // self.nodes)
 
 
+EXPERTS = {"expert_load_max": 2.5, "expert_idle": 0.125, "expert_entropy": 0.75, "balance_losses": {"switch": 0.0125}}
+"""Numbers of the experts in each step."""
+
+
+def loads_of(step: int, start: int) -> dict[str, list[int]]:
+    """Loads of four experts in two blocks; the first block is balanced, and of the second one expert has no token."""
+    return {"0": [25, 25, 25, 25], "1": [10 + step, 90 - step, 0, 20] if start else [0, 0, 120, 0]}
+
+
 def loss_of(step: int) -> float:
     return 2.0 + 4.0 / math.sqrt(step)
 
@@ -98,6 +107,7 @@ def write_run(
     checkpoint_every: int = 10,
     eval_every: int = 10,
     first: float = FIRST,
+    experts: bool = False,
 ) -> Path:
     """Write a run and return its folder.
 
@@ -109,6 +119,7 @@ def write_run(
         losses: of single steps, where they are not `loss_of`; NaN too.
         compiles: whether each start compiles graphs.
         first: when its processes start, in seconds since the epoch.
+        experts: whether its model is sparse: of `loads_of` a step.
     """
     directory = RunDirectory(path).create()
     whole = steps or starts[-1].until
@@ -135,6 +146,10 @@ def write_run(
                 waited["data"] += SPLIT["data"] * STEP_SECONDS
                 now += STEP_SECONDS
                 event = step_event(step, now, waited, straggler=straggler, is_spike=step == spike)
+                event |= EXPERTS if experts else {}
+                if experts:
+                    with JsonLines(directory.experts) as loads:
+                        loads.write({"step": step, "loads": loads_of(step, number)})
                 metrics.write(event | {"loss": losses.get(step, event["loss"])})
                 if step == spike:
                     metrics.write(_warning(now, step, f"the loss of step {step} ({event['loss']:.4f}) is a spike"))

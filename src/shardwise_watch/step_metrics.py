@@ -60,6 +60,9 @@ STEP_METRICS = (
     StepMetric(
         "bubble", "The share of the step in which pipeline ranks waited for others.", "Pipeline bubble", is_share=True
     ),
+    StepMetric("expert_load_max", "Largest load of an expert over the mean.", "Largest load over its block's mean"),
+    StepMetric("expert_idle", "The share of experts without a token.", "Experts without a token", is_share=True),
+    StepMetric("expert_entropy", "Entropy of routers' scores; 1: all are equal.", "Router entropy (1: equal scores)"),
     StepMetric(
         "loss_spike",
         "Standard deviations of the loss above the mean of the last steps.",
@@ -85,14 +88,15 @@ class StepSeries:
         numbers: values of each metric of `STEP_METRICS` by its name, one for each step; NaN if a step has none.
         parts: seconds of each of `PARTS`, one for each step; NaN if a step has none.
         sources: loss of each source of a mixture by its name, one for each step; NaN if a step has none.
+        balance: balance losses of experts, likewise.
     """
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     seconds: array[float] = field(default_factory=lambda: array("d"))
     numbers: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in STEP_METRIC_NAMES})
     parts: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in PARTS})
-
     sources: dict[str, array[float]] = field(default_factory=dict)
+    balance: dict[str, array[float]] = field(default_factory=dict)
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Add a "step" event; known steps from its number on are undone."""
@@ -104,16 +108,17 @@ class StepSeries:
         _append_fields(self.numbers, event)
         split = event.get("split_seconds")
         _append_fields(self.parts, split if isinstance(split, dict) else {})
-        sources = event.get("sources")
-        if isinstance(sources, dict) or self.sources:
-            self._add_sources(sources if isinstance(sources, dict) else {})
+        if (sources := event.get("sources")) or self.sources:
+            named = sources.items() if isinstance(sources, dict) else ()
+            self._add(self.sources, {name: of.get("loss") for name, of in named if isinstance(of, dict)})
+        if (losses := event.get("balance_losses")) or self.balance:
+            self._add(self.balance, losses if isinstance(losses, dict) else {})
 
-    def _add_sources(self, sources: Mapping[str, Any]) -> None:
-        for name in sources:
+    def _add(self, columns: dict[str, array[float]], fields: Mapping[str, Any]) -> None:
+        for name in fields:
             # A branch may have a source that its parent had not.
-            self.sources.setdefault(name, array("d", [math.nan]) * (len(self.steps) - 1))
-        losses = {name: numbers.get("loss") for name, numbers in sources.items() if isinstance(numbers, dict)}
-        _append_fields(self.sources, losses)
+            columns.setdefault(name, array("d", [math.nan]) * (len(self.steps) - 1))
+        _append_fields(columns, fields)
 
     def undo_after(self, step: int) -> None:
         """Forget the steps after `step`: the run went back to it."""
@@ -122,8 +127,9 @@ class StepSeries:
             kept_count -= 1
         if kept_count < len(self.steps):
             del self.steps[kept_count:]
-            for values in (self.seconds, *self.numbers.values(), *self.parts.values(), *self.sources.values()):
-                del values[kept_count:]
+            for columns in (self.numbers, self.parts, self.sources, self.balance, {"": self.seconds}):
+                for values in columns.values():
+                    del values[kept_count:]
 
     def mean_parts(self, begin: int, stop: int | None = None) -> dict[str, float]:
         """Return the mean seconds of each of `PARTS` over a range of positions; {} if its steps recorded none."""

@@ -14,13 +14,15 @@ from shardwise.distributed.placement import placements
 
 
 @functools.cache
-def mesh(tensor: int, pipeline: int = 1, grains: tuple[tuple[str, int], ...] = (), context: int = 1) -> Mesh:
+def mesh(
+    tensor: int, pipeline: int = 1, grains: tuple[tuple[str, int], ...] = (), context: int = 1, expert: int = 1
+) -> Mesh:
     """Made once a process: each new one costs threads that gloo keeps, and hundreds of them slow everything down.
 
     On the CPU, but for ranks that were told to use this machine's accelerator (TEST_DEVICE).
     """
     device = "cpu" if os.environ.get("TEST_DEVICE", "cpu") == "cpu" else None
-    return Mesh(tensor=tensor, pipeline=pipeline, context=context, device=device, grains=dict(grains))
+    return Mesh(tensor=tensor, pipeline=pipeline, context=context, expert=expert, device=device, grains=dict(grains))
 
 
 def run(ranks: Any, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

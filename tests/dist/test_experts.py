@@ -2,6 +2,9 @@
 
 import functools
 import json
+import math
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,13 @@ from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.config import Config
 from shardwise.config.hugging_face import from_hugging_face, to_hugging_face
 from shardwise.config.model import FAMILIES
+from shardwise.config.routing import Routing
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements
 from shardwise.layers.execution import Execution, made_with
-from shardwise.layers.experts import balance_experts
+from shardwise.layers.expert_totals import ExpertRecord
+from shardwise.layers.experts import Experts, balance_experts
 from shardwise.models.llama import Llama
 from shardwise.models.parameter_counts import local_parameters, matmul_parameter_count, parameter_count
 from shardwise.train.build import build_trainer
@@ -248,6 +253,7 @@ TRAININGS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         4,
         {"parallel": {"expert": 2, "tensor": 2, "sequence": True}, "train": {"recompute": "full"}},
     ),
+    "TP 2, micro-batches of 4": (2, {"parallel": {"tensor": 2}, "train": {"micro_batch": 4}}),
 }
 
 
@@ -257,18 +263,22 @@ def configuration(sections: dict[str, dict[str, Any]]) -> Config:
     return make_config(**{**sections, "train": train, "model": model})
 
 
-def go_on(sections: dict[str, dict[str, Any]], folder: str | None, steps: int, target: str | None) -> list[float]:
-    """The losses of some steps, from a checkpoint or from the start."""
+def go_on(
+    sections: dict[str, dict[str, Any]], folder: str | None, steps: int, target: str | None
+) -> list[tuple[float, ExpertRecord]]:
+    """The losses of some steps, from a checkpoint or from the start, and what the experts did."""
     config = configuration(sections)
     mesh = Mesh(**config.parallel.degrees, device="cpu")
     trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
     if folder is not None:
         load(trainer, folder)
-    losses = [trainer.step().loss for _ in range(steps)]
+    records = [trainer.step() for _ in range(steps)]
     check_replicas(trainer.model, mesh, trainer.progress.step, trainer.optimizer)
     if target is not None:
         save(trainer, target)
-    return losses
+    found = [(record.loss, record.experts) for record in records if record.experts is not None]
+    assert len(found) == steps
+    return found
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -287,8 +297,16 @@ def test_a_training_goes_on_at_other_degrees(zero: int, tmp_path: Path, ranks: A
 
 
 @functools.cache
-def curve() -> list[float]:
+def curve() -> list[tuple[float, ExpertRecord]]:
     return go_on({}, None, 4, None)
+
+
+def check(found: list[tuple[float, ExpertRecord]], wanted: list[tuple[float, ExpertRecord]]) -> None:
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wanted], rel=1e-5)
+    for (_, experts), (_, of_one) in zip(found, wanted, strict=True):
+        assert experts.loads == of_one.loads
+        assert experts.entropy == pytest.approx(of_one.entropy, rel=1e-6)
+        assert replace(experts, entropy=of_one.entropy) == of_one
 
 
 @pytest.mark.parametrize(
@@ -298,8 +316,92 @@ def curve() -> list[float]:
 def test_a_training_has_the_curve_of_one_process_and_goes_on_in_it(name: str, tmp_path: Path, ranks: Any) -> None:
     world, sections = TRAININGS[name]
     halfway = str(tmp_path / "step-00000002")
-    for losses in run(ranks, world, go_on, sections, None, 2, str(tmp_path)):
-        assert losses == pytest.approx(curve()[:2], rel=1e-5)
-    assert go_on({}, halfway, 2, None) == pytest.approx(curve()[2:], rel=1e-5)
-    for losses in run(ranks, world, go_on, sections, halfway, 2, None):
-        assert losses == pytest.approx(curve()[2:], rel=1e-5)
+    for found in run(ranks, world, go_on, sections, None, 2, str(tmp_path)):
+        check(found, curve()[:2])
+    check(go_on({}, halfway, 2, None), curve()[2:])
+    for found in run(ranks, world, go_on, sections, halfway, 2, None):
+        check(found, curve()[2:])
+
+
+def reductions(family: str, log_every: int, expert: int) -> list[tuple[int, int, Any]]:
+    """All-reduces over all ranks and over replicas of whole numbers in each of two steps, and its record."""
+    model = {"family": family, **SIZES, **CASES.get(family, {}), "vocab_size": 131, "num_hidden_layers": 4}
+    config = make_config(model=model, parallel={"expert": expert})
+    mesh = Mesh(**config.parallel.degrees, device="cpu")
+    trainer = build_trainer(config, mesh, make_data(131))
+    trainer.log_every = log_every
+    seen = Counter[str]()
+    real = collectives.all_reduce_
+
+    def counting(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
+        seen[group.name] += tensor.dtype == torch.int64 and tensor.ndim > 0 and tensor.numel() > 8
+        return real(tensor, group, op=op)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(collectives, "all_reduce_", counting)
+        for _ in range(2):
+            seen.clear()
+            experts = trainer.step().experts
+            found.append((seen["world"], seen["dp"], experts and sum(map(sum, experts.loads.values()))))
+    return found
+
+
+def test_loads_are_added_up_once_a_step(ranks: Any) -> None:
+    """For the record of a logged step over all ranks, else for biases alone; and each step begins anew."""
+    rows = 8 * 16 * 3
+    cases = {("glm4_moe", 2, 2): [(0, 1, None), (1, 0, 3 * rows)], ("olmoe", 2, 2): [(0, 0, None), (1, 0, 4 * rows)]}
+    cases |= {("llama", 1, 1): [(0, 0, None)] * 2}
+    for case, wanted in cases.items():
+        assert run(ranks, 2, reductions, *case) == [wanted] * 2
+
+
+class Sparse(torch.nn.Module):
+    """A model of a user's own, with experts of different numbers."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocab_size, 16)
+        self.experts = torch.nn.ModuleList(
+            Experts(16, 8, Routing(experts, 2, scores="sigmoid", has_bias=True)) for experts in (4, 6)
+        )
+        self.head = torch.nn.Linear(16, vocab_size)
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
+        x = self.embedding(ids_SB)
+        for layer in self.experts:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets_SB.flatten(), reduction="sum")
+
+
+def test_experts_of_a_users_own_model_are_counted() -> None:
+    config = make_config(model={"family": "tests.dist.test_experts:Sparse", "vocab_size": 131})
+    trainer = build_trainer(config, Mesh(device="cpu"), make_data(131))
+    for _ in range(2):
+        experts = trainer.step().experts
+        assert experts is not None
+        assert [len(loads) for loads in experts.loads.values()] == [4, 6]
+        assert [sum(loads) for loads in experts.loads.values()] == [8 * 16 * 2] * 2
+        assert 0.9 < experts.entropy <= 1
+    assert all(layer.router.bias.unique().numel() > 1 for layer in trainer.model.experts)
+
+
+def test_the_record_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of each block with experts is counted at its experts, and its scores' entropy once."""
+    entropies = []
+
+    def entr(p: Tensor) -> Tensor:
+        entropies.append(-(p * p.log()).sum(-1))
+        return real(p)
+
+    real = torch.special.entr
+    monkeypatch.setattr(torch.special, "entr", entr)
+    _, experts = go_on({"train": {"recompute": "full"}}, None, 1, None)[0]
+    # The first block is dense. Of 8 experts each token has 3.
+    assert list(experts.loads) == [1, 2, 3]
+    every = torch.tensor(list(experts.loads.values()))
+    assert every.sum(1).tolist() == [8 * 16 * 3] * 3
+    assert experts.load_max == pytest.approx(every.max().item() / (8 * 16 * 3 / 8))
+    assert experts.idle == 0
+    assert experts.entropy == pytest.approx(torch.cat(entropies).mean().item() / math.log(8), rel=1e-6)
+    assert experts.losses == {}

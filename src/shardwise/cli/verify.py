@@ -5,9 +5,9 @@ that this machine has. The initial weights, the losses of each step and the grad
 are the losses after a checkpoint of another layout was read: each layout reads that of the layout before it, and one
 process reads that of the last layout.
 
-The layouts are all combinations of parallel.tensor, parallel.sequence, parallel.pipeline, data parallelism and
-optimizer.zero (0, 1 and the recipe's), with the recipe's other keys. --layouts chooses
-others: each KEY=VALUE,VALUE limits a key to these values, and KEY=all allows all its values. Keys that are not named
+The layouts are all combinations of parallel.tensor, parallel.sequence, parallel.pipeline, data parallelism,
+parallel.expert of a model with experts, and optimizer.zero (0, 1 and the recipe's), with the recipe's other keys.
+--layouts chooses others: each KEY=VALUE,VALUE limits a key to these values, and KEY=all allows all its values. Keys that are not named
 keep the values above; `all` allows all values of all keys.
 
 Exit code 0: every layout trains alike; 1: a layout differs or fails; 2: the input is wrong.
@@ -37,6 +37,7 @@ from shardwise.verify.tolerance import Tolerance
 _CPU_RANKS = 4
 _NUMBERS = {"weights": "weights", "loss": "losses", "grad": "gradients", "resumed": "resumed"}
 """Column → field of the differences."""
+_CHOICES = "choices"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -180,6 +181,7 @@ class Verified:
             "miniature": self.config.recorded(),
             "tolerance": asdict(Tolerance.of(self.config)),
             "losses": list(self.result.losses),
+            "choices": self.result.choices,
             "left_out": list(self.refused),
             "layouts": [outcome.facts() for outcome in self.result.outcomes],
             "broken": len(self.result.broken),
@@ -192,7 +194,7 @@ class Verified:
         output.table([*self._fields(one_process.cell.device), *(("left out", reason) for reason in self.refused)])
         for device, of_device in itertools.groupby(outcomes, key=lambda outcome: outcome.cell.device):
             output.line()
-            _show_table(device, list(of_device))
+            _show_table(device, list(of_device), counts_choices=bool(self.result.choices))
         output.line()
         for outcome in self.result.broken:
             output.prose(f"{outcome.cell.name}:")
@@ -208,7 +210,9 @@ class Verified:
         if broken := len(self.result.broken):
             output.line(f"BROKEN by {broken} of {layouts_text}")
         else:
-            output.line(f"{'All ' if len(outcomes) > 1 else ''}{layouts_text} trained like one process.")
+            replayed = sum(outcome.has_other_choices for outcome in outcomes)
+            with_choices = f", {replayed} of them with its choices of experts" if replayed else ""
+            output.line(f"{'All ' if len(outcomes) > 1 else ''}{layouts_text} trained like one process{with_choices}.")
 
     @property
     def _data_parallelism_differs(self) -> bool:
@@ -245,7 +249,19 @@ class Verified:
             ),
             ("reference", f"one process on {device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at the last"),
             ("bounds", "; ".join(bounds)),
+            *self._choices,
         ]
+
+    @property
+    def _choices(self) -> list[tuple[str, str]]:
+        """What is said of the choices of experts, if they are compared."""
+        if not self.result.choices:
+            return []
+        text = (
+            f"{self.result.choices:,} choices of a token's expert; a layout at which some differ is compared with "
+            "those of one process, and only nearly equal scores may differ in their order"
+        )
+        return [("experts", text)]
 
 
 def _within(tolerance: float) -> str:
@@ -263,9 +279,10 @@ def _sizes(model: ModelConfig) -> str:
     return f"{model.family}, {blocks}, {heads}, vocabulary of {model.vocab_size}{tie}"
 
 
-def _show_table(device: str, outcomes: Sequence[verification.CellOutcome]) -> None:
+def _show_table(device: str, outcomes: Sequence[verification.CellOutcome], *, counts_choices: bool) -> None:
     """A row for each layout. Settings that all layouts share stand above; a mark is before those that are broken."""
     rows = [_settings(outcome.cell) for outcome in outcomes]
+    columns = [*_NUMBERS, *([_CHOICES] if counts_choices else [])]
     if all(outcome.cell.expert == 1 for outcome in outcomes):
         rows = [{head: value for head, value in row.items() if head != "EP"} for row in rows]
     shared = {head: value for head, value in rows[0].items() if all(row[head] == value for row in rows)}
@@ -273,10 +290,10 @@ def _show_table(device: str, outcomes: Sequence[verification.CellOutcome]) -> No
     output.line(f"{device}, the largest differences from one process:")
     output.line(", ".join(f"{head} {value}" for head, value in shared.items()))
     table = [
-        ["✗" if outcome.problems else "", *(row[head] for head in heads), *_numbers(outcome)]
+        ["✗" if outcome.problems else "", *(row[head] for head in heads), *_values(outcome, columns)]
         for outcome, row in zip(outcomes, rows, strict=True)
     ]
-    output.table(table, ["", *heads, *_NUMBERS], right=range(len(heads) + 1, len(heads) + 1 + len(_NUMBERS)))
+    output.table(table, ["", *heads, *columns], right=range(len(heads) + 1, len(heads) + 1 + len(columns)))
 
 
 def _settings(cell: layouts.Cell) -> dict[str, str]:
@@ -291,8 +308,10 @@ def _settings(cell: layouts.Cell) -> dict[str, str]:
     }
 
 
-def _numbers(outcome: verification.CellOutcome) -> list[str]:
-    if outcome.differences is None:
-        return ["failed"] * len(_NUMBERS)
-    values: list[float] = [getattr(outcome.differences, field) for field in _NUMBERS.values()]
-    return [f"{value:.1e}" if value else "0" for value in values]
+def _values(outcome: verification.CellOutcome, columns: Sequence[str]) -> list[str]:
+    differences = outcome.differences
+    if differences is None:
+        return ["failed"] * len(columns)
+    values: list[float] = [getattr(differences, field) for field in _NUMBERS.values()]
+    texts = [f"{value:.1e}" if value else "0" for value in values]
+    return [*texts, str(differences.choices.differing)][: len(columns)]

@@ -98,6 +98,30 @@ class OptimizerConfig(Section):
         description="with a family whose routers have a correction bias: after each step, the bias of an expert that "
         "got fewer tokens than the mean rises by this, and that of one that got more falls; 0 = they stay",
     )
+    router_sequence_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="with experts: coefficient of DeepSeek's balance loss by sequence, 1 where loads are balanced, "
+        "summed over blocks; 0 = none",
+    )
+    router_batch_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="with experts: coefficient of the Switch loss over the global batch, 1 where loads are balanced, "
+        "summed over blocks; with several micro-batches or a pipeline each step begins with a forward pass that counts",
+    )
+    router_pooled_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="with experts: coefficient of the balance loss of transformers, over all blocks and the global "
+        "batch as one, num_experts_per_tok where loads are balanced; each step begins with a forward pass that counts",
+    )
+    router_z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="with experts: coefficient of the mean squared log-sum-exp of routers' logits, summed over blocks; "
+        "0 = none",
+    )
     points: tuple[RatePoint, ...] = Field(
         default=(),
         strict=False,
@@ -156,6 +180,17 @@ class OptimizerConfig(Section):
         if self.offload:
             options.append("offload")
         return f"ZeRO-{self.zero}" + (f" ({', '.join(options)})" if options else "")
+
+    @property
+    def router_losses(self) -> dict[str, float]:
+        """Coefficients of the objectives of routers that are computed, by the names of `layers/balance.py`."""
+        coefficients = {
+            "sequence": self.router_sequence_loss,
+            "batch": self.router_batch_loss,
+            "pooled": self.router_pooled_loss,
+            "z": self.router_z_loss,
+        }
+        return {name: coefficient for name, coefficient in coefficients.items() if coefficient}
 
     @property
     def cuts_gradients(self) -> bool:

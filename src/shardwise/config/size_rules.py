@@ -37,6 +37,20 @@ _RULES_OF_EXPERTS: RuleTable = {
     ),
 }
 
+_RULES_OF_SIGMOIDS: RuleTable = {
+    "": (
+        "{optimizer.router_pooled_loss} must be 0 with model.family {=model.family}, for whose scores transformers "
+        "defines no balance loss: set optimizer.router_batch_loss or optimizer.router_sequence_loss",
+    ),
+}
+_RULES_WITHOUT_EXPERTS: RuleTable = {
+    fact: [
+        f"{{optimizer.router_{name}_loss}} must be 0 with model.family {{=model.family}}, {reason}"
+        for name in ("sequence", "batch", "pooled", "z")
+    ]
+    for fact, reason in {"!model.is_own": "which has no experts", "model.is_own": "whose routers nobody knows"}.items()
+}
+
 FP8_MULTIPLE = 16
 """The number of which GPUs want the widths of fp8 products to be multiples."""
 
@@ -78,7 +92,7 @@ def expert_problems(config: Config, layout: Layout) -> list[str]:
     routing = None if model.is_own else model.any_routing
     if routing is None:
         none = f"parallel.expert ({expert}) must be 1 with model.family {model.family}, which has no experts"
-        return [none] if expert > 1 else []
+        return ([none] if expert > 1 else []) + broken(_RULES_WITHOUT_EXPERTS, config)
     problems = []
     ranks = layout.replicas // config.parallel.replicate
     if routing.experts % expert:
@@ -92,6 +106,8 @@ def expert_problems(config: Config, layout: Layout) -> list[str]:
             f"parallel.expert ({expert}) must divide the data-parallel degree × parallel.context / parallel.replicate "
             f"({layout.data} × {layout.context} / {config.parallel.replicate}): nearest {near}"
         )
+    if routing.scores == "sigmoid":
+        problems += broken(_RULES_OF_SIGMOIDS, config)
     return problems + broken(_RULES_OF_EXPERTS, config)
 
 

@@ -100,4 +100,4 @@ def _most_similar(
 def section_suggestion(name: str, sections: Collection[str]) -> str | None:
     """The section that a wrong name most likely stands for; None if none is similar."""
     plain = plain_name(name)
-    return SECTIONS.get(plain) or nearest_name(plain, sections, cutoff=0.75)
+    return SECTIONS.get(plain) or nearest_name(plain, sections, cutoff=0.76)

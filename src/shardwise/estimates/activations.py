@@ -209,6 +209,7 @@ def _experts(workload: RankWorkload, routing: Routing) -> int:
     |--------|-----------------------------------------------------------------------|---------------------|
     | input  | as that of an MLP; for rows that come from other ranks, these instead | T·H or T/s·H; R·H   |
     | router | scores, float32, and where weights are divided, these and their sum   | T·N; T·(k + 1)      |
+    |        | with z-loss logits and their sum; with losses the sum of sigmoids     | T·(N + 1); T        |
     |        | chosen experts, int64                                                 | T·k                 |
     | rows   | gate and up                                                           | R·2F/t              |
     |        | weight; place and token, int64                                        | R; 2·R              |
@@ -221,6 +222,9 @@ def _experts(workload: RankWorkload, routing: Routing) -> int:
     tensor = workload.layout.tensor
     routed = workload.tokens_between
     scores = _FLOAT32 * routed * (routing.experts + (2 * routing.per_token + 1) * routing.normalized)
+    losses = workload.config.optimizer.router_losses
+    shares = routing.scores == "sigmoid" and bool(losses)
+    scores += _FLOAT32 * routed * ((routing.experts + 1) * ("z" in losses) + shares)
     chosen = _INT64 * routed * routing.per_token
     per_row = 2 * a * model.expert_width // tensor + a + 2 * _INT64
     saved = workload.product_input_bytes + scores + chosen + rows * per_row

@@ -18,6 +18,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from shardwise.distributed.mesh import ExpertRanks, Group
+from shardwise.layers.balance import Balance
 from shardwise.layers.fp8 import Scaling
 from shardwise.layers.loss import ChunkLosses
 from shardwise.layers.matmul import Overlap
@@ -57,6 +58,7 @@ class Execution:
         passes_keys: true if ranks that share samples pass their keys and values round, false if they gather them.
         context_group: the ranks that share each sample.
         experts: the ranks over which the experts of a block are divided.
+        balance: objectives of routers (`layers/balance.py`); None: they have none.
         loss: function of the user's in the place of an output head's cross-entropy: whole logits `[S, B, V]` and
             targets `[S, B]` → the sum of their losses.
         compiler: compiles blocks and the loss of the head; None: they stay eager.
@@ -68,6 +70,7 @@ class Execution:
     passes_keys: bool = False
     context_group: Group = field(default_factory=Group)
     experts: ExpertRanks = field(default_factory=ExpertRanks)
+    balance: Balance | None = None
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     compiler: Compiler | None = None
 

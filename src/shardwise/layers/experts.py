@@ -7,8 +7,9 @@ padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack, cast
 
 import torch
@@ -21,6 +22,7 @@ from shardwise.config.routing import ExpertNames, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
+from shardwise.layers.balance import OBJECTIVES, RouterLosses
 from shardwise.layers.execution import execution
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
@@ -41,13 +43,19 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 _NAMES = ExpertNames()
+ENTROPY = "entropy"
+SUMS = (ENTROPY, *OBJECTIVES)
+"""Names of `Experts.sums`."""
 
 
 class Router(placement.PlacedModule):
-    """x `[T, H]` → weights `[T, k]` in float32, and numbers of experts `[T, k]`, ascending.
+    """x `[T, H]` → weights `[T, k]`, numbers of experts `[T, k]`, ascending, scores `[T, N]` and logits `[T, N]`.
 
     The product, the scores and the choice are computed in float32. Of equal scores, the expert with the lower number is
     chosen. The whole router is on every rank.
+
+    Attributes:
+        choose: scores `[T, N]` → numbers of experts; proofs of layouts put another function here.
 
     Args:
         hidden_size: H.
@@ -68,6 +76,7 @@ class Router(placement.PlacedModule):
     ) -> None:
         super().__init__()
         self.routing = routing
+        self.choose: Callable[[Tensor], Tensor] = partial(choose, routing)
         maker = ParameterMaker(self, options)
         shape = (routing.experts, hidden_size)
         piece = Piece.replicated(maker.name(name, "weight"), shape, maker.group, maker.init, partial=is_partial)
@@ -81,17 +90,17 @@ class Router(placement.PlacedModule):
             self.bias = ParameterMaker(self, options).parameter(shape_of_bias, piece)
             self.bias.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         routing = self.routing
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
         known = scores.detach()
-        experts = choose(routing, known if self.bias is None else known + self.bias)
+        experts = self.choose(known if self.bias is None else known + self.bias)
         weights = scores.gather(-1, experts)
         if routing.normalized:
             # Sigmoids of a token may all be 0 in float32.
             weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if routing.scores == "sigmoid" else 0.0))
-        return (weights * routing.scale if routing.scale != 1.0 else weights), experts
+        return (weights * routing.scale if routing.scale != 1.0 else weights), experts, scores, logits
 
 
 class Experts(placement.PlacedModule):
@@ -104,7 +113,11 @@ class Experts(placement.PlacedModule):
     the weights. Where ranks divide the experts, rows travel by all-to-all in each direction.
 
     Attributes:
-        loads: rows of each expert in the backward passes of this rank since `balance_experts` last used them, `[N]`.
+        loads: rows of each expert in the backward passes of this rank since the last step (`balance_experts`), `[N]`.
+        loads_of_batch: those of all ranks, where they were added up since then; None elsewhere.
+        sums: sums in the same passes by `SUMS`, in float32: of the whole batch those of all ranks, tensor-parallel ones
+            included, are parts. `entropy` is that of a token's scores divided by their sum, in nats, over tokens;
+            objectives as `layers/balance.py` has them.
 
     Args:
         hidden_size: H.
@@ -147,6 +160,11 @@ class Experts(placement.PlacedModule):
             name=None if name is None else f"{name}.{names.router}",
             **options,
         )
+        self.name = name or ""
+        balance = execution().balance
+        self.losses: RouterLosses | None = None
+        if balance is not None and balance.names:
+            self.losses = RouterLosses(balance, routing, execution().context_group)
         self.ranks = ranks
         self.width = width // group.size
         self.count = routing.experts // ranks.group.size
@@ -162,14 +180,16 @@ class Experts(placement.PlacedModule):
             local = Box((place * hidden_size, 0), (hidden_size, self.width))
             down.append(replace(piece, local=local, experts=ranks))
         self.loads: Tensor
-        self.register_buffer(
-            "loads", torch.zeros(routing.experts, dtype=torch.int64, device=options.get("device")), persistent=False
-        )
+        self.loads_of_batch: Tensor | None = None
+        self.sums: Tensor
+        for total, length, dtype in (("loads", routing.experts, torch.int64), ("sums", len(SUMS), torch.float32)):
+            zeros = torch.zeros(length, dtype=dtype, device=options.get("device"))
+            self.register_buffer(total, zeros, persistent=False)
         self.gate_up = maker.parameter((self.count * 2 * self.width, hidden_size), *gate_up)
         self.down = maker.parameter((self.count * hidden_size, self.width), *down)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, experts = self.router(x.flatten(0, -2))
+        weights, experts, scores, logits = self.router(x.flatten(0, -2))
         if self.sequence_parallel_enabled:
             x = collectives.gather_sequence(x, self.group)
             weights = collectives.gather_sequence(weights, self.group)
@@ -177,6 +197,10 @@ class Experts(placement.PlacedModule):
         else:
             x = collectives.copy_to_group(x, self.group)
             weights = collectives.copy_to_group(weights, self.group)
+        values = None
+        if self.losses is not None:
+            weights, values = self.losses(weights, logits, scores, experts, x.shape[-2])
+        sums = self._sums(scores.detach(), values) if torch.is_grad_enabled() else self.sums
         counts = _rows_of_each(experts, len(self.loads))
         gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
         tokens = x.flatten(0, -2)
@@ -184,9 +208,16 @@ class Experts(placement.PlacedModule):
             y = sum_of_experts(tokens, weights, experts, gate_up, down)
         else:
             y = self._sum_elsewhere(tokens, weights, experts, counts, gate_up, down)
-        y = cast(Tensor, _CountedInBackward.apply(y, self.loads, counts)).view_as(x)  # type: ignore[no-untyped-call]
+        y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts, self.sums, sums)).view_as(x)  # type: ignore[no-untyped-call]
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(y, self.group)
+
+    def _sums(self, scores: Tensor, values: Tensor | None) -> Tensor:
+        """Return the amounts of a forward pass for `sums`; values: those of `OBJECTIVES`."""
+        entropy = torch.special.entr(scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)).sum().view(1)
+        amounts = F.pad(entropy, (0, len(OBJECTIVES))) if values is None else torch.cat([entropy, values])
+        # Without sequence parallelism all ranks of the group have all of its tokens.
+        return amounts if self.sequence_parallel_enabled else amounts / self.group.size
 
     def _sum_elsewhere(
         self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor
@@ -251,24 +282,24 @@ def _sum_of_rows(y: Tensor, rows: Tensor, experts: Tensor) -> Tensor:
     return by_token.sum(1)
 
 
-class _CountedInBackward(torch.autograd.Function):
-    """Adds the rows of each expert to the loads of the step, once.
+class _AddedInBackward(torch.autograd.Function):
+    """Adds amounts of a forward pass to totals of the step, once.
 
     Recompute repeats a forward pass, and a backward pass that is split in two may come by twice.
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loads: Tensor, counts: Tensor) -> Tensor:
-        ctx.counted = (loads, counts)
+    def forward(ctx: Any, y: Tensor, *totals_and_amounts: Tensor) -> Tensor:
+        ctx.totals_and_amounts = totals_and_amounts
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.counted is not None:
-            loads, counts = ctx.counted
-            loads.add_(counts)
-            ctx.counted = None
-        return grads[0], None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = ctx.totals_and_amounts
+        for total, amount in zip(pairs[::2], pairs[1::2], strict=True):
+            total.add_(amount)
+        ctx.totals_and_amounts = ()
+        return grads[0], *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 class _SumOfExperts(torch.autograd.Function):
@@ -341,30 +372,46 @@ def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
     return runs
 
 
+def experts_of(model: nn.Module) -> list[Experts]:
+    """Return the layers of experts, in the order of the model."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
 def balance_experts(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Group, rate: float) -> None:
     """After each step of an optimizer, move routers' biases towards equal loads (arXiv:2408.15664, algorithm 1).
 
     With the loads c of a layer's experts, which are whole numbers of rows of the global batch:
     b += rate · sign(mean(c) - c). The definition depends neither on the layout nor on the size of micro-batches.
+    `Experts.loads` and `sums` of all layers begin anew.
 
     Args:
-        model: layers whose routing has no bias are left as they are.
+        model: biases of layers whose routing has none are left as they are.
         optimizer: its `step` updates the biases.
-        ranks: the ranks that have other samples or other tokens of them (`Mesh.replicas`): collective over them.
+        ranks: the ranks that have other samples or other tokens of them (`Mesh.replicas`): collective over them, if
+            there are biases and the loads were not added up in this step already.
         rate: step of a bias.
     """
-    layers = [module for module in model.modules() if isinstance(module, Experts) and module.router.bias is not None]
-    if not layers or not rate:
+    layers = experts_of(model)
+    if not layers:
         return
+    biased = [layer for layer in layers if rate and layer.router.bias is not None]
 
     @torch.no_grad()
     def update(*_: object) -> None:
-        loads = collectives.all_reduce_(torch.stack([layer.loads for layer in layers]), ranks)
-        # In whole numbers: an expert with the mean load stays.
-        signs = (loads.sum(1, keepdim=True) - loads * loads.shape[1]).sign()
-        for layer, sign in zip(layers, signs, strict=True):
-            assert layer.router.bias is not None
-            layer.router.bias.add_(sign, alpha=rate)
+        if biased:
+            known = [layer.loads if layer.loads_of_batch is None else layer.loads_of_batch for layer in biased]
+            all_loads = torch.cat(known)
+            if biased[0].loads_of_batch is None:
+                collectives.all_reduce_(all_loads, ranks)
+            for layer, loads in zip(biased, all_loads.split([*map(len, known)]), strict=True):
+                assert layer.router.bias is not None
+                # In whole numbers: an expert with the mean load stays.
+                layer.router.bias.add_((loads.sum() - loads * len(loads)).sign(), alpha=rate)
+        for layer in layers:
             layer.loads.zero_()
+            layer.sums.zero_()
+            layer.loads_of_batch = None
+            if layer.losses is not None:
+                layer.losses.rows = layer.losses.rows_of_layers = None
 
     optimizer.register_step_post_hook(update)

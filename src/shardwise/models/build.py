@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import BertConfig, Config, DecoderConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
-from shardwise.distributed.mesh import ExpertRanks, Group
+from shardwise.config import BertConfig, Config, DecoderConfig, FamilyConfig, GPTConfig, GPTNeoXConfig, Layout
+from shardwise.distributed.mesh import ExpertRanks, Group, Mesh
+from shardwise.layers.balance import Balance
 from shardwise.layers.execution import Compiler, Execution, made_with
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Part
@@ -33,6 +34,7 @@ def build_model(
     sequence_parallel: bool,
     context_group: Group | None = None,
     experts: ExpertRanks | None = None,
+    balance: Balance | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     part: Part | None = None,
@@ -46,6 +48,7 @@ def build_model(
         config: the whole configuration.
         group, sequence_parallel, context_group, device, dtype, part, deferred: as in `Family`.
         experts: the ranks over which the experts of a block are divided; None: each rank has all of them.
+        balance: objectives of routers in training.
         loss, compiler: as in `Execution`.
 
     Raises:
@@ -59,6 +62,7 @@ def build_model(
         passes_keys=config.passes_keys,
         context_group=context_group or Group(),
         experts=experts or ExpertRanks(),
+        balance=balance,
         loss=loss,
         compiler=compiler,
     )
@@ -80,3 +84,22 @@ def build_model(
             dtype=dtype,
             deferred=deferred,
         )
+
+
+def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
+    """Return the objectives of routers of a training; None if there are none."""
+    coefficients = config.optimizer.router_losses
+    if not coefficients or config.model.is_own:
+        return None
+    model = config.known_shapes
+    routings = [routing for layer in range(model.num_hidden_layers) if (routing := model.routing(layer)) is not None]
+    return Balance(
+        **coefficients,
+        samples=config.train.global_batch,
+        length=config.train.sequence_length,
+        layers=len(routings),
+        experts=routings[0].experts,
+        replicas=mesh.replicas,
+        stages=mesh.pp,
+        counts_first=layout.accumulation(config.train) > 1 or layout.pipeline > 1,
+    )

@@ -16,7 +16,7 @@ from shardwise.distributed.mesh import Group, Mesh
 from shardwise.layers.embedding import ParallelEmbedding
 from shardwise.layers.execution import Compiler
 from shardwise.models.blocks import Family, Part, Stages
-from shardwise.models.build import build_model
+from shardwise.models.build import balance_of, build_model
 from shardwise.pipeline.partition import stage_plan
 
 
@@ -49,6 +49,7 @@ def build_stages(
         sequence_parallel=layout.sequence_parallel,
         context_group=mesh.cp,
         experts=mesh.experts,
+        balance=balance_of(config, layout, mesh),
         device=mesh.device if device is None else device,
         dtype=dtype,
         deferred=deferred,

@@ -282,7 +282,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     )
     # A forward pass of the user's own may change parameters through `.data`; no family of ours does.
     optimizer.compares_values = config.model.is_own
-    if config.shapes is not None and config.shapes.any_routing is not None:
+    if config.shapes is None or config.shapes.any_routing is not None:
         balance_experts(model, optimizer, mesh.replicas, settings.router_bias_rate)
     return optimizer
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,13 @@ from torch.profiler import record_function
 
 from shardwise.base.errors import RunError, see
 from shardwise.distributed import collectives
+from shardwise.layers.balance import counted
 from shardwise.layers.bitwise.replicated import ReplicatedParameters
 from shardwise.layers.units import WeightScales, units
 from shardwise.models.blocks import gives_losses
+from shardwise.models.build import balance_of
 from shardwise.pipeline.clock import BACKWARD, FORWARD
+from shardwise.pipeline.stages import Compute, relay
 from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets
 from shardwise.train.model_checks import find_non_finite
 from shardwise.train.step_meters import PIPELINE, StepMeters
@@ -50,6 +54,8 @@ class Passes:
             self._replicated = defaultdict(ReplicatedParameters)
         self._weight_scales = WeightScales(self._model) if config.precision.matmul is not None else None
         self._groups = config.train.groups_apart(self._mesh.dp.size)
+        self._layout = training.layout
+        self._balance = balance_of(config, training.layout, self._mesh)
 
     def run(self, micro_batches: list[MicroBatch], step: int, *, last: bool = True) -> Tensor:
         """Add the gradients of the global mean loss; returns this rank's terms of each objective's mean, [N, K].
@@ -65,15 +71,15 @@ class Passes:
         counts = count_targets(micro_batches, self._mesh.replicas)
         sums: list[Tensor] = []
 
-        def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
+        def compute(part: nn.Module, x: Tensor | None, number: int, only_counts: bool = False) -> Tensor:
             batch = micro_batches[number]
             dropout = batch.dropout_key(self._config.train, step)
             # Random numbers of a user's own layers are a function of step and samples too.
-            recording = nullcontext() if self._sources is None else self._sources.record(batch)
+            recording = nullcontext() if self._sources is None or only_counts else self._sources.record(batch)
             replicated = nullcontext() if self._replicated is None else self._replicated[part].forward_pass()
             with dropout.seeded(self._mesh.device, *_WHOLE_MODEL), replicated, recording:
                 out = batch.result(part, batch.call_of(part, x, dropout)())
-            if not gives_losses(part):
+            if only_counts or not gives_losses(part):
                 return out
             # Divided by the targets of the global batch, not of this micro-batch: gradients need no factor afterwards.
             sums.append(out.detach())
@@ -86,6 +92,7 @@ class Passes:
                 self._optimizer.end_group(leaves)
 
         with nullcontext() if self._weight_scales is None else self._weight_scales.kept():
+            self._count_rows(partial(compute, only_counts=True), micro_batches)
             if self._pipeline is not None:
                 # Schedules that split the backward pass fire no hooks: the pipeline says which gradients are complete.
                 if self._config.splits_backward:
@@ -103,6 +110,16 @@ class Passes:
                     if self._groups > 1:
                         end_group(number)
             return self._loss_terms(sums, counts.wait(), len(micro_batches))
+
+    def _count_rows(self, compute: Compute, micro_batches: list[MicroBatch]) -> None:
+        """Count the rows of the experts in the global batch, where objectives of routers need them beforehand."""
+        if self._balance is None or not self._balance.needs_counts:
+            return
+        parts = self._mesh.tp.size if self._layout.sequence_parallel else 1
+        shapes = [batch.inputs["ids_SB"].shape for batch in micro_batches]
+        local = [(length // parts, samples) for length, samples in shapes]
+        with record_function("forward, only counts"), self._clock.phase(FORWARD), counted(self._model, self._balance):
+            relay(self._model, self._config.parallel, self._mesh, compute, local)
 
     def over_ranks(self, losses_NK: Tensor) -> Tensor:
         """The terms of the global batch's losses from those of `run`, whose sum is rounded once. Collective."""

@@ -28,7 +28,7 @@ from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization, parameter_count
 from shardwise.optim.state_digest import StateHash
-from shardwise.runs.folder import RunDirectory, now, open_log
+from shardwise.runs.folder import JsonLines, RunDirectory, now, open_log
 from shardwise.train.compile.units import CapturedGraph
 from shardwise.train.evaluation import Evaluation
 from shardwise.train.experiment_trackers import ExperimentTrackers
@@ -102,6 +102,7 @@ class Reporter:
         self._spike = Occurrence(_SPIKE, _SPIKE / 2)
         self._slow = Occurrence(_SLOW, (1 + _SLOW) / 2)
         self._metrics = MetricsWithCallbacks(run.metrics, config.hooks.callbacks) if rank == 0 else None
+        self._loads: JsonLines | None = None
         self._trackers: ExperimentTrackers | None = None
         self._log: IO[str] | None = None
         self._consoles: list[Console] = []
@@ -281,6 +282,10 @@ class Reporter:
         }
         if record.sources:
             facts["sources"] = {name: asdict(source) for name, source in record.sources.items()}
+        if record.experts is not None:
+            facts |= {"balance_losses": dict(record.experts.losses)} if record.experts.losses else {}
+            self._loads = self._loads or JsonLines(self.run.experts)
+            self._loads.write({"step": record.step, "loads": record.experts.loads})
         self._metrics.write({"event": "step", "step": record.step, "time": now(), **numbers, **facts})
         del numbers["peak_memory_bytes"]  # the trackers have it as memory/peak
         self._scalars(record.step, {"train": numbers, **_further_scalars(record, parts)})
@@ -305,6 +310,7 @@ class Reporter:
             "peak_memory_bytes": record.peak_memory_bytes,
             # A run without a pipeline has no bubble; one of 0 would be a claim.
             **({} if record.timing is None else {"bubble": record.timing.mean_bubble}),
+            **({} if record.experts is None else record.experts.numbers),
             "loss_spike": record.loss_spike,
         }
 
@@ -432,7 +438,7 @@ class Reporter:
         # Only a run without a reason so far: neither finished, nor stopped, nor failed.
         self.stop("closed")
         # The trackers first: what they could not send is told in the log and the metrics.
-        for file in (self._trackers, self._rank_file, self._log, self._metrics):
+        for file in (self._trackers, self._rank_file, self._log, self._loads, self._metrics):
             if file is not None:
                 file.close()
 
@@ -542,6 +548,7 @@ def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str
         "bytes": record.communication_bytes,
         "memory": {**record.memory, "peak": record.peak_memory_bytes},
         "straggler": {} if slow is None else {"relative": slow.relative, "own": slow.own},
+        "balance": {} if record.experts is None else record.experts.losses,
         "source_loss": {name: source.loss for name, source in record.sources.items()},
         "source_share": {name: source.share for name, source in record.sources.items()},
     }

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
+from shardwise.layers.expert_totals import ExpertTotals
 from shardwise.optim.state import kept_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.clock import BACKWARD, FORWARD, Clock
@@ -214,6 +215,7 @@ class StepNumbers(NamedTuple):
         losses: mean loss of each objective over the global batch.
         agreed_flags: largest of all ranks' flags, in their order; None where there are no flags.
         source_sums: sums by source of a mixture (`SourceLosses.take`); empty in steps that are not logged.
+        expert_totals: totals of experts (`ExpertTotals.take`), likewise.
     """
 
     gradient_norm: float
@@ -221,7 +223,8 @@ class StepNumbers(NamedTuple):
     losses: tuple[float, ...]
     agreed_flags: tuple[float, ...] | None
     straggler: Straggler | None
-    source_sums: tuple[float, ...]
+    source_sums: Sequence[float]
+    expert_totals: Sequence[float]
 
 
 class StepMeters:
@@ -230,6 +233,7 @@ class StepMeters:
     Attributes:
         clock: times by part of the step.
         sources: losses by source; None without a mixture.
+        experts: loads of experts; None in a dense model.
     """
 
     def __init__(self, training: Training) -> None:
@@ -239,10 +243,11 @@ class StepMeters:
         pipeline = training.pipeline
         self.clock = StepClock(mesh, None if pipeline is None else pipeline.clock)
         self.sources = SourceLosses(batches, mesh) if isinstance(batches, BlendedBatches) else None
+        self.experts = ExpertTotals.of(training.model, training.config.model, mesh)
         self._stragglers = Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(
-        self, losses_NK: Tensor, norms: tuple[Tensor, ...], flags: Sequence[float] | None, *, is_logged: bool
+        self, losses_NK: Tensor, norms: tuple[Tensor, ...], flags: Sequence[float] | None, *, reads_all: bool
     ) -> StepNumbers:
         """Read a step's numbers on the host, which waits here for all work before. Collective.
 
@@ -254,10 +259,11 @@ class StepMeters:
             norms: norm of the gradients, and that of the parameters where it was computed.
             flags: flags of this rank, of which the largest of all ranks are read, and with them the slowest rank;
                 None reads neither.
+            reads_all: losses by source and loads of experts are read too.
         """
         parts = [losses_NK.flatten(), torch.stack(norms)]
-        if self.sources is not None and is_logged:
-            parts.append(self.sources.take().flatten())
+        for totals in (self.sources, self.experts):
+            parts.append(norms[0].new_empty(0) if totals is None or not reads_all else totals.take().flatten())
         if flags is not None:
             mesh = self._training.mesh
             own = torch.tensor([*flags, *(() if self._stragglers is None else self._stragglers.numbers())])
@@ -273,7 +279,7 @@ class StepMeters:
             agreed = tuple(numbers[: len(flags)])
             if self._stragglers is not None:
                 straggler = self._stragglers.take(numbers[len(flags) :])
-        losses, (gradient_norm, *parameter_norm), *source_sums = read
+        losses, (gradient_norm, *parameter_norm), source_sums, expert_totals = read
         objectives = losses_NK.shape[1]
         return StepNumbers(
             gradient_norm=gradient_norm,
@@ -281,7 +287,8 @@ class StepMeters:
             losses=tuple([math.fsum(losses[number::objectives]) for number in range(objectives)]),
             agreed_flags=agreed,
             straggler=straggler,
-            source_sums=tuple(source_sums[0]) if source_sums else (),
+            source_sums=source_sums,
+            expert_totals=expert_totals,
         )
 
     def record(
@@ -333,6 +340,7 @@ class StepMeters:
             loss_spike=spike,
             straggler=numbers.straggler,
             sources=sources,
+            experts=self.experts.record(numbers.expert_totals) if self.experts and numbers.expert_totals else None,
             is_logged=is_logged,
             timing=pipeline.timing() if pipeline is not None and is_logged else None,
             memory=memory,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
 from shardwise.config import Config, TrainConfig
+from shardwise.layers.expert_totals import ExpertRecord
 from shardwise.pipeline.clock import StepTiming
 from shardwise.train.source_losses import SourceRecord
 
@@ -122,6 +123,7 @@ class StepRecord:
         straggler: slowest rank.
         allocator: bytes by `devices.allocator_bytes`, on an accelerator.
         sources: numbers of each source of a mixture, in steps that are logged.
+        experts: numbers of the experts of a sparse model, in steps that are logged.
         is_logged: files and progress show this step; the same on every rank.
         agreed_flags: largest of all ranks' flags, which were read with the step's numbers (`Trainer.step`); None where
             there were none, or where much time has passed since then.
@@ -149,6 +151,7 @@ class StepRecord:
     straggler: Straggler | None = None
     allocator: Mapping[str, int] = field(default_factory=dict)
     sources: Mapping[str, SourceRecord] = field(default_factory=dict)
+    experts: ExpertRecord | None = None
     agreed_flags: tuple[float, ...] | None = None
     is_logged: bool = True
 

@@ -119,9 +119,9 @@ class Trainer(Training):
         flags = None if rank_flags is None else rank_flags()
         with clock.phase(OPTIMIZER):
             # A caller who reads each record may read all of it.
-            has_all_norms = self.log_every is None or is_logged
-            norms = self.optimizer.norms() if has_all_norms else (self.optimizer.gradient_norm(),)
-        numbers = self.meters.read(losses_NK, norms, flags, is_logged=is_logged)
+            reads_all = self.log_every is None or is_logged
+            norms = self.optimizer.norms() if reads_all else (self.optimizer.gradient_norm(),)
+        numbers = self.meters.read(losses_NK, norms, flags, reads_all=reads_all)
         loss = sum(numbers.losses)
         if not (math.isfinite(loss) and math.isfinite(numbers.gradient_norm)):
             raise self.passes.non_finite_error(micro_batches, step, loss, numbers.gradient_norm)

@@ -63,5 +63,8 @@ def gradient_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> d
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
+    # A router's bias has none.
+    if not parameter.requires_grad:
+        return torch.zeros_like(parameter)
     assert parameter.grad is not None
     return parameter.grad

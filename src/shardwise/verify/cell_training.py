@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
 from shardwise.data.training_data import random_text
 from shardwise.distributed import collectives
-from shardwise.distributed.mesh import Mesh
+from shardwise.distributed.mesh import Group, Mesh
 from shardwise.optim.state_digest import StateHash, by_tensor
 from shardwise.optim.state_hash import StateSums
 from shardwise.train.build import build_trainer
@@ -27,9 +27,10 @@ from shardwise.train.model_checks import check_replicas
 from shardwise.train.step_record import StepRecord
 from shardwise.train.trainer import Trainer
 from shardwise.verify.canonical_values import canonical_weights, gradient_errors, step_with_gradients
+from shardwise.verify.choices import Choices, Recorded, compared
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import at
-from shardwise.verify.tolerance import Differences
+from shardwise.verify.tolerance import Differences, Tolerance
 
 _SAMPLES = 256
 """Samples of the random text; longer trainings read them again."""
@@ -47,15 +48,18 @@ class Reference:
         weights: initial weights by canonical name.
         gradients: gradients of the first step by canonical name.
         states: texts of the training's state after its middle and after its end (`state_texts`).
+        choices: experts that routers chose; empty for a dense model, and in bit-equal training.
     """
 
     losses: Sequence[float]
     weights: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     states: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
+    choices: Recorded = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        torch.save((self.losses, self.weights, self.gradients, self.states), folder / _REFERENCE_FILE)
+        values = (self.losses, self.weights, self.gradients, self.states, self.choices)
+        torch.save(values, folder / _REFERENCE_FILE)
 
     # Cached: the ranks of many cells compare with the same one.
     @staticmethod
@@ -64,27 +68,33 @@ class Reference:
         return Reference(*torch.load(folder / _REFERENCE_FILE, weights_only=True))
 
 
-@cache
-def _mesh(device: str, ranks: int, degrees: tuple[int, int, int, int], grains: tuple[tuple[str, int], ...]) -> Mesh:
-    """Return the only mesh of all cells with these degrees: gloo keeps threads for each group that was ever made."""
-    device_of_mesh = "cpu" if device == "cpu" else None
-    tensor, context, expert, pipeline = degrees
-    mesh = Mesh(
-        tensor=tensor, context=context, expert=expert, pipeline=pipeline, device=device_of_mesh, grains=dict(grains)
-    )
-    assert mesh.world.size == ranks
+def _mesh_of(config: Config, cell: Cell) -> Mesh:
+    degrees = (cell.tensor, cell.context, cell.expert, cell.pipeline)
+    mesh = _mesh(cell.device, degrees, tuple(config.grains.items()))
+    assert mesh.world.size == cell.ranks
     return mesh
 
 
-def make_trainer(config: Config, cell: Cell) -> Trainer:
-    """Build the trainer of this rank at a cell's layout, on random text."""
+@cache
+def _mesh(device: str, degrees: tuple[int, int, int, int], grains: tuple[tuple[str, int], ...]) -> Mesh:
+    """Return the only mesh of all cells with these degrees: gloo keeps threads for each group that was ever made."""
+    tensor, context, expert, pipeline = degrees
+    device_of_mesh = "cpu" if device == "cpu" else None
+    return Mesh(
+        tensor=tensor, context=context, expert=expert, pipeline=pipeline, device=device_of_mesh, grains=dict(grains)
+    )
+
+
+def make_trainer(config: Config, cell: Cell, choices: Choices | None = None) -> Trainer:
+    """Build the trainer of this rank at a cell's layout, on random text; `choices` follow its routers."""
     model = config.model
     train = config.train
     samples = min(_SAMPLES, train.steps * train.global_batch)
     text = random_text(model.vocab_size, samples + 1, train.sequence_length, pairs="nsp" in model.objectives)
-    degrees = (cell.tensor, cell.context, cell.expert, cell.pipeline)
-    mesh = _mesh(cell.device, cell.ranks, degrees, tuple(config.grains.items()))
-    return build_trainer(at(config, cell), mesh, text)
+    trainer = build_trainer(at(config, cell), _mesh_of(config, cell), text)
+    if choices is not None and not config.is_bit_equal:
+        choices.follow(trainer.model, train.sequence_length)
+    return trainer
 
 
 def save(trainer: Trainer, root: Path) -> Path:
@@ -112,9 +122,9 @@ def save(trainer: Trainer, root: Path) -> Path:
     return root / step_name(progress.step)
 
 
-def resume(config: Config, cell: Cell, folder: Path) -> Trainer:
+def resume(config: Config, cell: Cell, folder: Path, choices: Choices | None = None) -> Trainer:
     """Build a trainer that continues from a checkpoint. Collective."""
-    trainer = make_trainer(config, cell)
+    trainer = make_trainer(config, cell, choices)
     checkpoint = Root.of(str(folder))
     manifest = read_manifest(checkpoint, trainer.mesh.world)
     restore(checkpoint, manifest, trainer.model, trainer.optimizer, trainer.mesh)
@@ -155,18 +165,34 @@ def first_half(trainer: Trainer, target: Path) -> tuple[Reference, Path]:
 
 def train_reference(config: Config, cell: Cell, folder: Path) -> Path:
     """Train in this process without a stop, save the reference, and return the folder of the middle's checkpoint."""
-    trainer = make_trainer(config, cell)
+    choices = Choices()
+    trainer = make_trainer(config, cell, choices)
     begin, checkpoint = first_half(trainer, folder / "one-process")
     records = [trainer.step() for _ in range(config.train.steps - config.train.steps // 2)]
     trainer.feed.close()
     losses = [*begin.losses, *(record.loss for record in records)]
-    replace(begin, losses=losses, states=(begin.states[0], state_texts(trainer, records))).save(folder)
+    states = (begin.states[0], state_texts(trainer, records))
+    replace(begin, losses=losses, states=states, choices=choices.recorded).save(folder)
     return checkpoint
 
 
-def continued(config: Config, cell: Cell, folder: Path) -> tuple[list[float], dict[str, str]]:
+def read_back(config: Config, cell: Cell, folder: Path, source: Path) -> Differences:
+    """Let one process continue from the checkpoint `source` of another layout; return its differences."""
+    reference = Reference.load(folder)
+
+    def train(choices: Choices) -> tuple[list[float], dict[str, str]]:
+        return continued(config, cell, source, choices)
+
+    tolerance = Tolerance.of(config).gradients
+    (losses, state), choices = compared(train, reference.choices, tolerance, Group())
+    resumed = loss_difference(losses, reference.losses)
+    resumed_state = first_difference(state, reference.states[1])
+    return Differences(0.0, 0.0, 0.0, resumed, resumed_state=resumed_state, choices=choices)
+
+
+def continued(config: Config, cell: Cell, folder: Path, choices: Choices) -> tuple[list[float], dict[str, str]]:
     """Train on from a checkpoint to the last step; return the losses and the texts of the state. Collective."""
-    trainer = resume(config, cell, folder)
+    trainer = resume(config, cell, folder, choices)
     records = [trainer.step() for _ in range(config.train.steps - config.train.steps // 2)]
     check_replicas(trainer.model, trainer.mesh, config.train.steps, trainer.optimizer)
     trainer.feed.close()
@@ -182,14 +208,19 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
         target: folder for this cell's own checkpoint, whose place is returned.
     """
     reference = Reference.load(folder)
-    trainer = make_trainer(config, cell)
-    begin, checkpoint = first_half(trainer, target)
-    # This makes a new trainer: nothing of the first one helps it to resume.
-    later_losses, later_state = continued(config, cell, source)
-    _require_same_names(set(begin.weights), set(reference.weights), trainer.mesh)
-    by_rank = collectives.all_gather_objects(
-        _tensor_differences(begin.weights, begin.gradients, reference), trainer.mesh.world
-    )
+
+    def train(choices: Choices) -> tuple[Reference, Path, list[float], dict[str, str]]:
+        trainer = make_trainer(config, cell, choices)
+        place = target / "replayed" if choices.replays else target
+        begin, checkpoint = first_half(trainer, place)
+        # This makes a new trainer: nothing of the first one helps it to resume.
+        return begin, checkpoint, *continued(config, cell, source, choices)
+
+    world = _mesh_of(config, cell).world
+    tolerance = Tolerance.of(config).gradients
+    (begin, checkpoint, later_losses, later_state), choices = compared(train, reference.choices, tolerance, world)
+    _require_same_names(set(begin.weights), set(reference.weights), world)
+    by_rank = collectives.all_gather_objects(_tensor_differences(begin.weights, begin.gradients, reference), world)
     weight_difference, weight = max(weight for weight, _ in by_rank)
     gradient_difference, gradient = max(gradient for _, gradient in by_rank)
     differences = Differences(
@@ -201,6 +232,7 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
         gradient=gradient,
         state=first_difference(begin.states[0], reference.states[0]),
         resumed_state=first_difference(later_state, reference.states[1]),
+        choices=choices,
     )
     return differences, checkpoint
 
@@ -210,9 +242,9 @@ def first_difference(texts: Mapping[str, str], expected: Mapping[str, str]) -> s
     return next((name for name in {**expected, **texts} if texts.get(name) != expected.get(name)), "")
 
 
-def _require_same_names(rank_names: set[str], reference_names: set[str], mesh: Mesh) -> None:
+def _require_same_names(rank_names: set[str], reference_names: set[str], world: Group) -> None:
     """Raise RunError on every rank unless the tensors of all ranks are those of the reference. Collective."""
-    names = set[str]().union(*collectives.all_gather_objects(rank_names, mesh.world))
+    names = set[str]().union(*collectives.all_gather_objects(rank_names, world))
     if names != reference_names:
         problems = []
         if lacked := sorted(reference_names - names):

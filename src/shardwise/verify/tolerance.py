@@ -40,6 +40,19 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
+class ChoiceDifferences:
+    """The choices of experts that differ from those of one process.
+
+    Attributes:
+        differing: number of choices, each a token at one of its experts, that one process did not make.
+        wrong: the first one that differs although the scores were not nearly equal; empty if there is none.
+    """
+
+    differing: int = 0
+    wrong: str = ""
+
+
+@dataclass(frozen=True)
 class Differences:
     """The largest differences of a layout from one process.
 
@@ -52,6 +65,7 @@ class Differences:
         gradient: tensor with the largest difference of a gradient.
         state: in bit-equal training, first gradient norm or tensor of the state whose bits differ in the middle.
         resumed_state: likewise at the end, after another layout's checkpoint was read.
+        choices: of experts. Where some differ, the other differences are those with the choices of one process.
     """
 
     weights: float
@@ -62,6 +76,7 @@ class Differences:
     gradient: str = ""
     state: str = ""
     resumed_state: str = ""
+    choices: ChoiceDifferences = ChoiceDifferences()
 
     def problems(self, tolerance: Tolerance, source: str) -> list[str]:
         """Return the breaches of the contract; `source` names the layout whose checkpoint was read."""
@@ -79,4 +94,6 @@ class Differences:
             breaches.append(f"{self.state} differs in the middle of the training, and must be equal")
         if self.resumed_state:
             breaches.append(f"after the checkpoint of {source} was read {self.resumed_state} differs at the end")
+        if self.choices.wrong:
+            breaches.append(f"{self.choices.wrong} is not that of one process, though no scores were nearly equal")
         return breaches

@@ -57,6 +57,11 @@ class CellOutcome:
     source: str | None = None
     seconds: float = 0.0
 
+    @property
+    def has_other_choices(self) -> bool:
+        """True if routers chose other experts than in one process, so that its choices were replayed."""
+        return self.differences is not None and self.differences.choices.differing > 0
+
     def facts(self) -> dict[str, Any]:
         """Return all fields, for JSON."""
         return {
@@ -75,10 +80,12 @@ class Verification:
     Attributes:
         losses: losses of the reference.
         outcomes: outcomes of all layouts, then of one process that read the last layout's checkpoint.
+        choices: tokens times experts of each, of all routers and steps, that were compared; 0 for a dense model.
     """
 
     losses: Sequence[float]
     outcomes: Sequence[CellOutcome]
+    choices: int = 0
 
     @property
     def broken(self) -> list[CellOutcome]:
@@ -126,7 +133,10 @@ def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verif
                 outcomes.append(CellOutcome(pending[0], None, (reason,)))
                 source = one_process
                 pending = pending[1:]
-    return Verification(reference.losses, [*outcomes, _read_back(config, first, source, reference)])
+    differences = cell_training.read_back(config, first, folder, source.folder)
+    problems = differences.problems(Tolerance.of(config), source.layout)
+    outcomes.append(CellOutcome(first, differences, problems, source.layout))
+    return Verification(reference.losses, outcomes, sum(tensor.numel() for tensor in reference.choices.values()))
 
 
 def measure_cells(
@@ -179,15 +189,3 @@ def _show(text: str) -> None:
 def clear_progress() -> None:
     """Remove the line of progress from the terminal."""
     _show("")
-
-
-def _read_back(
-    config: Config, cell: layouts.Cell, source: MiddleCheckpoint, reference: cell_training.Reference
-) -> CellOutcome:
-    """Let one process continue from the last layout's checkpoint."""
-    later_losses, state = cell_training.continued(config, cell, source.folder)
-    resumed = cell_training.loss_difference(later_losses, reference.losses)
-    resumed_state = cell_training.first_difference(state, reference.states[1])
-    differences = Differences(0.0, 0.0, 0.0, resumed, resumed_state=resumed_state)
-    problems = differences.problems(Tolerance.of(config), source.layout)
-    return CellOutcome(cell, differences, problems, source.layout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -217,6 +218,43 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
     drawn.append(_x_axis(area, axis))
     data = {"curves": {"": _column_data(columns)}, "suffix": suffix, "axis": axis}
     return _figure(title, [], drawn, area, data, notes=[note] if note else [])
+
+
+_LOADS = {"no token": 0.0, "to 0.5": 1e-9, "to 0.8": 0.5, "to 1.25": 0.8, "to 2": 1.25, "to 4": 2.0, "4 and more": 4.0}
+"""Least load over the mean of each colour; the fourth is that of a load near the mean."""
+
+
+def load_map(title: str, rows: Mapping[str, Rows], axis: str, note: str, size: Size = SMALL) -> str:
+    """Draw a load over the mean as the colour of a cell.
+
+    Args:
+        rows: by block, the first one on top, [number on the axis, load] of each cell; equally many.
+        axis: name of the numbers on the axis.
+    """
+    area = _PlotArea(*ends_of_cells(rows), 0.0, len(rows), size)
+    width, height = area.width / len(next(iter(rows.values()))), area.height / len(rows)
+    paths: dict[int, list[str]] = {}
+    drawn = [_x_axis(area, axis)]
+    for row, (block, cells) in enumerate(rows.items()):
+        y = TOP + (row + 0.5) * height
+        # About ten of the blocks have room for their numbers.
+        if row % (len(rows) // 10 + 1) == 0:
+            drawn.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(block)}</text>')
+        for at, (_, load) in enumerate(cells):
+            start = f"M{LEFT + at * width:.1f},{y:.1f}h{width - min(1.0, width / 6):.1f}"
+            paths.setdefault(bisect_right([*_LOADS.values()], load) - 1, []).append(start)
+    stroke = f'stroke-width="{height - min(1.0, height / 6):.1f}"'
+    drawn += [f'<path class="t{colour}" {stroke} d="{"".join(cells)}"/>' for colour, cells in sorted(paths.items())]
+    data = {"curves": {f"block {block},": rows[block] for block in rows}, "axis": axis, "suffix": " × the mean"}
+    legend = [(f"t{colour}", name) for colour, name in enumerate(_LOADS) if colour in paths]
+    return _figure(title, legend, drawn, area, {**data, "is_map": True}, [note])
+
+
+def ends_of_cells(rows: Mapping[str, Rows]) -> tuple[float, float]:
+    """Return the ends of the axis of a `load_map`, half a cell before the first number and after the last one."""
+    numbers = [cell[0] for cell in next(iter(rows.values()))]
+    half = (numbers[-1] - numbers[0]) / max(1, len(numbers) - 1) / 2 or 0.5
+    return numbers[0] - half, numbers[-1] + half
 
 
 def time_ticks(seconds: float) -> list[tuple[float, str]]:

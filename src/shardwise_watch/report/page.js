@@ -16,7 +16,14 @@ for (const figure of document.querySelectorAll("[data-chart]")) {
   const shown = JSON.parse(figure.dataset.chart), svg = figure.querySelector("svg"), [low, high] = shown.ends;
   const cursor = svg.querySelector(".cursor"), output = figure.querySelector("output");
   const whole = svg.viewBox.baseVal.width, left = {{ left }}, width = whole - left - {{ right }};
-  const curves = Object.entries(shown.names ? { "": shown.rows } : shown.curves).filter(([, rows]) => rows.length);
+  const all = Object.entries(shown.names ? { "": shown.rows } : shown.curves).filter(([, rows]) => rows.length);
+  let curves = all, row = 0;
+  function choose(number) {
+    // The cells of a map stand in rows, of which one is told.
+    row = Math.min(all.length - 1, Math.max(0, number));
+    if (shown.is_map) curves = [all[row]];
+  }
+  choose(0);
   const isOdd = (name, x) => shown.breaks?.[name]?.[0] <= x && x <= shown.breaks[name][1];
   const first = curves.length ? curves[0][1] : [];
   let at = first.length - 1;
@@ -24,7 +31,7 @@ for (const figure of document.querySelectorAll("[data-chart]")) {
   function tell(x) {
     const values = curves.map(([name, rows]) => {
       const row = near(rows, x), isThere = Math.abs(row[0] - x) <= (2 * (high - low)) / rows.length;
-      return (curves.length > 1 ? name + " " : "") + (isThere ? said(shown, row) : isOdd(name, x) ? "not finite" : "–");
+      return (all.length > 1 ? name + " " : "") + (isThere ? said(shown, row) : isOdd(name, x) ? "not finite" : "–");
     });
     output.textContent = (shown.axis || "step") + " " + Math.round(x).toLocaleString("en") + ": " + values.join(", ");
   }
@@ -41,7 +48,9 @@ for (const figure of document.querySelectorAll("[data-chart]")) {
   hide();
   function point(event) {
     const box = svg.getBoundingClientRect(), share = (((event.clientX - box.left) / box.width) * whole - left) / width;
-    const x = low + Math.min(1, Math.max(0, share)) * (high - low);
+    const x = low + Math.min(1, Math.max(0, share)) * (high - low), tall = svg.viewBox.baseVal.height;
+    const depth = (((event.clientY - box.top) / box.height) * tall - {{ top }}) / (tall - {{ top + bottom }});
+    choose(Math.floor(depth * all.length));
     if (first.length) show(shown.breaks && curves.some(([name]) => isOdd(name, x)) ? Math.round(x) : near(first, x)[0]);
   }
   svg.addEventListener("pointermove", point);
@@ -49,9 +58,11 @@ for (const figure of document.querySelectorAll("[data-chart]")) {
   svg.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && hide());
   svg.addEventListener("blur", hide);
   svg.addEventListener("keydown", (event) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -first.length, End: first.length }[event.key];
+    const down = shown.is_map && { ArrowUp: -1, ArrowDown: 1 }[event.key];
+    const by = down ? 0 : { ArrowLeft: -1, ArrowRight: 1, Home: -first.length, End: first.length }[event.key];
     if (by === undefined || !first.length) return;
     event.preventDefault();
+    choose(row + (down || 0));
     at = Math.min(first.length - 1, Math.max(0, at + by));
     show(first[at][0]);
   });

@@ -75,6 +75,8 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         compared=compared,
         left=chart.LEFT,
         right=chart.RIGHT,
+        top=chart.TOP,
+        bottom=chart.BOTTOM,
         duration=units.duration,
         size=units.size,
         counted=units.counted,
@@ -130,6 +132,7 @@ def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str], *, is_lo
     return [
         *([_metric_chart(reports, names, _LOSS)] if is_loss_whole else []),
         chart.line_chart("Training loss by source", _named_curves(reports, names, "source_curves")),
+        chart.line_chart("Balance losses", _named_curves(reports, names, "balance_curves")),
         chart.line_chart("Loss of evaluation sets", _named_curves(reports, names, "set_curves")),
         *_task_charts(reports, names),
         *(_metric_chart(reports, names, metric) for metric in REPORT_CURVES if metric is not _LOSS),
@@ -204,6 +207,10 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
             chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"], _marks([report])[1])
         ),
         "lost": lost,
+        "load_maps": [
+            Markup(chart.load_map(**shown, size=size))
+            for shown, size in zip(report["load_maps"].values(), (chart.LARGE, chart.SMALL), strict=False)
+        ],
         "memory_by_rank": Markup(_memory_by_rank(report["ranks"])),
         "sent": sent,
         "layout": _layout(report),
@@ -308,6 +315,7 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         ConfigError: matplotlib is not installed.
     """
     figures = optional_library("matplotlib.figure", "--png needs", "plot")
+    colours = optional_library("matplotlib.colors", "--png needs", "plot")
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     _, marks = _marks(reports)
@@ -333,7 +341,20 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         axes.grid(alpha=0.25)
         if len(curves) > 1:
             axes.legend()
-        file = folder / f"{name}.png"
-        figure.savefig(file, dpi=150)
-        files.append(file)
+        files.append(folder / f"{name}.png")
+        figure.savefig(files[-1], dpi=150)
+    for number, report in enumerate(reports):
+        for name, shown in report["load_maps"].items():
+            figure = figures.Figure(figsize=(7, 4), layout="constrained")
+            axes = figure.subplots()
+            rows = {block: [load for _, load in cells] for block, cells in shown["rows"].items()}
+            extent = (*chart.ends_of_cells(shown["rows"]), len(rows) - 0.5, -0.5)
+            # Equal loads are in the middle of the colours.
+            norm = colours.TwoSlopeNorm(1, 0, 4)
+            image = axes.imshow([*rows.values()], "coolwarm", norm, aspect="auto", extent=extent)
+            axes.set(xlabel=shown["axis"], ylabel="block", title=shown["title"])
+            axes.set_yticks(range(0, len(rows), len(rows) // 10 + 1), [*rows][:: len(rows) // 10 + 1])
+            figure.colorbar(image, extend="max")
+            files.append(folder / f"{name}{f'-{number + 1}' if number else ''}.png")
+            figure.savefig(files[-1], dpi=150)
     return files

@@ -6,7 +6,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from rich.console import Console
 from rich.text import Text
@@ -198,6 +198,17 @@ def _is_finite(value: object) -> TypeGuard[float]:
 
 def percent(value: object, digits: int = 1) -> str:
     return f"{value:.{digits}%}" if _is_finite(value) else "–"
+
+
+def further_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and texts of what only some models record in a step: the experts of sparse ones."""
+    if last.get("expert_load_max") is None:
+        return []
+    losses = last.get("balance_losses")
+    shown = [f"{name} {plain(loss)}" for name, loss in losses.items()] if isinstance(losses, dict) else []
+    load = f"largest load ×{plain(last['expert_load_max'], '.2f')}"
+    entropy = f"entropy {plain(last.get('expert_entropy'), '.3f')}"
+    return [("experts", ", ".join([load, f"{percent(last.get('expert_idle'))} idle", entropy, *shown]))]
 
 
 def plain(value: object, form: str = ".4g") -> str:

@@ -29,6 +29,9 @@ MISTAKES = {
     # names of other programs, as options and as keys
     TRAIN + "--tensor-model-parallel-size 2": "parallel.tensor=VALUE",
     TRAIN + "model.n_embd=64": "model.hidden_size",
+    TRAIN + "optimizer.moe_z_loss=0.001": "optimizer.router_z_loss",
+    TRAIN + "moe.z_loss_coeff=0.001": "optimizer.router_z_loss",
+    TRAIN + "--expert-model-parallel-size 2": "parallel.expert=VALUE",
     TRAIN + "--zero_optimization.stage=2": "optimizer.zero=VALUE",
     TRAIN + "--resume_from_checkpoint=out/checkpoint-10": "--run-dir",
     # slips
@@ -55,6 +58,9 @@ def test_a_mistake_is_answered_by_what_was_meant(line: str, capsys: pytest.Captu
         ("evaluate runs/a --part tset", "argument --part: invalid choice: 'tset' (choose from "),
         (TRAIN + "--data-parallel-size 4", "unknown option --data-parallel-size: the data-parallel degree is "),
         (TRAIN + "train.fp16=true", "train.fp16: unknown key; float16 is not trained: precision.mode=mixed computes"),
+        (TRAIN + "moe.aux_loss_coeff=0.01", "moe.aux_loss_coeff: unknown key; balance losses are those of the global "),
+        (TRAIN + "model.router_aux_loss_coef=0.01", "model.router_aux_loss_coef: unknown key; balance losses are "),
+        (TRAIN + "--moe-aux-loss-coeff 0.01", "unknown option --moe-aux-loss-coeff: balance losses are those of the "),
         (TRAIN + "--overwrite_output_dir", "unknown option --overwrite_output_dir; `shardwise train --help` lists"),
         ("zzz", "unknown command 'zzz'; `shardwise --help` lists what there is"),
         ("data zzz", "unknown action 'zzz'; `shardwise data --help` lists what there is"),

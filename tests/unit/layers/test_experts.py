@@ -98,14 +98,14 @@ def test_a_bias_decides_on_the_choice_and_not_on_the_weights() -> None:
     scores = torch.sigmoid(x @ experts.router.weight.t())
     with torch.no_grad():
         experts.router.bias[2] = 10.0
-    weights, chosen = experts.router(x)
+    weights, chosen, *_ = experts.router(x)
     assert chosen.flatten().tolist() == [2] * T
     torch.testing.assert_close(weights[:, 0], scores[:, 2])
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_weights_are_divided_by_their_sum_and_scaled(scores: Any) -> None:
-    weights, _ = layer(Routing(N, K, scores=scores, normalized=True, scale=2.5)).router(torch.randn(T, H))
+    weights, *_ = layer(Routing(N, K, scores=scores, normalized=True, scale=2.5)).router(torch.randn(T, H))
     torch.testing.assert_close(weights.sum(1), torch.full((T,), 2.5))
 
 

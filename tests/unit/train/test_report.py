@@ -5,6 +5,7 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, check_layout, config_from, stages_of
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory, neediest_rank
+from shardwise.layers.expert_totals import ExpertRecord
 from shardwise.models.parameter_counts import flops_per_token, parameter_count
 from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.runs.folder import RunDirectory
@@ -160,6 +162,26 @@ def test_metrics_have_what_is_not_finite_and_why_the_run_ended(tmp_path: Path) -
     assert step["loss"] == "nan"
     assert (step["tokens_per_second"], step["samples_per_second"], step["mfu"]) == (512.0, 16.0, None)
     assert (stop["step"], stop["reason"]) == (2, "signal SIGTERM")
+
+
+def test_what_experts_did_is_recorded(tmp_path: Path) -> None:
+    loads = {1: (3, 1), 3: (4, 0)}
+    experts = ExpertRecord(2.0, 0.25, 0.75, {"switch": 0.5}, loads)
+    made, _ = reporter(tmp_path)
+    with made:
+        made.start()
+        made.step(record(1, experts=experts))
+        made.step(record(2, experts=experts, is_logged=False))
+        made.step(record(3, experts=replace(experts, losses={})))
+    _, first, third, _ = lines(tmp_path / "run/metrics.jsonl")
+    numbers = {"expert_load_max": 2.0, "expert_idle": 0.25, "expert_entropy": 0.75}
+    assert {key: first[key] for key in {*first} - {*STEP_FIELDS}} == numbers | {"balance_losses": {"switch": 0.5}}
+    assert {key: third[key] for key in {*third} - {*STEP_FIELDS}} == numbers
+    by_block = {"1": [3, 1], "3": [4, 0]}
+    assert lines(tmp_path / "run/experts.jsonl") == [{"step": 1, "loads": by_block}, {"step": 3, "loads": by_block}]
+    scalars = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert [scalars.Scalars(f"train/{name}")[0].value for name in numbers] == [2.0, 0.25, 0.75]
+    assert [(scalar.step, scalar.value) for scalar in scalars.Scalars("balance/switch")] == [(1, 0.5)]
 
 
 def test_mfu_of_a_known_device(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def scraped(registry: CollectorRegistry) -> dict[str, list[tuple[dict[str, str],
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "one", [Start(0, 27, "failed: x"), Start(20, 35, None)], steps=70, straggler=3)
+    starts = [Start(0, 27, "failed: x"), Start(20, 35, None)]
+    return write_run(tmp_path / "one", starts, steps=70, straggler=3, experts=True)
 
 
 def registry_of(path: Path) -> CollectorRegistry:
@@ -44,6 +45,7 @@ def test_the_values(path: Path) -> None:
     assert {labels["state"]: value for labels, value in found["shardwise_run_state"]}["killed"] == 1.0
     assert sum(value for _, value in found["shardwise_run_state"]) == 1.0
     assert [labels["cause"] for labels, _ in found["shardwise_run_lost_seconds"]] == list(CAUSES)
+    assert found["shardwise_train_expert_load_max"] == [(one, 2.5)]
     assert found["shardwise_train_memory_bytes"][0] == (one | {"kind": "parameters"}, 2 * GIB)
     assert found["shardwise_rank_relative_work"][3] == (one | {"rank": "3", "host": "node-000"}, 2.0)
     assert len(found["shardwise_rank_memory_bytes"]) == 8

@@ -17,7 +17,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.runs.failure import FailureRecord
 from shardwise.runs.folder import RunDirectory, json_text
-from shardwise_watch.report.chart import line_chart, short, stacked_chart, time_ticks
+from shardwise_watch.report.chart import _LOADS, line_chart, load_map, short, stacked_chart, time_ticks
 from shardwise_watch.report.numbers import columns
 from shardwise_watch.report.verdict import verdict
 from shardwise_watch.step_metrics import PARTS, Column, Curve
@@ -231,6 +231,54 @@ def _with_evaluations(run: Path) -> Path:
     return run
 
 
+def test_loads_of_experts_have_maps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the steps 21 to 25 of the first start, which the second one undoes, whether it does them again or not."""
+    run = write_run(tmp_path / "sparse", [Start(0, 25, None), Start(20, 23)], experts=True)
+    with (run / "experts.jsonl").open("a") as file:
+        for line in (
+            '{"step": 23, "lo',
+            '{"step": 9, "loads": {"0": "x"}}',
+            '{"step": [1], "loads": 3}',
+            '{"step": 9}',
+        ):
+            file.write(line + "\n")
+        file.write('{"step": 8, "loads": {"0": [0, 0, 0, 0], "1": [1, 1, 1, 1]}}\n')
+    found = numbers(capsys, str(run))
+    assert found["curves"]["expert_load_max"][-1] == [23, 2.5, 2.5, 2.5]
+    assert found["balance_curves"]["switch"][-1][-1] == 0.0125
+    loads, largest = (found["load_maps"][name]["rows"] for name in ("expert_loads", "largest_loads"))
+    # 17 steps of the first start, in which the third expert has all tokens, and 3 of the second one.
+    sums = [sum(10 + step for step in (21, 22, 23)), sum(90 - step for step in (21, 22, 23)), 17 * 120, 60]
+    assert loads["0"] == [[at, 1.0] for at in range(4)]
+    assert [load for _, load in loads["1"]] == pytest.approx([load * 4 / (20 * 120) for load in sums], abs=1e-3)
+    assert [step for step, _ in largest["1"]] == [*range(1, 24)]
+    assert [load for _, load in largest["1"]] == pytest.approx([4.0] * 20 + [69 / 30, 68 / 30, 67 / 30])
+    page = Text(report(run))
+    maps = [data for data in page.charts if data.get("is_map")]
+    assert [data["axis"] for data in maps] == ["expert", "step"]
+    assert maps[0]["curves"]["block 1,"] == loads["1"]
+    assert "mean of steps 4 to 23" in page.text
+    assert "Balance losses" in page.text
+
+
+def test_a_map_of_loads_names_its_colours_and_a_dense_run_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {
+        str(block): [(at, load) for at, load in enumerate([0.0, 0.49, 0.5, 1.0, 1.25, 2.0, 9.0])] for block in (0, 1)
+    }
+    drawn = load_map("Loads", rows, "expert", "a note")
+    names = re.findall(r'key t(\d)">([^<]+)<', drawn)
+    assert names == [*zip("0123456", _LOADS, strict=True)]
+    paths = re.findall(r'<path class="t(\d)"[^>]* d="([^"]+)"', drawn)
+    assert [(colour, cells.count("M")) for colour, cells in paths] == [(colour, 2) for colour in "0123456"]
+    run = write_run(tmp_path / "dense")
+    assert numbers(capsys, str(run))["load_maps"] == {}
+    shown = Text(report(run)).text
+    assert "xperts" not in shown
+    assert "Load" not in shown
+
+
 def test_evaluation_sets_and_tasks_have_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = _with_evaluations(write_run(tmp_path / "run", [Start(0, 19, None), Start(10, 20)]))
     found = numbers(capsys, str(run))
@@ -328,8 +376,13 @@ def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(axes, "axvline", lambda _, place, **__: places.append(place))
     monkeypatch.setattr(axes, "text", lambda _, x, y, text, **__: labels.append(text))
     starts = [Start(0, 10, mesh=TENSOR_PARALLEL), Start(10, 18, None), Start(15, 20)]
-    run = write_run(tmp_path / "run", starts, mesh=DATA_PARALLEL)
+    run = write_run(tmp_path / "run", starts, mesh=DATA_PARALLEL, experts=True)
     report(run, "--png", str(tmp_path / "png"))
+    assert {file.name for file in (tmp_path / "png").iterdir()} >= {
+        "expert_loads.png",
+        "largest_loads.png",
+        "expert_entropy.png",
+    }
     assert set(places) == {10.5, 15.5}
     assert set(labels) == {" DP 2"}
     assert (tmp_path / "png/loss.png").read_bytes().startswith(b"\x89PNG")
@@ -469,7 +522,11 @@ for (const width of [390, 1280]) {
     const touched = ranks.parentElement.querySelector("output").textContent;
     frame.contentWindow.dispatchEvent(new Event("beforeprint"));
     const isOpen = [...page.querySelectorAll("details")].every((one) => one.open);
-    told.push([width, fits, shown, loaded, getComputedStyle(page.body).backgroundColor, last, touched, isOpen]);
+    const map = [...page.querySelectorAll(".chart")].find((one) => one.dataset.chart.includes("is_map"));
+    for (const key of ["Home", "ArrowDown", "ArrowRight", "ArrowRight"])
+      map.querySelector("svg").dispatchEvent(new KeyboardEvent("keydown", {key}));
+    const load = map.querySelector("output").textContent;
+    told.push([width, fits, shown, loaded, getComputedStyle(page.body).backgroundColor, last, touched, isOpen, load]);
     if (told.length === 3) document.body.textContent = "PROBE" + JSON.stringify(told) + "EBORP";
   };
   document.body.append(frame);
@@ -483,7 +540,7 @@ def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
     if BROWSER is None:
         assert "CI" not in os.environ, "Chromium is missing: scripts/test_packages.sh installs it"
         pytest.skip("Chromium is not installed")
-    run = write_run(tmp_path / "run", [Start(0, 24)], mesh=Mesh(4, 16, 16, 128), straggler=77)
+    run = write_run(tmp_path / "run", [Start(0, 24)], mesh=Mesh(4, 16, 16, 128), straggler=77, experts=True)
     page = tmp_path / "report.html"
     page.write_text(report(run), encoding="utf-8")
     (tmp_path / "probe.html").write_text(PROBE)
@@ -497,7 +554,7 @@ def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
     is_dark, *frames = json.loads(done.stdout.partition("PROBE")[2].partition("EBORP")[0])
     assert is_dark
     assert sorted(frame[0] for frame in frames) == [390, 1280]
-    for width, fits, shown, loaded, background, last, touched, is_open in frames:
+    for width, fits, shown, loaded, background, last, touched, is_open, load in frames:
         assert fits, f"it is wider than {width} pixels"
         assert shown == f"step 1: {loss_of(1):.0f}"
         assert loaded == 0, "it asks the network for something"
@@ -505,5 +562,6 @@ def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
         assert last == "rank 1023 on node-127, pp 3 dp 15 tp 15, 29.98 GiB, 1.00 × the work of the best", "by key"
         assert touched == "rank 77 on node-009, pp 0 dp 4 tp 13, 15.20 GiB, 2.00 × the work of the best", "by touch"
         assert is_open, "on paper the configuration is hidden"
+        assert load == "expert 2: block 1, 4 × the mean"
     assert "CONSOLE" not in done.stderr, done.stderr
     assert page.stat().st_size < 400 * 1024

@@ -312,6 +312,24 @@ def test_once(run: Path) -> None:
     assert rows["evaluation"] == "loss 2.3000, perplexity 9.974 at step 400"
 
 
+def test_what_experts_do_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "sparse", experts=True)
+    told = "largest load ×2.50, 12.5% idle, entropy 0.750, switch 0.0125"
+    app = fixed(path)
+
+    async def body(pilot: Pilot[None]) -> None:
+        lines = picture(app).splitlines()
+        place = next(number for number, line in enumerate(lines) if line.startswith(" experts  "))
+        assert lines[place][10:] == told
+        assert "■ data" in lines[place - 1]
+        assert "ranks" in lines[place + 1]
+        assert "overview" in lines[-1]
+
+    on_screen(app, body)
+    assert main(["top", str(path), "--once"]) == 0
+    assert told in capsys.readouterr().out
+
+
 @pytest.fixture
 def failed(run: Path) -> Path:
     """The run, after its rank 5 was killed."""

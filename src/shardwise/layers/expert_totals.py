@@ -1,0 +1,119 @@
+"""What the experts of a sparse model count in a step, over the whole global batch and all blocks.
+
+Shapes: L = blocks with experts of the whole model, N = most experts of a block, K = `SUMS` of `layers/experts.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import ModelConfig
+from shardwise.config.routing import Routing
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Mesh
+from shardwise.layers.experts import ENTROPY, SUMS, Experts, experts_of
+
+_PARTS = 2.0**32
+"""Parts of 1 in which sums travel, as whole numbers beside the loads: no order of the ranks changes their total."""
+
+
+@dataclass(frozen=True)
+class ExpertRecord:
+    """The experts of a sparse model in a step, over the whole global batch.
+
+    Attributes:
+        load_max: rows of the expert that has most, divided by the mean of its block: the largest of all blocks.
+        idle: part of all blocks' experts that had no token.
+        entropy: entropy of a token's normalised scores divided by ln N, the mean over tokens and blocks: 1 where all
+            scores are equal.
+        losses: objectives of routers by name (`layers/balance.py`) without their coefficients: means over the blocks,
+            but `pooled`, which is one number of all of them.
+        loads: rows of each expert, by number of the block.
+    """
+
+    load_max: float
+    idle: float
+    entropy: float
+    losses: Mapping[str, float]
+    loads: Mapping[int, Sequence[int]]
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers under their names in the run's files."""
+        return {"expert_load_max": self.load_max, "expert_idle": self.idle, "expert_entropy": self.entropy}
+
+
+class ExpertTotals:
+    """Loads and sums of a step by block. `balance_experts` begins them anew after each step.
+
+    Args:
+        layers: layers of experts on this rank, by the numbers of their blocks.
+        routings: rule of each block with experts of the whole model, by its number.
+    """
+
+    def __init__(self, layers: Mapping[int, Experts], routings: Mapping[int, Routing], mesh: Mesh) -> None:
+        self._rows = {row: layers[number] for row, number in enumerate(routings) if number in layers}
+        self._routings = routings
+        self._mesh = mesh
+
+    @staticmethod
+    def of(model: nn.Module, config: ModelConfig, mesh: Mesh) -> ExpertTotals | None:
+        """Return the totals of this rank's part of a model; None if the whole model has no experts."""
+        if config.is_own:
+            own = dict(enumerate(experts_of(model)))
+            routings = {number: layer.router.routing for number, layer in own.items()}
+            return ExpertTotals(own, routings, mesh) if own else None
+        numbers = range(config.num_hidden_layers if config.any_routing else 0)
+        routings = {number: routing for number in numbers if (routing := config.routing(number)) is not None}
+        if not routings:
+            return None
+        # Another rank has other blocks: the name tells which these are.
+        layers = {int(re.findall(r"\d+", layer.name)[0]): layer for layer in experts_of(model)}
+        return ExpertTotals(layers, routings, mesh)
+
+    def take(self) -> Tensor:
+        """Return the totals of all blocks over all ranks, `[L, N + K]` in float32. Collective over all ranks.
+
+        Loads are exact up to 2^24 rows of an expert.
+        """
+        most = max(routing.experts for routing in self._routings.values())
+        totals = torch.zeros(len(self._routings), most + len(SUMS), dtype=torch.int64, device=self._mesh.device)
+        for row, layer in self._rows.items():
+            # Tensor-parallel ranks have the same rows.
+            if self._mesh.tp.rank == 0:
+                totals[row, : len(layer.loads)] = layer.loads
+            totals[row, most:] = (layer.sums * _PARTS).round()
+        collectives.all_reduce_(totals, self._mesh.world)
+        for row, layer in self._rows.items():
+            layer.loads_of_batch = totals[row, : len(layer.loads)]
+        return torch.cat([totals[:, :most].float(), totals[:, most:].float() / _PARTS], dim=1)
+
+    def record(self, totals: Sequence[float]) -> ExpertRecord | None:
+        """Return the record of the numbers of `take`, on the host; None if no token came by an expert."""
+        width = len(totals) // len(self._routings)
+        loads: dict[int, tuple[int, ...]] = {}
+        sums = dict.fromkeys(SUMS, 0.0)
+        tokens = 0.0
+        for at, (number, routing) in zip(range(0, len(totals), width), self._routings.items(), strict=True):
+            loads[number] = tuple(map(int, totals[at : at + routing.experts]))
+            tokens += sum(loads[number]) / routing.per_token
+            for name, value in zip(SUMS, totals[at + width - len(SUMS) : at + width], strict=True):
+                # A router of one expert has no entropy.
+                sums[name] += value / math.log(max(routing.experts, 2)) if name == ENTROPY else value
+        if not tokens:
+            return None
+        every = [load for block in loads.values() for load in block]
+        return ExpertRecord(
+            load_max=max(max(block) * len(block) / max(sum(block), 1) for block in loads.values()),
+            idle=every.count(0) / len(every),
+            entropy=sums.pop(ENTROPY) / tokens,
+            # An objective that is computed is above 0.
+            losses={name: value for name, value in sums.items() if value},
+            loads=loads,
+        )
