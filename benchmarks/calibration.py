@@ -160,8 +160,9 @@ def _trainer(recipe: str, overrides: list[str]) -> Any:
     from shardwise.train.build import build_trainer
 
     config = load_config(recipe, overrides)
-    mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
-    return build_trainer(config, mesh, random_text(config.model.vocab_size, 128, config.train.sequence_length))
+    return build_trainer(
+        config, Mesh(**config.parallel.degrees), random_text(config.model.vocab_size, 128, config.train.sequence_length)
+    )
 
 
 def stepped(cells: list[tuple[str, list[str]]], rounds: int) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Forward and backward of one block's experts beside the implementations of transformers: times and equal results."""
+"""Experts of one block beside the implementations of transformers, and steps of sparse models beside others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from typing import Any
 import ranks
 from report import Report, Table, target
 
+_SIZES = ["model.hidden_size=512", "model.num_hidden_layers=4", "model.num_attention_heads=8", "model.vocab_size=4096"]
+_SIZES += ["model.max_position_embeddings=512", "train.sequence_length=512", "train.micro_batch=8"]
+_SIZES += ["train.global_batch=16", "model.num_key_value_heads=8"]
+_SPARSE = [
+    "model.num_experts=16",
+    "model.num_experts_per_tok=4",
+    "model.moe_intermediate_size=256",
+    "model.head_dim=64",
+]
+STEPS = {
+    "sparse": ("qwen3-moe-tiny", [*_SIZES, *_SPARSE]),
+    "sparse, EP 2": ("qwen3-moe-tiny", [*_SIZES, *_SPARSE, "parallel.expert=2"]),
+    "dense": ("llama2-tiny", [*_SIZES, "model.family=qwen3", "model.intermediate_size=1024", "model.head_dim=64"]),
+}
+"""Recipes and overrides of models with as many active FLOPs a token."""
 EXPERTS, PER_TOKEN, HIDDEN, WIDTH, TOKENS = 64, 8, 512, 256, 4096
 OURS = "shardwise"
 THEIRS = ("eager", "grouped_mm")
@@ -75,6 +90,12 @@ def run(rounds: int) -> Report:
         [label[name], f"{seconds:.3f} s", f"{seconds / medians[OURS]:.2f}", f"{found['differences'][name]:.1e}"]
         for name, seconds in medians.items()
     ]
+    by_rank = ranks.run("calibration", "stepped", 2, cells=list(STEPS.values()), rounds=max(rounds, 7))
+    by_step = [list(map(max, zip(*times, strict=True))) for times in zip(*by_rank, strict=True)]
+    found["steps"] = dict(zip(STEPS, by_step, strict=True))
+    step = {name: statistics.median(times) for name, times in found["steps"].items()}
+    of_steps = [[name, f"{seconds:.3f} s", f"{seconds / step['sparse']:.2f}"] for name, seconds in step.items()]
+    sizes = "4 blocks of width 512, 16 experts of width 256, 4 a token; dense: an MLP of width 1,024"
     columns = (
         f"{EXPERTS} experts, {PER_TOKEN} a token, width {HIDDEN} → {WIDTH}, {TOKENS:,} tokens, float32",
         "median",
@@ -84,15 +105,18 @@ def run(rounds: int) -> Report:
     return Report(
         "experts",
         "Experts of a block",
-        [Table(columns, rows)],
+        [Table(columns, rows), Table((f"step of 2 ranks: {sizes}", "median", "times sparse"), of_steps)],
         found,
         [
+            target("a step at EP 2 over EP 1", step["sparse, EP 2"] / step["sparse"], 1.05, at_least=False),
+            target("a sparse step over a dense one", step["sparse"] / step["dense"], 1.25, at_least=False),
             target(
                 f"{OURS} over the fastest of transformers: times as fast", fastest / medians[OURS], 1.3, at_least=True
-            )
+            ),
         ],
         [
             "Forward and backward, one thread, all implementations in turn in one process. transformers' `batched_mm` "
-            "copies the weights of an expert for each row, 32 GiB here, and was left out."
+            "copies the weights of an expert for each row, 32 GiB here, and was left out.",
+            "Steps of Qwen3 and Qwen3-MoE: 16 samples of 512 tokens, DP 2, AdamW, all models in turn in two processes.",
         ],
     )

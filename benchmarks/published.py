@@ -10,9 +10,11 @@ import csv
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, config_from
+from shardwise.models.parameter_counts import flops_per_token
 from shardwise_plan.device_seconds import Constants, fitted
 from shardwise_plan.device_specs import Cluster, Device, Link, load_device
 from shardwise_plan.program_traits import ProgramTraits
@@ -98,6 +100,17 @@ LAYER_TIMES = (
 )
 
 
+# The models' own configurations: Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B and mistralai/Mixtral-8x7B-v0.1.
+_QWEN3 = {
+    "family": "qwen3_moe", "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+}  # fmt: skip
+_SPARSE: dict[str, dict[str, Any]] = {
+    "qwen3-30b": {**_QWEN3, "intermediate_size": 6144, "moe_intermediate_size": 768},
+    "qwen3-235b": {**_QWEN3, "intermediate_size": 12288, "moe_intermediate_size": 1536},
+    "mixtral-8x7b": {"family": "mixtral", "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """A published run. `reason` says why it cannot be expressed; then it has no configuration."""
@@ -120,6 +133,10 @@ class Row:
         found = step_time(self.config, self.layout, self.cluster, self.program, constants)
         assert found is not None
         return found
+
+    @property
+    def is_sparse(self) -> bool:
+        return bool(self.values["ep"])
 
     @property
     def is_fitted(self) -> bool:
@@ -162,7 +179,7 @@ def _row(number: int, source: str, values: dict[str, str]) -> Row:
         return replace(base, reason=reason)
     try:
         config = config_from(_values(values))
-        layout = check_layout(config, int(values["n_gpu"]))
+        layout = check_layout(_without_fp8(config), int(values["n_gpu"]))
     except ConfigError as error:
         return replace(base, reason="refused: " + error.problems[0].partition(":")[0])
     if str(layout.data) != values["dp"]:
@@ -173,7 +190,7 @@ def _row(number: int, source: str, values: dict[str, str]) -> Row:
         layout=layout,
         cluster=_cluster(source, values["gpu"], int(values["n_gpu"])),
         program=_program(source, values),
-        measured=_seconds(values),
+        measured=_seconds(values) or _seconds_by_megatron(config, values),
     )
 
 
@@ -194,9 +211,24 @@ def _why_not(values: dict[str, str]) -> str:
         return "published figures disagree with each other"
     if values["model"].startswith("bert") or values["precision"] == "fp32":
         return "BERT on Trainium: predicted positions not published"
-    if not _seconds(values):
+    if not (_seconds(values) or "Megatron-LM's count" in values["notes"]):
         return "no time is published, and none follows"
     return ""
+
+
+def _without_fp8(config: Config) -> Config:
+    """The configuration as its layout is checked: fp8 products of experts, which other programs have, are refused."""
+    is_sparse = config.known_shapes.any_routing is not None
+    return config.with_keys(precision={"matmul": None}) if is_sparse else config
+
+
+def _seconds_by_megatron(config: Config, values: dict[str, str]) -> float:
+    """The step time from TFLOP/s in which attention to masked tokens counts."""
+    train = config.train
+    flops = flops_per_token(config.model, train.sequence_length, count_masked=True)
+    assert flops is not None
+    rate = float(values["tflops_per_gpu"]) * 1e12 * int(values["n_gpu"])
+    return flops * train.global_batch * train.sequence_length / rate
 
 
 def _scripts(source: str, values: dict[str, str]) -> dict[str, str]:
@@ -225,7 +257,8 @@ def _scripts(source: str, values: dict[str, str]) -> dict[str, str]:
 
 
 def _is_nemo(source: str) -> bool:
-    return source.startswith(("NVIDIA/dgxc-benchmarking", "NVIDIA/NeMo", "NVIDIA-NeMo/Megatron-Bridge", "mlcommons/"))
+    programs = ("NVIDIA/dgxc-benchmarking", "NVIDIA/NeMo", "NVIDIA-NeMo/Megatron-Bridge", "mlcommons/")
+    return source.startswith((*programs, "NVIDIA/Megatron-LM megatron/core/transformer/moe"))
 
 
 def _stages(row: dict[str, str]) -> list[int] | None:
@@ -238,9 +271,10 @@ def _stages(row: dict[str, str]) -> list[int] | None:
         # Embedding and head count as a block each.
         each = (layers + 2) // (stages * virtual)
         return [each - 1, *[each] * (stages * virtual - 2), each - 1]
-    if _REBALANCED in row.get("notes", ""):
+    if _REBALANCED in row.get("notes", "") or (row["model"].startswith("qwen3") and layers % stages):
         each = -(-(layers + 2) // stages)
         sizes = [each - 1, *[each] * (stages - 2)]
+        # Likewise `account_for_embedding_in_pipeline_split` of Megatron-Bridge's recipes for Qwen3 235B.
     else:
         sizes = [-(-layers // stages)] * (stages - 1)
     return [*sizes, layers - sum(sizes)]
@@ -336,6 +370,9 @@ def _values(row: dict[str, str]) -> dict[str, object]:
     if row.get("model", "").startswith("llama"):
         sizes = {"intermediate_size": int(row["ffn"]), "num_key_value_heads": kv_heads, "rope_theta": 10000.0}
         model = {"family": "llama", **common, **sizes}
+    elif row.get("model", "").startswith(tuple(_SPARSE)):
+        facts = next(facts for name, facts in _SPARSE.items() if row["model"].startswith(name))
+        model = {**common, "num_key_value_heads": kv_heads, **facts}
     elif row.get("model", "").startswith("nemotron"):
         # Two matrices of 3 parts multiply as much, and their activation moves as much, as three of 2 parts.
         sizes = {"intermediate_size": int(row["ffn"]) * 2 // 3, "num_key_value_heads": kv_heads, "rope_theta": 10000.0}
@@ -365,6 +402,7 @@ def _values(row: dict[str, str]) -> dict[str, object]:
             "vocab_multiple": 128,
             "stages": _stages(row),
             "context": int(row.get("cp") or 1),
+            "expert": int(row.get("ep") or 1),
             "context_keys": "gather" if row.get("zero") == "3" else "ring",  # of torch, and of Megatron
             **interleaved,
         },

@@ -42,6 +42,7 @@ _ATTENTION_TILE = 128
 # Kernels that the host starts; estimates, but for those of a block, which `ProgramTraits.kernels` has.
 _BACKWARD_KERNELS = 1.6  # for each kernel of the forward pass: matrix products have two, others one
 _STEPWISE_ATTENTION_KERNELS = 6  # two products, scale, mask, softmax and dropout in place of one fused kernel
+_EXPERT_KERNELS = 20  # scores, the choice, the order of rows, and their sum, beside those of an MLP
 _ROUNDING_KERNELS = 17  # of a linear layer with fp8 products in each pass, on average: scales, roundings and copies
 _HEAD_KERNELS = 20
 _EMBEDDING_KERNELS = 8
@@ -64,6 +65,7 @@ class PartSeconds:
         tensor: collectives of tensor and sequence parallelism.
         accumulation: additions of the gradients of weights to those of earlier micro-batches.
         context: collectives of context parallelism.
+        experts: all-to-alls of the rows of experts.
     """
 
     matmul: float = 0.0
@@ -73,11 +75,12 @@ class PartSeconds:
     tensor: float = 0.0
     accumulation: float = 0.0
     context: float = 0.0
+    experts: float = 0.0
 
     @property
     def total(self) -> float:
         computation = self.matmul + self.attention + self.memory_bound + self.launch + self.accumulation
-        return computation + self.tensor + self.context
+        return computation + self.tensor + self.context + self.experts
 
     def plus(self, term: PartSeconds, times: float = 1) -> PartSeconds:
         """Return the sum of these seconds and `times` those of `term`."""
@@ -104,6 +107,17 @@ class PassSeconds:
     recompute: PartSeconds = PartSeconds()
 
 
+def mean(blocks: Sequence[tuple[PassSeconds, int]]) -> PassSeconds:
+    """Return the mean of blocks of several kinds, so many of each."""
+    shares = [(block, number / sum(number for _, number in blocks)) for block, number in blocks]
+    forward, backward, recompute = (PartSeconds() for _ in range(3))
+    for block, share in shares:
+        forward = forward.plus(block.forward, share)
+        backward = backward.plus(block.backward, share)
+        recompute = recompute.plus(block.recompute, share)
+    return PassSeconds(forward, backward, sum(share * block.weight for block, share in shares), recompute)
+
+
 def _with_launch(parts: PartSeconds, kernels: float, c: Constants, program: ProgramTraits) -> PartSeconds:
     """Return these seconds with the time that the device waits for the host, which starts kernel after kernel.
 
@@ -128,11 +142,12 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     peak = device.matmul_peak(s.dtype, s.matmul, block_scales=program.block_scales)
     backward_peak = peak if s.matmul is None else peak * device.fp8_backward_share
     weights = s.weights
-    outputs = [_product(device, c, peak, s.tokens, n, k) for n, k in weights]
-    input_gradients = [_product(device, c, backward_peak, s.tokens, k, n) for n, k in weights]
-    weight_gradients = [_product(device, c, backward_peak, n, k, s.tokens) for n, k in weights]
+    outputs = [_product(device, c, peak, m, n, k, count) for n, k, m, count in weights]
+    input_gradients = [_product(device, c, backward_peak, m, k, n, count) for n, k, m, count in weights]
+    weight_gradients = [_product(device, c, backward_peak, n, k, m, count) for n, k, m, count in weights]
     weight_seconds = sum(product(1) for product in weight_gradients)
-    accumulated = s.accumulation_bytes(sum(n * k for n, k in weights), device, program, program.adds_products)
+    elements = sum(n * k * count for n, k, _, count in weights)
+    accumulated = s.accumulation_bytes(elements, device, program, program.adds_products)
     accumulation = device_seconds.passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
     if s.passes_keys and device.is_accelerator and program.recomputes_ring:
@@ -141,15 +156,18 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     passes = _memory_passes(s, device, c, program)
     tensor = _tensor_seconds(s, device, c, program, outputs, input_gradients, weight_gradients)
     context = _context_seconds(s, device, c, core)
-    kernels = program.kernels + core.kernels
+    router = _router(s, device, c)
+    exchange = _exchange_seconds(s, device, c)
+    kernels = program.kernels + core.kernels + (0 if s.routing is None else _EXPERT_KERNELS)
     rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
         PartSeconds(
-            matmul=sum(product(1) for product in outputs),
+            matmul=sum(product(1) for product in outputs) + router,
             attention=core.forward,
             memory_bound=passes.forward,
             tensor=tensor[0],
             context=context[0],
+            experts=exchange,
         ),
         kernels + rounding,
         c,
@@ -157,18 +175,19 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     )
     backward = _with_launch(
         PartSeconds(
-            matmul=sum(product(1) for product in input_gradients) + weight_seconds,
+            matmul=sum(product(1) for product in input_gradients) + weight_seconds + 2 * router,
             attention=core.backward,
             memory_bound=passes.backward,
             tensor=tensor[1],
             accumulation=accumulation,
             context=context[1],
+            experts=exchange,
         ),
         _BACKWARD_KERNELS * kernels + rounding,
         c,
         program,
     )
-    recompute = _recomputed(s, device, program, forward, passes.cheap, outputs[-1](1))
+    recompute = _recomputed(s, device, program, forward, passes.cheap, outputs[3](1))
     return PassSeconds(forward, backward.plus(recompute), weight_seconds + accumulation, recompute)
 
 
@@ -189,6 +208,11 @@ class _MemoryPasses:
 
 def _memory_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _MemoryPasses:
     passes = _separate_passes(s, device, c, program) if program.separate_kernels else _fused_passes(s, device, c)
+    if s.routing is not None:
+        # Rows are put in the order of their experts, where ranks divide these once more, and their results are summed.
+        moves = (2 + 2 * (s.expert_group.ranks > 1)) * s.a * (s.rows + s.tokens) * s.model.hidden_size
+        moved = device_seconds.passes(device, c, moves)
+        passes = replace(passes, forward=passes.forward + moved, backward=passes.backward + moved)
     if s.matmul is None:
         return passes
     forward, backward = _rounding_bytes(s, program)
@@ -201,7 +225,6 @@ def _memory_passes(s: BlockShape, device: Device, c: Constants, program: Program
 
 def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPasses:
     """Return the seconds of passes where functions one after the other are one kernel."""
-    feed_width = s.local.intermediate
     query_key_value = s.local.query + 2 * s.local.key_value
     # Two norms read and write x. Attention and MLP are each added to x: two tensors are read, one is written, and with
     # dropout a mask of one byte.
@@ -209,7 +232,7 @@ def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPasses:
     add_bytes = 2 * (3 * s.a + s.has_dropout) * s.x_elements
     # The activation reads its input and writes its output, gated with one tensor more. QKV is split into heads, rotated
     # and made contiguous: three passes.
-    feed_elements = s.tokens * feed_width * (3 if s.model.gated else 2)
+    feed_elements = s.feed_elements * (3 if s.model.gated else 2)
     activation_bytes = s.a * (feed_elements + 3 * s.tokens * query_key_value)
     backward_bytes = _NORM_BACKWARD * norm_bytes + _ADD_BACKWARD * add_bytes + _ACTIVATION_BACKWARD * activation_bytes
     cheap_bytes = norm_bytes + s.a * feed_elements
@@ -243,7 +266,7 @@ def _separate_passes(s: BlockShape, device: Device, c: Constants, program: Progr
     add_bytes = 2 * (3 * s.a * s.x_elements + dropout_bytes)
     query_key = s.tokens * (s.local.query + s.local.key_value)
     query_key_value = query_key + s.tokens * s.local.key_value
-    feed_elements = s.tokens * s.local.intermediate
+    feed_elements = s.feed_elements
     rotation = 0.0
     if s.model.rotary_dim:
         rotated = query_key * s.model.rotary_dim / s.model.head_dim
@@ -279,9 +302,9 @@ def _rounding_bytes(s: BlockShape, program: ProgramTraits) -> tuple[int, int]:
 
     A program with `rounding_bytes` rounds its weights when they are updated.
     """
-    elements = sum(n * k for n, k in s.weights)
-    inputs = s.tokens * sum(k for _, k in s.weights)
-    gradients = s.tokens * sum(n for n, _ in s.weights)
+    elements = sum(n * k * count for n, k, _, count in s.weights)
+    inputs = sum(k * m * count for _, k, m, count in s.weights)
+    gradients = sum(n * m * count for n, _, m, count in s.weights)
     if program.rounding_bytes is not None:
         return program.rounding_bytes * inputs, program.rounding_bytes * gradients
     written = s.a + 1 + (2 * s.a if program.separate_kernels else 0)
@@ -360,9 +383,25 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
     )
 
 
-def _product(device: Device, c: Constants, peak: float, m: int, n: int, k: int) -> Product:
-    """Return the seconds of a piece of the product [m, k] × [k, n]."""
-    return lambda pieces: device_seconds.matmul(device, c, peak, -(-m // pieces), n, k)
+def _product(device: Device, c: Constants, peak: float, m: int, n: int, k: int, count: int) -> Product:
+    """Return the seconds of a piece of `count` products [m, k] × [k, n]."""
+    return lambda pieces: device_seconds.matmul(device, c, peak, -(-m // pieces), n, k, count)
+
+
+def _router(s: BlockShape, device: Device, c: Constants) -> float:
+    """Return the seconds of the router's product in float32, on the tokens between the cut layers."""
+    if s.routing is None:
+        return 0.0
+    hidden = s.model.hidden_size
+    return device_seconds.matmul(device, c, device.float32, s.x_elements // hidden, s.routing.experts, hidden)
+
+
+def _exchange_seconds(s: BlockShape, device: Device, c: Constants) -> float:
+    """Return the seconds of the all-to-alls that bring rows to their experts, and results back; none hides them."""
+    if s.routing is None:
+        return 0.0
+    size = float(s.a * s.rows * s.model.hidden_size)
+    return 2 * device_seconds.all_to_all(device, c, s.expert_group, size)
 
 
 def _tensor_seconds(
@@ -387,7 +426,7 @@ def _tensor_seconds(
     )
     forward = 0.0
     backward = 0.0
-    for first, second in ((0, 1), (2, 3)):
+    for first, second in ((0, 1), (2, 3), (4, 5))[: len(outputs) // 2]:
         forward += collectives.gather_before(outputs[first]) + collectives.sum_after(outputs[second])
         backward += collectives.gather_before(input_gradients[second])
         backward += collectives.sum_behind(weight_gradients[first])

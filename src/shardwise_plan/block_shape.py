@@ -6,14 +6,25 @@ Legend: see `estimates/rank_workload.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Matmul, Recompute
+from shardwise.config.routing import Routing
 from shardwise.models.parameter_counts import LocalWidths
 from shardwise_plan.device_seconds import RankGroup
 from shardwise_plan.device_specs import Device
 from shardwise_plan.program_traits import ProgramTraits
 
 _ALONE = RankGroup(1, 1)
+
+
+class Weight(NamedTuple):
+    """Equal weights `[outputs, inputs]`, so many of them, and the rows that each is multiplied with."""
+
+    outputs: int
+    inputs: int
+    rows: int
+    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,8 @@ class BlockShape:
         context_group: the c ranks that share each sample.
         gathers_keys_again: True if keys and values of other ranks are gathered again in the backward pass.
         passes_keys: True if keys and values of other ranks come one rank after the other while attention computes.
+        routing: rule of the block's router; None: it has an MLP.
+        expert_group: ranks that divide the experts.
     """
 
     model: FamilyConfig
@@ -53,6 +66,8 @@ class BlockShape:
     context_group: RankGroup = _ALONE
     gathers_keys_again: bool = True
     passes_keys: bool = False
+    routing: Routing | None = None
+    expert_group: RankGroup = _ALONE
 
     @property
     def tokens(self) -> int:
@@ -64,21 +79,43 @@ class BlockShape:
         return self.length // self.context_group.ranks
 
     @property
-    def weights(self) -> tuple[tuple[int, int], ...]:
-        """(output, input) of QKV, of the output projection, and of the MLP's first and last layers."""
+    def weights(self) -> tuple[Weight, ...]:
+        """Those of QKV, of the output projection, and of the MLP's first and last layers, or of a rank's experts'.
+
+        Loads are balanced. A shared expert comes last.
+        """
         hidden = self.model.hidden_size
-        feed_width = self.local.intermediate
-        return (
-            (self.local.query + 2 * self.local.key_value, hidden),
-            (hidden, self.local.query),
-            (feed_width * (2 if self.model.gated else 1), hidden),
-            (hidden, feed_width),
+        tokens = self.tokens
+        matrices = 2 if self.model.gated else 1
+        attention = (
+            Weight(self.local.query + 2 * self.local.key_value, hidden, tokens),
+            Weight(hidden, self.local.query, tokens),
         )
+        if self.routing is None:
+            width = self.local.intermediate
+            return (*attention, Weight(width * matrices, hidden, tokens), Weight(hidden, width, tokens))
+        width = self.model.expert_width // self.tensor
+        held = self.routing.experts // self.expert_group.ranks
+        rows = -(-self.rows // held)
+        experts = (Weight(width * matrices, hidden, rows, held), Weight(hidden, width, rows, held))
+        width = self.model.shared_expert_width // self.tensor
+        shared = (Weight(width * matrices, hidden, tokens), Weight(hidden, width, tokens)) if width else ()
+        return (*attention, *experts, *shared)
+
+    @property
+    def rows(self) -> int:
+        """T·k: rows of a rank's experts, of balanced loads."""
+        return 0 if self.routing is None else self.tokens * self.routing.per_token
+
+    @property
+    def feed_elements(self) -> int:
+        """Elements of the MLP's inner tensor, or of those of experts."""
+        return sum(weight.inputs * weight.rows * weight.number for weight in self.weights[3::2])
 
     @property
     def bias_elements(self) -> int:
         """Elements of the outputs to which biases are added."""
-        query_key_value, attention_output, up, down = (self.tokens * n for n, _ in self.weights)
+        query_key_value, attention_output, up, down = (self.tokens * weight.outputs for weight in self.weights[:4])
         attention = query_key_value + attention_output * self.model.attention_output_bias
         return attention * self.model.attention_bias + (up + down) * self.model.mlp_bias
 

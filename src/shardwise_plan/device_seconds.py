@@ -165,6 +165,22 @@ def collective(device: Device, c: Constants, ranks: RankGroup, size: float, *, r
     return start + min(ring, tree)
 
 
+def all_to_all(device: Device, c: Constants, ranks: RankGroup, size: float) -> float:
+    """Return the seconds in which each rank sends `size` bytes, its own part included, to all ranks alike.
+
+    Parts for ranks of its node go over the node's links, and meanwhile those for others over the network.
+    """
+    n = ranks.ranks
+    if n == 1 or size == 0:
+        return 0.0
+    start = c.start if device.is_accelerator else c.wait
+    inside = size * (ranks.inside - 1) / n / (device.node.bandwidth * c.node) + device.node.latency
+    if ranks.inside >= n:
+        return start + inside
+    link = device.require_network()
+    return start + max(inside, size * (n - ranks.inside) / n / (link.bandwidth * c.network) + link.latency)
+
+
 def overlapped(device: Device, ranks: RankGroup, seconds: float, exposed: float) -> float:
     """Return what collectives of so many seconds add to the computation beside them, of which a part is exposed.
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, get_args
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, divisors
 from shardwise.base.mesh_axes import layout_text
 from shardwise.config import Config, Frequency, Layout, ParallelConfig, Recompute, Schedule, check_layout
 from shardwise.config.optimizer import OptimizerConfig
@@ -27,8 +27,8 @@ _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 _MOST_IN_MICRO_BATCH = 16
 FIXABLE = (
     "parallel.tensor", "parallel.sequence", "parallel.context", "parallel.pipeline", "parallel.schedule",
-    "parallel.virtual_stages", "parallel.stages", "parallel.replicate", "train.micro_batch", "train.recompute",
-    "optimizer.zero", "optimizer.reduce",
+    "parallel.virtual_stages", "parallel.stages", "parallel.expert", "parallel.replicate", "train.micro_batch",
+    "train.recompute", "optimizer.zero", "optimizer.reduce",
 )  # fmt: skip
 """Keys that a layout sets, and that may keep the recipe's value instead."""
 _Value = TypeVar("_Value")
@@ -44,6 +44,7 @@ class Choice:
     pipeline: int
     schedule: Schedule
     virtual: int | None
+    expert: int
     micro_batch: int
     recompute: Recompute
     zero: int
@@ -51,6 +52,27 @@ class Choice:
     reduce: Frequency | None = None
     regathers: bool = False
     passes_keys: bool = False
+
+    @staticmethod
+    def of(config: Config, layout: Layout) -> Choice:
+        """Return the choice that a configuration has made."""
+        parallel = config.parallel
+        return Choice(
+            tensor=layout.tensor,
+            sequence=layout.sequence_parallel,
+            context=layout.context,
+            pipeline=layout.pipeline,
+            schedule=parallel.schedule,
+            virtual=parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
+            expert=layout.expert,
+            micro_batch=config.train.micro_batch,
+            recompute=config.recompute,
+            zero=config.optimizer.zero,
+            replicate=parallel.replicate,
+            reduce=config.optimizer.reduce,
+            regathers=config.regathers,
+            passes_keys=config.passes_keys,
+        )
 
     def applied(self, config: Config) -> Config:
         """Return the configuration with this layout."""
@@ -61,6 +83,7 @@ class Choice:
             "pipeline": self.pipeline,
             "schedule": self.schedule,
             "virtual_stages": self.virtual,
+            "expert": self.expert,
         }
         if self.regathers:
             parallel["sequence_regather"] = True
@@ -89,7 +112,7 @@ class Choice:
     def text(self, world: int) -> str:
         """Return the choice on `world` ranks, such as `TP 8 + SP × PP 4 × DP 2, 1f1b, micro-batch 2, …`."""
         degrees = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
-        degrees["data"] = world // math.prod(degrees.values())
+        degrees |= {"data": world // math.prod(degrees.values()), "expert": self.expert}
         words = [layout_text(degrees, sequence=self.sequence)]
         if self.regathers:
             words.append("gathered again")
@@ -104,6 +127,7 @@ class Choice:
 def compiled(config: Config, device: Device) -> Config:
     """Return the configuration with compiled blocks on CUDA, unless its recipe chooses, or its layout must not."""
     is_able = not (config.splits_backward or config.parallel.tensor_overlap or config.regathers or config.passes_keys)
+    is_able = is_able and config.known_shapes.any_routing is None
     if "enabled" in config.compile.model_fields_set or not (device.is_cuda and is_able):
         return config
     return config.with_keys(compile={"enabled": True})
@@ -173,7 +197,7 @@ def _shardings(config: Config, layout: Layout, per_node: int, fixed: Collection[
     if "parallel.replicate" in fixed:
         replicates = [config.parallel.replicate]
     elif in_node > 1 and per_node % layout.tensor == 0 and replicas % in_node == 0 and replicas > in_node:
-        replicates.append(replicas // in_node)
+        replicates += [replicas // in_node] if in_node % layout.expert == 0 else []
     for replicate in replicates:
         stages = [(zero, replicate, reduce) for zero, reduce in _stages(config, layout, fixed)]
         if stages:
@@ -207,8 +231,8 @@ def _values(fixed: Collection[str], key: str, recipes: _Value, others: Sequence[
     return [recipes] if key in fixed else others
 
 
-_Degrees = tuple[int, bool, int, int, Schedule, int | None]
-"""Tensor degree, sequence parallelism, context degree, pipeline degree, schedule and virtual stages."""
+_Degrees = tuple[int, bool, int, int, Schedule, int | None, int]
+"""Tensor degree, sequence parallelism, context degree, pipeline degree, schedule, virtual stages and expert degree."""
 # An assumption: with shorter chunks of a sample, matrices are small, and the other axes are the better ones.
 _LEAST_CHUNK = 1024
 
@@ -226,9 +250,13 @@ def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) 
             ranks = world // (tensor * context)
             layers = [n for n in range(1, model.num_hidden_layers + 1) if ranks % n == 0]
             for pipeline in _values(fixed, "parallel.pipeline", parallel.pipeline, layers):
+                routing = model.any_routing
+                common = math.gcd(world // (tensor * pipeline), 1 if routing is None else routing.experts)
+                experts = _values(fixed, "parallel.expert", parallel.expert, sorted(divisors(common)))
                 for schedule, virtual in _schedules(parallel, model.num_hidden_layers, pipeline, fixed):
                     for sequence in sequences:
-                        yield tensor, sequence, context, pipeline, schedule, virtual
+                        for expert in experts:
+                            yield tensor, sequence, context, pipeline, schedule, virtual, expert
 
 
 def _contexts(recipes: int, length: int, ranks: int, fixed: Collection[str]) -> Sequence[int]:

@@ -157,20 +157,4 @@ def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
     memory = expected_memory(config, layout, cluster.device.is_accelerator)
     if time is None or memory is None:
         return None
-    parallel = config.parallel
-    choice = Choice(
-        tensor=layout.tensor,
-        sequence=layout.sequence_parallel,
-        context=layout.context,
-        pipeline=layout.pipeline,
-        schedule=parallel.schedule,
-        virtual=parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
-        micro_batch=config.train.micro_batch,
-        recompute=config.recompute,
-        zero=config.optimizer.zero,
-        replicate=parallel.replicate,
-        reduce=config.optimizer.reduce,
-        regathers=config.regathers,
-        passes_keys=config.passes_keys,
-    )
-    return Plan(choice, config, layout, cluster, time, memory)
+    return Plan(Choice.of(config, layout), config, layout, cluster, time, memory)

@@ -12,7 +12,7 @@ from shardwise.estimates.activations import kept_and_work
 from shardwise.estimates.memory import MemoryEstimate, memory_of, messages_of_a_micro_batch
 from shardwise.estimates.memory_choice import candidates
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.models.parameter_counts import local_parameter_count
+from shardwise.models.parameter_counts import LocalWidths, elements_by_ranks, owned_elements
 from shardwise.pipeline.in_flight import blocks_in_flight
 from shardwise.pipeline.partition import stage_plan
 from shardwise_plan.device_specs import Cluster
@@ -27,7 +27,7 @@ class LeastMemory:
         self._device = cluster.device
         self._precision = config.precision.resolved(cluster.device.is_accelerator)
         self._offloads = config.optimizer.offload and cluster.device.is_accelerator
-        self._elements: dict[int, tuple[int, int]] = {}
+        self._elements: dict[tuple[object, ...], tuple[Counter[int], Counter[int]]] = {}
         self._first_stages: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._kept: dict[tuple[object, ...], int] = {}
 
@@ -50,27 +50,33 @@ class LeastMemory:
         """
         model = self._config.known_shapes
         precision = self._precision
-        if layout.tensor not in self._elements:
-            # A stage between others has blocks alone.
-            inner_stage = Stage(index=1, rank=0, layers=range(1), stages=3)
-            all_elements, in_matrices = (
-                local_parameter_count(model, layout.tensor, stages=(inner_stage,), block_matrices=only) or 0
-                for only in (False, True)
-            )
-            self._elements[layout.tensor] = (all_elements, in_matrices)
+        key = layout.inside_a_stage
+        if key not in self._elements:
+            self._elements[key] = self._smallest_block(layout)
         layers = max(1, model.num_hidden_layers // layout.pipeline) if blocks is None else blocks
-        elements, matrices = (layers * count for count in self._elements[layout.tensor])
-        kept = self._config.optimizer.spec.kept_bytes(
-            elements, matrices, master=precision.master_bytes, state=DTYPE_BYTES[precision.moments]
-        )
         shards = layout.replicas // choice.replicate if choice.zero else 1
-        parameters = elements * DTYPE_BYTES[precision.parameter] / (shards if choice.zero == 3 else 1)
+        owned, owned_matrices = (int(layers * owned_elements(counts, shards)) for counts in self._elements[key])
+        elements = layers * sum(self._elements[key][0].values())
+        kept = self._config.optimizer.spec.kept_bytes(
+            owned, owned_matrices, master=precision.master_bytes, state=DTYPE_BYTES[precision.moments]
+        )
+        parameters = (owned if choice.zero == 3 else elements) * DTYPE_BYTES[precision.parameter]
         # Gradients that are reduced once a step are whole until then.
         reduces_once = choice.reduce == "step" or (choice.reduce is None and self._config.is_bit_equal)
         is_cut = choice.zero >= 2 and not reduces_once and not choice.splits_backward
-        gradients = elements * DTYPE_BYTES[precision.gradient] / (shards if is_cut else 1)
-        on_device = 0 if self._offloads else kept
-        return parameters + gradients + on_device / shards
+        gradients = (owned if is_cut else elements) * DTYPE_BYTES[precision.gradient]
+        return parameters + gradients + (0 if self._offloads else kept)
+
+    def _smallest_block(self, layout: Layout) -> tuple[Counter[int], Counter[int]]:
+        """Return the elements of the block that has fewest, and those in its matrices, by `elements_by_ranks`."""
+        model = self._config.known_shapes
+        local = LocalWidths.on(layout, model)
+        first_of_kind = {model.routing(layer): layer for layer in reversed(range(model.num_hidden_layers))}
+        # A stage between others has blocks alone.
+        stages = [Stage(1, 0, range(layer, layer + 1), 3) for layer in first_of_kind.values()]
+        smallest = min(stages, key=lambda stage: elements_by_ranks(model, layout.tensor, local, (stage,)).total())
+        found, matrices = (elements_by_ranks(model, layout.tensor, local, (smallest,), only) for only in (False, True))
+        return found, matrices
 
     def _blocks_of_first_rank(self, choice: Choice, layout: Layout) -> tuple[int, ...]:
         """Return the number of blocks of each stage of the first pipeline rank."""
@@ -83,8 +89,8 @@ class LeastMemory:
     def _kept_by_a_block(self, choice: Choice, layout: Layout) -> int:
         """Return what a block keeps for a micro-batch's backward pass, with the choices that keep least."""
         key = (
-            *(choice.tensor, choice.sequence, choice.context, choice.micro_batch),
-            *(choice.recompute, choice.splits_backward),
+            *layout.inside_a_stage,
+            *(choice.micro_batch, choice.recompute, choice.splits_backward),
         )
         if key not in self._kept:
             config = compiled(choice.applied(self._config), self._device)

@@ -7,13 +7,14 @@ ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Precision
 from shardwise.config.layout import Stage
-from shardwise.models.parameter_counts import LocalWidths, block_matrix_shapes, local_parameter_count
+from shardwise.models.parameter_counts import LocalWidths, block_matrix_shapes, elements_by_ranks, owned_elements
 from shardwise.optim.bucket_layout import bucket_bytes
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
@@ -54,6 +55,7 @@ class StepTime:
         recompute: all that is computed a second time.
         tensor: collectives of tensor and sequence parallelism, as far as no product hides them.
         context: collectives of context parallelism.
+        experts: all-to-alls of the rows of experts.
         messages: waits of the rank while it sends to other stages.
         bubble: waits of the rank for other stages.
         reduction: gradients over data parallelism, as far as no backward pass hides it; behind one, the part of the
@@ -71,6 +73,7 @@ class StepTime:
     recompute: float
     tensor: float
     context: float
+    experts: float
     messages: float
     bubble: float
     reduction: float
@@ -84,7 +87,7 @@ class StepTime:
     @property
     def communication(self) -> float:
         """Seconds that nothing hides."""
-        return self.tensor + self.context + self.messages + self.reduction + self.gather
+        return self.tensor + self.context + self.experts + self.messages + self.reduction + self.gather
 
     def scaled(self, ratio: float) -> StepTime:
         """Return a step each part of which takes so many times as long."""
@@ -106,7 +109,7 @@ class StageWork:
 
     Attributes:
         stage: the stage.
-        block: seconds of each of its blocks.
+        block: seconds of each of its blocks, on average.
         ends: seconds of the embedding and of the head, if the stage has them.
         action: seconds that the schedule takes beside each pass.
     """
@@ -180,6 +183,7 @@ def step_time(
         recompute=m * recompute.total,
         tensor=m * model_work.tensor,
         context=m * model_work.context,
+        experts=m * model_work.experts,
         messages=m * wait * 2 * len(works),  # each stage sends one message in each direction
         bubble=max(0.0, makespan_seconds - m * busy[longest]),
         reduction=reduction,
@@ -242,7 +246,7 @@ def stage_works(
 ) -> list[StageWork]:
     """Return the work of each stage, in the order of the model."""
     model = config.known_shapes
-    local = LocalWidths.of(model, layout.tensor, config.vocab_multiple(layout.tensor))
+    local = LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor))
     precision = config.precision.resolved(cluster.device.is_accelerator)
     is_left_to_compiler = config.compile.enabled and program.fused_attention
     shape = BlockShape(
@@ -261,13 +265,19 @@ def stage_works(
         context_group=group(layout.context, layout.tensor, cluster.per_node),
         gathers_keys_again=program.fused_attention,
         passes_keys=config.passes_keys,
+        expert_group=group(layout.expert, layout.tensor, cluster.per_node),
     )
-    block = block_seconds.block(shape, cluster.device, constants, program)
     embedding = block_seconds.embedding(shape, cluster.device, constants, program)
     head = block_seconds.head(shape, cluster.device, constants, program)
     action = constants.action if layout.pipeline > 1 else 0.0
     works = []
     for stage in stage_plan(config, layout):
+        kinds = Counter(map(model.routing, stage.layers))
+        blocks = [
+            (block_seconds.block(replace(shape, routing=routing), cluster.device, constants, program), number)
+            for routing, number in kinds.items()
+        ]
+        block = blocks[0][0] if len(blocks) == 1 else block_seconds.mean(blocks)
         ends: list[block_seconds.PassSeconds] = []
         if stage.is_first:
             ends.append(embedding)
@@ -277,20 +287,17 @@ def stage_works(
     return works
 
 
-def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *, block_matrices: bool) -> int:
+def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *, block_matrices: bool) -> Counter[int]:
     """Return the parameters of the pipeline rank that has most: the embedding or the head makes it an outer one.
 
-    With `block_matrices`, only the matrices of blocks are counted.
+    They stand by the number of ranks that divide their tensors among them. With `block_matrices`, only the matrices of
+    blocks are counted.
     """
-    multiple = config.vocab_multiple(layout.tensor)
-    counts = []
-    for rank in {0, layout.pipeline - 1}:
-        stages = tuple(work.stage for work in works if work.stage.rank == rank)
-        count = local_parameter_count(
-            config.model, layout.tensor, vocab_multiple=multiple, stages=stages, block_matrices=block_matrices
-        )
-        counts.append(count or 0)
-    return max(counts)
+    model = config.known_shapes
+    local = LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor))
+    by_rank = (tuple(work.stage for work in works if work.stage.rank == rank) for rank in {0, layout.pipeline - 1})
+    counts = (elements_by_ranks(model, layout.tensor, local, stages, block_matrices) for stages in by_rank)
+    return max(counts, key=Counter.total)
 
 
 def _busy_seconds(works: Sequence[StageWork], times: Sequence[StageTimes], ranks: int) -> list[float]:
@@ -314,7 +321,7 @@ class _StepInputs:
     """The inputs of a step's formulas.
 
     Attributes:
-        elements: parameters of the pipeline rank that has most.
+        parts: parameters of the pipeline rank that has most, by the number of ranks that divide their tensors.
         matrices: likewise those in matrices of blocks.
     """
 
@@ -325,8 +332,8 @@ class _StepInputs:
     constants: Constants
     precision: Precision
     works: list[StageWork]
-    elements: int
-    matrices: int
+    parts: Counter[int]
+    matrices: Counter[int]
 
     @staticmethod
     def of(
@@ -340,10 +347,15 @@ class _StepInputs:
         constants = constants or constants_of(cluster.device)
         precision = config.precision.resolved(cluster.device.is_accelerator)
         works = stage_works(config, layout, cluster, program, constants)
-        elements, matrices = (_most_elements(config, layout, works, block_matrices=only) for only in (False, True))
+        parts, matrices = (_most_elements(config, layout, works, block_matrices=only) for only in (False, True))
         return _StepInputs(
-            config, layout, cluster, program, constants, precision, works, elements=elements, matrices=matrices
+            config, layout, cluster, program, constants, precision, works, parts=parts, matrices=matrices
         )
+
+    @property
+    def elements(self) -> int:
+        """Parameters of the pipeline rank that has most."""
+        return self.parts.total()
 
     def message_seconds(self) -> float:
         """Return the seconds of a message between stages: x, [T/s, H]."""
@@ -369,13 +381,13 @@ class _StepInputs:
         device = self.cluster.device
         precision = self.precision
         elements = self.elements
-        owned = elements / self._shard_ranks
+        owned = owned_elements(self.parts, self._shard_ranks)
         spec = self.config.optimizer.spec
         width = DTYPE_BYTES[precision.optimizer]
         if self.program.updates_in_one_pass:
             # Master and states are read and written; the gradient is read, and the parameter written. All gradients are
             # set to zero, and read once for their norm.
-            kept = spec.kept_bytes(elements, self.matrices, master=width, state=DTYPE_BYTES[precision.moments])
+            kept = spec.kept_bytes(elements, self.matrices.total(), master=width, state=DTYPE_BYTES[precision.moments])
             touched = owned * (DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.gradient])
             touched += 2 * kept * owned / elements + elements * 2 * DTYPE_BYTES[precision.gradient]
         else:
@@ -383,8 +395,8 @@ class _StepInputs:
                 self.config.optimizer,
                 precision,
                 elements=elements,
-                matrices=self.matrices,
-                ranks=self._shard_ranks,
+                matrices=self.matrices.total(),
+                ranks=round(elements / owned, 9),
                 frees_gradients=self.config.optimizer.zero >= 2 and self._shard_ranks > 1,
                 values=self.program.update_values,
             )
@@ -435,15 +447,26 @@ class _StepInputs:
     def _shard_ranks(self) -> int:
         return self.config.shard_ranks(self.layout.replicas)
 
-    @property
-    def _shard_group(self) -> RankGroup:
-        return group(self._shard_ranks, self.layout.tensor, self.cluster.per_node)
+    def _shard_group(self, divided: int = 1) -> RankGroup:
+        """Ranks over which ZeRO cuts tensors of a kind that so many neighbours divide among them."""
+        ranks = max(1, self._shard_ranks // divided)
+        return group(ranks, self.layout.tensor * divided, self.cluster.per_node)
 
-    @property
-    def _copies_group(self) -> RankGroup:
+    def _copies_group(self, divided: int = 1) -> RankGroup:
         """Ranks that own the same part of the gradients."""
-        copies = self.layout.replicas // self._shard_ranks
-        return group(copies, self.layout.tensor * self._shard_ranks, self.cluster.per_node)
+        shards = max(1, self._shard_ranks // divided)
+        copies = self.layout.replicas // divided // shards
+        return group(copies, self.layout.tensor * divided * shards, self.cluster.per_node)
+
+    def _collective(self, sizes: Mapping[int, float], *, cut: bool = True, reduces_all: bool = False) -> float:
+        """Return the seconds of collectives of so many bytes of each part, over its shards or over its copies."""
+        ranks = self._shard_group if cut else self._copies_group
+        return sum(
+            device_seconds.collective(
+                self.cluster.device, self.constants, ranks(divided), size, reduces_all=reduces_all
+            )
+            for divided, size in sizes.items()
+        )
 
     @property
     def _pass_seconds(self) -> StageTimes:
@@ -464,27 +487,26 @@ class _StepInputs:
         The last block stays for the backward pass.
         """
         device = self.cluster.device
-        c = self.constants
         optimizer = self.config.optimizer
         width = DTYPE_BYTES[self.precision.parameter]
         if self._shard_ranks == 1:
             return 0.0, 0.0
-        seconds = device_seconds.collective(device, c, self._shard_group, float(width * self.elements))
+        seconds = self._collective({divided: float(width * count) for divided, count in self.parts.items()})
         layers = sum(len(work.stage.layers) for work in self.works if work.stage.rank == 0)
-        added = partial(device_seconds.overlapped, device, self._shard_group)
+        added = partial(device_seconds.overlapped, device, self._shard_group())
         passes = self._pass_seconds
         if optimizer.zero < 3:
             hidden = self._hidden(passes.forward) if device.is_accelerator else 0.0
             return added(seconds, max(seconds / (layers + 1), seconds - hidden)), 0.0
-        latency = device_seconds.collective(device, c, self._shard_group, 1.0)
+        latency = self._collective(dict.fromkeys(self.parts, 1.0))
         seconds += layers * latency
         count = self.layout.accumulation(self.config.train) if self.config.gather == "micro_batch" else 1
         hidden = self._hidden(passes.forward) if optimizer.prefetch else 0.0
         exposed = count * added(seconds, max(seconds / (layers + 1), seconds - hidden))
         if self.config.gather == "step" or layers == 1:
             return exposed, 0.0
-        blocks = width * self.matrices * (layers - 1) / layers
-        seconds = device_seconds.collective(device, c, self._shard_group, blocks) + (layers - 2) * latency
+        blocks = {divided: width * count * (layers - 1) / layers for divided, count in self.matrices.items()}
+        seconds = self._collective(blocks) + (layers - 2) * latency
         hidden = self._hidden(passes.backward) if optimizer.prefetch else 0.0
         return exposed + count * added(seconds, max(0.0, seconds - hidden)), seconds
 
@@ -496,7 +518,6 @@ class _StepInputs:
         """
         device = self.cluster.device
         layout = self.layout
-        c = self.constants
         if layout.replicas == 1:
             return 0.0
         optimizer = self.config.optimizer
@@ -505,20 +526,20 @@ class _StepInputs:
             count = layout.accumulation(self.config.train)
         is_cut = self._shard_ranks > 1
         reduces_all = not is_cut or self.program.reduces_all
-        ranks = self._shard_group if is_cut else self._copies_group
-        size = float(DTYPE_BYTES[self.precision.reduce] * self.elements)
-        seconds = device_seconds.collective(device, c, ranks, size, reduces_all=reduces_all)
+        ranks = self._shard_group() if is_cut else self._copies_group()
+        sizes = {divided: float(DTYPE_BYTES[self.precision.reduce] * count) for divided, count in self.parts.items()}
+        seconds = self._collective(sizes, cut=is_cut, reduces_all=reduces_all)
         copies = 0.0
         if is_cut:
-            part = size / self._shard_ranks
-            copies = device_seconds.collective(device, c, self._copies_group, part, reduces_all=True)
+            owned = {divided: size / max(1, self._shard_ranks // divided) for divided, size in sizes.items()}
+            copies = self._collective(owned, cut=False, reduces_all=True)
         if not self.program.overlaps:
             return count * (seconds + copies)
         gradient_bytes = DTYPE_BYTES[self.precision.gradient] * self.elements
         bucket = bucket_bytes(gradient_bytes, layout.replicas, accelerator=device.is_accelerator)
         buckets = max(1.0, gradient_bytes / bucket)
         # Each bucket beyond the first adds the latency of a collective: the time of one that sends a byte.
-        latency = device_seconds.collective(device, c, ranks, 1.0, reduces_all=reduces_all)
+        latency = self._collective(dict.fromkeys(self.parts, 1.0), cut=is_cut, reduces_all=reduces_all)
         seconds += (buckets - 1) * latency
         # The first rank's stages, whose gradients are complete last: their reductions end the step.
         hidden = max(0.0, self._hidden(self._pass_seconds.backward) - gathers)

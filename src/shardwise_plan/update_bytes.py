@@ -23,7 +23,7 @@ def update_bytes(
     *,
     elements: int,
     matrices: int,
-    ranks: int,
+    ranks: float,
     frees_gradients: bool,
     values: int | None = None,
 ) -> float:

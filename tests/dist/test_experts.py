@@ -29,6 +29,7 @@ from shardwise.models.parameter_counts import local_parameters, matmul_parameter
 from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
 from tests.dist.checkpoints import load, save
+from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run
 from tests.dist.training import make_config, make_data
 
@@ -257,9 +258,9 @@ TRAININGS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-def configuration(sections: dict[str, dict[str, Any]]) -> Config:
+def configuration(sections: dict[str, dict[str, Any]], family: str = "glm4_moe") -> Config:
     train = {"micro_batch": 1, "global_batch": 8, "steps": 4, **sections.get("train", {})}
-    model = {"family": "glm4_moe", **SIZES, **CASES["glm4_moe"], "vocab_size": 131, "num_hidden_layers": 4}
+    model = {"family": family, **SIZES, **CASES[family], "vocab_size": 131, "num_hidden_layers": 4}
     return make_config(**{**sections, "train": train, "model": model})
 
 
@@ -268,7 +269,8 @@ def go_on(
 ) -> list[tuple[float, ExpertRecord]]:
     """The losses of some steps, from a checkpoint or from the start, and what the experts did."""
     config = configuration(sections)
-    mesh = Mesh(**config.parallel.degrees, device="cpu")
+    parallel = config.parallel
+    mesh = shared_mesh(parallel.tensor, parallel.pipeline, (), parallel.context, parallel.expert)
     trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
     if folder is not None:
         load(trainer, folder)

@@ -38,6 +38,15 @@ FACTS: dict[str, dict[str, Any]] = {
     "olmo2": {"family": "olmo2", "num_key_value_heads": 2},
     "gemma3": {"family": "gemma3", "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24, "layer_types": 2},
     "smollm3": {"family": "smollm3", "no_rope_layers": [0, 1] * 2},
+    "olmoe": {"family": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        "family": "glm4_moe",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+    },
 }
 """Families whose blocks hold other things than Llama's."""
 DROPOUT: dict[str, tuple[str, ...]] = {
@@ -259,7 +268,7 @@ def measure_sharded(config: Config) -> ShardedStep:
     torch.set_num_threads(1)
     parallel = config.parallel
     grains = tuple(config.grains.items())
-    mesh = shared_mesh(parallel.tensor, parallel.pipeline, grains, context=parallel.context)
+    mesh = shared_mesh(parallel.tensor, parallel.pipeline, grains, context=parallel.context, expert=parallel.expert)
     data = make_data(config.model.vocab_size, length=64, pairs="nsp" in config.model.objectives)
     with LiveTensors() as live:
         trainer = build_trainer(config, mesh, data)

@@ -7,8 +7,8 @@ process reads that of the last layout.
 
 The layouts are all combinations of parallel.tensor, parallel.sequence, parallel.pipeline, data parallelism,
 parallel.expert of a model with experts, and optimizer.zero (0, 1 and the recipe's), with the recipe's other keys.
---layouts chooses others: each KEY=VALUE,VALUE limits a key to these values, and KEY=all allows all its values. Keys that are not named
-keep the values above; `all` allows all values of all keys.
+--layouts chooses others: each KEY=VALUE,VALUE limits a key to these values, and KEY=all allows all its values. Keys
+that are not named keep the values above; `all` allows all values of all keys.
 
 Exit code 0: every layout trains alike; 1: a layout differs or fails; 2: the input is wrong.
 """
@@ -258,8 +258,8 @@ class Verified:
         if not self.result.choices:
             return []
         text = (
-            f"{self.result.choices:,} choices of a token's expert; a layout at which some differ is compared with "
-            "those of one process, and only nearly equal scores may differ in their order"
+            f"{self.result.choices:,} choices of a token's expert; only nearly equal scores may be ordered otherwise, "
+            "and such a layout is compared with the choices of one process"
         )
         return [("experts", text)]
 

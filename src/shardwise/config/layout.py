@@ -86,6 +86,11 @@ class Layout:
         return replicas_name(self.data, self.context)
 
     @property
+    def inside_a_stage(self) -> tuple[int, bool, int, int]:
+        """The degrees on which a rank's part of a block depends, and of its tokens."""
+        return self.tensor, self.sequence_parallel, self.context, self.expert
+
+    @property
     def stages(self) -> int:
         """The number of stages into which the model is cut."""
         return self.pipeline * self.virtual

@@ -28,9 +28,11 @@ def tensor_problems(model: ModelConfig, parallel: ParallelConfig, length: int) -
 
 
 _RULES_OF_EXPERTS: RuleTable = {
+    "is_bit_equal parallel.cuts_sequence": (
+        "{parallel.context_grain} must be 1 with train.bitwise (true) and model.family {=model.family}, whose experts "
+        "take the tokens of all parts of a sequence at once",
+    ),
     "": (
-        "{train.bitwise} must be false with model.family {=model.family}, which has experts: sums over their rows have "
-        "no parts",
         "{compile.enabled} must be false with model.family {=model.family}: the numbers of rows of its experts change "
         "in every step",
         "{precision.matmul} must be left out with model.family {=model.family}: products of experts have no scales",

@@ -221,8 +221,11 @@ class Group:
 
     @property
     def meters(self) -> dict[str, Meter]:
-        """This group's meter and those of its subgroups, by group name."""
-        return {group.name: group.meter for group in (self, *self._subgroups.values())}
+        """This group's meter and those of its subgroups and theirs, by group name."""
+        meters = {self.name: self.meter}
+        for group in self._subgroups.values():
+            meters |= group.meters
+        return meters
 
     def note(self, kind: str) -> None:
         """Note that this rank calls a collective: where it hangs, the rank that has called fewer is the missing one."""

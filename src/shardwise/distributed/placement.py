@@ -376,6 +376,37 @@ def head_leaf(parameter: nn.Parameter) -> Tensor | None:
     return leaf
 
 
+@dataclass(eq=False)
+class FurtherGradient:
+    """A gradient of a parameter that adds up by itself, and that the optimizer adds to the parameter's once a step.
+
+    Attributes:
+        grad: the sum until now; None before the first term.
+        grad_dtype: dtype of the sum; None: that of the terms.
+    """
+
+    grad: Tensor | None = None
+    grad_dtype: torch.dtype | None = None
+
+    def add(self, term: Tensor) -> None:
+        """Add a term as autograd adds one to `.grad`."""
+        if self.grad is None:
+            self.grad = term.to(self.grad_dtype or term.dtype)
+        else:
+            self.grad.add_(term)
+
+
+def add_further_gradients(parameter: nn.Parameter, count: int) -> None:
+    """Give a parameter gradients of which its layer adds up each by itself; in pairs, they are added once a step."""
+    cast(Any, parameter).further_gradients = [FurtherGradient() for _ in range(count)]
+
+
+def further_gradients(parameter: Tensor) -> list[FurtherGradient]:
+    """Return those of `add_further_gradients`."""
+    gradients: list[FurtherGradient] = getattr(parameter, "further_gradients", [])
+    return gradients
+
+
 def of_or_whole(parameter: Tensor, name: str = "", tensor: Group | None = None) -> Placement:
     """A parameter's record; one without, such as those of torch's own modules, is one canonical tensor, whole.
 

@@ -58,10 +58,12 @@ class BlockStack:
     Attributes:
         kept: at the end of the forward pass.
         peak: the most during the backward pass, with the gradients that it works with.
+        later: likewise from the moment at which a gradient of a weight of the last block is complete.
     """
 
     kept: int
     peak: int
+    later: int = 0
 
 
 def block_stack(workload: RankWorkload, layers: Iterable[int] | None = None) -> BlockStack:
@@ -87,9 +89,14 @@ def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[Block
     blocks = []
     kept = 0
     for layer in layers:
-        block_kept, work = kept_and_work(workload, workload.first_alike[layer])
+        first_alike = workload.first_alike[layer]
+        block_kept, work = kept_and_work(workload, first_alike)
         kept += block_kept
-        blocks.append(BlockStack(kept, kept + work))
+        # Those of experts are complete together, when what the layer saved is free.
+        is_free = workload.model.routing(layer) is not None and workload.recompute == "none"
+        freed = block_activations(workload, first_alike).mlp if is_free else 0
+        core = _core_gradients(workload) - freed
+        blocks.append(BlockStack(kept, kept + work, kept + (max(work - freed, core) if is_free else work)))
     return blocks
 
 
@@ -120,6 +127,8 @@ def kept_and_work(workload: RankWorkload, layer: int) -> tuple[int, int]:
             return kept, max(mlp, core - kept_mlp, hidden_mask)
         case "full":
             recomputed = block.saved - (x if block.saves_input else 0)
+            routing = workload.model.routing(layer)
+            x += 0 if routing is None else _FLOAT32 * workload.tokens * routing.per_token + _amounts(routing)
             return x, recomputed + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
 
 
@@ -181,8 +190,20 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         mlp=mlp + norms * norm_bytes(workload) - (workload.x_bytes if model.parallel_residual else 0),
         normed=_normed(workload),
         rotated=drops_rotated * a * workload.tokens * (local.query + rotated_keys),
-        activated=0 if model.routing(layer) or rounds or (model.activation == "relu" and not model.gated) else feed,
+        activated=_activated(workload, layer, feed),
     )
+
+
+def _activated(workload: RankWorkload, layer: int, feed: int) -> int:
+    """Return the bytes that the activation of an MLP, or of a shared expert, computes again of what it keeps.
+
+    And a router's own input.
+    """
+    model = workload.model
+    if model.routing(layer) is not None:
+        shared = workload.a * workload.tokens * model.shared_expert_width // workload.layout.tensor
+        return shared + (0 if workload.config.regathers else _own_input(workload))
+    return 0 if workload.rounds_inputs or (model.activation == "relu" and not model.gated) else feed
 
 
 def _mlp(workload: RankWorkload, layer: int, feed: int) -> int:
@@ -207,30 +228,56 @@ def _experts(workload: RankWorkload, routing: Routing) -> int:
 
     | part   | saved                                                                 | elements            |
     |--------|-----------------------------------------------------------------------|---------------------|
-    | input  | as that of an MLP; for rows that come from other ranks, these instead | T·H or T/s·H; R·H   |
-    | router | scores, float32, and where weights are divided, these and their sum   | T·N; T·(k + 1)      |
+    | input  | as that of an MLP; rows by themselves that came from other ranks      | T·H or T/s·H; R·H   |
+    |        | with sequence parallelism those of router and shared expert           | T/s·H; T·H          |
+    | router | its input and weight in float32, if they have another dtype           | T/s·H + N·H         |
+    |        | scores and weights, float32; where these are divided, also their sum  | T·(N + k); T·(k + 1)|
     |        | with z-loss logits and their sum; with losses the sum of sigmoids     | T·(N + 1); T        |
     |        | chosen experts, int64                                                 | T·k                 |
-    | rows   | gate and up                                                           | R·2F/t              |
+    | rows   | gate and up; in grouped products all rows and each function's output  | R·2F/t; R·(3F/t + H)|
     |        | weight; place and token, int64                                        | R; 2·R              |
     | shared | as a gated MLP of its width, without its input                        | 3·T·F'/t            |
     """
     model = workload.model
     a = workload.a
     tokens = workload.tokens
-    rows = tokens * routing.per_token
+    rows = workload.rows(routing)
     tensor = workload.layout.tensor
     routed = workload.tokens_between
-    scores = _FLOAT32 * routed * (routing.experts + (2 * routing.per_token + 1) * routing.normalized)
+    scores = _FLOAT32 * routed * (routing.experts + (routing.per_token + 1) * routing.normalized)
+    scores += _FLOAT32 * tokens * routing.per_token
+    if a != _FLOAT32:
+        scores += _FLOAT32 * (routed + routing.experts) * model.hidden_size
+    scores += _own_input(workload)
     losses = workload.config.optimizer.router_losses
     shares = routing.scores == "sigmoid" and bool(losses)
     scores += _FLOAT32 * routed * ((routing.experts + 1) * ("z" in losses) + shares)
-    chosen = _INT64 * routed * routing.per_token
+    chosen = _INT64 * routed * routing.per_token + _amounts(routing)
     per_row = 2 * a * model.expert_width // tensor + a + 2 * _INT64
-    saved = workload.product_input_bytes + scores + chosen + rows * per_row
-    if workload.layout.expert > 1:
+    saved = workload.gathered_bytes + scores + chosen + rows * per_row
+    if workload.groups_products:
+        saved += rows * a * (3 * model.expert_width // tensor + model.hidden_size)
+    elif workload.rows_travel:
         saved += rows * (a * model.hidden_size + 3 * _INT64)
-    return saved + 3 * a * tokens * model.shared_expert_width // tensor
+    return saved + _shared_expert(workload)
+
+
+def _shared_expert(workload: RankWorkload) -> int:
+    """Return the bytes that the expert of all tokens saves."""
+    width = workload.model.shared_expert_width
+    gathers = width > 0 and workload.layout.sequence_parallel and not workload.config.regathers
+    inner = 3 * workload.a * workload.tokens * width // workload.layout.tensor
+    return inner + (workload.gathered_bytes if gathers else 0)
+
+
+def _own_input(workload: RankWorkload) -> int:
+    """Return the bytes of the input of a router in float32, where that of its experts is gathered."""
+    return workload.x_bytes if workload.layout.sequence_parallel and workload.a == _FLOAT32 else 0
+
+
+def _amounts(routing: Routing) -> int:
+    """Return the bytes of what a block adds to the totals of its step: rows of each expert, and five sums."""
+    return _INT64 * routing.experts + 5 * _FLOAT32
 
 
 def _normed(workload: RankWorkload) -> int:
@@ -431,27 +478,49 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
     x = workload.x_bytes
     feed = a * workload.tokens * workload.local.intermediate
     elements = workload.local.intermediate * model.hidden_size
-    routing = model.routing(layer)
-    if routing is not None:
-        # The experts' gradients are complete together; a rank's rows are at work one expert after the other.
-        held = routing.experts // layout.expert * model.expert_width // layout.tensor
-        feed = a * workload.tokens * model.hidden_size
-        elements = 3 * held * model.hidden_size
     # Where a micro-batch's gradients are freed, they are copied to the bucket and not added.
     is_copied = workload.frees_gradients and workload.config.reduce == "micro_batch"
-    last = feed + (a * elements if is_copied else workload.gradient_bytes(elements))
+    weights = a * elements if is_copied else workload.gradient_bytes(elements)
+    routing = model.routing(layer)
+    if routing is not None:
+        # The experts' gradients are complete together, and are added one after the other, that of the down projections
+        # first.
+        held = routing.experts // layout.expert * model.expert_width // layout.tensor
+        feed = _rows_at_work(workload, routing) - _shared_expert(workload)  # whose backward pass comes before
+        elements = held * model.hidden_size
+        down, gate_up = (a * n * elements if is_copied else workload.gradient_bytes(n * elements) for n in (1, 2))
+        # In bit-equal sums the rows of each rank give a gradient by themselves.
+        sources = layout.expert if workload.is_bit_equal else 1
+        weights = max(2 * a * elements + down, gate_up, 3 * sources * a * elements)
+    last = feed + weights
     if layout.sequence_parallel:
         last += workload.gathered_bytes
     if workload.drops_hidden:
         last += (0 if layout.sequence_parallel else x) - workload.mask_elements
     if model.norms_output:
         last += 0 if layout.sequence_parallel else x
-    needs_two = model.gated or (model.activation == "relu" and not workload.inner_mask_elements)
+    needs_two = routing is None and model.gated
+    needs_two = needs_two or (model.activation == "relu" and not workload.inner_mask_elements)
     most = max(last, 2 * feed) if needs_two else last
     if model.norm_place == "input":
         return x + most
     norm = 4 * _FLOAT32 * workload.x_elements if _norms_copy_input(workload) else 0
     return x + max(most - norm_bytes(workload), norm)
+
+
+def _rows_at_work(workload: RankWorkload, routing: Routing) -> int:
+    """Return the bytes of rows in the backward pass of experts, [R·(2F/t + H)] of grouped products.
+
+    Elsewhere the rows of one expert are at work, [5F/t + 3·H] for each, with the gradients of its weights, [3·H·F/t],
+    beside the gradient of x, [T·H], or those of rows that came from other ranks and of their results, [2·R·H].
+    """
+    hidden = workload.model.hidden_size
+    width = workload.model.expert_width // workload.layout.tensor
+    rows = workload.rows(routing)
+    if workload.groups_products:
+        return workload.a * rows * (2 * width + hidden)
+    travelling = 2 * rows * hidden if workload.rows_travel else workload.tokens * hidden
+    return workload.a * (travelling + rows // routing.experts * (5 * width + 3 * hidden) + 3 * hidden * width)
 
 
 def _core_gradients(workload: RankWorkload) -> int:

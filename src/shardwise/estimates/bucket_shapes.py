@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from heapq import merge
+from operator import itemgetter
 
 from shardwise.config import DTYPE_BYTES, FamilyConfig
 from shardwise.config.layout import Stage
@@ -34,6 +36,11 @@ class BucketShape:
     def has_matrices(self) -> bool:
         """True for a bucket that ZeRO-3 cuts: vectors stay whole."""
         return any(parameter.matrix for _, parameter in self.parameters)
+
+    @property
+    def divided_over(self) -> int:
+        """The data-parallel ranks that divide the tensors of its kind among them: E of experts."""
+        return self.parameters[0][1].divided_over
 
     @property
     def stage(self) -> int:
@@ -91,7 +98,8 @@ _ModelPart = tuple[FamilyConfig, int, bool, LocalWidths, tuple[Stage, ...]]
 @lru_cache(maxsize=64)
 def _stored(model_part: _ModelPart) -> tuple[LocalParameter, ...]:
     model, tensor, sequence, local, stages = model_part
-    return tuple(local_parameters(model, tensor, sequence, local=local, stages=stages))
+    parameters = local_parameters(model, tensor, sequence, local=local, stages=stages)
+    return tuple(parameter for parameter in parameters if parameter.is_trained)
 
 
 @lru_cache(maxsize=4096)
@@ -104,25 +112,28 @@ def _shapes(
     accelerator: bool,
     kinds: tuple[str, ...],
 ) -> tuple[BucketShape, ...]:
-    shapes = []
-    by_group: dict[tuple[tuple[bool, ...], int], list[LocalParameter]] = {}
-    for parameter in _stored(model_part):
-        divided_over = parameter.divided_over
-        kind_of_group = tuple(getattr(parameter, kind) for kind in kinds)
-        by_group.setdefault((kind_of_group, -divided_over), []).append(parameter)
-    # The order of `build.parameter_groups`: matrices first. Of a group, divided experts come last.
-    for (_, divided), group in sorted(by_group.items(), reverse=True):
-        ranks = slices // -divided if slices > 1 else 1
-        sizes = [
-            ((parameter.place.stage, parameter.at_both_ends), gradient * parameter.elements, parameter.place.unit)
-            for parameter in group
-        ]
-        if bucket_mib is not None:
-            most = bucket_mib * _MIB
-        else:
-            most = bucket_bytes(sum(size for _, size, _ in sizes), data // -divided, accelerator=accelerator)
-        for indices in packed(sizes, most):
-            members = [group[index] for index in indices]
-            offsets, length = offsets_and_length([member.elements for member in members], ranks)
-            shapes.append(BucketShape(tuple(zip(offsets, members, strict=True)), length, ranks))
+    by_kind: dict[tuple[bool, ...], dict[int, list[tuple[int, LocalParameter]]]] = {}
+    for number, parameter in enumerate(_stored(model_part)):
+        kind = tuple(getattr(parameter, name) for name in kinds)
+        by_kind.setdefault(kind, {}).setdefault(parameter.divided_over, []).append((number, parameter))
+    shapes: list[BucketShape] = []
+    # The order of `build.parameter_groups`: matrices first.
+    for _, groups in sorted(by_kind.items(), reverse=True):
+        alike: list[list[tuple[int, BucketShape]]] = []
+        for divided, group in groups.items():
+            ranks = slices // divided if slices > 1 else 1
+            sizes = [((p.place.stage, p.at_both_ends), gradient * p.elements, p.place.unit) for _, p in group]
+            if bucket_mib is not None:
+                most = bucket_mib * _MIB
+            else:
+                most = bucket_bytes(sum(size for _, size, _ in sizes), data // divided, accelerator=accelerator)
+            buckets = []
+            for indices in packed(sizes, most):
+                members = [group[index][1] for index in indices]
+                offsets, length = offsets_and_length([member.elements for member in members], ranks)
+                shape = BucketShape(tuple(zip(offsets, members, strict=True)), length, ranks)
+                buckets.append((-group[indices[-1]][0], shape))
+            alike.append(buckets)
+        # A backward pass completes last what comes first in the model.
+        shapes += [shape for _, shape in merge(*alike, key=itemgetter(0))]
     return tuple(shapes)

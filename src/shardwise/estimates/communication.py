@@ -13,18 +13,20 @@ Tensor and sequence parallelism communicate as in arXiv:1909.08053 and arXiv:220
 Axes are named as the groups in `distributed/mesh.py`: "tp", "cp", "dp", "pp", "world", "dp_cp" for data and context
 parallelism together, if both are above 1, "tp/c" for the c neighbouring ranks that hold the same key/value heads,
 "dp/n" for the n ranks that ZeRO cuts over and "dp/copies" for those that own the same part, if `parallel.replicate` is
-above 1, and "pp/ends" for the two ranks that hold a tied embedding, if "pp" has more than these two.
+above 1, and "pp/ends" for the two ranks that hold a tied embedding, if "pp" has more than these two. "dp/E" are the E
+ranks that divide the experts of a block, and "dp/experts" those that have the same ones, as "dp" of other parameters.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import rank_of
+from shardwise.config.routing import SUMS, Routing
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
@@ -75,6 +77,7 @@ def step_transfers(
     pipeline_rank: int = 0,
     data_rank: int = 0,
     tensor_rank: int = 0,
+    imbalance: float = 1.0,
 ) -> list[Transfer] | None:
     """Return every collective and message of one rank in one optimizer step. None for a model of your own.
 
@@ -88,12 +91,15 @@ def step_transfers(
         pipeline_rank: place of the rank in its pipeline.
         data_rank: place in data parallelism. With ZeRO, it decides which partial gradients the rank owns.
         tensor_rank: place in tensor parallelism. It decides how many rows of a tied embedding are padding.
+        imbalance: rows of experts that arrive at the rank over those of balanced loads.
     """
     workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
     if workload is None:
         return None
-    micro_batch = _forward(workload) + _backward(workload) + _scales(workload)
-    return _transfers(workload, micro_batch, [_weight_scales(workload), *_update(workload, data_rank, tensor_rank)])
+    workload = replace(workload, imbalance=imbalance)
+    micro_batch = _forward(workload) + _backward(workload) + _scales(workload) + _objectives(workload)
+    once = [_weight_scales(workload), *_update(workload, data_rank, tensor_rank)]
+    return _transfers(workload, micro_batch, once + (_counted(workload) if _counts_first(workload) else []))
 
 
 def evaluation_transfers(
@@ -106,8 +112,7 @@ def evaluation_transfers(
     workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
     if workload is None:
         return None
-    weights = _gather(workload, evaluation_bytes(workload), "weights of units")
-    return _transfers(workload, _forward(workload), [weights])
+    return _transfers(workload, _forward(workload), _weights_of_units(workload, evaluation_bytes(workload)))
 
 
 def wire_bytes(transfers: list[Transfer] | None) -> dict[tuple[str, str], float] | None:
@@ -138,6 +143,7 @@ def _forward(workload: RankWorkload) -> list[Transfer]:
         transfers.append(_over_tensor(workload, kind, workload.gathered_bytes, "embedding output"))
     transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
     transfers.append(_keys_and_values(workload, "all_gather", "keys and values"))
+    transfers += _experts(workload, "")
     if workload.has_last:
         transfers += _head(workload)
     return [*transfers, _message(workload, 1, "outputs of stages"), _samples(workload)]
@@ -161,14 +167,17 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
+        transfers += _experts(workload, ", recomputed")
     if workload.gathers_keys_again:
         times = 2 if workload.config.passes_keys and workload.recompute == "full" else 1
         transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again", times))
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers and workload.layout.sequence_parallel:
         inputs = "inputs of attention and MLP, gathered again"
-        transfers.append(_over_tensor(workload, "all_gather", gathered, inputs, 2 * workload.layers))
+        count = 2 * workload.layers - _routings(workload).total()  # experts keep theirs
+        transfers.append(_over_tensor(workload, "all_gather", gathered, inputs, count))
     transfers.append(_query_key_squares(workload, "gradients of "))
+    transfers += _gradients_of_experts(workload)
     if workload.model.head_transform:
         size = workload.a * workload.predicted * workload.model.hidden_size
         transfers.append(_over_tensor(workload, "all_reduce", size, "gradient of the decoder's input", head))
@@ -250,6 +259,137 @@ def _regions(workload: RankWorkload, outputs: int, suffix: str) -> list[Transfer
         _over_tensor(workload, "all_gather", gathered, f"inputs of attention and MLP{suffix}", 2 * layers),
         _over_tensor(workload, "reduce_scatter", gathered, f"outputs of attention and MLP{suffix}", outputs * layers),
     ]
+
+
+def _routings(workload: RankWorkload) -> Counter[Routing]:
+    """The rules of the routers on this rank, with the number of blocks of each."""
+    layers = (layer for stage in workload.stages for layer in stage.layers)
+    return Counter(routing for routing in map(workload.model.routing, layers) if routing is not None)
+
+
+def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) -> Transfer:
+    """An all-to-all over the ranks that divide the experts, of which a rank sends so many bytes, its own included."""
+    layout = workload.layout
+    axis = layout.replicas_axis
+    axis = axis if layout.expert == layout.replicas else f"{axis}/{layout.expert}"
+    return Transfer(axis, "all_to_all", layout.expert, size, count, tensor)
+
+
+def _experts(workload: RankWorkload, suffix: str) -> list[Transfer]:
+    """The forward pass of experts in all blocks.
+
+    Ranks that divide the experts send the numbers of rows, [N] in int64, each of the T·k rows of their tokens with its
+    weight, [H] and one in float32, and back what arrived, [R, H]: in bit-equal sums, each part of it. Under sequence
+    parallelism, the weights and the numbers of the chosen experts are gathered, [T·k] in float32 and in int64.
+    """
+    transfers = []
+    row = workload.a * workload.model.hidden_size
+    for routing, count in _routings(workload).items():
+        rows = workload.tokens * routing.per_token
+        results = workload.parts_of_sums * row * workload.rows(routing)
+        transfers += [
+            _over_experts(workload, _INT64 * routing.experts, f"numbers of rows{suffix}", count),
+            _over_experts(workload, (row + _FLOAT32) * rows, f"rows and weights to their experts{suffix}", count),
+            _over_experts(workload, results, f"results of rows{suffix}", count),
+        ]
+        if workload.layout.sequence_parallel:
+            chosen = f"weights and numbers of chosen experts{suffix}"
+            transfers.append(_over_tensor(workload, "all_gather", (_FLOAT32 + _INT64) * rows, chosen, count))
+        transfers += _shared_expert(workload, count, suffix)
+    return transfers
+
+
+def _shared_expert(workload: RankWorkload, count: int, suffix: str) -> list[Transfer]:
+    """The input and the output of the expert that all tokens use, which is a region of tensor parallelism by itself."""
+    if not workload.model.shared_expert_width:
+        return []
+    size = workload.gathered_bytes
+    if not workload.layout.sequence_parallel:
+        return [_over_tensor(workload, "all_reduce", size, f"output of the shared expert{suffix}", count)]
+    return [
+        _over_tensor(workload, "all_gather", size, f"input of the shared expert{suffix}", count),
+        _over_tensor(workload, "reduce_scatter", size, f"output of the shared expert{suffix}", count),
+    ]
+
+
+def _gradients_of_experts(workload: RankWorkload) -> list[Transfer]:
+    """The backward pass of `_experts`: each tensor goes the other way; the numbers of rows are known."""
+    transfers = []
+    kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
+    row = workload.a * workload.model.hidden_size
+    for routing, count in _routings(workload).items():
+        rows = workload.tokens * routing.per_token
+        arrived = workload.parts_of_sums * (row + _FLOAT32) * workload.rows(routing)
+        transfers += [
+            _over_experts(workload, row * rows, "gradients of results of rows", count),
+            _over_experts(workload, arrived, "gradients of rows and weights", count),
+            _over_tensor(workload, kind, _FLOAT32 * rows, "gradients of weights of chosen experts", count),
+        ]
+        if workload.model.shared_expert_width:
+            size = workload.gathered_bytes
+            transfers.append(_over_tensor(workload, kind, size, "gradient of the shared expert's input", count))
+            if workload.layout.sequence_parallel:
+                output = "gradient of the shared expert's output"
+                transfers.append(_over_tensor(workload, "all_gather", size, output, count))
+                if workload.config.regathers:
+                    again = "input of the shared expert, gathered again"
+                    transfers.append(_over_tensor(workload, "all_gather", size, again, count))
+    return transfers
+
+
+def _objectives(workload: RankWorkload) -> list[Transfer]:
+    """What the objectives of routers add to a micro-batch (`layers/balance.py`).
+
+    Loads, in int64: [B·N] over context parallelism, [N] over all replicas in each block, again in full recompute. Where
+    those of the whole batch must be known before, a forward pass counts them.
+    """
+    layout = workload.layout
+    losses = workload.config.optimizer.router_losses
+    forwards = 2 if workload.recompute == "full" else 1
+    counts_first = _counts_first(workload)
+    transfers = []
+    for routing, count in _routings(workload).items():
+        loads = _INT64 * routing.experts
+        samples = workload.config.train.micro_batch if "sequence" in losses else 0
+        batch = loads if "batch" in losses and not counts_first else 0
+        transfers += [
+            Transfer("cp", "all_reduce", layout.context, samples * loads, forwards * count, "loads of samples"),
+            Transfer(
+                layout.replicas_axis, "all_reduce", layout.replicas, batch, forwards * count, "loads of the batch"
+            ),
+        ]
+    if counts_first:
+        samples_sent = _samples(workload)
+        transfers += [transfer for transfer in _forward(workload) if transfer != samples_sent]
+    return transfers
+
+
+def _counts_first(workload: RankWorkload) -> bool:
+    """Return whether each step begins with forward passes that only count the rows of experts."""
+    losses = workload.config.optimizer.router_losses
+    several = workload.micro_batches > 1 or workload.layout.pipeline > 1
+    return "pooled" in losses or ("batch" in losses and several)
+
+
+def _counted(workload: RankWorkload) -> list[Transfer]:
+    """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
+    layout = workload.layout
+    of_blocks = _INT64 * sum(routing.experts * count for routing, count in _routings(workload).items())
+    routing = workload.model.any_routing
+    pooled = 0 if routing is None else _INT64 * routing.experts * ("pooled" in workload.config.optimizer.router_losses)
+    return [
+        Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
+        Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
+        *_weights_of_units(workload, evaluation_bytes(workload)),
+    ]
+
+
+def _loads(workload: RankWorkload) -> Transfer:
+    """The rows of each expert and sums of all blocks of the model, [N + K] in int64 each."""
+    model = workload.model
+    rules = [rule for rule in map(model.routing, range(model.num_hidden_layers)) if rule is not None]
+    numbers = len(rules) * (max((rule.experts for rule in rules), default=0) + len(SUMS))
+    return Transfer("world", "all_reduce", workload.layout.world, _INT64 * numbers, 1, "loads of experts")
 
 
 def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
@@ -339,8 +479,6 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     objectives = len(workload.model.objectives)
     data_rank %= workload.shard_ranks
     buckets = bucket_shapes(workload)
-    elements = sum(bucket.elements for bucket in buckets)
-    gradients = DTYPE_BYTES[precision.reduce] * (elements + workload.head_gradient_elements)
     is_ordered = workload.is_bit_equal
     norm = _FLOAT64 if precision.rounding == "stochastic" else _FLOAT32
     losses = _FLOAT32 * objectives
@@ -364,7 +502,7 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
         transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
     if optimizer.spec.orthogonalizes:
         transfers += _matrices(workload)
-    transfers += _over_data(workload, gradients, buckets)
+    transfers += [*_over_data(workload, buckets), _loads(workload)]
     for ranks in sorted({layout.tensor, workload.local.key_value_copies} - {1}):
         axis = "tp" if ranks == layout.tensor else f"tp/{ranks}"
         if workload.is_bit_equal:
@@ -385,34 +523,53 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
     return [*transfers, Transfer(axis, "all_reduce", 2, size, 1, "gradient of the tied embedding")]
 
 
-def _over_data(workload: RankWorkload, gradients: int, buckets: Sequence[BucketShape]) -> list[Transfer]:
-    """Return the reductions of so many bytes of gradients, and the gathers of new values of buckets that stay whole.
+def _over_data(workload: RankWorkload, buckets: Sequence[BucketShape]) -> list[Transfer]:
+    """Return the reductions of gradients, and the gathers of new values of buckets that stay whole.
 
     Ranks that ZeRO cuts over are `n`; those that own the same part, as copies of each other, sum theirs afterwards.
     """
-    n = workload.shard_ranks
-    axis = workload.layout.replicas_axis
-    copies = workload.layout.replicas // n
-    count = workload.reductions
-    if n == 1:
-        return [Transfer(axis, "all_reduce", copies, gradients, count, "gradients")]
-    elements = sum(bucket.elements for bucket in buckets if not (workload.frees_values and bucket.has_matrices))
-    values = DTYPE_BYTES[workload.precision.parameter] * elements
-    return [
-        Transfer(_shard_axis(workload), "reduce_scatter", n, gradients, count, "gradients"),
-        Transfer(f"{axis}/copies", "all_reduce", copies, gradients // n, count, "owned gradients of copies"),
-        _gather(workload, values, "parameters"),
-        _gather(workload, gathered_bytes(workload), "weights of units"),
-    ]
+    transfers = []
+    for divided in sorted({bucket.divided_over for bucket in buckets}):
+        alike = [bucket for bucket in buckets if bucket.divided_over == divided]
+        elements = sum(bucket.elements for bucket in alike)
+        elements += workload.head_gradient_elements if divided == 1 else 0
+        gradients = DTYPE_BYTES[workload.precision.reduce] * elements
+        axis, shard_axis, n = _shards(workload, divided)
+        copies = workload.layout.replicas // divided // n
+        copies_axis = f"{axis}/{'experts' if divided == 1 and n == workload.layout.expert else 'copies'}"
+        # Parts that no other rank has are complete at once, and wait for the end of the step.
+        count = workload.reductions if n > 1 else 1
+        if n == 1:
+            transfers.append(Transfer(axis, "all_reduce", copies, gradients, count, "gradients"))
+            continue
+        whole = sum(bucket.elements for bucket in alike if not (workload.frees_values and bucket.has_matrices))
+        values = DTYPE_BYTES[workload.precision.parameter] * whole
+        transfers += [
+            Transfer(shard_axis, "reduce_scatter", n, gradients, count, "gradients"),
+            Transfer(copies_axis, "all_reduce", copies, gradients // n, count, "owned gradients of copies"),
+            Transfer(shard_axis, "all_gather", n, values, 1, "parameters"),
+        ]
+    return transfers + _weights_of_units(workload, gathered_bytes(workload))
 
 
-def _gather(workload: RankWorkload, size: int, tensor: str) -> Transfer:
-    return Transfer(_shard_axis(workload), "all_gather", workload.shard_ranks, size, 1, tensor)
+def _weights_of_units(workload: RankWorkload, sizes: Mapping[int, int]) -> list[Transfer]:
+    """The gathers of so many bytes of values, by the number of ranks that divide the tensors among them."""
+    transfers = []
+    for divided, size in sizes.items():
+        _, axis, n = _shards(workload, divided)
+        transfers.append(Transfer(axis, "all_gather", n, size, 1, "weights of units"))
+    return transfers
 
 
-def _shard_axis(workload: RankWorkload) -> str:
-    axis = workload.layout.replicas_axis
-    return axis if workload.shard_ranks == workload.layout.replicas else f"{axis}/{workload.shard_ranks}"
+def _shards(workload: RankWorkload, divided: int) -> tuple[str, str, int]:
+    """Return the axis of the ranks that have the same part, that of those that ZeRO cuts it over, and their number.
+
+    divided: data-parallel ranks that divide the tensors of its kind among them.
+    """
+    replicas = workload.layout.replicas // divided
+    axis = workload.layout.replicas_axis + ("/experts" if divided > 1 else "")
+    n = max(1, workload.shard_ranks // divided)
+    return axis, axis if n == replicas else f"{axis}/{n}", n
 
 
 def _matrices(workload: RankWorkload) -> list[Transfer]:
@@ -424,9 +581,9 @@ def _matrices(workload: RankWorkload) -> list[Transfer]:
     optimizer = workload.config.optimizer
     ranks = layout.tensor * layout.replicas
     width = DTYPE_BYTES[optimizer.muon.dtype(workload.accelerator)]
-    stored = sum(bucket.elements for bucket in bucket_shapes(workload) if bucket.is_orthogonalized)
-    part = width * stored // layout.replicas
-    updates = width * stored // workload.shard_ranks
+    matrices = [bucket for bucket in bucket_shapes(workload) if bucket.is_orthogonalized]
+    part = width * sum(bucket.elements * bucket.divided_over for bucket in matrices) // layout.replicas
+    updates = width * sum(bucket.elements // bucket.slices for bucket in matrices)
     axis = "tp" if layout.replicas == 1 else layout.replicas_axis if layout.tensor == 1 else "world"
     if axis == "world" and layout.pipeline > 1:
         axis = f"world/{ranks}"

@@ -27,6 +27,7 @@ from shardwise.layers.chunks import GRADIENTS_AT_ONCE, loss_chunk_elements, roun
 from shardwise.models.parameter_counts import (
     EMBEDDING,
     HEAD,
+    OUTSIDE,
     block_matrix_shapes,
     local_parameter_count,
     local_parameters,
@@ -173,7 +174,11 @@ def _gradient_bytes(workload: RankWorkload) -> int:
     """Bytes of the gradients that stay: with bit-equal sums also those of ended groups, and those of a tied head."""
     if not workload.frees_gradients:
         return whole_gradient_bytes(workload)
-    elements = sum(bucket.elements // bucket.slices for bucket in bucket_shapes(workload))
+    elements = 0
+    for bucket in bucket_shapes(workload):
+        # A bucket of one rank is not cut, and frees nothing.
+        sources = bucket.divided_over if workload.is_bit_equal and bucket.slices == 1 else 1
+        elements += sources * bucket.elements // bucket.slices
     return elements * DTYPE_BYTES[workload.precision.gradient]
 
 
@@ -235,16 +240,19 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     end = _embedding_gradient(workload, tied=head > 0) + head + gradient if stage.is_first else 0
     extra = StageInFlight.of_reduction(workload, stage) if in_flight is None else in_flight.stages[stage.index]
     at_ends = embedding + head + received + gradient + _gradients_of_parts(workload, stage)
-    during = {layer: level.peak + at_ends for layer, level in zip(stage.layers, levels, strict=True)}
-    backward = max(during.values())
-    reduction = max(end + extra.last(EMBEDDING.unit), *(size + extra.last(unit) for unit, size in during.items()))
+    by_layer = list(zip(stage.layers, levels, strict=True))
+    backward = at_ends + max(level.peak for level in levels)
+    after = head + gradient + extra.last(OUTSIDE.unit)
+    reduction = max(
+        end + extra.last(EMBEDDING.unit), after, *(at_ends + extra.at_block(*block, last=True) for block in by_layer)
+    )
     if workload.config.splits_backward:
         reduction = max(extra.reduced.values())
     if in_flight is not None:
-        backward = max(size + extra.backward(unit) for unit, size in during.items())
-        end += extra.backward(EMBEDDING.unit)
+        backward = at_ends + max(extra.at_block(*block) for block in by_layer)
+        end = max(end + extra.backward(EMBEDDING.unit), head + gradient + extra.backward(OUTSIDE.unit))
         loss += extra.forward(HEAD.unit)
-        in_blocks = [level.kept + extra.forward(layer) for layer, level in zip(stage.layers, levels, strict=True)]
+        in_blocks = [level.kept + extra.forward(layer) for layer, level in by_layer]
         forward = max(0, embedding + max(extra.forward(EMBEDDING.unit), *in_blocks) - kept - received)
     return PassBytes(
         kept=kept + received,

@@ -40,6 +40,7 @@ class RankWorkload:
         accelerator: True if the run is on an accelerator.
         pipeline_rank: the rank.
         stages: stages of that rank; without a pipeline a single one, which is the model.
+        imbalance: rows of experts on this rank over those of balanced loads.
     """
 
     config: Config
@@ -50,6 +51,7 @@ class RankWorkload:
     accelerator: bool
     pipeline_rank: int
     stages: tuple[Stage, ...]
+    imbalance: float = 1.0
 
     @staticmethod
     def of(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int = 0) -> RankWorkload | None:
@@ -65,7 +67,7 @@ class RankWorkload:
         model = config.shapes
         if model is None:
             return []
-        local = LocalWidths.of(model, layout.tensor, config.vocab_multiple(layout.tensor), layout.expert)
+        local = LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor))
         precision = config.precision.resolved(accelerator)
         plan = stage_plan(config, layout)
         return [
@@ -107,6 +109,11 @@ class RankWorkload:
     def has_parts(self) -> bool:
         """True if linear layers multiply by parts."""
         return self.is_bit_equal and self.config.parallel.grain > 1
+
+    @property
+    def parts_of_sums(self) -> int:
+        """The parts of each sum over the tensor-parallel ranks that this rank computes."""
+        return self.config.parallel.grain // self.layout.tensor if self.is_bit_equal else 1
 
     @property
     def head_gradient_elements(self) -> int:
@@ -176,6 +183,21 @@ class RankWorkload:
     def tokens(self) -> int:
         """T, the tokens of a micro-batch that a rank has."""
         return self.config.train.sequence_length * self.config.train.micro_batch // self.layout.context
+
+    def rows(self, routing: Routing) -> int:
+        """R, the rows of a block's experts that a rank computes: T·k where loads are balanced."""
+        rows = self.tokens * routing.per_token
+        return rows if self.layout.expert == 1 else round(self.imbalance * rows)
+
+    @property
+    def groups_products(self) -> bool:
+        """True if one kernel computes the products of all experts, as accelerators are taken to have."""
+        return self.accelerator and not self.is_bit_equal
+
+    @property
+    def rows_travel(self) -> bool:
+        """True if the rows of experts are tensors by themselves, as those are that come from other ranks."""
+        return self.layout.expert > 1 or self.is_bit_equal
 
     @cached_property
     def tokens_between(self) -> int:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from shardwise.config import DTYPE_BYTES
 from shardwise.config.layout import Stage
+from shardwise.estimates.activations import BlockStack
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models.parameter_counts import EMBEDDING, HEAD, OUTSIDE
@@ -45,12 +46,12 @@ class GatherPass:
 
     Attributes:
         state: weights on the rank afterwards.
-        sent: bytes of values that were gathered.
+        sent: bytes of values that were gathered, by the number of ranks that divide the tensors among them.
         values: bytes of whole values at each unit.
     """
 
     state: GatherState
-    sent: int
+    sent: Counter[int]
     values: ByUnit
 
 
@@ -65,7 +66,8 @@ class StageGathers:
         width = DTYPE_BYTES[workload.precision.parameter]
         self._releases = workload.config.gather == "micro_batch"
         shapes = bucket_shapes(workload) if workload.frees_values else []
-        freed = [shape for shape in shapes if shape.has_matrices and shape.stage == stage.index]
+        freed = [shape for shape in shapes if shape.has_matrices and shape.slices > 1 and shape.stage == stage.index]
+        self._divided = [shape.divided_over for shape in freed]
         self.sizes = {number: width * shape.elements for number, shape in enumerate(freed)}
         self._prefetch = workload.config.optimizer.prefetch
         self._buckets: dict[int, list[int]] = {}
@@ -79,6 +81,14 @@ class StageGathers:
         self._forward = in_order
         self._backward = [unit for unit in reversed(in_order) if unit >= 0]
         self._cache: dict[tuple[str, GatherState], GatherPass] = {}
+
+    @property
+    def whole(self) -> Counter[int]:
+        """Bytes of all whole values, as in `GatherPass.sent`."""
+        total: Counter[int] = Counter()
+        for number, size in self.sizes.items():
+            total[self._divided[number]] += size
+        return total
 
     def forward(self, state: GatherState, *, keeps_last: bool = True) -> GatherPass:
         """Do a forward pass; in training, the last block's weights stay for the backward pass."""
@@ -99,12 +109,13 @@ class StageGathers:
         gathered = set(state.gathered)
         users = set(state.users)
         values: ByUnit = {}
-        sent = 0
+        sent: Counter[int] = Counter()
 
-        def begin(units: Iterable[int]) -> int:
+        def begin(units: Iterable[int]) -> None:
             new = {number for unit in units for number in self._buckets[unit]} - gathered
             gathered.update(new)
-            return sum(self.sizes[number] for number in new)
+            for number in new:
+                sent[self._divided[number]] += self.sizes[number]
 
         def release(unit: int) -> None:
             for number in self._buckets[unit]:
@@ -117,7 +128,7 @@ class StageGathers:
             following = order[order.index(unit) + 1 :] if unit in order else order
             needed = [unit, *following[: self._prefetch]]
             users.update((number, user) for user in needed for number in self._buckets[user])
-            sent += begin(needed)
+            begin(needed)
             values[unit] = sum(self.sizes[number] for number in gathered)
             if unit not in (*outside, *kept):
                 release(unit)
@@ -139,13 +150,16 @@ def _users(unit: int, stage: Stage, *, is_tied: bool) -> Iterator[int]:
         yield HEAD.unit
 
 
-def gathered_bytes(workload: RankWorkload) -> int:
-    """Return the bytes of whole values that a rank gathers for the passes of a step of training."""
-    total = 0
+def gathered_bytes(workload: RankWorkload) -> Counter[int]:
+    """Return the bytes of whole values that a rank gathers for the passes of a step of training.
+
+    They stand by the number of ranks that divide the tensors among them (`BucketShape.divided_over`).
+    """
+    total: Counter[int] = Counter()
     for stage in workload.stages:
         gathers = StageGathers(workload, stage)
         if workload.config.gather == "step":
-            total += sum(gathers.sizes.values())
+            total += gathers.whole
             continue
         state = GatherState()
         parallel = workload.config.parallel
@@ -157,9 +171,9 @@ def gathered_bytes(workload: RankWorkload) -> int:
     return total
 
 
-def evaluation_bytes(workload: RankWorkload) -> int:
-    """Return the bytes of whole values that a rank gathers for the forward passes of one global batch."""
-    total = 0
+def evaluation_bytes(workload: RankWorkload) -> Counter[int]:
+    """Return the bytes of `gathered_bytes`, but for the forward passes of one global batch."""
+    total: Counter[int] = Counter()
     for stage in workload.stages:
         gathers = StageGathers(workload, stage)
         state = GatherState()
@@ -173,16 +187,16 @@ def evaluation_bytes(workload: RankWorkload) -> int:
 # ---- gradients
 
 
-def reduction_copies(workload: RankWorkload) -> int:
+def reduction_copies(workload: RankWorkload, shape: BucketShape) -> int:
     """Return the bytes of copies for each element of a bucket under reduction.
 
     One copy is made if the dtype of the reduction is not that of the gradients. On a CPU with ZeRO, and with
     bit-equal sums, one more holds the slices that arrive, which are summed.
     """
     precision = workload.precision
-    if workload.layout.replicas == 1:
+    if workload.layout.replicas == shape.divided_over:
         return 0
-    sums_slices = workload.is_bit_equal or (not workload.accelerator and workload.shard_ranks > 1)
+    sums_slices = workload.is_bit_equal or (not workload.accelerator and shape.slices > 1)
     return DTYPE_BYTES[precision.reduce] * (int(precision.reduce != precision.gradient) + int(sums_slices))
 
 
@@ -193,7 +207,7 @@ class _Reductions:
     Attributes:
         shapes: the buckets.
         gradient: bytes of an element of gradients that have memory only until they are reduced; 0: all have memory.
-        copies: bytes of copies of an element under reduction.
+        copies: bytes of copies of an element under reduction, of each bucket.
         filling: numbers of buckets that have some of their gradients.
         under_way: numbers of buckets that are being reduced.
         size: bytes of gradients and copies now.
@@ -203,7 +217,7 @@ class _Reductions:
 
     shapes: Sequence[BucketShape]
     gradient: int
-    copies: int
+    copies: Sequence[int]
     filling: set[int] = field(default_factory=set)
     under_way: deque[int] = field(default_factory=deque)
     size: int = 0
@@ -226,7 +240,7 @@ class _Reductions:
     def _end_oldest(self) -> int:
         """End the reduction that began first; return the number of its bucket."""
         number = self.under_way.popleft()
-        self.size -= self.shapes[number].elements * (self.gradient + self.copies)
+        self.size -= self.shapes[number].elements * (self.gradient + self.copies[number])
         return number
 
     def add(self, number: int, copy: int) -> int:
@@ -243,22 +257,27 @@ class _Reductions:
             # Its gradients stay, and copies are made.
             self.filling.discard(self.started)
             self.under_way.append(self.started)
-            self.size += self.shapes[self.started].elements * self.copies
+            self.size += self.shapes[self.started].elements * self.copies[self.started]
             self.started += 1
             most = max(most, self.size)
         return most
 
 
-def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, int]:
-    """Return bytes of gradients and of their copies at each unit of a backward pass, and those that are left after it.
+def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, ByUnit, int]:
+    """Return bytes of gradients and their copies at each unit of a backward pass, before it, and those left at the end.
+
+    At the embedding they are those beside its new gradient, which is free before a reduction begins; the unit of what
+    no smaller unit has comes last, and has all that is held from then on.
 
     Where gradients are reduced once a step, the backward pass is that of the last micro-batch. Whole gradients that
     have memory during the whole step are not among these bytes.
     """
-    shapes = [shape for shape in bucket_shapes(workload) if shape.stage == stage.index]
     each_pass = workload.frees_gradients and workload.config.reduce == "micro_batch"
+    # What no other rank has keeps its memory.
+    least = 2 if each_pass else 1
+    shapes = [shape for shape in bucket_shapes(workload) if shape.stage == stage.index and shape.slices >= least]
     gradient = DTYPE_BYTES[workload.precision.gradient] if each_pass else 0
-    reductions = _Reductions(shapes, gradient, reduction_copies(workload))
+    reductions = _Reductions(shapes, gradient, [reduction_copies(workload, shape) for shape in shapes])
     # A gradient that is the first of a sum is copied once, into the order of the weight in memory.
     is_copied = workload.frees_gradients and (each_pass or workload.micro_batches == 1)
     copy = DTYPE_BYTES[workload.precision.gradient] if is_copied else 0
@@ -275,22 +294,26 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, i
             copies.setdefault((unit, number), []).append(copy * parameter.elements if parameter.in_block else 0)
     rounds = min(workload.micro_batches, 2) if each_pass else 1
     gradients: ByUnit = {}
+    before: ByUnit = {}
     for _ in range(rounds):
         reductions.begin_round()
         gradients = {}
         # What no smaller unit has comes last: a table of positions is added to the embedding.
         for unit in (HEAD.unit, *reversed(stage.layers), EMBEDDING.unit, OUTSIDE.unit):
-            most = reductions.size
+            before[unit] = reductions.size
+            most = max(reductions.size, gradients.get(unit, 0))
             numbers = [number for number in range(len(shapes)) if (unit, number) in copies]
             # The last products of attention and MLP that are computed side by side get their gradients first.
-            for number in numbers if workload.model.parallel_residual else ():
+            for number in numbers if workload.model.parallel_residual or unit == EMBEDDING.unit else ():
                 reductions.begin(number)
+            beside = reductions.size
             for number in numbers:
                 for copied in copies[unit, number]:
                     most = max(most, reductions.add(number, copied))
             gradients[unit] = most
-    gradients[EMBEDDING.unit] = max(gradients[EMBEDDING.unit], gradients[OUTSIDE.unit])
-    return gradients, reductions.size if rounds > 1 else 0
+            if unit == EMBEDDING.unit:
+                gradients |= {unit: beside, OUTSIDE.unit: most}
+    return gradients, before, reductions.size if rounds > 1 else 0
 
 
 # ---- both at the peak
@@ -304,6 +327,7 @@ class StageInFlight:
         weights: whole weights at each unit of a forward and of a backward pass.
         gradients: gradients and copies at each unit of any backward pass; none where they are reduced once a step.
         reduced: likewise of the last micro-batch's backward pass.
+        before: likewise before the unit has a gradient of a weight.
         left: gradients and copies between two passes.
         other_weights: weights of the rank's other stages, which stay from their forward pass to their backward pass.
     """
@@ -311,13 +335,14 @@ class StageInFlight:
     weights: tuple[ByUnit, ByUnit]
     gradients: ByUnit
     reduced: ByUnit
+    before: ByUnit = field(default_factory=dict)
     left: int = 0
     other_weights: int = 0
 
     @staticmethod
     def of_reduction(workload: RankWorkload, stage: Stage) -> StageInFlight:
         """Copies while gradients are reduced, which there are at each stage of ZeRO."""
-        if workload.frees_gradients or not reduction_copies(workload):
+        if workload.frees_gradients or not any(reduction_copies(workload, s) for s in bucket_shapes(workload)):
             return StageInFlight(({}, {}), {}, {HEAD.unit: 0})
         return _reduction(_Case.of(workload), stage)
 
@@ -329,9 +354,9 @@ class StageInFlight:
         second = gathers.forward(first.state)
         back = gathers.backward(second.state)
         forward = {unit: max(first.values[unit], second.values[unit]) for unit in first.values}
-        reduced, left = gradients_in_flight(workload, stage)
+        reduced, before, left = gradients_in_flight(workload, stage)
         gradients = reduced if workload.config.reduce == "micro_batch" else {}
-        return StageInFlight((forward, back.values), gradients, reduced, left, other_weights)
+        return StageInFlight((forward, back.values), gradients, reduced, before, left, other_weights)
 
     def forward(self, unit: int) -> int:
         """Bytes at a unit of a forward pass."""
@@ -344,6 +369,13 @@ class StageInFlight:
     def last(self, unit: int) -> int:
         """Bytes at a unit of the last micro-batch's backward pass."""
         return self.weights[1].get(unit, 0) + self.other_weights + self.reduced.get(unit, 0)
+
+    def at_block(self, layer: int, level: BlockStack, *, last: bool = False) -> int:
+        """The most at a block of a backward pass, with its activations."""
+        later = self.last(layer) if last else self.backward(layer)
+        held = self.reduced if last else self.gradients
+        first = later - held.get(layer, 0) + (self.before.get(layer, 0) if held else 0)
+        return max(level.peak + first, level.later + later)
 
 
 @dataclass(frozen=True)
@@ -360,7 +392,7 @@ class InFlight:
 
     @staticmethod
     def of(workload: RankWorkload) -> InFlight:
-        constant = whole_gradient_bytes(workload) if workload.config.reduce == "step" else 0
+        constant = whole_gradient_bytes(workload, are_freed=True) if workload.config.reduce == "step" else 0
         return InFlight(_stages_in_flight(_Case.of(workload)), constant)
 
 
@@ -391,8 +423,8 @@ class _Case:
 
 @lru_cache(maxsize=4096)
 def _reduction(case: _Case, stage: Stage) -> StageInFlight:
-    reduced, _ = gradients_in_flight(case.workload, stage)
-    return StageInFlight(({}, {}), {}, reduced)
+    reduced, before, _ = gradients_in_flight(case.workload, stage)
+    return StageInFlight(({}, {}), {}, reduced, before)
 
 
 @lru_cache(maxsize=4096)
@@ -409,9 +441,16 @@ def _stages_in_flight(case: _Case) -> dict[int, StageInFlight]:
     }
 
 
-def whole_gradient_bytes(workload: RankWorkload) -> int:
-    """Return the bytes of all gradients, with copies for the groups of bit-equal sums."""
-    elements = sum(bucket.elements for bucket in bucket_shapes(workload)) + workload.head_gradient_elements
+def whole_gradient_bytes(workload: RankWorkload, *, are_freed: bool = False) -> int:
+    """Return the bytes of all gradients, or of those that a step's end frees, with copies for groups of bit-equal sums.
+
+    With these, experts that ranks divide have a gradient for each of these ranks.
+    """
     # A binary counter of the groups of a data-parallel rank (`optim/buckets.py`).
     copies = workload.config.train.groups_apart(workload.layout.data).bit_length()
-    return copies * elements * DTYPE_BYTES[workload.precision.gradient]
+    elements = copies * workload.head_gradient_elements
+    for bucket in bucket_shapes(workload):
+        # A bucket of one rank is not cut: of it only the copies are freed.
+        kept = are_freed and bucket.slices == 1
+        elements += (copies - kept) * bucket.elements * (bucket.divided_over if workload.is_bit_equal else 1)
+    return elements * DTYPE_BYTES[workload.precision.gradient]

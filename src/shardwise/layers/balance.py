@@ -27,12 +27,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.routing import Routing
+from shardwise.config.routing import OBJECTIVES, Routing
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
-
-OBJECTIVES = ("sequence", "batch", "pooled", "z")
-"""Names of the objectives, in the order of their values."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What the experts of a sparse model count in a step, over the whole global batch and all blocks.
 
-Shapes: L = blocks with experts of the whole model, N = most experts of a block, K = `SUMS` of `layers/experts.py`.
+Shapes: L = blocks with experts of the whole model, N = most experts of a block, K = `SUMS` of `config/routing.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import ModelConfig
-from shardwise.config.routing import Routing
+from shardwise.config.routing import SUMS, Routing
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
-from shardwise.layers.experts import ENTROPY, SUMS, Experts, experts_of
+from shardwise.layers.experts import Experts, experts_of
 
 _PARTS = 2.0**32
 """Parts of 1 in which sums travel, as whole numbers beside the loads: no order of the ranks changes their total."""
@@ -105,14 +105,14 @@ class ExpertTotals:
             tokens += sum(loads[number]) / routing.per_token
             for name, value in zip(SUMS, totals[at + width - len(SUMS) : at + width], strict=True):
                 # A router of one expert has no entropy.
-                sums[name] += value / math.log(max(routing.experts, 2)) if name == ENTROPY else value
+                sums[name] += value / math.log(max(routing.experts, 2)) if name == SUMS[0] else value
         if not tokens:
             return None
         every = [load for block in loads.values() for load in block]
         return ExpertRecord(
             load_max=max(max(block) * len(block) / max(sum(block), 1) for block in loads.values()),
             idle=every.count(0) / len(every),
-            entropy=sums.pop(ENTROPY) / tokens,
+            entropy=sums.pop(SUMS[0]) / tokens,
             # An objective that is computed is above 0.
             losses={name: value for name, value in sums.items() if value},
             loads=loads,

@@ -7,7 +7,7 @@ padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack, cast
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.base.tensor_box import Box
-from shardwise.config.routing import ExpertNames, Routing
+from shardwise.config.routing import OBJECTIVES, SUMS, ExpertNames, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
-from shardwise.layers.balance import OBJECTIVES, RouterLosses
+from shardwise.layers.balance import RouterLosses
+from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.execution import execution
+from shardwise.layers.expert_rows import Journey, gradients, outputs, runs_of_experts, sum_of_rows
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
 
@@ -43,9 +45,6 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 _NAMES = ExpertNames()
-ENTROPY = "entropy"
-SUMS = (ENTROPY, *OBJECTIVES)
-"""Names of `Experts.sums`."""
 
 
 class Router(placement.PlacedModule):
@@ -76,8 +75,10 @@ class Router(placement.PlacedModule):
     ) -> None:
         super().__init__()
         self.routing = routing
+        self.sequence_parallel_enabled = is_partial
         self.choose: Callable[[Tensor], Tensor] = partial(choose, routing)
         maker = ParameterMaker(self, options)
+        self.group = maker.group
         shape = (routing.experts, hidden_size)
         piece = Piece.replicated(maker.name(name, "weight"), shape, maker.group, maker.init, partial=is_partial)
         self.weight = maker.parameter(shape, piece)
@@ -89,10 +90,15 @@ class Router(placement.PlacedModule):
             options["dtype"] = torch.float32
             self.bias = ParameterMaker(self, options).parameter(shape_of_bias, piece)
             self.bias.requires_grad_(False)
+        choose_class(self)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self._route(x, self.weight)
+
+    def _route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        """Return what `forward` does of some tokens; `weight`: the router's, or a view of it."""
         routing = self.routing
-        logits = F.linear(x.float(), self.weight.float())
+        logits = F.linear(x.float(), weight.float())
         scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
         known = scores.detach()
         experts = self.choose(known if self.bias is None else known + self.bias)
@@ -187,6 +193,7 @@ class Experts(placement.PlacedModule):
             self.register_buffer(total, zeros, persistent=False)
         self.gate_up = maker.parameter((self.count * 2 * self.width, hidden_size), *gate_up)
         self.down = maker.parameter((self.count * hidden_size, self.width), *down)
+        choose_class(self)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, experts, scores, logits = self.router(x.flatten(0, -2))
@@ -202,15 +209,20 @@ class Experts(placement.PlacedModule):
             weights, values = self.losses(weights, logits, scores, experts, x.shape[-2])
         sums = self._sums(scores.detach(), values) if torch.is_grad_enabled() else self.sums
         counts = _rows_of_each(experts, len(self.loads))
-        gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
-        tokens = x.flatten(0, -2)
-        if self.ranks.group.size == 1:
-            y = sum_of_experts(tokens, weights, experts, gate_up, down)
-        else:
-            y = self._sum_elsewhere(tokens, weights, experts, counts, gate_up, down)
+        y = self._sum(x.flatten(0, -2), weights, experts, counts)
         y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts, self.sums, sums)).view_as(x)  # type: ignore[no-untyped-call]
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(y, self.group)
+
+    def _sum(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
+        """Return this rank's part of the sum over the experts of each token, `[T, H]`; `counts`: rows of each."""
+        gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
+        if self.ranks.group.size == 1:
+            return sum_of_experts(x, weights, experts, gate_up, down)
+        if _has_grouped_products(x, gate_up, down):
+            return self._grouped_elsewhere(x, weights, experts, counts, gate_up, down)
+        journey = Journey.of(experts, counts, self.ranks.group)
+        return sum_of_rows(x, weights, journey, 1, [gate_up], [down])
 
     def _sums(self, scores: Tensor, values: Tensor | None) -> Tensor:
         """Return the amounts of a forward pass for `sums`; values: those of `OBJECTIVES`."""
@@ -219,10 +231,10 @@ class Experts(placement.PlacedModule):
         # Without sequence parallelism all ranks of the group have all of its tokens.
         return amounts if self.sequence_parallel_enabled else amounts / self.group.size
 
-    def _sum_elsewhere(
+    def _grouped_elsewhere(
         self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor
     ) -> Tensor:
-        """Return the sum as `sum_of_experts` does, of which each rank of `ranks` computes the rows of its experts."""
+        """Return the sum as `_grouped_sum` does, of which each rank of `ranks` computes the rows of its experts."""
         group = self.ranks.group
         rows = experts.flatten().argsort(stable=True)
         tokens = rows // experts.shape[1]
@@ -232,12 +244,8 @@ class Experts(placement.PlacedModule):
         arrived = collectives.exchange_rows(x[tokens], outgoing, incoming, group)
         arrived_weights = collectives.exchange_rows(weights.flatten()[rows, None], outgoing, incoming, group)
         places = torch.arange(self.count, device=x.device).repeat(group.size).repeat_interleave(arriving.flatten())
-        y = sum_of_experts(arrived, arrived_weights, places[:, None], gate_up, down)
-        returned = collectives.exchange_rows(y, incoming, outgoing, group)
-        if x.is_cuda:
-            # `index_add` adds in any order there.
-            return _sum_of_rows(returned, rows, experts)
-        return torch.zeros_like(x).index_add(0, tokens, returned)
+        y = _grouped_sum(arrived, arrived_weights, places[:, None], gate_up, down)
+        return _sum_of_rows(collectives.exchange_rows(y, incoming, outgoing, group), rows, experts)
 
     def extra_repr(self) -> str:
         routing = self.router.routing
@@ -254,11 +262,16 @@ def sum_of_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor,
         gate_up: gate and up projection of each expert, `[N, 2F, H]`.
         down: down projection of each expert, `[N, H, F]`.
     """
-    aligned = all(size * x.element_size() % 16 == 0 for size in (*gate_up.shape[1:], down.shape[2]))
-    if x.is_cuda and aligned and hasattr(F, "grouped_mm"):
+    if _has_grouped_products(x, gate_up, down):
         return _grouped_sum(x, weights, experts, gate_up, down)
     y: Tensor = _SumOfExperts.apply(x, weights, experts, gate_up, down)  # type: ignore[no-untyped-call]
     return y
+
+
+def _has_grouped_products(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Return whether torch's grouped products take these operands."""
+    is_aligned = all(size * x.element_size() % 16 == 0 for size in (*gate_up.shape[1:], down.shape[2]))
+    return x.is_cuda and is_aligned and hasattr(F, "grouped_mm")
 
 
 def _rows_of_each(experts: Tensor, count: int) -> Tensor:
@@ -283,10 +296,7 @@ def _sum_of_rows(y: Tensor, rows: Tensor, experts: Tensor) -> Tensor:
 
 
 class _AddedInBackward(torch.autograd.Function):
-    """Adds amounts of a forward pass to totals of the step, once.
-
-    Recompute repeats a forward pass, and a backward pass that is split in two may come by twice.
-    """
+    """Adds amounts of a forward pass to totals of the step, in its backward pass: recompute repeats a forward pass."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *totals_and_amounts: Tensor) -> Tensor:
@@ -298,8 +308,7 @@ class _AddedInBackward(torch.autograd.Function):
         pairs = ctx.totals_and_amounts
         for total, amount in zip(pairs[::2], pairs[1::2], strict=True):
             total.add_(amount)
-        ctx.totals_and_amounts = ()
-        return grads[0], *[None] * (len(ctx.needs_input_grad) - 1)
+        return grads[0], *[None] * len(pairs)
 
 
 class _SumOfExperts(torch.autograd.Function):
@@ -318,11 +327,10 @@ class _SumOfExperts(torch.autograd.Function):
         weights_of_rows = weights.flatten()[rows].to(x.dtype)
         joined = x.new_empty(len(rows), gate_up.shape[1])
         y = torch.zeros_like(x)
-        for expert, run in _runs(counts):
+        for expert, run in runs_of_experts(counts):
             token = tokens[run]
-            gate, up = torch.mm(x[token], gate_up[expert].t(), out=joined[run]).chunk(2, dim=-1)
-            activated = F.silu(gate).mul_(up).mul_(weights_of_rows[run, None])
-            y.index_add_(0, token, activated @ down[expert].t())
+            weight = weights_of_rows[run, None]
+            y.index_add_(0, token, outputs(x[token], weight, joined[run], gate_up[expert], down[expert]))
         ctx.save_for_backward(x, weights_of_rows, rows, tokens, joined, gate_up, down)
         ctx.counts = counts
         ctx.weights = weights
@@ -340,36 +348,13 @@ class _SumOfExperts(torch.autograd.Function):
         for expert in [number for number, count in enumerate(ctx.counts) if not count]:
             d_gate_up[expert].zero_()
             d_down[expert].zero_()
-        for expert, run in _runs(ctx.counts):
+        for expert, run in runs_of_experts(ctx.counts):
             token = tokens[run]
-            dy_rows = dy[token]
-            gate, up = joined[run].chunk(2, dim=-1)
-            silu = F.silu(gate)
-            activated = silu * up
-            d_activated = dy_rows @ down[expert]
-            d_weights[run] = torch.linalg.vecdot(d_activated, activated)
-            weight = weights[run, None]
-            torch.mm(dy_rows.t(), activated.mul_(weight), out=d_down[expert])
-            d_activated.mul_(weight)
-            d_joined = torch.empty_like(joined[run])
-            d_gate, d_up = d_joined.chunk(2, dim=-1)
-            torch.mul(d_activated, silu, out=d_up)
-            torch.ops.aten.silu_backward.grad_input(d_activated.mul_(up), gate, grad_input=d_gate)
-            torch.mm(d_joined.t(), x[token], out=d_gate_up[expert])
-            dx.index_add_(0, token, d_joined @ gate_up[expert])
+            found = gradients(dy[token], x[token], weights[run, None], joined[run], gate_up[expert], down[expert])
+            dx_rows, d_weights[run], d_gate_up[expert], d_down[expert] = found
+            dx.index_add_(0, token, dx_rows)
         d_chosen = torch.empty_like(d_weights).index_copy_(0, rows, d_weights)
         return dx, d_chosen.view_as(ctx.weights).to(ctx.weights.dtype), None, d_gate_up, d_down
-
-
-def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
-    """Return each expert that has rows, with its run of the sorted rows."""
-    runs = []
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            runs.append((expert, slice(start, start + count)))
-        start += count
-    return runs
 
 
 def experts_of(model: nn.Module) -> list[Experts]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from shardwise.config import FamilyConfig, ModelConfig, Recompute
 from shardwise.config.data import MASKED_FRACTION
-from shardwise.config.layout import Stage
+from shardwise.config.layout import Layout, Stage
 from shardwise.config.routing import Routing
 from shardwise.layers.chunks import vocabulary_rows
 from shardwise.optim.bucket_layout import UnitPlace
@@ -57,6 +57,11 @@ class LocalWidths:
             expert_ranks=expert_ranks,
         )
 
+    @staticmethod
+    def on(layout: Layout, model: FamilyConfig, vocab_multiple: int = 1) -> LocalWidths:
+        """Return the widths of a rank's part at a layout."""
+        return LocalWidths.of(model, layout.tensor, vocab_multiple, layout.expert)
+
 
 OUTSIDE, EMBEDDING, HEAD = (UnitPlace(0, unit) for unit in (-1, -2, -3))
 """Places of parameters that no block has: those of no smaller unit than the stage, of the embedding and of the head."""
@@ -78,6 +83,7 @@ class LocalParameter:
         used_share: share of the tokens that it is multiplied with: an expert's is its share of balanced loads.
         divided_over: data-parallel ranks that divide the tensors of its kind among them: E of experts.
         at_both_ends: true if the other end of the pipeline holds it too, with a part of its gradient: a tied embedding.
+        is_trained: false if it is in no bucket, in float32 and without a gradient: the bias of a router.
     """
 
     elements: int
@@ -90,6 +96,7 @@ class LocalParameter:
     divided_over: int = 1
     at_both_ends: bool = False
     in_block: bool = False
+    is_trained: bool = True
     place: UnitPlace = OUTSIDE
 
     @property
@@ -127,14 +134,21 @@ def local_parameter_count(
     if model.is_own:
         return None
     local = LocalWidths.of(model, tensor, vocab_multiple, expert_ranks)
-    return _element_count(model, tensor, local, None if stages is None else tuple(stages), block_matrices)
+    return sum(
+        elements_by_ranks(model, tensor, local, None if stages is None else tuple(stages), block_matrices).values()
+    )
 
 
 # The planner asks for the same stages in thousands of layouts.
 @lru_cache(maxsize=2**12)
-def _element_count(
-    model: FamilyConfig, tensor: int, local: LocalWidths, stages: tuple[Stage, ...] | None, block_matrices: bool
-) -> int:
+def elements_by_ranks(
+    model: FamilyConfig,
+    tensor: int,
+    local: LocalWidths,
+    stages: tuple[Stage, ...] | None = None,
+    block_matrices: bool = False,
+) -> Counter[int]:
+    """Return the elements of `local_parameter_count`, by the number of ranks that divide their tensors among them."""
     # Blocks with the same router, or without one, have the same parameters: those of one are counted for all of them.
     stages = stages or _whole_model(model)
     whole = [replace(stage, layers=range(0)) for stage in stages]
@@ -146,7 +160,16 @@ def _element_count(
             one = replace(stage, layers=range(layer, layer + 1))
             parameters = local_parameters(model, tensor, local=local, stages=[one])
             counted += [(parameter, number) for parameter in parameters if parameter.in_block]
-    return sum(p.elements * number for p, number in counted if p.is_block_matrix or not block_matrices)
+    elements: Counter[int] = Counter()
+    for p, number in counted:
+        if p.is_block_matrix or not block_matrices:
+            elements[p.divided_over] += p.elements * number
+    return elements
+
+
+def owned_elements(elements: Mapping[int, int], shards: int) -> float:
+    """Return the elements of `elements_by_ranks` that a rank updates, where ZeRO cuts over so many ranks."""
+    return sum(count / max(1, shards // divided) for divided, count in elements.items())
 
 
 def _whole_model(model: FamilyConfig) -> tuple[Stage, ...]:
@@ -163,6 +186,16 @@ def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
     """
     multiplied = [parameter for parameter in local_parameters(model, 1) if parameter.per is not None]
     return round(sum(p.elements * p.used_share for p in multiplied if per in (None, p.per)))
+
+
+def active_parameter_count(model: ModelConfig) -> int | None:
+    """Return the parameters but those of experts that are not chosen for a token. None for a class of the user's.
+
+    An embedding counts whole, as in the names of published models.
+    """
+    if model.is_own:
+        return None
+    return round(sum(parameter.elements * parameter.used_share for parameter in local_parameters(model, 1)))
 
 
 def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Counter[tuple[int, int]]:
@@ -320,7 +353,7 @@ class _StageParameters:
             routing.experts * model.hidden_size, per="token", partial_over=self.tensor if self.sequence_parallel else 1
         )
         if routing.has_bias:
-            yield LocalParameter(routing.experts, matrix=False)
+            yield LocalParameter(routing.experts, matrix=False, is_trained=False)
         if model.shared_expert_width:
             yield from self.columns(2 * model.shared_expert_width // self.tensor, bias=False, tensors=2)
             yield from self.rows(model.shared_expert_width // self.tensor, bias=False)

@@ -25,6 +25,9 @@ from shardwise.distributed.torch_private import version_of
 from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, inverse, memory_order, offsets_and_length
 from shardwise.optim.sharding import Cut, Dtypes
 
+Leaf = Tensor | placement.FurtherGradient
+"""The owner of a gradient in a bucket."""
+
 
 class Bucket:
     """Some parameters of one parameter group and dtype, brought to the values of the group's first rank.
@@ -101,7 +104,7 @@ class Bucket:
         """Find the tensors that get gradients, and the views into which these are summed."""
         self._gradient_views = self._views(self.gradients)
         self.head_gradients: Tensor | None = None
-        self._leaves: list[tuple[Tensor, Tensor]] = [*zip(self.parameters, self._gradient_views, strict=True)]
+        self._leaves: list[tuple[Leaf, Tensor]] = [*zip(self.parameters, self._gradient_views, strict=True)]
         leaves = list(map(placement.head_leaf, self.parameters))
         if any(leaf is not None for leaf in leaves):
             self.head_gradients = torch.zeros_like(self.gradients)
@@ -109,11 +112,17 @@ class Bucket:
                 if leaf is not None:
                     leaf.grad_dtype = self.gradients.dtype
                     self._leaves.append((leaf, view))
-        self._gradient_buffers = [self.gradients]
+        further = list(map(placement.further_gradients, self.parameters))
+        self._further_gradients = [torch.zeros_like(self.gradients) for _ in further[0]]
+        for flat, *gradients in zip(self._further_gradients, *further, strict=True):
+            for gradient, view in zip(gradients, self._views(flat), strict=True):
+                gradient.grad_dtype = self.gradients.dtype
+                self._leaves.append((gradient, view))
+        self._gradient_buffers = [self.gradients, *self._further_gradients]
         if self.head_gradients is not None:
             self._gradient_buffers.append(self.head_gradients)
         self._places = {leaf: place for place, (leaf, _) in enumerate(self._leaves)}
-        self._group_sums: dict[Tensor, GroupSums] = {}
+        self._group_sums: dict[Leaf, GroupSums] = {}
 
     def _take_parameters(self) -> None:
         """Make the parameters and their gradients, if they have some, views of this bucket."""
@@ -203,8 +212,11 @@ class Bucket:
 
     def end_group(self, leaves: set[Tensor] | None) -> None:
         """Keep the gradients of the group of micro-batches that ends, of some leaves or of all: see `GroupSums`."""
+        chosen: set[Leaf] | None = None
+        if leaves is not None:
+            chosen = {*leaves, *(gradient for leaf in leaves for gradient in placement.further_gradients(leaf))}
         for leaf, view in self._leaves:
-            if leaves is None or leaf in leaves:
+            if chosen is None or leaf in chosen:
                 self.adopt(self._places[leaf])
                 self._group_sums.setdefault(leaf, GroupSums(view)).end_group()
 
@@ -263,6 +275,7 @@ class Bucket:
             self.adopt(index)
         for sums in self._group_sums.values():
             sums.join()
+        add_in_pairs([self.gradients, *self._further_gradients])
         self.reduced = True
         self._pending = self._start_sum(self.gradients)
         if self.head_gradients is not None:
@@ -437,6 +450,12 @@ class GroupSums:
         """Add the sums of all groups before to the gradient of the last one."""
         while self._sums:
             self._gradient.add_(self._sums.pop()[1])
+
+
+def add_in_pairs(tensors: Sequence[Tensor]) -> None:
+    """Add tensors to the first one, in the order of `collectives.tree_sum`; overwrites them."""
+    while len(tensors) > 1:
+        tensors = [left.add_(right) for left, right in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
 def in_order(run: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from heapq import merge
 from typing import Any, overload
 
 import torch
@@ -226,10 +227,13 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
         hook = weak_hook(self._reductions.take)
-        buckets: list[Bucket] = []
-        for replicas, parameters in by_replicas(trainable, self.group).items():
-            cut = self.cut_over(replicas)
-            buckets += make_buckets(parameters, self._sharding, cut, self._dtypes, self._places)
+        alike = [
+            make_buckets(parameters, self._sharding, self.cut_over(replicas), self._dtypes, self._places)
+            for replicas, parameters in by_replicas(trainable, self.group).items()
+        ]
+        # In the order in which a backward pass completes them, as each waits for those before.
+        first = {p: number for number, p in enumerate(trainable)}
+        buckets = list(merge(*alike, key=lambda bucket: -min(first[p] for p in bucket.parameters)))
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
                 self._bucket_places[p] = (bucket, index)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
-from shardwise.config import Config, Layout, Precision, dump_yaml, stages_of, tokens_of_run
+from shardwise.config import Config, Layout, ModelConfig, Precision, dump_yaml, stages_of, tokens_of_run
 from shardwise.config.layout import Stage
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.estimates.communication import step_transfers, wire_bytes
@@ -29,6 +29,7 @@ from shardwise.estimates.memory import (
     offloaded_bytes,
 )
 from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.estimates.unequal_loads import experts_text
 from shardwise.models import parameter_counts
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.pipeline.partition import compute_shares, stage_plan
@@ -219,7 +220,8 @@ class _Summary:
         if parameters is not None:
             most = units.count(max(count or 0 for _, count in stages_of_ranks(config, self.layout)))
             share = "held by each rank" if self.layout.pipeline == 1 else "held by a rank at most"
-            shown_parameters = f"{units.count(parameters)} ({parameters:,}), {most} {share}"
+            shown_parameters = f"{parameters_text(config.model)}, {most} {share}"
+        experts = experts_text(config, self.layout, self.accelerator)
         # stop_after ends one run of a training that several jobs share.
         stop = "" if train.stop_after is None else f"; this run stops after {train.stop_after:,}"
         tensors = parameter_counts.canonical_tensor_count(config.model)
@@ -235,6 +237,7 @@ class _Summary:
             *self._stages(),
             ("tokens", f"{step_tokens:,} per step, {tokens_of_run(config):,} in all"),
             ("parameters", shown_parameters),
+            *([("experts", experts)] if experts else []),
             (
                 "precision",
                 f"parameters {precision.parameter}, {products}gradients {precision.gradient}, reduction "
@@ -402,6 +405,14 @@ class _Summary:
         if unit == "" and precision.parameter == "bfloat16":
             return "; this processor does not multiply bfloat16: precision.mode=float32 is faster"
         return ""
+
+
+def parameters_text(model: ModelConfig) -> str:
+    """The parameters of a model, and of a sparse one those that compute a token."""
+    count, active = parameter_counts.parameter_count(model), parameter_counts.active_parameter_count(model)
+    if count is None or active is None:
+        return _UNKNOWN
+    return f"{units.count(count)} ({count:,}){f', {units.count(active)} of them active' if active < count else ''}"
 
 
 def _rate_curve(optimizer: OptimizerConfig, last: int) -> list[str]:

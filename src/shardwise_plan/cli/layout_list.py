@@ -9,7 +9,8 @@ from shardwise.base import units
 from shardwise.cli import output
 from shardwise.config import tokens_of_run
 from shardwise.estimates.memory import offloaded_bytes
-from shardwise.models.parameter_counts import parameter_count
+from shardwise.estimates.unequal_loads import experts_text
+from shardwise.models.parameter_counts import active_parameter_count, parameter_count
 from shardwise_plan.cli import rows
 from shardwise_plan.cli.nodes import Answer
 from shardwise_plan.plan import Plan
@@ -55,8 +56,10 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
 def what_is_trained(name: str, plan: Plan) -> str:
     """Return a sentence on the model, the devices and the tokens."""
     tokens = units.count(tokens_of_run(plan.config))
-    parameters = units.count(parameter_count(plan.config.model) or 0)
-    return f"{name}, {parameters} parameters, on {plan.cluster}: {tokens} tokens in {plan.config.train.steps:,} steps"
+    model = plan.config.model
+    count, active = parameter_count(model) or 0, active_parameter_count(model) or 0
+    shown = f"{units.count(count)} parameters{f' ({units.count(active)} active)' if active < count else ''}"
+    return f"{name}, {shown}, on {plan.cluster}: {tokens} tokens in {plan.config.train.steps:,} steps"
 
 
 def _rows(listed: Sequence[Plan]) -> list[tuple[str, Sequence[str], str]]:
@@ -99,6 +102,8 @@ def notes(listed: Sequence[Plan]) -> list[str]:
             f"Energy of layout 1: {best.kilowatt_hours:,.0f} kWh, at {best.cluster.device.watts:,.0f} W for each "
             "device, without hosts, network and cooling."
         )
+    if text := experts_text(best.config, best.layout, best.cluster.device.is_accelerator):
+        sentences.append(f"Experts of layout 1: {text}.")
     sentences += rows.warnings(listed)
     if any(plan.config.compile.enabled for plan in listed):
         sentences.append('"step" = with compiled blocks (compile.enabled) where the layout can be compiled')

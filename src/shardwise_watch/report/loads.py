@@ -16,13 +16,10 @@ _COLUMNS = 60
 
 
 def load_maps(run: RunView) -> dict[str, dict[str, Any]]:
-    """Return maps of loads over the mean of their block; {} of a run that recorded none.
+    """Return by name the arguments of `chart.load_map` on loads over the mean of their block; {} without loads.
 
-    Steps that were undone are left out, as they are in `run`.
-
-    Returns:
-        by name the arguments of `chart.load_map`: `expert_loads`, the mean of the last 20 recorded steps, and
-        `largest_loads`, the mean of each block's largest loads in each column over the run.
+    `expert_loads` is of the last 20 recorded steps, and `largest_loads` the mean of a block's largest loads in each
+    part of the run. Steps that were undone are left out, as they are in `run`.
     """
     loads: dict[int, Mapping[str, list[int]]] = {}
     largest: dict[int, array[float]] = {}
@@ -33,8 +30,8 @@ def load_maps(run: RunView) -> dict[str, dict[str, Any]]:
             # Another program may have changed the file.
             with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
                 step, blocks = line["step"], line["loads"]
-                shape = shape or {name: len(block) for name, block in blocks.items()}
-                if shape == {name: len(block) for name, block in blocks.items()}:
+                sizes = {name: len(block) for name, block in blocks.items()}
+                if sizes == (shape := shape or sizes):
                     largest[step] = array("f", [max(block) * len(block) / sum(block) for block in blocks.values()])
                     loads |= {step: blocks} if step in recent else {}
     steps = [step for step in run.series.steps if step in largest]
@@ -54,7 +51,7 @@ def load_maps(run: RunView) -> dict[str, dict[str, Any]]:
             "axis": "step",
             "note": "a row for each block",
             "rows": {
-                name: [[column[-1], sum(largest[step][row] for step in column) / len(column)] for column in columns]
+                name: [(of[-1], round(sum(largest[step][row] for step in of) / len(of), 3)) for of in columns]
                 for row, name in enumerate(shape)
             },
         },

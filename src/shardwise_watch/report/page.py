@@ -349,7 +349,6 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
             axes = figure.subplots()
             rows = {block: [load for _, load in cells] for block, cells in shown["rows"].items()}
             extent = (*chart.ends_of_cells(shown["rows"]), len(rows) - 0.5, -0.5)
-            # Equal loads are in the middle of the colours.
             norm = colours.TwoSlopeNorm(1, 0, 4)
             image = axes.imshow([*rows.values()], "coolwarm", norm, aspect="auto", extent=extent)
             axes.set(xlabel=shown["axis"], ylabel="block", title=shown["title"])

@@ -73,6 +73,56 @@ def test_a_rank_keeps_all_state_of_experts_that_it_alone_has() -> None:
     assert alone == held + 3 * experts
 
 
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (
+            {"model": {"family": "llama"}, "optimizer": {"router_z_loss": 0.001}},
+            "optimizer.router_z_loss (0.001) must be 0 with model.family llama, which has no experts",
+        ),
+        (
+            {"model": {"family": "a.b:Model", "vocab_size": 64}, "optimizer": {"router_batch_loss": 0.01}},
+            "optimizer.router_batch_loss (0.01) must be 0 with model.family a.b:Model, whose routers nobody knows",
+        ),
+        (
+            {"optimizer": {"router_pooled_loss": 0.01}},
+            "optimizer.router_pooled_loss (0.01) must be 0 with model.family glm4_moe, for whose scores transformers "
+            "defines no balance loss: set optimizer.router_batch_loss or optimizer.router_sequence_loss",
+        ),
+    ],
+)
+def test_an_objective_needs_routers_for_which_it_is_defined(values: Any, problem: str) -> None:
+    plain = glm().model_dump(exclude_unset=True)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4}
+    model = values.get("model", plain["model"])
+    model = model | sizes | heads if model["family"] == "llama" else model
+    with pytest.raises(ConfigError) as caught:
+        check_layout(config_from({**plain, "model": model, "optimizer": {"lr": 0.001, **values["optimizer"]}}), 1)
+    assert list(caught.value.problems) == [problem]
+
+
+def test_objectives_have_the_sizes_of_each_stage_of_the_data() -> None:
+    plain = glm().model_dump(exclude_unset=True)
+    plain["train"] |= {"steps": 4}
+    plain["optimizer"] |= {"router_sequence_loss": 0.001, "router_z_loss": 0.002}
+    plain["data"] |= {"stages": [{"at": 2, "sequence_length": 16, "global_batch": 2}]}
+    found = []
+    for stage in stages_of(config_from(plain)):
+        balance = balance_of(stage, check_layout(stage, 1), Mesh(device="cpu"))
+        assert balance is not None
+        found.append((balance.samples, balance.length, balance.layers, balance.names, balance.needs_counts))
+    assert found == [(4, 8, 1, ("sequence", "z"), False), (2, 16, 1, ("sequence", "z"), False)]
+    plain["optimizer"] |= {"router_batch_loss": 0.001}
+    (one, _) = stages_of(config_from(plain))
+    needs = []
+    for micro_batch in (4, 2):
+        cut = one.with_keys(train={"micro_batch": micro_batch})
+        balance = balance_of(cut, check_layout(cut, 1), Mesh(device="cpu"))
+        needs.append(balance is not None and balance.needs_counts)
+    assert needs == [False, True]
+
+
 COUNTS = (
     "unknown key; families with experts have model.num_experts (olmoe, qwen3_moe), model.num_local_experts (mixtral) "
     "or model.n_routed_experts (glm4_moe)"
@@ -124,53 +174,3 @@ def test_ranks_of_one_copy_have_all_experts() -> None:
     parallel = load_config("olmoe-tiny", ["parallel.expert=4", "parallel.context=2", "parallel.tensor=2"]).parallel
     assert parallel.model_ranks == 8
     assert load_config("olmoe-tiny", ["parallel.context=2"]).parallel.model_ranks == 2
-
-
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        (
-            {"model": {"family": "llama"}, "optimizer": {"router_z_loss": 0.001}},
-            "optimizer.router_z_loss (0.001) must be 0 with model.family llama, which has no experts",
-        ),
-        (
-            {"model": {"family": "a.b:Model", "vocab_size": 64}, "optimizer": {"router_batch_loss": 0.01}},
-            "optimizer.router_batch_loss (0.01) must be 0 with model.family a.b:Model, whose routers nobody knows",
-        ),
-        (
-            {"optimizer": {"router_pooled_loss": 0.01}},
-            "optimizer.router_pooled_loss (0.01) must be 0 with model.family glm4_moe, for whose scores transformers "
-            "defines no balance loss: set optimizer.router_batch_loss or optimizer.router_sequence_loss",
-        ),
-    ],
-)
-def test_an_objective_needs_routers_for_which_it_is_defined(values: Any, problem: str) -> None:
-    plain = glm().model_dump(exclude_unset=True)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4}
-    model = values.get("model", plain["model"])
-    model = model | sizes | heads if model["family"] == "llama" else model
-    with pytest.raises(ConfigError) as caught:
-        check_layout(config_from({**plain, "model": model, "optimizer": {"lr": 0.001, **values["optimizer"]}}), 1)
-    assert list(caught.value.problems) == [problem]
-
-
-def test_objectives_have_the_sizes_of_each_stage_of_the_data() -> None:
-    plain = glm().model_dump(exclude_unset=True)
-    plain["train"] |= {"steps": 4}
-    plain["optimizer"] |= {"router_sequence_loss": 0.001, "router_z_loss": 0.002}
-    plain["data"] |= {"stages": [{"at": 2, "sequence_length": 16, "global_batch": 2}]}
-    found = []
-    for stage in stages_of(config_from(plain)):
-        balance = balance_of(stage, check_layout(stage, 1), Mesh(device="cpu"))
-        assert balance is not None
-        found.append((balance.samples, balance.length, balance.layers, balance.names, balance.needs_counts))
-    assert found == [(4, 8, 1, ("sequence", "z"), False), (2, 16, 1, ("sequence", "z"), False)]
-    plain["optimizer"] |= {"router_batch_loss": 0.001}
-    (one, _) = stages_of(config_from(plain))
-    needs = []
-    for micro_batch in (4, 2):
-        cut = one.with_keys(train={"micro_batch": micro_batch})
-        balance = balance_of(cut, check_layout(cut, 1), Mesh(device="cpu"))
-        needs.append(balance is not None and balance.needs_counts)
-    assert needs == [False, True]

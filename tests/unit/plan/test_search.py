@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import UserModelConfig, load_config
+from shardwise.config import Layout, UserModelConfig, load_config
 from shardwise.estimates.memory import expected_memory
 from shardwise.estimates.memory_choice import RESERVED, first_that_fits
+from shardwise_plan.device_seconds import RankGroup, all_to_all, constants_of, fitted
 from shardwise_plan.device_specs import cluster
 from shardwise_plan.layout_choices import choices, compiled
 from shardwise_plan.search import search
 from shardwise_plan.search_memory import LeastMemory, short_step_memory
-from shardwise_plan.step_time import least_times, step_time
+from shardwise_plan.step_time import least_times, shardwise_traits, stage_works, step_time
 
 CONFIG = load_config("gpt3-23b", ["train.global_batch=512"])
 FIXED = ("train.micro_batch", "train.recompute", "optimizer.zero", "parallel.sequence")
@@ -135,3 +136,64 @@ def test_the_optimizer_of_the_recipe_is_priced() -> None:
     assert muon.config.optimizer.name == "muon"
     assert muon.memory.optimizer < adamw.memory.optimizer, "one moment in place of two"
     assert muon.time.optimizer > adamw.time.optimizer
+
+
+SPARSE = ["train.global_batch=64", "train.micro_batch=1", "model.num_hidden_layers=8", "model.num_local_experts=8"]
+
+
+def test_a_search_divides_experts_and_loses_no_layout() -> None:
+    """The best of all by brute force, and memory as a dry run has it."""
+    config = load_config("mixtral-8x7b", [*SPARSE, "parallel.pipeline=1", "train.recompute=none"])
+    on = cluster("h100:8", 2)
+    fixed = ("train.micro_batch", "train.recompute", "parallel.pipeline", "parallel.tensor", "parallel.context")
+    limit = on.device.memory * (1 - RESERVED)
+    least_memory = LeastMemory(config, on)
+    expected = []
+    degrees = set()
+    for lists, layout in choices(config, on.world, on.per_node, fixed):
+        degrees.add(layout.expert)
+        for shardings in lists:
+            for choice in shardings:
+                chosen = compiled(choice.applied(config), on.device)
+                assert not chosen.compile.enabled, "experts are not compiled"
+                memory = short_step_memory(chosen, layout, on, math.inf)
+                whole = expected_memory(chosen, layout, True)
+                assert whole is not None
+                assert 0.99 < memory.total / whole.total <= 1
+                assert least_memory(choice, layout) <= memory.total * (1 + 1e-9), choice
+                time = step_time(chosen, layout, on)
+                assert time is not None
+                assert time.total >= least_times([chosen], layout, on)[0] * (1 - 1e-9)
+                assert (time.experts > 0) == (layout.expert > 1)
+                if memory.total <= limit:
+                    expected.append((time.total, choice.text(on.world)))
+                    break
+    assert degrees == {1, 2, 4, 8}
+    plans = search(config, on, best=1000, fixed=fixed).plans
+    assert [(plan.time.total, plan.text()) for plan in plans] == sorted(expected)
+    assert any("(EP 8)" in plan.text() for plan in plans)
+    only = search(config.with_keys(parallel={"expert": 4}), on, best=1000, fixed=(*fixed, "parallel.expert")).plans
+    assert {plan.layout.expert for plan in only} == {4}
+
+
+def test_blocks_of_several_kinds_have_the_mean_of_their_times() -> None:
+    config = load_config("glm4-moe-tiny", ["train.micro_batch=1"])
+    on = cluster("h100:8", 1)
+    traits = shardwise_traits(config, on)
+    times = {
+        dense: stage_works(config.with_keys(model={"first_k_dense_replace": dense}), Layout(8), on, traits, fitted())[
+            0
+        ].block.forward.total
+        for dense in (0, 2, 8)
+    }
+    assert times[2] == pytest.approx((2 * times[8] + 6 * times[0]) / 8)
+
+
+def test_an_all_to_all_uses_both_links() -> None:
+    device = cluster("h100:8", 2).device
+    c = constants_of(device)
+    inside, between = (all_to_all(device, c, RankGroup(ranks, 8), 1e12) - c.start for ranks in (8, 16))
+    assert inside == pytest.approx(7 / 8 * 1e12 / (device.node.bandwidth * c.node), rel=1e-3)
+    network = device.require_network()
+    assert between == pytest.approx(8 / 16 * 1e12 / (network.bandwidth * c.network), rel=1e-3)
+    assert all_to_all(device, c, RankGroup(1, 1), 1e12) == 0

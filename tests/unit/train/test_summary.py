@@ -253,3 +253,21 @@ def test_the_memory_of_the_machine_has_python_and_torch_of_each_rank(
     assert told.startswith(f"{units.size(expected)} expected for 2 ranks on one machine, ")
     assert ", with about 300 MiB for Python and torch on each; " in told
     assert ("the system may kill a rank here" in told) == (not has_room)
+
+
+def test_a_sparse_model_has_active_parameters_and_what_unequal_loads_add() -> None:
+    chosen = load_config("olmoe-tiny", ["parallel.expert=2"])
+    layout = check_layout(chosen, 4)
+    found = rows(chosen, layout)
+    active = 989_248 - 8 * 6 * 3 * 64 * 64  # of the 8 experts of 8 blocks, 2 compute a token
+    assert found["parameters"].startswith(f"989 k (989,248), {units.count(active)} of them active, ")
+    twice, once = (
+        sum((wire_bytes(step_transfers(chosen, layout, imbalance=imbalance)) or {}).values())
+        for imbalance in (2.0, 1.0)
+    )
+    assert found["experts"].startswith(
+        "2 of 8 for each token in 8 blocks, 4 on each rank; loads are taken for balanced"
+    )
+    assert found["experts"].endswith(f" more memory and sends (f - 1) × {units.size(twice - once)} more")
+    assert rows(chosen.with_keys(parallel={"expert": 1}), Layout(4))["experts"].endswith("all on each rank")
+    assert "experts" not in rows(config("llama"))
