@@ -31,6 +31,7 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 24,
 }
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCABULARY, "n_embd": 32, "n_inner": 48, "n_layer": 2, "n_head": 4, "n_positions": 24,
 }  # fmt: skip
@@ -78,6 +79,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES | {"tie_word_embeddings": True, "attention_bias": False, "use_parallel_residual": False},
     ),
     "bert": ("Bert", _SIZES),
+    "olmoe": ("Olmoe", _SIZES | _EXPERTS | {"num_experts": 4, "pad_token_id": None}),
+    "qwen3_moe": ("Qwen3Moe", _SIZES | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8}),
+    "mixtral": ("Mixtral", _SIZES | _EXPERTS | {"num_local_experts": 4}),
+    "glm4_moe": (
+        "Glm4Moe",
+        _SIZES | _EXPERTS | {"n_routed_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "use_qk_norm": True},
+    ),
 }
 """By name: the family as transformers' classes spell it, and the fields of its configuration."""
 LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma3")

@@ -149,6 +149,8 @@ PUBLISHED = {
             **_batch(1024, 2, 4096),
             **_rate(4e-4, 2500, 1_223_842, "cosine", (0.9, 0.95), decay=0.1),
             "optimizer.min_lr": 4e-5,
+            "optimizer.router_batch_loss": 0.01 / 16,
+            "optimizer.router_z_loss": 0.001 / 16,
             "parallel.expert": 8,
         },
     ),

@@ -9,9 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format import stored_tensors
+from shardwise.checkpoint.format.expert_weights import single_experts
+from shardwise.checkpoint.format.manifest import PieceEntry, TensorEntry
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
+from shardwise.cli import main
 from shardwise.config import check_layout, config_from
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.llama import Llama
@@ -180,3 +184,19 @@ def test_experts_that_are_not_the_model_s_are_one_sentence(tmp_path: Path) -> No
     written("glm4_moe", tmp_path, fused=True)
     change(tmp_path, drop("layers.1.mlp.gate.e_score_correction_bias"))
     assert problem(tmp_path) == "IT lacks model.layers.1.mlp.gate.e_score_correction_bias [8]"
+
+
+def test_an_import_of_both_forms_is_one_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for form in ("fused", "single"):
+        written("mixtral", tmp_path / form, fused=form == "fused")
+        assert main(["checkpoint", "import", str(tmp_path / form), str(tmp_path / f"of-{form}")]) == 0
+    steps = [str(tmp_path / f"of-{form}/step-00000000") for form in ("fused", "single")]
+    assert main(["checkpoint", "diff", *steps]) == 0
+    assert "equal" in capsys.readouterr().out
+
+
+def test_a_header_without_elements_makes_no_endless_list(tmp_path: Path) -> None:
+    shape = (2**60, 0, 4)
+    entry = TensorEntry(shape, "F32", (PieceEntry(0, 8, Box.whole(shape)),))
+    given = {"model.layers.0.mlp.experts.gate_up_proj": entry}
+    assert single_experts(Root.of(tmp_path), given) == given

@@ -20,7 +20,7 @@ from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config, sizes
 from tests.hugging_face import VOCABULARY, described, save
 
-CASES = ("llama", "llama-tied", "qwen3", "olmo2", "smollm3", "gemma3", "gpt", "neox", "neox-tied")
+CASES = ("llama", "llama-tied", "qwen3", "olmo2", "smollm3", "gemma3", "gpt", "neox", "neox-tied", "olmoe", "glm4_moe")
 LENGTH = 8
 # How the tokens are cut into passes: all at once, a prompt and single tokens, chunks, one by one.
 CUTS = ((LENGTH,), (5, 1, 1, 1), (3, 2, 3), (1,) * LENGTH)
@@ -96,6 +96,12 @@ def theirs(case: str, prompt: list[int], count: int, stop: list[int]) -> list[in
     return [int(token) for token in found[0, len(prompt) :]]
 
 
+GREEDY = [
+    *("llama", "gemma3", "gpt"),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in ("olmo2", "smollm3", "neox", "mixtral", "glm4_moe")),
+]
+
+
 @pytest.mark.parametrize(
     ("tp", "sequence"),
     [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
@@ -103,7 +109,10 @@ def theirs(case: str, prompt: list[int], count: int, stop: list[int]) -> list[in
 )
 @pytest.mark.parametrize(
     "case",
-    [*("llama", "gemma3", "gpt"), *(pytest.param(c, marks=pytest.mark.slow) for c in ("olmo2", "smollm3", "neox"))],
+    [
+        *("llama", "gemma3", "gpt"),
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ("olmo2", "smollm3", "neox", "mixtral", "glm4_moe")),
+    ],
 )
 def test_greedy_is_transformers_own(case: str, tp: int, sequence: bool, ranks: Any) -> None:
     """To the longest sequence, and up to an end token, which is given too."""
