@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, get_args
 
 from shardwise.base.errors import ConfigError, divisors
@@ -44,7 +45,6 @@ class Choice:
     pipeline: int
     schedule: Schedule
     virtual: int | None
-    expert: int
     micro_batch: int
     recompute: Recompute
     zero: int
@@ -52,6 +52,7 @@ class Choice:
     reduce: Frequency | None = None
     regathers: bool = False
     passes_keys: bool = False
+    expert: int = 1
 
     @staticmethod
     def of(config: Config, layout: Layout) -> Choice:
@@ -153,14 +154,15 @@ def choices(
         base = config.with_keys(parallel={"stages": None})
     is_fixed = "train.recompute" in fixed and config.train.recompute != "auto"
     recomputes = (config.recompute,) if is_fixed else _RECOMPUTES
-    for degrees in _degrees(config, world, per_node, fixed):
+    for *degrees, expert in _degrees(config, world, per_node, fixed):
+        choice = partial(Choice, *degrees, expert=expert)
         recipes = config.train.micro_batch
         powers = [2**n for n in range(_MOST_IN_MICRO_BATCH.bit_length())]
         for micro_batch in _values(fixed, "train.micro_batch", recipes, sorted({recipes, *powers})):
             # Recompute and ZeRO change no rule, so that one check serves all of their values.
             replicate = config.parallel.replicate if "parallel.replicate" in fixed else 1
             optimizer = config.optimizer
-            first = Choice(*degrees, micro_batch, "none", optimizer.zero, replicate, optimizer.reduce)
+            first = choice(micro_batch, "none", optimizer.zero, replicate, optimizer.reduce)
             data = world // (first.tensor * first.context * first.pipeline)
             if not data or config.train.global_batch % (micro_batch * data):
                 refused["train.global_batch"] += len(recomputes)
@@ -174,7 +176,7 @@ def choices(
                 continue
             shardings = list(_shardings(first.applied(base), layout, per_node, fixed))
             for recompute in recomputes:
-                yield [[Choice(*degrees, micro_batch, recompute, *cut) for cut in cuts] for cuts in shardings], layout
+                yield [[choice(micro_batch, recompute, *cut) for cut in cuts] for cuts in shardings], layout
 
 
 _Sharding = tuple[int, int, Frequency | None]
