@@ -11,13 +11,18 @@ import ranks
 from report import Report, Table, target
 
 _SIZES = ["model.hidden_size=512", "model.num_hidden_layers=4", "model.num_attention_heads=8", "model.vocab_size=4096"]
-_SIZES += ["train.sequence_length=256", "train.micro_batch=4", "train.global_batch=8", "parallel.tensor=1"]
-_SIZES += ["parallel.pipeline=1", "model.max_position_embeddings=256"]
-_SPARSE = ["model.num_experts=16", "model.num_experts_per_tok=4", "model.intermediate_size=256"]
+_SIZES += ["model.max_position_embeddings=512", "train.sequence_length=512", "train.micro_batch=8"]
+_SIZES += ["train.global_batch=16", "model.num_key_value_heads=8"]
+_SPARSE = [
+    "model.num_experts=16",
+    "model.num_experts_per_tok=4",
+    "model.moe_intermediate_size=256",
+    "model.head_dim=64",
+]
 STEPS = {
-    "sparse": ("olmoe-tiny", [*_SIZES, *_SPARSE]),
-    "sparse, EP 2": ("olmoe-tiny", [*_SIZES, *_SPARSE, "parallel.expert=2"]),
-    "dense": ("llama2-tiny", [*_SIZES, "model.intermediate_size=1024", "model.num_key_value_heads=8"]),
+    "sparse": ("qwen3-moe-tiny", [*_SIZES, *_SPARSE]),
+    "sparse, EP 2": ("qwen3-moe-tiny", [*_SIZES, *_SPARSE, "parallel.expert=2"]),
+    "dense": ("llama2-tiny", [*_SIZES, "model.family=qwen3", "model.intermediate_size=1024", "model.head_dim=64"]),
 }
 """Recipes and overrides of models with as many active FLOPs a token."""
 EXPERTS, PER_TOKEN, HIDDEN, WIDTH, TOKENS = 64, 8, 512, 256, 4096
@@ -112,6 +117,6 @@ def run(rounds: int) -> Report:
         [
             "Forward and backward, one thread, all implementations in turn in one process. transformers' `batched_mm` "
             "copies the weights of an expert for each row, 32 GiB here, and was left out.",
-            "Steps: 8 samples of 256 tokens, DP 2, AdamW, all models in turn in two processes.",
+            "Steps of Qwen3 and Qwen3-MoE: 16 samples of 512 tokens, DP 2, AdamW, all models in turn in two processes.",
         ],
     )

@@ -60,9 +60,9 @@ def generate(
     """Yield tokens that follow `prompt`: `max_tokens`, or up to the first that is in `stop`, which is included.
 
     Collective over the tensor- and pipeline-parallel ranks, which all get the same tokens: the first tensor-parallel
-    rank of the last stage draws them. The model reads the prompt once, `chunk` tokens at a time, and then each new
-    token; a `KeyValueCache` has room for the prompt and `max_tokens`. A model of the user's own, which has no cache,
-    reads all tokens again for each new one.
+    rank of the last stage draws them, that of replica 0 where replicas make their passes in step. The model reads the
+    prompt once, `chunk` tokens at a time, and then each new token; a `KeyValueCache` has room for the prompt and
+    `max_tokens`. A model of the user's own, which has no cache, reads all tokens again for each new one.
 
     Args:
         chunk: tokens of the prompt that are read at once.
@@ -81,9 +81,11 @@ def generate(
     for _ in range(max_tokens):
         logits_V = reader.next_logits(tokens)
         token = 0 if logits_V is None else sampler.draw(logits_V)
-        if mesh.pp.size * mesh.tp.size > 1:
+        if mesh.pp.size * mesh.tp.size > 1 or mesh.passes_in_step:
             drawn = devices.to_device(torch.tensor([token], device="cpu"), mesh.device)
-            token = int(collectives.broadcast_(collectives.broadcast_(drawn, mesh.pp, source=source), mesh.tp))
+            drawn = collectives.broadcast_(collectives.broadcast_(drawn, mesh.pp, source=source), mesh.tp)
+            # Replicas that meet in each pass must not draw texts of other lengths: their logits may differ in a bit.
+            token = int(collectives.broadcast_(drawn, mesh.replicas) if mesh.passes_in_step else drawn)
         tokens.append(token)
         yield token
         if token in stop:

@@ -110,7 +110,7 @@ class TaskModel:
         self._parallel = parallel
         self._stop = stop
         self._batch = batch
-        self._in_step = in_step
+        self._in_step = in_step or mesh.passes_in_step
 
     def while_others_answer(self, work: Callable[[], _Result]) -> _Result | None:
         """Do some work on rank 0, whose calls of `scores` and `texts` all ranks answer. Collective.

@@ -70,6 +70,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("olmoe", {"zero": 1}, {"parallel": {"expert": 2, "replicate": 2}}),
     ("mixtral", {"zero": 3}, {"parallel": {"expert": 2, "pipeline": 2}}),
     ("olmoe", {"zero": 1}, {"parallel": {"expert": 4, "grain": 2}, "train": {"bitwise": True, "data_grain": 4}}),
+    ("olmoe", {"zero": 1}, {"parallel": {"expert": 2}, "train": {"bitwise": True}}),
+    ("glm4_moe", {"zero": 2}, {"parallel": {"expert": 4, "grain": 1}, "train": {"bitwise": True}, "precision": MIXED}),
+    (
+        "olmoe",
+        {"zero": 3},
+        {"parallel": {"expert": 2, "tensor": 2, "sequence": True, "grain": 2}, "train": {"bitwise": True}},
+    ),
 ]
 SEQUENCE = {"router_sequence_loss": 0.1, "router_z_loss": 0.1}
 OBJECTIVES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -123,7 +130,7 @@ def test_a_step_holds_and_sends_what_cost_has(case: tuple[str, dict[str, Any], d
         assert (found.parameters, found.gradients) == (estimate.parameters, estimate.gradients), f"rank {rank}"
         off = estimate.total / found.peak - 1
         # Of a pipeline with ZeRO-3, the estimate has the gradients of a whole block beside those of its experts.
-        limit = 0.02 if layout.pipeline == 1 else 0.05
+        limit = 0.02 if layout.pipeline == 1 else 0.07
         assert abs(off) <= limit, f"rank {rank}: held {found.peak:,}, cost has {estimate.total:,} ({off:+.1%})"
         require_sent(found, planned(config, layout, rank), f"rank {rank}")
 

@@ -142,6 +142,9 @@ def test_transposed_fused_tensors_are_refused_where_their_shapes_fit_too(width: 
     )
     change(tmp_path, transpose("gate_up_proj", "down_proj"))
     if width == 24:
+        change(tmp_path, lambda weights: weights.update({"model.layers.0.mlp.experts.3.up_proj.weight": torch.ones(1)}))
+        twice = "model.layers.0.mlp.experts.3.up_proj.weight by itself or in model.layers.0.mlp.experts.gate_up_proj"
+        assert problem(tmp_path) == f"IT must have {twice}, and it has both"
         return
     # transformers 5 is known to transpose none, and its version is the only trace of a program in a folder.
     for version in ("4.57.1", None):

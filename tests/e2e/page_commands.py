@@ -57,12 +57,14 @@ RECIPES = {
         "log.tensorboard=true",
     ],
     "gpt3-tiny": ["log.sample_tokens=4"],
+    "olmoe-tiny": ["train.steps=4", "log.sample_tokens=4"],
     # an odd number of heads, as GPT-2 XL's
     "gpt2-xl": [*_SMALL, "model.hidden_size=80", "model.intermediate_size=320", "model.num_attention_heads=5"],
     "gpt2": [*_SMALL, *_MODEL],
     "docs/tutorials/bert-mini.yaml": [*_SMALL, *_MODEL, *_PAIRS, "data.dataset=tiny"],
     "my.yaml": [*_SMALL, *_MODEL, "model.num_key_value_heads=4"],
     **dict.fromkeys(("llama2-tiny", "llama3-tiny", "gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny"), _LOG),
+    **dict.fromkeys(("olmoe-tiny", "glm4-moe-tiny"), _LOG),
 }
 SCRIPTS = {
     "scripts.tutorial_bert": [

@@ -104,7 +104,8 @@ def test_it_can_be_watched(trained: Trained) -> None:
     """What `shardwise monitor` reads is what the training writes."""
     found = snapshot(RunView(trained.run, all_steps=False))
     assert (found["state"], found["step"], found["steps"], found["starts"]) == ("finished", 4, 4, 1)
-    assert [name for name, value in found["train"].items() if value is None] == ["mfu", "bubble", "loss_spike"]
+    unknown = ["mfu", "bubble", "expert_load_max", "expert_idle", "expert_entropy", "loss_spike"]
+    assert [name for name, value in found["train"].items() if value is None] == unknown
     assert all(found[name] for name in ("id", "split_seconds", "communication_bytes", "memory_bytes", "eval", "heard"))
     assert found["lost_seconds"]["start"] > 0
     assert 0 < found["goodput"] < 1

@@ -25,6 +25,7 @@ RECIPES = {
     "gpt-neox-tiny": SHARDED,
     "bert-tiny": SHARDED,
     "gpt2-xl-tiny": ["--nproc", "2", "train.micro_batch=4"],  # 5 heads: TP 1 with ZeRO-1
+    "olmoe-tiny": ["--nproc", "2", "train.micro_batch=4", "parallel.expert=2"],
 }
 TOLERANCE = 1e-5
 # One process, and the command, accumulate as the recipe says; the others take the batch at once, which is faster and
@@ -35,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2-sp": (2, ["train.micro_batch=8", "parallel.tensor=2", "parallel.sequence=true"]),
     "dp2-zero0": (2, ["train.micro_batch=4", "optimizer.zero=0"]),
     "dp2-zero1": (2, ["train.micro_batch=4", "optimizer.zero=1"]),
+    "dp2-ep2": (2, ["train.micro_batch=4", "parallel.expert=2"]),
     "tp2-dp2-sp-zero1": (4, ["train.micro_batch=4", "parallel.tensor=2", "parallel.sequence=true"]),
 }
 
@@ -71,12 +73,13 @@ def test_the_data_is_that_of_the_curve(recipe: str, cache: Path) -> None:
 # Every layout of every family: tests/dist/test_cells.py. In one process, the Llama is the one with scaled positions.
 @pytest.mark.parametrize(
     ("recipe", "layout"),
-    [pytest.param("llama2-tiny", layout, marks=pytest.mark.slow) for layout in LAYOUTS]
+    [pytest.param("llama2-tiny", layout, marks=pytest.mark.slow) for layout in LAYOUTS if "ep" not in layout]
     + [(recipe, "one-process") for recipe in ("llama3-tiny", "gpt-tiny")]
     + [
         pytest.param(recipe, "one-process", marks=pytest.mark.slow)
-        for recipe in ("gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny")
-    ],
+        for recipe in ("gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny", "olmoe-tiny")
+    ]
+    + [("olmoe-tiny", "dp2-ep2")],
 )
 def test_curve_is_the_committed_one(recipe: str, layout: str, ranks: Any, cache: Path) -> None:
     world, overrides = LAYOUTS[layout]

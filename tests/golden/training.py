@@ -16,7 +16,7 @@ def train(recipe: str, overrides: list[str], cache: Path) -> Curve:
     """Loss and gradient norm of every step on this rank, by the names of metrics.jsonl."""
     torch.set_num_threads(1)
     config = load_config(recipe, overrides)
-    mesh = shared_mesh(config.parallel.tensor)
+    mesh = shared_mesh(config.parallel.tensor, expert=config.parallel.expert)
     trainer = build_trainer(config, mesh, prepare(config, cache))
     records = [trainer.step() for _ in range(config.train.steps)]
     return {"loss": [record.loss for record in records], "grad_norm": [record.grad_norm for record in records]}

@@ -56,7 +56,8 @@ def load_hugging_face(
     where = f"checkpoint.load ({folder})"
     stored = tensors.states[MODEL]
     sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh), stored)
-    collectives.agree(config_problems + problems, mesh.world)
+    # Weights of another configuration have other shapes: its keys tell why.
+    collectives.agree(config_problems or problems, mesh.world)
     requests: list[ReadRequest] = []
     for piece, piece_box, target, _ in weight_slices(model, optimizer):
         request = ReadRequest(MODEL, piece.name, piece_box, target)
@@ -86,8 +87,8 @@ def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple
     problems: list[str] = []
     try:
         check_weights(folder)
-        tensors = StoredTensors.of(root)
         config_problems = list(differences(config, root).problems)
+        tensors = StoredTensors.of(root)
     except ConfigError as error:
         problems = error.problems
     except DamageError as error:

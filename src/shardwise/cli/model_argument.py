@@ -38,6 +38,8 @@ HELP = (
 )
 ARGUMENTS = {"checkpoint.load": "CHECKPOINT"}
 """Key of a recipe → name in errors."""
+LAYOUT_KEYS = ("parallel.tensor", "parallel.expert", "parallel.pipeline", "parallel.stages")
+"""The keys of the layout of a model that is used."""
 _CONFIG = "config.json"
 _OTHER_FIELDS = ("torch_dtype", "bos_token_id", "eos_token_id")
 """Fields that `config.json` of a user's own model has beside its `model` section."""
@@ -291,11 +293,12 @@ def ranks_and_config(config_for: Callable[[int], Config], place: Rank | None, np
     """
     _, accelerated = accelerators()
     # The degree follows from the configuration, which is therefore made twice.
-    degree = config_for(1).parallel.ranks
-    world = place.world if place is not None else nproc or accelerated // degree * degree or degree
+    parallel = config_for(1).parallel
+    whole = parallel.model_ranks
+    world = place.world if place is not None else nproc or accelerated // whole * whole or whole
     if world < 1:
         raise ConfigError(f"--nproc ({world}) must be at least 1")
-    return world, config_for(max(1, world // degree))
+    return world, config_for(max(1, world // parallel.ranks))
 
 
 def tasks_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, settings: Mapping[str, Any]) -> Config:
@@ -314,7 +317,11 @@ def tasks_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, 
 def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
     """The configuration of a generation: the model, its layout, its dtype and its tokenizer."""
     sections = _sections(folder, values)
-    sections["train"] |= {"sequence_length": 1, "global_batch": _micro_batches(sections["parallel"]), "micro_batch": 1}
+    parallel = sections["parallel"]
+    # Ranks that divide experts read the same text.
+    replicas = parallel.get("expert", 1) if isinstance(parallel.get("expert", 1), int) else 1
+    samples = _micro_batches(parallel) * max(1, replicas)
+    sections["train"] |= {"sequence_length": 1, "global_batch": samples, "micro_batch": 1}
     sections["data"] = {"tokenizer": _tokenizer_of(folder, values)}
     return config_from(sections)
 

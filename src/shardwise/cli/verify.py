@@ -5,10 +5,10 @@ that this machine has. The initial weights, the losses of each step and the grad
 are the losses after a checkpoint of another layout was read: each layout reads that of the layout before it, and one
 process reads that of the last layout.
 
-The layouts are all combinations of parallel.tensor, parallel.sequence, parallel.pipeline, data parallelism and
-optimizer.zero (0, 1 and the recipe's), with the recipe's other keys. --layouts chooses
-others: each KEY=VALUE,VALUE limits a key to these values, and KEY=all allows all its values. Keys that are not named
-keep the values above; `all` allows all values of all keys.
+The layouts are all combinations of parallel.tensor, parallel.sequence, parallel.pipeline, data parallelism,
+parallel.expert of a model with experts, and optimizer.zero (0, 1 and the recipe's), with the recipe's other keys.
+--layouts chooses others: each KEY=VALUE,VALUE limits a key to these values, and KEY=all allows all its values. Keys
+that are not named keep the values above; `all` allows all values of all keys.
 
 Exit code 0: every layout trains alike; 1: a layout differs or fails; 2: the input is wrong.
 """
@@ -210,7 +210,9 @@ class Verified:
         if broken := len(self.result.broken):
             output.line(f"BROKEN by {broken} of {layouts_text}")
         else:
-            output.line(f"{'All ' if len(outcomes) > 1 else ''}{layouts_text} trained like one process.")
+            replayed = sum(outcome.has_other_choices for outcome in outcomes)
+            with_choices = f", {replayed} of them with its choices of experts" if replayed else ""
+            output.line(f"{'All ' if len(outcomes) > 1 else ''}{layouts_text} trained like one process{with_choices}.")
 
     @property
     def _data_parallelism_differs(self) -> bool:
@@ -238,15 +240,6 @@ class Verified:
         ]
         if self.config.is_bit_equal:
             bounds.append(f"gradient norms, weights and optimizer state after steps {middle} and {train.steps} equal")
-        choices = []
-        if self.result.choices:
-            choices.append(
-                (
-                    "experts",
-                    f"{self.result.choices:,} choices by routers, of which the column {_CHOICES} counts those that "
-                    "differ; such a layout is compared with the choices of one process replayed",
-                )
-            )
         return [
             ("model", f"{self.name} in miniature: {_sizes(self.config.model)}"),
             (
@@ -256,8 +249,19 @@ class Verified:
             ),
             ("reference", f"one process on {device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at the last"),
             ("bounds", "; ".join(bounds)),
-            *choices,
+            *self._choices,
         ]
+
+    @property
+    def _choices(self) -> list[tuple[str, str]]:
+        """What is said of the choices of experts, if they are compared."""
+        if not self.result.choices:
+            return []
+        text = (
+            f"{self.result.choices:,} choices of a token's expert; only nearly equal scores may be ordered otherwise, "
+            "and such a layout is compared with the choices of one process"
+        )
+        return [("experts", text)]
 
 
 def _within(tolerance: float) -> str:

@@ -117,8 +117,8 @@ def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo], *, is_own_mod
     section, _, _ = path.rpartition(".")
     if not section:
         near = section_suggestion(path, Config.model_fields)
-        if near is None and isinstance(value, Mapping) and value:
-            names = [f"{path}.{name}" for name in value]
+        names = [f"{path}.{name}" for name in value] if isinstance(value, Mapping) else []
+        if names and (near is None or any(map(reason_without_key, names))):
             return [text for name in names for text in _unknown(name, None, keys, is_own_model=is_own_model)]
         if near is not None:
             return [f"{path}: unknown key; did you mean {near}?"]

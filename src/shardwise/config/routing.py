@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 Scores = Literal["softmax", "sigmoid"]
+OBJECTIVES = ("sequence", "batch", "pooled", "z")
+"""Names of the objectives of routers (`layers/balance.py`), in the order of their values."""
+SUMS = ("entropy", *OBJECTIVES)
+"""What a layer of experts adds up beside its loads, in this order."""
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,11 @@ class ParallelConfig(Section):
         return self.tensor * self.context * self.pipeline
 
     @property
+    def model_ranks(self) -> int:
+        """The fewest ranks that together hold the whole model."""
+        return self.tensor * self.pipeline * math.lcm(self.context, self.expert)
+
+    @property
     def degrees(self) -> dict[str, Any]:
         """The degrees, as arguments of `Mesh`."""
         return {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline, "expert": self.expert}
@@ -223,6 +228,11 @@ class ParallelConfig(Section):
     def keys_text(self) -> str:
         """The keys of the degrees with their values, as messages name them."""
         return keys_text(self.degrees)
+
+    @property
+    def model_ranks_text(self) -> str:
+        """The keys of `model_ranks` with their values."""
+        return self.keys_text + (f" × parallel.expert ({self.expert})" if self.expert > 1 else "")
 
     @property
     def stages_per_rank(self) -> int:

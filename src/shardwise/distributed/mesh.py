@@ -335,6 +335,7 @@ class Mesh:
         tp, cp, dp, pp: the groups of this rank along each axis.
         replicas: the ranks of data and context parallelism, which have the same part of the model.
         experts: those ranks as experts are divided over them.
+        passes_in_step: True if replicas must make as many passes of the model, as tokens travel between them.
         world: all ranks.
         device_mesh: the `DeviceMesh` below (None for a single process).
 
@@ -391,6 +392,7 @@ class Mesh:
             setattr(self, axis.name, Group(process_groups.get(axis.name), name=axis.name, grain=grain))
         self.replicas = self._replicas()
         self.experts = self._experts(int(expert))
+        self.passes_in_step = self.experts.group.size > 1
         axes = [self._along(axis) for axis in reversed(AXES)]
         self._groups = (*axes, *({self.replicas} - {*axes}), self.world)
 

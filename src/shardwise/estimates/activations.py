@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.config.routing import Routing
+from shardwise.config.routing import SUMS, Routing
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
 
@@ -276,8 +276,8 @@ def _own_input(workload: RankWorkload) -> int:
 
 
 def _amounts(routing: Routing) -> int:
-    """Return the bytes of what a block adds to the totals of its step: rows of each expert, and five sums."""
-    return _INT64 * routing.experts + 5 * _FLOAT32
+    """Return the bytes of what a block adds to the totals of its step: rows of each expert, and its sums."""
+    return _INT64 * routing.experts + len(SUMS) * _FLOAT32
 
 
 def _normed(workload: RankWorkload) -> int:
@@ -511,8 +511,8 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
 def _rows_at_work(workload: RankWorkload, routing: Routing) -> int:
     """Return the bytes of rows in the backward pass of experts, [R·(2F/t + H)] of grouped products.
 
-    Elsewhere the rows of one expert are at work, [5F/t + 3·H] for each, beside the gradient of x, [T·H], or those of
-    rows that came from other ranks and of their results, [2·R·H].
+    Elsewhere the rows of one expert are at work, [5F/t + 3·H] for each, with the gradients of its weights, [3·H·F/t],
+    beside the gradient of x, [T·H], or those of rows that came from other ranks and of their results, [2·R·H].
     """
     hidden = workload.model.hidden_size
     width = workload.model.expert_width // workload.layout.tensor
@@ -520,7 +520,7 @@ def _rows_at_work(workload: RankWorkload, routing: Routing) -> int:
     if workload.groups_products:
         return workload.a * rows * (2 * width + hidden)
     travelling = 2 * rows * hidden if workload.rows_travel else workload.tokens * hidden
-    return workload.a * (travelling + rows // routing.experts * (5 * width + 3 * hidden))
+    return workload.a * (travelling + rows // routing.experts * (5 * width + 3 * hidden) + 3 * hidden * width)
 
 
 def _core_gradients(workload: RankWorkload) -> int:

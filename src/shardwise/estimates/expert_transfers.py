@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from shardwise.config.routing import Routing
+from shardwise.config.routing import SUMS, Routing
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.transfer import Kind, Transfer, over_tensor
 
 _FLOAT32 = 4
 _INT64 = 8
-_SUMS_OF_ROUTERS = 5
-"""Numbers of a router beside its loads: the entropy of its scores, and the values of four objectives."""
 
 
 def routings(workload: RankWorkload) -> Counter[Routing]:
@@ -35,19 +33,17 @@ def experts(workload: RankWorkload, suffix: str) -> list[Transfer]:
     """The forward pass of experts in all blocks.
 
     Ranks that divide the experts send the numbers of rows, [N] in int64, each of the T·k rows of their tokens with its
-    weight, [H] and one, and back what arrived, [R, H]: in bit-equal sums, each part of it. Under sequence parallelism,
-    the weights and the numbers of the chosen experts are gathered, [T·k] in float32 and in int64.
+    weight, [H] and one in float32, and back what arrived, [R, H]: in bit-equal sums, each part of it. Under sequence
+    parallelism, the weights and the numbers of the chosen experts are gathered, [T·k] in float32 and in int64.
     """
     transfers = []
     row = workload.a * workload.model.hidden_size
-    # Grouped products have them in float32.
-    weight = _FLOAT32 if workload.groups_products else workload.a
     for routing, count in routings(workload).items():
         rows = workload.tokens * routing.per_token
-        results = _parts(workload) * row * workload.rows(routing)
+        results = workload.parts_of_sums * row * workload.rows(routing)
         transfers += [
             _over_experts(workload, _INT64 * routing.experts, f"numbers of rows{suffix}", count),
-            _over_experts(workload, (row + weight) * rows, f"rows and weights to their experts{suffix}", count),
+            _over_experts(workload, (row + _FLOAT32) * rows, f"rows and weights to their experts{suffix}", count),
             _over_experts(workload, results, f"results of rows{suffix}", count),
         ]
         if workload.layout.sequence_parallel:
@@ -55,11 +51,6 @@ def experts(workload: RankWorkload, suffix: str) -> list[Transfer]:
             transfers.append(over_tensor(workload, "all_gather", (_FLOAT32 + _INT64) * rows, chosen, count))
         transfers += _shared_expert(workload, count, suffix)
     return transfers
-
-
-def _parts(workload: RankWorkload) -> int:
-    """The parts of a row's results, each of which has a message of its own: 1 where the order of sums is free."""
-    return workload.config.parallel.grain // workload.layout.tensor if workload.is_bit_equal else 1
 
 
 def _shared_expert(workload: RankWorkload, count: int, suffix: str) -> list[Transfer]:
@@ -82,7 +73,7 @@ def gradients_of_experts(workload: RankWorkload) -> list[Transfer]:
     row = workload.a * workload.model.hidden_size
     for routing, count in routings(workload).items():
         rows = workload.tokens * routing.per_token
-        arrived = _parts(workload) * (row + _FLOAT32) * workload.rows(routing)
+        arrived = workload.parts_of_sums * (row + _FLOAT32) * workload.rows(routing)
         transfers += [
             _over_experts(workload, row * rows, "gradients of results of rows", count),
             _over_experts(workload, arrived, "gradients of rows and weights", count),
@@ -101,8 +92,8 @@ def gradients_of_experts(workload: RankWorkload) -> list[Transfer]:
 
 
 def read_loads(workload: RankWorkload) -> Transfer:
-    """The rows of each expert and sums of all blocks of the model, [N + 5] in int64 each."""
+    """The rows of each expert and sums of all blocks of the model, [N + K] in int64 each."""
     model = workload.model
     rules = [rule for rule in map(model.routing, range(model.num_hidden_layers)) if rule is not None]
-    numbers = len(rules) * (max((rule.experts for rule in rules), default=0) + _SUMS_OF_ROUTERS)
+    numbers = len(rules) * (max((rule.experts for rule in rules), default=0) + len(SUMS))
     return Transfer("world", "all_reduce", workload.layout.world, _INT64 * numbers, 1, "loads of experts")

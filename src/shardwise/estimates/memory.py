@@ -174,7 +174,11 @@ def _gradient_bytes(workload: RankWorkload) -> int:
     """Bytes of the gradients that stay: with bit-equal sums also those of ended groups, and those of a tied head."""
     if not workload.frees_gradients:
         return whole_gradient_bytes(workload)
-    elements = sum(bucket.elements // bucket.slices for bucket in bucket_shapes(workload))
+    elements = 0
+    for bucket in bucket_shapes(workload):
+        # A bucket of one rank is not cut, and frees nothing.
+        sources = bucket.divided_over if workload.is_bit_equal and bucket.slices == 1 else 1
+        elements += sources * bucket.elements // bucket.slices
     return elements * DTYPE_BYTES[workload.precision.gradient]
 
 

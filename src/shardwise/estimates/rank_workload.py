@@ -111,6 +111,11 @@ class RankWorkload:
         return self.is_bit_equal and self.config.parallel.grain > 1
 
     @property
+    def parts_of_sums(self) -> int:
+        """The parts of each sum over the tensor-parallel ranks that this rank computes."""
+        return self.config.parallel.grain // self.layout.tensor if self.is_bit_equal else 1
+
+    @property
     def head_gradient_elements(self) -> int:
         """Elements of the gradient that a tied head has apart from the embedding's, in bit-equal sums."""
         if not (self.is_bit_equal and self.model.tie_word_embeddings and self.has_last):

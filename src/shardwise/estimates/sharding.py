@@ -392,7 +392,7 @@ class InFlight:
 
     @staticmethod
     def of(workload: RankWorkload) -> InFlight:
-        constant = whole_gradient_bytes(workload) if workload.config.reduce == "step" else 0
+        constant = whole_gradient_bytes(workload, are_freed=True) if workload.config.reduce == "step" else 0
         return InFlight(_stages_in_flight(_Case.of(workload)), constant)
 
 
@@ -441,12 +441,16 @@ def _stages_in_flight(case: _Case) -> dict[int, StageInFlight]:
     }
 
 
-def whole_gradient_bytes(workload: RankWorkload) -> int:
-    """Return the bytes of all gradients, with copies for the groups of bit-equal sums."""
-    # In bit-equal sums, the rows of each rank have a gradient of their own at the experts of another one.
-    buckets = bucket_shapes(workload)
-    elements = sum(bucket.elements * (bucket.divided_over if workload.is_bit_equal else 1) for bucket in buckets)
-    elements += workload.head_gradient_elements
+def whole_gradient_bytes(workload: RankWorkload, *, are_freed: bool = False) -> int:
+    """Return the bytes of all gradients, or of those that a step's end frees, with copies for groups of bit-equal sums.
+
+    With these, experts that ranks divide have a gradient for each of these ranks.
+    """
     # A binary counter of the groups of a data-parallel rank (`optim/buckets.py`).
     copies = workload.config.train.groups_apart(workload.layout.data).bit_length()
-    return copies * elements * DTYPE_BYTES[workload.precision.gradient]
+    elements = copies * workload.head_gradient_elements
+    for bucket in bucket_shapes(workload):
+        # A bucket of one rank is not cut: of it only the copies are freed.
+        kept = are_freed and bucket.slices == 1
+        elements += (copies - kept) * bucket.elements * (bucket.divided_over if workload.is_bit_equal else 1)
+    return elements * DTYPE_BYTES[workload.precision.gradient]

@@ -27,15 +27,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.routing import Routing
+from shardwise.config.routing import OBJECTIVES, Routing
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 
-OBJECTIVES = ("sequence", "batch", "pooled", "z")
-"""Names of the objectives, in the order of their values."""
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Balance:
     """Coefficients of the objectives of routers, and the sizes of the global batch.
 
@@ -55,8 +52,8 @@ class Balance:
     batch: float = 0.0
     pooled: float = 0.0
     z: float = 0.0
-    samples: int = 1
-    length: int = 1
+    samples: int
+    length: int
     layers: int = 1
     experts: int = 0
     replicas: Group = field(default_factory=Group)
@@ -118,12 +115,15 @@ class RouterLosses(nn.Module):
             samples: B. Of the tokens, every Bth is of the same sample.
         """
         balance = self.balance
+        is_trained = self.training and torch.is_grad_enabled()
+        if not (is_trained or self.is_counting):
+            return weights, None
         chosen = experts.unflatten(0, (-1, samples)).transpose(0, 1).flatten(1)
         rows_BN = chosen.new_zeros(samples, logits.shape[-1]).scatter_add_(1, chosen, torch.ones_like(chosen))
         if self.is_counting:
             rows = rows_BN.sum(0)
             self.rows = rows if self.rows is None else self.rows + rows
-        if not (self.training and torch.is_grad_enabled()):
+        if not is_trained:
             return weights, None
         # Sigmoids of a token may all be 0 in float32.
         shares = scores if self.routing.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
+from shardwise.layers.matmul import product
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Journey:
     def rows_back(self, parts: Tensor) -> Tensor:
         """Send parts of what each row has of its own back, and add them: `[P, R]` → `[T, k]`."""
         by_row = collectives.tree_sum(self._returned(parts).t())
-        return torch.empty_like(by_row).index_copy_(0, self.rows, by_row).unflatten(0, (-1, self.per_token))
+        placed: Tensor = torch.empty_like(by_row).index_copy_(0, self.rows, by_row).unflatten(0, (-1, self.per_token))
+        return placed
 
     def sums_back(self, parts: Tensor) -> Tensor:
         """Send parts of results back, add those of a token's experts, and then the parts: `[P, R, H]` → `[T, H]`."""
@@ -107,7 +109,8 @@ def sum_of_rows(
 ) -> Tensor:
     """Return the weighted sum of each token's experts `[T, H]`, computed by the ranks that have them.
 
-    A product has the rows of one rank at one expert, and one part of the expert's width.
+    A product has the rows of one rank at one expert, and one part of the expert's width. The weight of a row is applied
+    before the down projection.
 
     Args:
         x: tokens `[T, H]`.
@@ -121,19 +124,18 @@ def sum_of_rows(
 
 
 class _SumOfRows(torch.autograd.Function):
-    """Keeps the rows, and gate and up of each; the weight of a row is applied before the down projection."""
+    """Keeps the rows, and gate and up of each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, journey: Journey, count: int, *matrices: Tensor) -> Tensor:
         rows = journey.tokens_there(x)
-        weight = journey.rows_there(weights.to(x.dtype))[:, None]
+        weight = journey.rows_there(weights).to(x.dtype)[:, None]
         gate_up, down = matrices[0], matrices[-1]
         joined = x.new_empty(count, len(rows), gate_up.shape[1] // count)
         y = x.new_empty(count, *rows.shape)
         for _, expert, run in journey.runs:
-            for part, (to_width, to_hidden) in enumerate(_parts(gate_up[expert], down[expert], count)):
-                gate, up = torch.mm(rows[run], to_width.t(), out=joined[part, run]).chunk(2, dim=-1)
-                torch.mm(F.silu(gate).mul_(up).mul_(weight[run]), to_hidden.t(), out=y[part, run])
+            for part, matrices_of_part in enumerate(_parts(gate_up[expert], down[expert], count)):
+                y[part, run] = outputs(rows[run], weight[run], joined[part, run], *matrices_of_part)
         ctx.save_for_backward(rows, weight, joined, gate_up, down)
         ctx.journey = journey
         ctx.weights = weights
@@ -154,20 +156,11 @@ class _SumOfRows(torch.autograd.Function):
         for source, expert, run in journey.runs:
             into_width = d_gate_up[source % ctx.sources][expert].unflatten(0, (2, count, -1))
             into_hidden = d_down[source % ctx.sources][expert].unflatten(1, (count, -1))
-            for part, (to_width, to_hidden) in enumerate(_parts(gate_up[expert], down[expert], count)):
-                gate, up = joined[part, run].chunk(2, dim=-1)
-                silu = F.silu(gate)
-                activated = silu * up
-                d_activated = torch.mm(dy[run], to_hidden)
-                d_weight[part, run] = torch.linalg.vecdot(d_activated, activated).to(d_weight.dtype)
-                into_hidden[:, part] += torch.mm(dy[run].t(), activated.mul_(weight[run]))
-                d_activated.mul_(weight[run])
-                d_joined = torch.empty_like(joined[part, run])
-                d_gate, d_up = d_joined.chunk(2, dim=-1)
-                torch.mul(d_activated, silu, out=d_up)
-                torch.ops.aten.silu_backward.grad_input(d_activated.mul_(up), gate, grad_input=d_gate)
-                into_width[:, part] += torch.mm(d_joined.t(), rows[run]).unflatten(0, (2, -1))
-                torch.mm(d_joined, to_width, out=dx[part, run])
+            for part, matrices_of_part in enumerate(_parts(gate_up[expert], down[expert], count)):
+                found = gradients(dy[run], rows[run], weight[run], joined[part, run], *matrices_of_part)
+                dx[part, run], d_weight[part, run], d_to_width, d_to_hidden = found
+                into_width[:, part] += d_to_width.unflatten(0, (2, -1))
+                into_hidden[:, part] += d_to_hidden
         return journey.sums_back(dx), journey.rows_back(d_weight), None, None, *d_gate_up, *d_down
 
 
@@ -177,3 +170,38 @@ def _parts(gate_up: Tensor, down: Tensor, count: int) -> list[tuple[Tensor, Tens
         return [(gate_up, down)]
     both = gate_up.unflatten(0, (2, count, -1)).transpose(0, 1).flatten(1, 2)
     return list(zip(both, (part.contiguous() for part in down.chunk(count, dim=1)), strict=True))
+
+
+# ---- rows at one expert, or at a part of its width: n rows
+
+
+def outputs(x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor, to_hidden: Tensor) -> Tensor:
+    """Return `down(weight · silu(gate) · up)` of rows, `[n, H]`, and write gate and up to `joined`.
+
+    Args:
+        x: `[n, H]`.
+        weight: of each row, `[n, 1]`.
+        joined: `[n, 2w]`.
+        to_width: gate and up projection, `[2w, H]`.
+        to_hidden: down projection, `[H, w]`.
+    """
+    gate, up = joined.copy_(product(x, to_width)).chunk(2, dim=-1)
+    return product(F.silu(gate).mul_(up).mul_(weight), to_hidden)
+
+
+def gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor, to_hidden: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x, of the weights `[n]`, and of both projections; dy: that of `outputs`."""
+    gate, up = joined.chunk(2, dim=-1)
+    silu = F.silu(gate)
+    activated = silu * up
+    d_activated = product(dy, to_hidden.t())
+    d_weight = torch.linalg.vecdot(d_activated, activated)
+    d_to_hidden = product(dy.t(), activated.mul_(weight).t())
+    d_activated.mul_(weight)
+    d_joined = torch.empty_like(joined)
+    d_gate, d_up = d_joined.chunk(2, dim=-1)
+    torch.mul(d_activated, silu, out=d_up)
+    torch.ops.aten.silu_backward.grad_input(d_activated.mul_(up), gate, grad_input=d_gate)
+    return product(d_joined, to_width.t()), d_weight, product(d_joined.t(), x.t()), d_to_hidden

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.base.tensor_box import Box
-from shardwise.config.routing import ExpertNames, Routing
+from shardwise.config.routing import OBJECTIVES, SUMS, ExpertNames, Routing
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
-from shardwise.layers.balance import OBJECTIVES, RouterLosses
+from shardwise.layers.balance import RouterLosses
 from shardwise.layers.bitwise.choice import choose_class
 from shardwise.layers.execution import execution
-from shardwise.layers.expert_rows import Journey, runs_of_experts, sum_of_rows
+from shardwise.layers.expert_rows import Journey, gradients, outputs, runs_of_experts, sum_of_rows
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
 
@@ -45,9 +45,6 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 _NAMES = ExpertNames()
-ENTROPY = "entropy"
-SUMS = (ENTROPY, *OBJECTIVES)
-"""Names of `Experts.sums`."""
 
 
 class Router(placement.PlacedModule):
@@ -96,9 +93,9 @@ class Router(placement.PlacedModule):
         choose_class(self)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.route(x, self.weight)
+        return self._route(x, self.weight)
 
-    def route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    def _route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         """Return what `forward` does of some tokens; `weight`: the router's, or a view of it."""
         routing = self.routing
         logits = F.linear(x.float(), weight.float())
@@ -171,7 +168,9 @@ class Experts(placement.PlacedModule):
         )
         self.name = name or ""
         balance = execution().balance
-        self.losses = None if balance is None else RouterLosses(balance, routing, execution().context_group)
+        self.losses: RouterLosses | None = None
+        if balance is not None and balance.names:
+            self.losses = RouterLosses(balance, routing, execution().context_group)
         self.ranks = ranks
         self.width = width // group.size
         self.count = routing.experts // ranks.group.size
@@ -210,12 +209,12 @@ class Experts(placement.PlacedModule):
             weights, values = self.losses(weights, logits, scores, experts, x.shape[-2])
         sums = self._sums(scores.detach(), values) if torch.is_grad_enabled() else self.sums
         counts = _rows_of_each(experts, len(self.loads))
-        y = self.sum_(x.flatten(0, -2), weights, experts, counts)
+        y = self._sum(x.flatten(0, -2), weights, experts, counts)
         y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts, self.sums, sums)).view_as(x)  # type: ignore[no-untyped-call]
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
         return leave(y, self.group)
 
-    def sum_(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
+    def _sum(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
         """Return this rank's part of the sum over the experts of each token, `[T, H]`; `counts`: rows of each."""
         gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
         if self.ranks.group.size == 1:
@@ -297,10 +296,7 @@ def _sum_of_rows(y: Tensor, rows: Tensor, experts: Tensor) -> Tensor:
 
 
 class _AddedInBackward(torch.autograd.Function):
-    """Adds amounts of a forward pass to totals of the step, once.
-
-    Recompute repeats a forward pass, and a backward pass that is split in two may come by twice.
-    """
+    """Adds amounts of a forward pass to totals of the step, in its backward pass: recompute repeats a forward pass."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *totals_and_amounts: Tensor) -> Tensor:
@@ -312,8 +308,7 @@ class _AddedInBackward(torch.autograd.Function):
         pairs = ctx.totals_and_amounts
         for total, amount in zip(pairs[::2], pairs[1::2], strict=True):
             total.add_(amount)
-        ctx.totals_and_amounts = ()
-        return grads[0], *[None] * (len(ctx.needs_input_grad) - 1)
+        return grads[0], *[None] * len(pairs)
 
 
 class _SumOfExperts(torch.autograd.Function):
@@ -334,9 +329,8 @@ class _SumOfExperts(torch.autograd.Function):
         y = torch.zeros_like(x)
         for expert, run in runs_of_experts(counts):
             token = tokens[run]
-            gate, up = torch.mm(x[token], gate_up[expert].t(), out=joined[run]).chunk(2, dim=-1)
-            activated = F.silu(gate).mul_(up).mul_(weights_of_rows[run, None])
-            y.index_add_(0, token, activated @ down[expert].t())
+            weight = weights_of_rows[run, None]
+            y.index_add_(0, token, outputs(x[token], weight, joined[run], gate_up[expert], down[expert]))
         ctx.save_for_backward(x, weights_of_rows, rows, tokens, joined, gate_up, down)
         ctx.counts = counts
         ctx.weights = weights
@@ -356,21 +350,9 @@ class _SumOfExperts(torch.autograd.Function):
             d_down[expert].zero_()
         for expert, run in runs_of_experts(ctx.counts):
             token = tokens[run]
-            dy_rows = dy[token]
-            gate, up = joined[run].chunk(2, dim=-1)
-            silu = F.silu(gate)
-            activated = silu * up
-            d_activated = dy_rows @ down[expert]
-            d_weights[run] = torch.linalg.vecdot(d_activated, activated)
-            weight = weights[run, None]
-            torch.mm(dy_rows.t(), activated.mul_(weight), out=d_down[expert])
-            d_activated.mul_(weight)
-            d_joined = torch.empty_like(joined[run])
-            d_gate, d_up = d_joined.chunk(2, dim=-1)
-            torch.mul(d_activated, silu, out=d_up)
-            torch.ops.aten.silu_backward.grad_input(d_activated.mul_(up), gate, grad_input=d_gate)
-            torch.mm(d_joined.t(), x[token], out=d_gate_up[expert])
-            dx.index_add_(0, token, d_joined @ gate_up[expert])
+            found = gradients(dy[token], x[token], weights[run, None], joined[run], gate_up[expert], down[expert])
+            dx_rows, d_weights[run], d_gate_up[expert], d_down[expert] = found
+            dx.index_add_(0, token, dx_rows)
         d_chosen = torch.empty_like(d_weights).index_copy_(0, rows, d_weights)
         return dx, d_chosen.view_as(ctx.weights).to(ctx.weights.dtype), None, d_gate_up, d_down
 
@@ -414,5 +396,7 @@ def balance_experts(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: G
             layer.loads.zero_()
             layer.sums.zero_()
             layer.loads_of_batch = None
+            if layer.losses is not None:
+                layer.losses.rows = layer.losses.rows_of_layers = None
 
     optimizer.register_step_post_hook(update)

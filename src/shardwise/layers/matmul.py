@@ -82,6 +82,11 @@ _TOKENS = 512
 """Tokens over which MKL adds in one run, whatever the size of the result."""
 
 
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x weightᵀ` without a gradient, for the inside of autograd functions: x `[T, I]`, weight `[O, I]`."""
+    return onednn_linear(x, weight) if by_onednn(x, weight) else F.linear(x, weight)
+
+
 def weight_gradient_in_runs(dy: Tensor, x: Tensor) -> Tensor:
     """Return `dyᵀ x`; by MKL, runs of `_TOKENS` tokens are added, so that several parts at once have the same bits."""
     has_one_run = dy.dtype not in (torch.float32, torch.float64) or torch.compiler.is_compiling()

@@ -210,12 +210,13 @@ class Bucket:
         """Keep the gradient of parameter `index` for this rank alone, in the dtype in which further ones add up."""
         self.adopt(index)
 
-    def end_group(self, leaves: set[Leaf] | None) -> None:
+    def end_group(self, leaves: set[Tensor] | None) -> None:
         """Keep the gradients of the group of micro-batches that ends, of some leaves or of all: see `GroupSums`."""
+        chosen: set[Leaf] | None = None
         if leaves is not None:
-            leaves = leaves.union(*(placement.further_gradients(leaf) for leaf in leaves))
+            chosen = {*leaves, *(gradient for leaf in leaves for gradient in placement.further_gradients(leaf))}
         for leaf, view in self._leaves:
-            if leaves is None or leaf in leaves:
+            if chosen is None or leaf in chosen:
                 self.adopt(self._places[leaf])
                 self._group_sums.setdefault(leaf, GroupSums(view)).end_group()
 

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
+from shardwise.layers.expert_totals import ExpertTotals
 from shardwise.optim.state import kept_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.clock import BACKWARD, FORWARD, Clock
-from shardwise.train.expert_totals import ExpertTotals
 from shardwise.train.source_losses import SourceLosses
 from shardwise.train.step_record import StepRecord, Straggler
 from shardwise.train.training import Training

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
 from shardwise.config import Config, TrainConfig
+from shardwise.layers.expert_totals import ExpertRecord
 from shardwise.pipeline.clock import StepTiming
 from shardwise.train.source_losses import SourceRecord
 
@@ -90,34 +91,6 @@ class Straggler:
     rank: int
     relative: float
     own: float
-
-
-@dataclass(frozen=True)
-class ExpertRecord:
-    """The experts of a sparse model in a step, over the whole global batch.
-
-    Attributes:
-        load_max: rows of the expert that has most, divided by the mean of its block: the largest of all blocks.
-        fullest_block: number of the block that has it.
-        idle: part of all blocks' experts that had no token.
-        entropy: entropy of a token's normalised scores divided by ln N, the mean over tokens and blocks: 1 where all
-            scores are equal.
-        losses: objectives of routers by name (`layers/balance.py`) without their coefficients: means over the blocks,
-            but `pooled`, which is one number of all of them.
-        loads: rows of each expert, by number of the block.
-    """
-
-    load_max: float
-    fullest_block: int
-    idle: float
-    entropy: float
-    losses: Mapping[str, float]
-    loads: Mapping[int, Sequence[int]]
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The numbers under their names in the run's files."""
-        return {"expert_load_max": self.load_max, "expert_idle": self.idle, "expert_entropy": self.entropy}
 
 
 @dataclass(frozen=True)

@@ -68,21 +68,16 @@ class Reference:
         return Reference(*torch.load(folder / _REFERENCE_FILE, weights_only=True))
 
 
-def _mesh_of(config: Config, cell: Cell) -> Mesh:
-    degrees = (cell.tensor, cell.context, cell.expert, cell.pipeline)
-    mesh = _mesh(cell.device, degrees, tuple(config.grains.items()))
-    assert mesh.world.size == cell.ranks
-    return mesh
-
-
 @cache
-def _mesh(device: str, degrees: tuple[int, int, int, int], grains: tuple[tuple[str, int], ...]) -> Mesh:
+def _mesh(device: str, ranks: int, degrees: tuple[int, int, int, int], grains: tuple[tuple[str, int], ...]) -> Mesh:
     """Return the only mesh of all cells with these degrees: gloo keeps threads for each group that was ever made."""
-    tensor, context, expert, pipeline = degrees
     device_of_mesh = "cpu" if device == "cpu" else None
-    return Mesh(
+    tensor, context, expert, pipeline = degrees
+    mesh = Mesh(
         tensor=tensor, context=context, expert=expert, pipeline=pipeline, device=device_of_mesh, grains=dict(grains)
     )
+    assert mesh.world.size == ranks
+    return mesh
 
 
 def make_trainer(config: Config, cell: Cell, choices: Choices | None = None) -> Trainer:
@@ -91,7 +86,9 @@ def make_trainer(config: Config, cell: Cell, choices: Choices | None = None) -> 
     train = config.train
     samples = min(_SAMPLES, train.steps * train.global_batch)
     text = random_text(model.vocab_size, samples + 1, train.sequence_length, pairs="nsp" in model.objectives)
-    trainer = build_trainer(at(config, cell), _mesh_of(config, cell), text)
+    degrees = (cell.tensor, cell.context, cell.expert, cell.pipeline)
+    mesh = _mesh(cell.device, cell.ranks, degrees, tuple(config.grains.items()))
+    trainer = build_trainer(at(config, cell), mesh, text)
     if choices is not None and not config.is_bit_equal:
         choices.follow(trainer.model, train.sequence_length)
     return trainer
@@ -216,7 +213,7 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
         # This makes a new trainer: nothing of the first one helps it to resume.
         return begin, checkpoint, *continued(config, cell, source, choices)
 
-    world = _mesh_of(config, cell).world
+    world = Group.world()
     tolerance = Tolerance.of(config).gradients
     (begin, checkpoint, later_losses, later_state), choices = compared(train, reference.choices, tolerance, world)
     _require_same_names(set(begin.weights), set(reference.weights), world)

@@ -136,9 +136,10 @@ class Choices:
         missing = (chosen.unsqueeze(2) != wanted.unsqueeze(1)).all(2).sum(1)
         if not missing.any():
             return
-        # Near ties: the experts of the reference win if their scores are an error larger, and the others' smaller.
+        # Near ties: the experts of the reference win if their scores are some errors larger, and the others' smaller.
+        # Those of both rise too, as a group that both have open must not close.
         error = (self.tolerance * scores.abs().amax(1, keepdim=True)).expand_as(chosen)
-        nudged = scores.scatter_add(1, chosen, -error).scatter_add(1, wanted, error)
+        nudged = scores.scatter_add(1, chosen, -error).scatter_add(1, wanted, 2 * error)
         is_wrong = (choose(layer.router.routing, nudged) != wanted).any(1)
         for row in missing.nonzero().flatten().tolist():
             token = (sequences[row % len(sequences)], places[row // len(sequences)])

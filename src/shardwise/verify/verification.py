@@ -57,6 +57,11 @@ class CellOutcome:
     source: str | None = None
     seconds: float = 0.0
 
+    @property
+    def has_other_choices(self) -> bool:
+        """True if routers chose other experts than in one process, so that its choices were replayed."""
+        return self.differences is not None and self.differences.choices.differing > 0
+
     def facts(self) -> dict[str, Any]:
         """Return all fields, for JSON."""
         return {

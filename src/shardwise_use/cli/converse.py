@@ -31,8 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     values = parse_overrides(arguments.overrides, KEYS, "chat")
     with open_folder(arguments.checkpoint, values, cached=is_launched()) as folder:
         config, tokenizer = prepare(arguments, place, folder, values)
-        if place is None and config.parallel.ranks > 1:
-            return launch_command("converse", arguments, folder, config.parallel.ranks)
+        if place is None and config.parallel.model_ranks > 1:
+            return launch_command("converse", arguments, folder, config.parallel.model_ranks)
         with as_rank(place) as ending:
             from shardwise.base import hub
             from shardwise.data.tokens.chat_template import ChatTemplate

@@ -27,6 +27,7 @@ from shardwise.cli import output
 from shardwise.cli.model_argument import (
     ARGUMENTS,
     HELP,
+    LAYOUT_KEYS,
     ModelFolder,
     evaluation_config,
     launch_command,
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
     from shardwise.train.evaluation import Evaluation
 
 KEYS = (
-    "data.", "parallel.tensor", "parallel.sequence", "parallel.context", "parallel.pipeline",
-    "parallel.schedule", "parallel.virtual_stages", "parallel.stages", "precision.mode", "train.sequence_length",
-    "train.micro_batch", "train.seed", "model.family", "model.ignore", "checkpoint.revision",
+    "data.", *LAYOUT_KEYS, "parallel.sequence", "parallel.context", "parallel.schedule", "parallel.virtual_stages",
+    "precision.mode", "train.sequence_length", "train.micro_batch", "train.seed",
+    "model.family", "model.ignore", "checkpoint.revision",
 )  # fmt: skip
 
 

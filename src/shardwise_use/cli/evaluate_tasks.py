@@ -12,6 +12,7 @@ from shardwise.base.hardware import accelerators
 from shardwise.cli import output
 from shardwise.cli.model_argument import (
     ARGUMENTS,
+    LAYOUT_KEYS,
     ModelFolder,
     launch_command,
     open_tokenizer,
@@ -23,9 +24,9 @@ from shardwise.launch.environment import Rank, is_launched
 from shardwise.launch.rank_process import as_rank, check_accelerators
 
 KEYS = (
-    "parallel.tensor", "parallel.sequence", "parallel.pipeline", "parallel.schedule", "parallel.virtual_stages",
-    "parallel.stages", "precision.mode", "train.sequence_length", "train.micro_batch", "data.tokenizer",
-    "model.family", "model.ignore", "checkpoint.revision",
+    *LAYOUT_KEYS, "parallel.sequence", "parallel.schedule", "parallel.virtual_stages", "precision.mode",
+    "train.sequence_length", "train.micro_batch", "data.tokenizer", "model.family", "model.ignore",
+    "checkpoint.revision",
 )  # fmt: skip
 """The keys that an evaluation on tasks reads."""
 _OPTIONS = {

@@ -4,9 +4,9 @@ The keys and values of all tokens so far are cached, so that each new token take
 same --seed gives the same text, and in float32 at any layout. The tokenizer may add tokens before the prompt, such as
 <s>. The text is printed to standard output, the number of tokens and the speed to standard error.
 
-These keys can be set: parallel.tensor, parallel.pipeline, parallel.stages, precision.mode, data.tokenizer, model.family
-(which must name the class of your own model: its code runs), model.ignore (fields of config.json that change nothing)
-and checkpoint.revision (of a hub id).
+These keys can be set: parallel.tensor, parallel.expert, parallel.pipeline, parallel.stages, precision.mode,
+data.tokenizer, model.family (which must name the class of your own model: its code runs), model.ignore (fields of
+config.json that change nothing) and checkpoint.revision (of a hub id).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from shardwise.cli import output
 from shardwise.cli.model_argument import (
     ARGUMENTS,
     HELP,
+    LAYOUT_KEYS,
     ModelFolder,
     generation_config,
     launch_command,
@@ -42,8 +43,7 @@ if TYPE_CHECKING:
     from shardwise_use.generation import Answer
 
 KEYS = (
-    "parallel.tensor", "parallel.pipeline", "parallel.stages", "precision.mode", "data.tokenizer", "model.family",
-    "model.ignore", "checkpoint.revision",
+    *LAYOUT_KEYS, "precision.mode", "data.tokenizer", "model.family", "model.ignore", "checkpoint.revision",
 )  # fmt: skip
 _ENDS = {"eos": "ended by the model", "max_tokens": "--max-tokens", "context": "the model's longest sequence is full"}
 
@@ -59,7 +59,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_sampling(parser, max_tokens=128, top_p=1.0)
     parser.add_argument(
-        "--nproc", metavar="N", type=int, help="number of local ranks: parallel.tensor × parallel.pipeline"
+        "--nproc",
+        metavar="N",
+        type=int,
+        help="number of local ranks: parallel.tensor × parallel.expert × parallel.pipeline",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing before")
 
@@ -77,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
         config, tokenizer = prepare(arguments, place, folder, values, announce)
         ids, room = _fit(config.model, tokenizer, text)
-        if place is None and config.parallel.ranks > 1:
-            return launch_command("generate", arguments, folder, config.parallel.ranks)
+        if place is None and config.parallel.model_ranks > 1:
+            return launch_command("generate", arguments, folder, config.parallel.model_ranks)
         leads = place is None or place.rank == 0
         with as_rank(place) as ending:
             from shardwise_use.generation import Prompt
@@ -116,11 +119,11 @@ def prepare(
             f"the model in {folder.name} must be a causal language model, which predicts the next token, and "
             f"{config.model.family} predicts masked ones: `shardwise evaluate` tells how well"
         )
-    ranks = config.parallel.ranks
+    ranks = config.parallel.model_ranks
     given = place.world if place is not None else arguments.nproc or ranks
     if given != ranks:
         raise ConfigError(
-            f"--nproc ({given}) must be {config.parallel.keys_text}: one copy of the model writes one text"
+            f"--nproc ({given}) must be {config.parallel.model_ranks_text}: one copy of the model writes one text"
         )
     check_layout(config, ranks)
     if place is None:

@@ -79,7 +79,7 @@ def _rows(frame: Frame) -> list[tuple[str, str]]:
         *([("evaluation", _evaluation(frame.evaluation))] if frame.evaluation else []),
         ("speed", f"{drawing.rate(last.get('tokens_per_second'))} tokens/s, MFU {drawing.percent(last.get('mfu'))}"),
         *([("sources", _sources(last))] if last.get("sources") else []),
-        *([("experts", text)] if (text := drawing.experts(last)) else []),
+        *drawing.further_rows(last),
         ("split", _shares(frame.split)),
         ("ranks", _ranks(frame)),
     ]

@@ -224,19 +224,15 @@ _LOADS = {"no token": 0.0, "to 0.5": 1e-9, "to 0.8": 0.5, "to 1.25": 0.8, "to 2"
 """Least load over the mean of each colour; the fourth is that of a load near the mean."""
 
 
-def load_map(title: str, rows: Mapping[str, Rows], axis: str, notes: Sequence[str], size: Size = SMALL) -> str:
-    """Draw a load over the mean as the colour of a cell; an empty text without rows.
+def load_map(title: str, rows: Mapping[str, Rows], axis: str, note: str, size: Size = SMALL) -> str:
+    """Draw a load over the mean as the colour of a cell.
 
     Args:
         rows: by block, the first one on top, [number on the axis, load] of each cell; equally many.
         axis: name of the numbers on the axis.
     """
-    if not rows:
-        return ""
-    places = [place for place, _ in next(iter(rows.values()))]
-    half = (places[-1] - places[0]) / max(1, len(places) - 1) / 2 or 0.5
-    area = _PlotArea(places[0] - half, places[-1] + half, 0.0, len(rows), size)
-    width, height = area.width / len(places), area.height / len(rows)
+    area = _PlotArea(*ends_of_cells(rows), 0.0, len(rows), size)
+    width, height = area.width / len(next(iter(rows.values()))), area.height / len(rows)
     paths: dict[int, list[str]] = {}
     drawn = [_x_axis(area, axis)]
     for row, (block, cells) in enumerate(rows.items()):
@@ -251,7 +247,14 @@ def load_map(title: str, rows: Mapping[str, Rows], axis: str, notes: Sequence[st
     drawn += [f'<path class="t{colour}" {stroke} d="{"".join(cells)}"/>' for colour, cells in sorted(paths.items())]
     data = {"curves": {f"block {block},": rows[block] for block in rows}, "axis": axis, "suffix": " × the mean"}
     legend = [(f"t{colour}", name) for colour, name in enumerate(_LOADS) if colour in paths]
-    return _figure(title, legend, drawn, area, {**data, "is_map": True}, notes)
+    return _figure(title, legend, drawn, area, {**data, "is_map": True}, [note])
+
+
+def ends_of_cells(rows: Mapping[str, Rows]) -> tuple[float, float]:
+    """Return the ends of the axis of a `load_map`, half a cell before the first number and after the last one."""
+    numbers = [cell[0] for cell in next(iter(rows.values()))]
+    half = (numbers[-1] - numbers[0]) / max(1, len(numbers) - 1) / 2 or 0.5
+    return numbers[0] - half, numbers[-1] + half
 
 
 def time_ticks(seconds: float) -> list[tuple[float, str]]:

@@ -13,7 +13,7 @@ from shardwise.base import redaction, units
 from shardwise.runs.events import number, seconds_of
 from shardwise.runs.layout_spans import LayoutSpan, short_layout, spans_text
 from shardwise_watch.lost_time import CAUSES
-from shardwise_watch.report.expert_loads import expert_loads
+from shardwise_watch.report.loads import load_maps
 from shardwise_watch.report.verdict import verdict
 from shardwise_watch.run import RunView
 from shardwise_watch.step_metrics import (
@@ -60,7 +60,7 @@ def report_of(run: RunView) -> dict[str, Any]:
         "curves": {metric.name: columns(series.steps, series.numbers[metric.name]) for metric in REPORT_CURVES},
         "source_curves": {name: columns(series.steps, losses) for name, losses in series.sources.items()},
         "balance_curves": {name: columns(series.steps, losses) for name, losses in series.balance.items()},
-        "expert_loads": expert_loads(run),
+        "load_maps": load_maps(run),
         "not_finite": {name: steps for name, steps in diverged.items() if steps is not None},
         "evaluations": _spread(_evaluations(run)),
         "set_curves": _as_curves(_set_losses(run)),

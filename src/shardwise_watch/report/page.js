@@ -58,10 +58,11 @@ for (const figure of document.querySelectorAll("[data-chart]")) {
   svg.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && hide());
   svg.addEventListener("blur", hide);
   svg.addEventListener("keydown", (event) => {
-    choose(row + ({ ArrowUp: -1, ArrowDown: 1 }[event.key] || 0));
-    const by = { ArrowUp: shown.is_map && 0, ArrowDown: shown.is_map && 0, ArrowLeft: -1, ArrowRight: 1, Home: -first.length, End: first.length }[event.key];
+    const down = shown.is_map && { ArrowUp: -1, ArrowDown: 1 }[event.key];
+    const by = down ? 0 : { ArrowLeft: -1, ArrowRight: 1, Home: -first.length, End: first.length }[event.key];
     if (by === undefined || !first.length) return;
     event.preventDefault();
+    choose(row + (down || 0));
     at = Math.min(first.length - 1, Math.max(0, at + by));
     show(first[at][0]);
   });

@@ -132,7 +132,7 @@ def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str], *, is_lo
     return [
         *([_metric_chart(reports, names, _LOSS)] if is_loss_whole else []),
         chart.line_chart("Training loss by source", _named_curves(reports, names, "source_curves")),
-        chart.line_chart("Balance losses of experts", _named_curves(reports, names, "balance_curves")),
+        chart.line_chart("Balance losses", _named_curves(reports, names, "balance_curves")),
         chart.line_chart("Loss of evaluation sets", _named_curves(reports, names, "set_curves")),
         *_task_charts(reports, names),
         *(_metric_chart(reports, names, metric) for metric in REPORT_CURVES if metric is not _LOSS),
@@ -207,27 +207,16 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
             chart.stacked_chart("A step on rank 0, over time", PARTS, report["split_by_step"], _marks([report])[1])
         ),
         "lost": lost,
-        "experts": [Markup(drawn) for drawn in _expert_maps(report["expert_loads"])],
+        "load_maps": [
+            Markup(chart.load_map(**shown, size=size))
+            for shown, size in zip(report["load_maps"].values(), (chart.LARGE, chart.SMALL), strict=False)
+        ],
         "memory_by_rank": Markup(_memory_by_rank(report["ranks"])),
         "sent": sent,
         "layout": _layout(report),
         "ranks": _ranks(report["ranks"]),
         "timeline": _timeline(report["timeline"]),
     }
-
-
-def _expert_maps(loads: Mapping[str, Any] | None) -> list[str]:
-    """Draw the loads of experts by block, and how the largest of each block changes over the run."""
-    if loads is None:
-        return []
-    first, last = loads["steps"]
-    note = f"mean of steps {first:,} to {last:,}; a row for each block, a column for each expert"
-    cells = {block: [*enumerate(of_block)] for block, of_block in loads["loads"].items()}
-    spread = "a row for each block, a column for each part of the run"
-    return [
-        chart.load_map("Load of each expert, over the mean of its block", cells, "expert", [note], chart.LARGE),
-        chart.load_map("Largest load of a block, over its mean", loads["spread"], "step", [spread]),
-    ]
 
 
 def _timeline(facts: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -326,6 +315,7 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         ConfigError: matplotlib is not installed.
     """
     figures = optional_library("matplotlib.figure", "--png needs", "plot")
+    colours = optional_library("matplotlib.colors", "--png needs", "plot")
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     _, marks = _marks(reports)
@@ -354,14 +344,16 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         files.append(folder / f"{name}.png")
         figure.savefig(files[-1], dpi=150)
     for number, report in enumerate(reports):
-        if (loads := report["expert_loads"]) is not None:
+        for name, shown in report["load_maps"].items():
             figure = figures.Figure(figsize=(7, 4), layout="constrained")
             axes = figure.subplots()
-            blocks = loads["loads"]
-            image = axes.imshow([*blocks.values()], "coolwarm", aspect="auto", interpolation="none", vmin=0, vmax=2)
-            axes.set(xlabel="expert", ylabel="block", title=report["run"])
-            axes.set_yticks(range(0, len(blocks), len(blocks) // 10 + 1), [*blocks][:: len(blocks) // 10 + 1])
-            figure.colorbar(image, label="load over the mean of the block", extend="max")
-            files.append(folder / f"expert_loads{f'-{number + 1}' if number else ''}.png")
+            rows = {block: [load for _, load in cells] for block, cells in shown["rows"].items()}
+            extent = (*chart.ends_of_cells(shown["rows"]), len(rows) - 0.5, -0.5)
+            norm = colours.TwoSlopeNorm(1, 0, 4)
+            image = axes.imshow([*rows.values()], "coolwarm", norm, aspect="auto", extent=extent)
+            axes.set(xlabel=shown["axis"], ylabel="block", title=shown["title"])
+            axes.set_yticks(range(0, len(rows), len(rows) // 10 + 1), [*rows][:: len(rows) // 10 + 1])
+            figure.colorbar(image, extend="max")
+            files.append(folder / f"{name}{f'-{number + 1}' if number else ''}.png")
             figure.savefig(files[-1], dpi=150)
     return files

@@ -200,15 +200,15 @@ def percent(value: object, digits: int = 1) -> str:
     return f"{value:.{digits}%}" if _is_finite(value) else "–"
 
 
-def experts(last: Mapping[str, Any]) -> str:
-    """Write what the experts of a sparse model did in a step; an empty text of a dense model."""
+def further_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and texts of what only some models record in a step: the experts of sparse ones."""
     if last.get("expert_load_max") is None:
-        return ""
+        return []
     losses = last.get("balance_losses")
     shown = [f"{name} {plain(loss)}" for name, loss in losses.items()] if isinstance(losses, dict) else []
-    load = f"largest load ×{plain(last['expert_load_max'], '.2f')}"
-    entropy = f"entropy {plain(last.get('expert_entropy'), '.3f')}"
-    return ", ".join([load, f"{percent(last.get('expert_idle'))} idle", entropy, *shown])
+    load, idle, entropy = (last.get(f"expert_{name}") for name in ("load_max", "idle", "entropy"))
+    text = f"largest load ×{plain(load, '.2f')}, {percent(idle)} idle, entropy {plain(entropy, '.3f')}"
+    return [("experts", ", ".join([text, *shown]))]
 
 
 def plain(value: object, form: str = ".4g") -> str:

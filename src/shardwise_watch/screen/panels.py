@@ -131,12 +131,13 @@ def _source_rows(last: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def split(frame: Frame, width: int, height: int) -> list[Text]:
-    """Draw the parts of a step on rank 0 as a bar, with a legend; below it, write what experts did."""
+    """Draw the parts of a step on rank 0 as a bar, with a legend, and the further rows of the step."""
     duration = "" if frame.step_seconds is None else drawing.seconds(frame.step_seconds)
     head = drawing.heading(width, "step", Text(duration, f"bold {TEXT}"), "rank 0, mean of 20 steps")
-    experts = [drawing.fitted(Text(f" experts  {text}", TEXT), width)] if (text := drawing.experts(frame.last)) else []
+    rows = drawing.further_rows(frame.last)
+    further = [drawing.fitted(Text.assemble((f" {name}  ", FAINT), (text, TEXT)), width) for name, text in rows]
     if not frame.split:
-        return [head, Text(" this run has not recorded where the time of a step goes", FAINT), *experts]
+        return [head, Text(" this run has not recorded where the time of a step goes", FAINT), *further]
     total = sum(frame.split.values()) or 1.0
     bar = Text.assemble(" ", drawing.segments(frame.split, width - 2))
     shares = {name: amount / total for name, amount in frame.split.items()}
@@ -144,7 +145,7 @@ def split(frame: Frame, width: int, height: int) -> list[Text]:
     # The names of larger parts are in the bar, so small ones can be left out.
     if legend.cell_len > width:
         legend = _legend({name: share for name, share in shares.items() if share >= 0.005}, " ")
-    return [head, bar, legend, *experts]
+    return [head, bar, legend, *further]
 
 
 def _legend(shares: Mapping[str, float], gap: str) -> Text:

@@ -121,3 +121,56 @@ def test_objectives_have_the_sizes_of_each_stage_of_the_data() -> None:
         balance = balance_of(cut, check_layout(cut, 1), Mesh(device="cpu"))
         needs.append(balance is not None and balance.needs_counts)
     assert needs == [False, True]
+
+
+COUNTS = (
+    "unknown key; families with experts have model.num_experts (olmoe, qwen3_moe), model.num_local_experts (mixtral) "
+    "or model.n_routed_experts (glm4_moe)"
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "problem"),
+    [
+        ("bert-tiny", "model.num_experts=4", f"model.num_experts: {COUNTS}"),
+        ("mixtral-tiny", "model.num_experts=4", f"model.num_experts: {COUNTS}"),
+        ("llama2-tiny", "moe.num_experts=4", f"moe.num_experts: {COUNTS}"),
+        ("olmoe-tiny", "expert_parallel_size=2", "expert_parallel_size: unknown key; did you mean parallel.expert?"),
+        (
+            "olmoe-tiny",
+            "model.num_experts_per_tok=9",
+            "model.num_experts_per_tok (9) must not exceed model.num_experts (8)",
+        ),
+    ],
+)
+def test_wrong_keys_of_experts_are_one_sentence(recipe: str, override: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, [override])
+    assert list(caught.value.problems) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expert", "world", "problem"),
+    [
+        ("bert-tiny", 2, 2, "parallel.expert (2) must be 1 with model.family bert, which has no experts"),
+        ("olmoe-tiny", 16, 16, "parallel.expert (16) must divide the experts of a block (8): nearest 8"),
+        (
+            "olmoe-tiny",
+            4,
+            2,
+            "parallel.expert (4) must divide the data-parallel degree × parallel.context / parallel.replicate "
+            "(2 × 1 / 1): nearest 2",
+        ),
+    ],
+)
+def test_a_degree_that_divides_nothing_is_one_sentence(recipe: str, expert: int, world: int, problem: str) -> None:
+    config = load_config(recipe, [f"parallel.expert={expert}", "train.global_batch=64"])
+    with pytest.raises(ConfigError) as caught:
+        check_layout(config, world)
+    assert list(caught.value.problems) == [problem]
+
+
+def test_ranks_of_one_copy_have_all_experts() -> None:
+    parallel = load_config("olmoe-tiny", ["parallel.expert=4", "parallel.context=2", "parallel.tensor=2"]).parallel
+    assert parallel.model_ranks == 8
+    assert load_config("olmoe-tiny", ["parallel.context=2"]).parallel.model_ranks == 2

@@ -19,13 +19,14 @@ from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, check_layout, config_from, stages_of
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory, neediest_rank
+from shardwise.layers.expert_totals import ExpertRecord
 from shardwise.models.parameter_counts import flops_per_token, parameter_count
 from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import reporter as report
 from shardwise.train.evaluation import Evaluation
 from shardwise.train.reporter import Reporter
-from shardwise.train.step_record import ExpertRecord, StepRecord, Throughput
+from shardwise.train.step_record import StepRecord, Throughput
 from shardwise.train.summary import dry_run
 from shardwise.train.trainer import Trainer
 
@@ -165,7 +166,7 @@ def test_metrics_have_what_is_not_finite_and_why_the_run_ended(tmp_path: Path) -
 
 def test_what_experts_did_is_recorded(tmp_path: Path) -> None:
     loads = {1: (3, 1), 3: (4, 0)}
-    experts = ExpertRecord(2.0, 3, 0.25, 0.75, {"switch": 0.5}, loads)
+    experts = ExpertRecord(2.0, 0.25, 0.75, {"switch": 0.5}, loads)
     made, _ = reporter(tmp_path)
     with made:
         made.start()

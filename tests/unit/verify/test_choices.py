@@ -42,6 +42,13 @@ def test_a_choice_that_no_rounding_explains_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("routing", "scores", "wanted", "is_wrong"),
     [
+        # A third group has nearly the score of the one that stays.
+        (
+            Routing(8, 3, groups=4, chosen_groups=2),
+            [0.5, 0.5 - 2e-6, 0.5, 0.5, 0.5, 0.5 - 1e-6, 0.5, 0.5 - 2e-6],
+            [0, 1, 2],
+            False,
+        ),
         (Routing(4, 2), [0.4, 0.3, 0.3 - 1e-7, 0.1], [0, 2], False),
         (Routing(4, 2), [0.4, 0.3, 0.3 - 1e-4, 0.1], [0, 2], True),
         # The sums of the groups' scores are nearly equal, and no two scores are.

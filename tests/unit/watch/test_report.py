@@ -246,19 +246,19 @@ def test_loads_of_experts_have_maps(tmp_path: Path, capsys: pytest.CaptureFixtur
     found = numbers(capsys, str(run))
     assert found["curves"]["expert_load_max"][-1] == [23, 2.5, 2.5, 2.5]
     assert found["balance_curves"]["switch"][-1][-1] == 0.0125
-    loads = found["expert_loads"]
-    assert loads["steps"] == [4, 23]
+    loads, largest = (found["load_maps"][name]["rows"] for name in ("expert_loads", "largest_loads"))
     # 17 steps of the first start, in which the third expert has all tokens, and 3 of the second one.
     sums = [sum(10 + step for step in (21, 22, 23)), sum(90 - step for step in (21, 22, 23)), 17 * 120, 60]
-    assert loads["loads"] == {"0": [1.0] * 4, "1": pytest.approx([load * 4 / (20 * 120) for load in sums], abs=1e-3)}
-    assert [step for step, _ in loads["spread"]["1"]] == [*range(1, 24)]
-    assert [load for _, load in loads["spread"]["1"]] == pytest.approx([4.0] * 20 + [69 / 30, 68 / 30, 67 / 30])
+    assert loads["0"] == [[at, 1.0] for at in range(4)]
+    assert [load for _, load in loads["1"]] == pytest.approx([load * 4 / (20 * 120) for load in sums], abs=1e-3)
+    assert [step for step, _ in largest["1"]] == [*range(1, 24)]
+    assert [load for _, load in largest["1"]] == pytest.approx([4.0] * 20 + [69 / 30, 68 / 30, 67 / 30], abs=1e-3)
     page = Text(report(run))
     maps = [data for data in page.charts if data.get("is_map")]
     assert [data["axis"] for data in maps] == ["expert", "step"]
-    assert maps[0]["curves"]["block 1,"] == [[at, load] for at, load in enumerate(loads["loads"]["1"])]
+    assert maps[0]["curves"]["block 1,"] == loads["1"]
     assert "mean of steps 4 to 23" in page.text
-    assert "Balance losses of experts" in page.text
+    assert "Balance losses" in page.text
 
 
 def test_a_map_of_loads_names_its_colours_and_a_dense_run_has_none(
@@ -267,15 +267,16 @@ def test_a_map_of_loads_names_its_colours_and_a_dense_run_has_none(
     rows = {
         str(block): [(at, load) for at, load in enumerate([0.0, 0.49, 0.5, 1.0, 1.25, 2.0, 9.0])] for block in (0, 1)
     }
-    drawn = load_map("Loads", rows, "expert", ["a note"])
+    drawn = load_map("Loads", rows, "expert", "a note")
     names = re.findall(r'key t(\d)">([^<]+)<', drawn)
     assert names == [*zip("0123456", _LOADS, strict=True)]
     paths = re.findall(r'<path class="t(\d)"[^>]* d="([^"]+)"', drawn)
     assert [(colour, cells.count("M")) for colour, cells in paths] == [(colour, 2) for colour in "0123456"]
-    assert load_map("Loads", {}, "expert", []) == ""
     run = write_run(tmp_path / "dense")
-    assert numbers(capsys, str(run))["expert_loads"] is None
-    assert "xperts" not in Text(report(run)).text
+    assert numbers(capsys, str(run))["load_maps"] == {}
+    shown = Text(report(run)).text
+    assert "xperts" not in shown
+    assert "Load" not in shown
 
 
 def test_evaluation_sets_and_tasks_have_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,7 +378,11 @@ def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     starts = [Start(0, 10, mesh=TENSOR_PARALLEL), Start(10, 18, None), Start(15, 20)]
     run = write_run(tmp_path / "run", starts, mesh=DATA_PARALLEL, experts=True)
     report(run, "--png", str(tmp_path / "png"))
-    assert {file.name for file in (tmp_path / "png").iterdir()} >= {"expert_loads.png", "expert_entropy.png"}
+    assert {file.name for file in (tmp_path / "png").iterdir()} >= {
+        "expert_loads.png",
+        "largest_loads.png",
+        "expert_entropy.png",
+    }
     assert set(places) == {10.5, 15.5}
     assert set(labels) == {" DP 2"}
     assert (tmp_path / "png/loss.png").read_bytes().startswith(b"\x89PNG")

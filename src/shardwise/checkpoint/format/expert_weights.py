@@ -28,12 +28,12 @@ def single_experts(folder: Root, weights: Mapping[str, TensorEntry]) -> dict[str
     `[N, 2F, H]`, the gate's rows first, and `experts.down_proj` `[N, H, F]`: a weight is a run of bytes in it.
 
     Raises:
-        ConfigError: the tensors are transposed, as other programs write them, or may be.
+        ConfigError: the tensors are transposed, as other programs write them, or may be; or an expert is there twice.
     """
     single: dict[str, TensorEntry] = {}
     for name, tensor in weights.items():
         match = _FUSED.fullmatch(name)
-        if match is None or len(tensor.shape) != 3 or tensor.dtype not in DTYPES:
+        if match is None or len(tensor.shape) != 3 or 0 in tensor.shape or tensor.dtype not in DTYPES:
             single[name] = tensor
             continue
         layer, kind = match.groups()
@@ -45,7 +45,10 @@ def single_experts(folder: Root, weights: Mapping[str, TensorEntry]) -> dict[str
         nbytes = shape[0] * columns * DTYPES[tensor.dtype].itemsize
         for number, (expert, leaf) in enumerate(product(range(count), _LEAVES[kind])):
             piece = PieceEntry(file, offset + number * nbytes, Box.whole(shape))
-            single[f"{layer}.{expert}.{leaf}_proj.weight"] = TensorEntry(shape, tensor.dtype, (piece,))
+            of_expert = f"{layer}.{expert}.{leaf}_proj.weight"
+            if of_expert in weights:
+                raise ConfigError(f"{folder} must have {of_expert} by itself or in {name}, and it has both")
+            single[of_expert] = TensorEntry(shape, tensor.dtype, (piece,))
     return single
 
 
@@ -56,7 +59,7 @@ def _require_orientation(folder: Root, layer: str, gate_up: tuple[int, ...], dow
     of the other one the dimensions then differ; and transformers 5 transposes none.
     """
     shown = f"{folder}: {layer}.gate_up_proj {list(gate_up)} and down_proj {list(down)}"
-    if gate_up[1:] != (2 * down[-1], down[1]) or len(down) != 3:
+    if len(down) != 3 or gate_up[1:] != (2 * down[2], down[1]):
         raise ConfigError(
             f"{shown} must be [experts, 2 × width, hidden size] and [experts, hidden size, width]: they are transposed "
             f"or of two models; {_FIX}"
@@ -97,7 +100,13 @@ def differing_experts(
                 lines.setdefault(f"has {_counted('expert', further)} of {{}}, which the model lacks", []).append(block)
         by_line = {f"{where} {line.format(_counted('block', blocks))}": blocks for line, blocks in lines.items()}
     explained = {block for blocks in by_line.values() for block in blocks}
-    return [*by_line], lambda name: (match := _OF_MLP.match(name)) is not None and int(match[1]) in explained
+    is_other_kind = bool(wanted) != bool(found)
+
+    def is_explained(name: str) -> bool:
+        match = _OF_MLP.match(name)
+        return is_other_kind or (match is not None and int(match[1]) in explained)
+
+    return [*by_line], is_explained
 
 
 def _experts_of_blocks(names: Iterable[str]) -> dict[int, set[int]]:

@@ -26,7 +26,7 @@ class BitEqualRouter(Router):
         is_cut = self.sequence_parallel_enabled
         count = sequence_parts(x, self.group, is_cut)
         views = part_views(self.weight, count, self.group if is_cut else None)
-        parts = [self.route(part, weight) for part, weight in zip(x.chunk(count), views, strict=True)]
+        parts = [self._route(part, weight) for part, weight in zip(x.chunk(count), views, strict=True)]
         return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -37,7 +37,7 @@ class BitEqualExperts(Experts):
         for parameter in (self.gate_up, self.down):
             placement.add_further_gradients(parameter, self.ranks.group.size - 1)
 
-    def sum_(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
+    def _sum(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
         journey = Journey.of(experts, counts, self.ranks.group)
         gate_up, down = (
             [view.unflatten(0, (self.count, -1)) for view in _by_source(parameter)]

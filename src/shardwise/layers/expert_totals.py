@@ -1,6 +1,6 @@
 """What the experts of a sparse model count in a step, over the whole global batch and all blocks.
 
-Shapes: L = blocks with experts of the whole model, N = most experts of a block, K = `SUMS` of `layers/experts.py`.
+Shapes: L = blocks with experts of the whole model, N = most experts of a block, K = `SUMS` of `config/routing.py`.
 """
 
 from __future__ import annotations
@@ -8,19 +8,45 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import ModelConfig
-from shardwise.config.routing import Routing
+from shardwise.config.routing import SUMS, Routing
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
-from shardwise.layers.experts import ENTROPY, SUMS, Experts, experts_of
-from shardwise.train.step_record import ExpertRecord
+from shardwise.layers.experts import Experts, experts_of
 
 _PARTS = 2.0**32
 """Parts of 1 in which sums travel, as whole numbers beside the loads: no order of the ranks changes their total."""
+
+
+@dataclass(frozen=True)
+class ExpertRecord:
+    """The experts of a sparse model in a step, over the whole global batch.
+
+    Attributes:
+        load_max: rows of the expert that has most, divided by the mean of its block: the largest of all blocks.
+        idle: part of all blocks' experts that had no token.
+        entropy: entropy of a token's normalised scores divided by ln N, the mean over tokens and blocks: 1 where all
+            scores are equal.
+        losses: objectives of routers by name (`layers/balance.py`) without their coefficients: means over the blocks,
+            but `pooled`, which is one number of all of them.
+        loads: rows of each expert, by number of the block.
+    """
+
+    load_max: float
+    idle: float
+    entropy: float
+    losses: Mapping[str, float]
+    loads: Mapping[int, Sequence[int]]
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers under their names in the run's files."""
+        return {"expert_load_max": self.load_max, "expert_idle": self.idle, "expert_entropy": self.entropy}
 
 
 class ExpertTotals:
@@ -79,17 +105,14 @@ class ExpertTotals:
             tokens += sum(loads[number]) / routing.per_token
             for name, value in zip(SUMS, totals[at + width - len(SUMS) : at + width], strict=True):
                 # A router of one expert has no entropy.
-                sums[name] += value / math.log(max(routing.experts, 2)) if name == ENTROPY else value
+                sums[name] += value / math.log(max(routing.experts, 2)) if name == SUMS[0] else value
         if not tokens:
             return None
-        spreads = {number: max(block) * len(block) / max(sum(block), 1) for number, block in loads.items()}
         every = [load for block in loads.values() for load in block]
-        fullest = max(spreads, key=lambda number: spreads[number])
         return ExpertRecord(
-            load_max=spreads[fullest],
-            fullest_block=fullest,
+            load_max=max(max(block) * len(block) / max(sum(block), 1) for block in loads.values()),
             idle=every.count(0) / len(every),
-            entropy=sums.pop(ENTROPY) / tokens,
+            entropy=sums.pop(SUMS[0]) / tokens,
             # An objective that is computed is above 0.
             losses={name: value for name, value in sums.items() if value},
             loads=loads,

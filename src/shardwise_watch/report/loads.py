@@ -15,14 +15,11 @@ _RECENT_STEPS = 20
 _COLUMNS = 60
 
 
-def expert_loads(run: RunView) -> dict[str, Any] | None:
-    """Return loads over the mean of their block; None of a run that recorded none.
+def load_maps(run: RunView) -> dict[str, dict[str, Any]]:
+    """Return by name the arguments of `chart.load_map` on loads over the mean of their block; {} without loads.
 
-    Steps that were undone are left out, as they are in `run`.
-
-    Returns:
-        `loads`: by block those of its experts, the mean of the last 20 recorded steps, which `steps` has the ends of;
-        `spread`: by block [last step, mean of the largest loads] of each column over the run.
+    `expert_loads` is of the last 20 recorded steps, and `largest_loads` the mean of a block's largest loads in each
+    part of the run. Steps that were undone are left out, as they are in `run`.
     """
     loads: dict[int, Mapping[str, list[int]]] = {}
     largest: dict[int, array[float]] = {}
@@ -33,25 +30,34 @@ def expert_loads(run: RunView) -> dict[str, Any] | None:
             # Another program may have changed the file.
             with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
                 step, blocks = line["step"], line["loads"]
-                shape = shape or {name: len(block) for name, block in blocks.items()}
-                if shape == {name: len(block) for name, block in blocks.items()}:
+                sizes = {name: len(block) for name, block in blocks.items()}
+                if sizes == (shape := shape or sizes):
                     largest[step] = array("f", [max(block) * len(block) / sum(block) for block in blocks.values()])
                     loads |= {step: blocks} if step in recent else {}
     steps = [step for step in run.series.steps if step in largest]
     shown = [step for step in steps if step in loads]
     if not shown:
-        return None
+        return {}
     columns = [steps[begin:stop] for begin, stop in equal_counts(len(steps), _COLUMNS)]
     return {
-        "steps": [shown[0], shown[-1]],
-        "loads": {name: _over_the_mean([loads[step][name] for step in shown]) for name in shape},
-        "spread": {
-            name: [[column[-1], sum(largest[step][row] for step in column) / len(column)] for column in columns]
-            for row, name in enumerate(shape)
+        "expert_loads": {
+            "title": "Load of each expert over the mean of its block",
+            "axis": "expert",
+            "note": f"mean of steps {shown[0]:,} to {shown[-1]:,}; a row for each block",
+            "rows": {name: _over_the_mean([loads[step][name] for step in shown]) for name in shape},
+        },
+        "largest_loads": {
+            "title": "Largest load of a block over its mean",
+            "axis": "step",
+            "note": "a row for each block",
+            "rows": {
+                name: [(of[-1], round(sum(largest[step][row] for step in of) / len(of), 3)) for of in columns]
+                for row, name in enumerate(shape)
+            },
         },
     }
 
 
-def _over_the_mean(loads: list[list[int]]) -> list[float]:
+def _over_the_mean(loads: list[list[int]]) -> list[tuple[int, float]]:
     sums = [sum(of_expert) for of_expert in zip(*loads, strict=True)]
-    return [round(load * len(sums) / sum(sums), 3) for load in sums]
+    return [(expert, round(load * len(sums) / sum(sums), 3)) for expert, load in enumerate(sums)]
