@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, get_args
 
 from shardwise.base.errors import ConfigError, divisors
@@ -44,7 +45,6 @@ class Choice:
     pipeline: int
     schedule: Schedule
     virtual: int | None
-    expert: int
     micro_batch: int
     recompute: Recompute
     zero: int
@@ -52,6 +52,7 @@ class Choice:
     reduce: Frequency | None = None
     regathers: bool = False
     passes_keys: bool = False
+    expert: int = 1
 
     @staticmethod
     def of(config: Config, layout: Layout) -> Choice:
@@ -153,14 +154,15 @@ def choices(
         base = config.with_keys(parallel={"stages": None})
     is_fixed = "train.recompute" in fixed and config.train.recompute != "auto"
     recomputes = (config.recompute,) if is_fixed else _RECOMPUTES
-    for degrees in _degrees(config, world, per_node, fixed):
+    for degrees, expert in _degrees(config, world, per_node, fixed):
         recipes = config.train.micro_batch
         powers = [2**n for n in range(_MOST_IN_MICRO_BATCH.bit_length())]
         for micro_batch in _values(fixed, "train.micro_batch", recipes, sorted({recipes, *powers})):
             # Recompute and ZeRO change no rule, so that one check serves all of their values.
             replicate = config.parallel.replicate if "parallel.replicate" in fixed else 1
             optimizer = config.optimizer
-            first = Choice(*degrees, micro_batch, "none", optimizer.zero, replicate, optimizer.reduce)
+            sharding = (optimizer.zero, replicate, optimizer.reduce)
+            first = Choice(*degrees, micro_batch, "none", *sharding, expert=expert)
             data = world // (first.tensor * first.context * first.pipeline)
             if not data or config.train.global_batch % (micro_batch * data):
                 refused["train.global_batch"] += len(recomputes)
@@ -174,7 +176,8 @@ def choices(
                 continue
             shardings = list(_shardings(first.applied(base), layout, per_node, fixed))
             for recompute in recomputes:
-                yield [[Choice(*degrees, micro_batch, recompute, *cut) for cut in cuts] for cuts in shardings], layout
+                choice = partial(Choice, *degrees, micro_batch, recompute, expert=expert)
+                yield [[choice(*cut) for cut in cuts] for cuts in shardings], layout
 
 
 _Sharding = tuple[int, int, Frequency | None]
@@ -231,14 +234,14 @@ def _values(fixed: Collection[str], key: str, recipes: _Value, others: Sequence[
     return [recipes] if key in fixed else others
 
 
-_Degrees = tuple[int, bool, int, int, Schedule, int | None, int]
-"""Tensor degree, sequence parallelism, context degree, pipeline degree, schedule, virtual stages and expert degree."""
+_Degrees = tuple[int, bool, int, int, Schedule, int | None]
+"""Tensor degree, sequence parallelism, context degree, pipeline degree, schedule and virtual stages."""
 # An assumption: with shorter chunks of a sample, matrices are small, and the other axes are the better ones.
 _LEAST_CHUNK = 1024
 
 
-def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) -> Iterator[_Degrees]:
-    """Yield the degrees that divide the world and the model; `check_layout` has further rules."""
+def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) -> Iterator[tuple[_Degrees, int]]:
+    """Yield the degrees that divide the world and the model, experts' last; `check_layout` has further rules."""
     parallel = config.parallel
     model = config.known_shapes
     heads = [n for n in range(1, per_node + 1) if world % n == 0 and model.num_attention_heads % n == 0]
@@ -256,7 +259,7 @@ def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) 
                 for schedule, virtual in _schedules(parallel, model.num_hidden_layers, pipeline, fixed):
                     for sequence in sequences:
                         for expert in experts:
-                            yield tensor, sequence, context, pipeline, schedule, virtual, expert
+                            yield (tensor, sequence, context, pipeline, schedule, virtual), expert
 
 
 def _contexts(recipes: int, length: int, ranks: int, fixed: Collection[str]) -> Sequence[int]:

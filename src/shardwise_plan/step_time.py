@@ -169,8 +169,7 @@ def step_time(
         _sum((getattr(work.block, name), len(work.stage.layers)) for work in works)
         for name in ("forward", "backward", "recompute")
     )
-    # The backward pass contains the recompute, which has a row of its own.
-    model_work = forward.plus(backward).plus(recompute, -1)
+    model_work = forward.plus(backward).plus(recompute, -1)  # a backward pass contains the recompute
     ends = sum(end.forward.total + end.backward.total for work in works for end in work.ends)
     reduction, gather, optimizer = inputs.update_seconds()
     return StepTime(

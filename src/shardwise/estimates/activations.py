@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.config.routing import Routing
+from shardwise.config.routing import SUMS, Routing
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
 
@@ -276,8 +276,8 @@ def _own_input(workload: RankWorkload) -> int:
 
 
 def _amounts(routing: Routing) -> int:
-    """Return the bytes of what a block adds to the totals of its step: rows of each expert, and five sums."""
-    return _INT64 * routing.experts + 5 * _FLOAT32
+    """Return the bytes of what a block adds to the totals of its step: rows of each expert, and its sums."""
+    return _INT64 * routing.experts + len(SUMS) * _FLOAT32
 
 
 def _normed(workload: RankWorkload) -> int:

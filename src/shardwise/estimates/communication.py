@@ -19,54 +19,23 @@ ranks that divide the experts of a block, and "dp/experts" those that have the s
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import rank_of
-from shardwise.config.routing import SUMS, Routing
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
+from shardwise.estimates.expert_transfers import experts, gradients_of_experts, read_loads, routings
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
+from shardwise.estimates.transfer import Kind, Transfer, over_tensor
 from shardwise.models.parameter_counts import local_parameters
 from shardwise.optim.bucket_layout import LIMBS
-
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
 _FLOAT32 = 4
 _FLOAT64 = 8
 _INT64 = 8
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A collective, or a message to another rank.
-
-    Attributes:
-        axis: the group it runs over.
-        kind: name of the collective, or `send`.
-        ranks: size of the group.
-        bytes: size of the whole tensor.
-        count: number of times per step; a tensor that is sent in chunks counts once.
-        tensor: the tensor, in words.
-    """
-
-    axis: str
-    kind: Kind
-    ranks: int
-    bytes: int
-    count: int
-    tensor: str
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that each rank sends per step."""
-        if self.kind == "send":
-            return float(self.bytes * self.count)
-        rounds = 2 if self.kind == "all_reduce" else 1
-        return rounds * self.bytes * self.count * (self.ranks - 1) / self.ranks
 
 
 def step_transfers(
@@ -140,10 +109,10 @@ def _forward(workload: RankWorkload) -> list[Transfer]:
     if workload.has_first:
         # Each rank looks up its part of the vocabulary; the results are summed.
         kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
-        transfers.append(_over_tensor(workload, kind, workload.gathered_bytes, "embedding output"))
+        transfers.append(over_tensor(workload, kind, workload.gathered_bytes, "embedding output"))
     transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
     transfers.append(_keys_and_values(workload, "all_gather", "keys and values"))
-    transfers += _experts(workload, "")
+    transfers += experts(workload, "")
     if workload.has_last:
         transfers += _head(workload)
     return [*transfers, _message(workload, 1, "outputs of stages"), _samples(workload)]
@@ -167,33 +136,33 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
-        transfers += _experts(workload, ", recomputed")
+        transfers += experts(workload, ", recomputed")
     if workload.gathers_keys_again:
         times = 2 if workload.config.passes_keys and workload.recompute == "full" else 1
         transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again", times))
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers and workload.layout.sequence_parallel:
         inputs = "inputs of attention and MLP, gathered again"
-        count = 2 * workload.layers - _routings(workload).total()  # experts keep theirs
-        transfers.append(_over_tensor(workload, "all_gather", gathered, inputs, count))
+        count = 2 * workload.layers - routings(workload).total()  # experts keep theirs
+        transfers.append(over_tensor(workload, "all_gather", gathered, inputs, count))
     transfers.append(_query_key_squares(workload, "gradients of "))
-    transfers += _gradients_of_experts(workload)
+    transfers += gradients_of_experts(workload)
     if workload.model.head_transform:
         size = workload.a * workload.predicted * workload.model.hidden_size
-        transfers.append(_over_tensor(workload, "all_reduce", size, "gradient of the decoder's input", head))
+        transfers.append(over_tensor(workload, "all_reduce", size, "gradient of the decoder's input", head))
     input_gradients = "gradients of the inputs of attention and MLP"
     output_gradients = "gradients of the outputs of attention and MLP"
     if workload.layout.sequence_parallel:
         transfers += [
-            _over_tensor(workload, "reduce_scatter", gathered, "gradient of the head's input", head),
-            _over_tensor(workload, "all_gather", gathered, output_gradients, outputs * workload.layers),
-            _over_tensor(workload, "reduce_scatter", gathered, input_gradients, 2 * workload.layers),
-            _over_tensor(workload, "all_gather", gathered, "gradient of the embedding output", embedding),
+            over_tensor(workload, "reduce_scatter", gathered, "gradient of the head's input", head),
+            over_tensor(workload, "all_gather", gathered, output_gradients, outputs * workload.layers),
+            over_tensor(workload, "reduce_scatter", gathered, input_gradients, 2 * workload.layers),
+            over_tensor(workload, "all_gather", gathered, "gradient of the embedding output", embedding),
         ]
     else:
         transfers += [
-            _over_tensor(workload, "all_reduce", gathered, "gradient of the head's input", head),
-            _over_tensor(workload, "all_reduce", gathered, input_gradients, 2 * workload.layers),
+            over_tensor(workload, "all_reduce", gathered, "gradient of the head's input", head),
+            over_tensor(workload, "all_reduce", gathered, input_gradients, 2 * workload.layers),
         ]
     if workload.token_parts:
         elements = workload.head_gradient_elements
@@ -201,10 +170,6 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         size = DTYPE_BYTES[workload.precision.parameter] * elements
         transfers.append(Transfer("cp", "all_reduce", workload.layout.context, size, 1, "gradients of all parameters"))
     return [*transfers, _message(workload, -1, "gradients of the inputs of stages")]
-
-
-def _over_tensor(workload: RankWorkload, kind: Kind, size: int, tensor: str, count: int = 1) -> Transfer:
-    return Transfer("tp", kind, workload.layout.tensor, size, count, tensor)
 
 
 def _samples(workload: RankWorkload) -> Transfer:
@@ -221,7 +186,7 @@ def _samples(workload: RankWorkload) -> Transfer:
     else:
         tables = 2 + data.reset_position_ids + data.reset_attention_mask
         numbers = tables * workload.layout.context * workload.tokens + 2 * data.reset_attention_mask
-    return _over_tensor(workload, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
+    return over_tensor(workload, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
 
 
 def _message(workload: RankWorkload, step: int, tensor: str) -> Transfer:
@@ -253,88 +218,12 @@ def _regions(workload: RankWorkload, outputs: int, suffix: str) -> list[Transfer
     layers = workload.layers
     if not workload.layout.sequence_parallel:
         return [
-            _over_tensor(workload, "all_reduce", gathered, f"outputs of attention and MLP{suffix}", outputs * layers)
+            over_tensor(workload, "all_reduce", gathered, f"outputs of attention and MLP{suffix}", outputs * layers)
         ]
     return [
-        _over_tensor(workload, "all_gather", gathered, f"inputs of attention and MLP{suffix}", 2 * layers),
-        _over_tensor(workload, "reduce_scatter", gathered, f"outputs of attention and MLP{suffix}", outputs * layers),
+        over_tensor(workload, "all_gather", gathered, f"inputs of attention and MLP{suffix}", 2 * layers),
+        over_tensor(workload, "reduce_scatter", gathered, f"outputs of attention and MLP{suffix}", outputs * layers),
     ]
-
-
-def _routings(workload: RankWorkload) -> Counter[Routing]:
-    """The rules of the routers on this rank, with the number of blocks of each."""
-    layers = (layer for stage in workload.stages for layer in stage.layers)
-    return Counter(routing for routing in map(workload.model.routing, layers) if routing is not None)
-
-
-def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) -> Transfer:
-    """An all-to-all over the ranks that divide the experts, of which a rank sends so many bytes, its own included."""
-    layout = workload.layout
-    axis = layout.replicas_axis
-    axis = axis if layout.expert == layout.replicas else f"{axis}/{layout.expert}"
-    return Transfer(axis, "all_to_all", layout.expert, size, count, tensor)
-
-
-def _experts(workload: RankWorkload, suffix: str) -> list[Transfer]:
-    """The forward pass of experts in all blocks.
-
-    Ranks that divide the experts send the numbers of rows, [N] in int64, each of the T·k rows of their tokens with its
-    weight, [H] and one in float32, and back what arrived, [R, H]: in bit-equal sums, each part of it. Under sequence
-    parallelism, the weights and the numbers of the chosen experts are gathered, [T·k] in float32 and in int64.
-    """
-    transfers = []
-    row = workload.a * workload.model.hidden_size
-    for routing, count in _routings(workload).items():
-        rows = workload.tokens * routing.per_token
-        results = workload.parts_of_sums * row * workload.rows(routing)
-        transfers += [
-            _over_experts(workload, _INT64 * routing.experts, f"numbers of rows{suffix}", count),
-            _over_experts(workload, (row + _FLOAT32) * rows, f"rows and weights to their experts{suffix}", count),
-            _over_experts(workload, results, f"results of rows{suffix}", count),
-        ]
-        if workload.layout.sequence_parallel:
-            chosen = f"weights and numbers of chosen experts{suffix}"
-            transfers.append(_over_tensor(workload, "all_gather", (_FLOAT32 + _INT64) * rows, chosen, count))
-        transfers += _shared_expert(workload, count, suffix)
-    return transfers
-
-
-def _shared_expert(workload: RankWorkload, count: int, suffix: str) -> list[Transfer]:
-    """The input and the output of the expert that all tokens use, which is a region of tensor parallelism by itself."""
-    if not workload.model.shared_expert_width:
-        return []
-    size = workload.gathered_bytes
-    if not workload.layout.sequence_parallel:
-        return [_over_tensor(workload, "all_reduce", size, f"output of the shared expert{suffix}", count)]
-    return [
-        _over_tensor(workload, "all_gather", size, f"input of the shared expert{suffix}", count),
-        _over_tensor(workload, "reduce_scatter", size, f"output of the shared expert{suffix}", count),
-    ]
-
-
-def _gradients_of_experts(workload: RankWorkload) -> list[Transfer]:
-    """The backward pass of `_experts`: each tensor goes the other way; the numbers of rows are known."""
-    transfers = []
-    kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
-    row = workload.a * workload.model.hidden_size
-    for routing, count in _routings(workload).items():
-        rows = workload.tokens * routing.per_token
-        arrived = workload.parts_of_sums * (row + _FLOAT32) * workload.rows(routing)
-        transfers += [
-            _over_experts(workload, row * rows, "gradients of results of rows", count),
-            _over_experts(workload, arrived, "gradients of rows and weights", count),
-            _over_tensor(workload, kind, _FLOAT32 * rows, "gradients of weights of chosen experts", count),
-        ]
-        if workload.model.shared_expert_width:
-            size = workload.gathered_bytes
-            transfers.append(_over_tensor(workload, kind, size, "gradient of the shared expert's input", count))
-            if workload.layout.sequence_parallel:
-                output = "gradient of the shared expert's output"
-                transfers.append(_over_tensor(workload, "all_gather", size, output, count))
-                if workload.config.regathers:
-                    again = "input of the shared expert, gathered again"
-                    transfers.append(_over_tensor(workload, "all_gather", size, again, count))
-    return transfers
 
 
 def _objectives(workload: RankWorkload) -> list[Transfer]:
@@ -348,7 +237,7 @@ def _objectives(workload: RankWorkload) -> list[Transfer]:
     forwards = 2 if workload.recompute == "full" else 1
     counts_first = _counts_first(workload)
     transfers = []
-    for routing, count in _routings(workload).items():
+    for routing, count in routings(workload).items():
         loads = _INT64 * routing.experts
         samples = workload.config.train.micro_batch if "sequence" in losses else 0
         batch = loads if "batch" in losses and not counts_first else 0
@@ -374,7 +263,7 @@ def _counts_first(workload: RankWorkload) -> bool:
 def _counted(workload: RankWorkload) -> list[Transfer]:
     """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
     layout = workload.layout
-    of_blocks = _INT64 * sum(routing.experts * count for routing, count in _routings(workload).items())
+    of_blocks = _INT64 * sum(routing.experts * count for routing, count in routings(workload).items())
     routing = workload.model.any_routing
     pooled = 0 if routing is None else _INT64 * routing.experts * ("pooled" in workload.config.optimizer.router_losses)
     return [
@@ -384,19 +273,11 @@ def _counted(workload: RankWorkload) -> list[Transfer]:
     ]
 
 
-def _loads(workload: RankWorkload) -> Transfer:
-    """The rows of each expert and sums of all blocks of the model, [N + K] in int64 each."""
-    model = workload.model
-    rules = [rule for rule in map(model.routing, range(model.num_hidden_layers)) if rule is not None]
-    numbers = len(rules) * (max((rule.experts for rule in rules), default=0) + len(SUMS))
-    return Transfer("world", "all_reduce", workload.layout.world, _INT64 * numbers, 1, "loads of experts")
-
-
 def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
     """A norm over all heads sums the squares of queries and keys over ranks: [2, T] in float32 for each block."""
     count = workload.layers if workload.model.query_key_norm == "all_heads" else 0
     tensor = f"{prefix}sums of squares of queries and keys"
-    return _over_tensor(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
+    return over_tensor(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
 
 
 def _keys_and_values(workload: RankWorkload, kind: Kind, tensor: str, times: int = 1) -> Transfer:
@@ -427,8 +308,8 @@ def _scales(workload: RankWorkload) -> list[Transfer]:
     gradients = "largest gradients of outputs"
     context = workload.layout.context
     return [
-        _over_tensor(workload, "all_reduce", _FLOAT32, inputs, forwards),
-        _over_tensor(workload, "all_reduce", _FLOAT32, gradients, backwards),
+        over_tensor(workload, "all_reduce", _FLOAT32, inputs, forwards),
+        over_tensor(workload, "all_reduce", _FLOAT32, gradients, backwards),
         Transfer("cp", "all_reduce", context, _FLOAT32, 2 * forwards, inputs),
         Transfer("cp", "all_reduce", context, _FLOAT32, 2 * backwards, gradients),
     ]
@@ -437,7 +318,7 @@ def _scales(workload: RankWorkload) -> list[Transfer]:
 def _weight_scales(workload: RankWorkload) -> Transfer:
     """The scales of a block's four weights, once a step."""
     count = 0 if workload.config.precision.matmul is None else workload.layers
-    return _over_tensor(workload, "all_reduce", 4 * _FLOAT32, "largest weights of linear layers", count)
+    return over_tensor(workload, "all_reduce", 4 * _FLOAT32, "largest weights of linear layers", count)
 
 
 def _head(workload: RankWorkload) -> list[Transfer]:
@@ -449,14 +330,14 @@ def _head(workload: RankWorkload) -> list[Transfer]:
     """
     tokens = _FLOAT32 * workload.predicted
     transfers = [
-        _over_tensor(workload, "all_reduce", tokens, "largest logit of each token"),
-        _over_tensor(workload, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
+        over_tensor(workload, "all_reduce", tokens, "largest logit of each token"),
+        over_tensor(workload, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
     ]
     if workload.layout.sequence_parallel:
-        transfers.append(_over_tensor(workload, "all_gather", workload.gathered_bytes, "input of the head"))
+        transfers.append(over_tensor(workload, "all_gather", workload.gathered_bytes, "input of the head"))
     if workload.model.head_transform:
         size = workload.a * (workload.predicted + workload.config.train.micro_batch) * workload.model.hidden_size
-        transfers.append(_over_tensor(workload, "all_gather", size, "inputs of the decoder and of the classifier"))
+        transfers.append(over_tensor(workload, "all_gather", size, "inputs of the decoder and of the classifier"))
     return transfers
 
 
@@ -502,7 +383,7 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
         transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
     if optimizer.spec.orthogonalizes:
         transfers += _matrices(workload)
-    transfers += [*_over_data(workload, buckets), _loads(workload)]
+    transfers += [*_over_data(workload, buckets), read_loads(workload)]
     for ranks in sorted({layout.tensor, workload.local.key_value_copies} - {1}):
         axis = "tp" if ranks == layout.tensor else f"tp/{ranks}"
         if workload.is_bit_equal:

@@ -409,10 +409,13 @@ class _Summary:
 
 def parameters_text(model: ModelConfig) -> str:
     """The parameters of a model, and of a sparse one those that compute a token."""
-    count, active = parameter_counts.parameter_count(model), parameter_counts.active_parameter_count(model)
-    if count is None or active is None:
+    count = parameter_counts.parameter_count(model)
+    if count is None or model.is_own:
         return _UNKNOWN
-    return f"{units.count(count)} ({count:,}){f', {units.count(active)} of them active' if active < count else ''}"
+    shown = f"{units.count(count)} ({count:,})"
+    if model.any_routing is None:
+        return shown
+    return f"{shown}, {units.count(parameter_counts.active_parameter_count(model) or 0)} of them active"
 
 
 def _rate_curve(optimizer: OptimizerConfig, last: int) -> list[str]:
