@@ -69,10 +69,10 @@ def test_grouped_products_compute_the_same(case: str) -> None:
     dy = torch.randn(len(experts), H, generator=generator)
     found = _grouped_sum(x, weights, experts, gate_up, down)
     wanted = sum_of_experts(x, weights, experts, gate_up, down)
-    torch.testing.assert_close(found, wanted)
     gradients = torch.autograd.grad(found, given, dy), torch.autograd.grad(wanted, given, dy)
-    for gradient, same in zip(*gradients, strict=True):
-        torch.testing.assert_close(gradient, same)
+    for gradient, same in zip((found, *gradients[0]), (wanted, *gradients[1]), strict=True):
+        # Another library adds in another order.
+        torch.testing.assert_close(gradient, same, rtol=1e-5, atol=1e-5)
 
 
 def test_of_equal_scores_the_first_experts_are_chosen() -> None:
