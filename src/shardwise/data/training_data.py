@@ -2,7 +2,6 @@
 
 from shardwise.data.evaluation_sets import EvaluationSets, prepare_sets
 from shardwise.data.formats.common import PreparedData, make_batches, random_text
-from shardwise.data.formats.user_samples import load_reader
 from shardwise.data.open_data import prepare
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from shardwise.data.request import continued_stages
@@ -14,7 +13,6 @@ __all__ = [
     "Tokenizer",
     "continued_stages",
     "fetch_dataset",
-    "load_reader",
     "make_batches",
     "prepare",
     "prepare_sets",

@@ -18,7 +18,6 @@ from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.user_code import RAISED, accepts, error_text, load
 from shardwise.config import OptimizerConfig
 from shardwise.config.sections import HooksConfig
-from shardwise.data.training_data import load_reader
 from shardwise.distributed import devices
 from shardwise.launch import stop_requests
 from shardwise.optim.wrapped_class import require_elementwise
@@ -37,7 +36,7 @@ def check_hooks(hooks: HooksConfig, optimizer: OptimizerConfig) -> None:
     """
     problems: list[str] = []
     for check in (
-        lambda: hooks.data is None or load_reader(hooks.data),
+        lambda: hooks.data is None or _load_reader(hooks.data),
         lambda: hooks.loss is None or _load_loss(hooks.loss),
         lambda: hooks.optimizer is None or user_optimizer(hooks, optimizer),
         lambda: _callbacks(hooks.callbacks),
@@ -48,6 +47,12 @@ def check_hooks(hooks: HooksConfig, optimizer: OptimizerConfig) -> None:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
+
+
+def _load_reader(path: str) -> object:
+    from shardwise.data.formats.user_samples import load_reader
+
+    return load_reader(path)
 
 
 # ---- the loss

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -27,10 +27,7 @@ from shardwise.config import Config, Layout
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization, parameter_count
-from shardwise.optim.state_digest import StateHash
 from shardwise.runs.folder import JsonLines, RunDirectory, now, open_log
-from shardwise.train.compile.units import CapturedGraph
-from shardwise.train.evaluation import Evaluation
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
 from shardwise.train.loss import perplexity
@@ -48,6 +45,11 @@ from shardwise.train.step_record import (
 )
 from shardwise.train.summary import start_rows
 from shardwise.train.trace import no_trace_text, trace_text
+
+if TYPE_CHECKING:
+    from shardwise.optim.state_digest import StateHash
+    from shardwise.train.compile.units import CapturedGraph
+    from shardwise.train.evaluation import Evaluation
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""

@@ -25,7 +25,6 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.storage.checkpoint_folders import (
     StepFolder,
     abandon,
@@ -120,6 +119,9 @@ def restore_first(candidates: Sequence[StepFolder], training: Training, reporter
         problem = candidate.problem
         unreadable = candidate.unreadable
         if problem is None:
+            # Costly to import, for a run that goes on alone.
+            from shardwise.checkpoint.restore import read_manifest, restore
+
             training.progress.phase = f"loading of the checkpoint of step {step}"
             try:
                 manifest = read_manifest(candidate.folder, mesh.world)

@@ -15,7 +15,6 @@ from shardwise.base.hardware import cpu_count
 from shardwise.base.model_folder import is_url
 from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
-from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, continued_checkpoint, earlier_run, record_owner
 from shardwise.config import CheckpointConfig, Config, Layout, dump_yaml, kept_batch_note, resume_changes
@@ -101,7 +100,15 @@ def open_run(
     """
     # Before the folder: data that are refused must leave no folder that looks like that of a run.
     weights, model = _find_weights(config.checkpoint, run_path, mesh)
-    data = while_others_wait(lambda: prepare(with_model_tokenizer(config, model)), mesh.world)
+
+    def prepared() -> PreparedData:
+        if model is None:
+            return prepare(config)
+        from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
+
+        return prepare(with_model_tokenizer(config, model))
+
+    data = while_others_wait(prepared, mesh.world)
     sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
     load = config.checkpoint.load
