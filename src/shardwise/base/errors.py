@@ -9,8 +9,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from shardwise.base.exit_codes import FAILED, STOPPED, WRONG_INPUT
 from shardwise.base.redaction import redacted
+
+FAILED = 1
+"""The run had started and failed."""
+WRONG_INPUT = 2
+"""The configuration or the input is wrong, and no step was taken. argparse ends with it too."""
+STOPPED = 75
+"""The run stopped on request, after a checkpoint or before its first step: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 _CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 """Control characters but for tab and newline, separators of lines, characters that turn the direction of the text

@@ -16,10 +16,9 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.tensor_box import Box
+from shardwise.base.tensor_box import Box, segments
 from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.checkpoint.format.safetensors import DTYPES
-from shardwise.checkpoint.format.stored_tensors import segments
 from shardwise.checkpoint.format.writing import PlannedPiece, cut, shard_names
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh

@@ -78,9 +78,11 @@ class Execution:
 
     def scaling(self, group: Group, *, cuts_outputs: bool) -> Scaling | None:
         """Return the scales of a linear layer whose outputs, or else inputs, a group shares; None without fp8."""
+        if not self.fp8:
+            return None
         from shardwise.layers.fp8 import Scaling
 
-        return Scaling(group, cuts_outputs, self.context_group) if self.fp8 else None
+        return Scaling(group, cuts_outputs, self.context_group)
 
 
 _current: ContextVar[Execution] = ContextVar("_current", default=Execution())  # noqa: B039

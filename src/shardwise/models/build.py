@@ -73,9 +73,7 @@ def build_model(
             from shardwise.models.user_model import build_user_model
 
             return build_user_model(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
-        path = next(path for record, path in _ARCHITECTURES.items() if isinstance(model, record))
-        module, _, name = path.partition(":")
-        family: nn.Module = getattr(import_module(f"{__package__}.{module}"), name)(
+        return _architecture(model)(
             model,
             group,
             sequence_parallel=sequence_parallel,
@@ -88,7 +86,13 @@ def build_model(
             dtype=dtype,
             deferred=deferred,
         )
-        return family
+
+
+def _architecture(model: FamilyConfig) -> Callable[..., nn.Module]:
+    """Import the class of a family's modules."""
+    module, _, name = next(path for record, path in _ARCHITECTURES.items() if isinstance(model, record)).partition(":")
+    architecture: Callable[..., nn.Module] = getattr(import_module(f"{__package__}.{module}"), name)
+    return architecture
 
 
 def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:

@@ -18,10 +18,8 @@ from shardwise.layers.bitwise.replicated import SequenceParts
 from shardwise.layers.context import runs_of_places
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
-from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
 from shardwise.models.masks import AttentionMask, DocumentSizes, Mask, PiecesMask
-from shardwise.models.ring_attention import RingMask
 from shardwise.models.rotary import Rotary
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
@@ -167,6 +165,8 @@ class CausalLM(Family[_Config]):
                 continue
             by_rank = [runs_of_places(mask.queries, rank, ranks) for rank in range(ranks)]
             forms = [self._form_of(replace(mask, key_places=run), length, x, context) for run in by_rank]
+            from shardwise.models.ring_attention import RingMask
+
             masks[window] = RingMask([cast(Mask, form) for form in forms], self.context_group)
         return masks
 
@@ -181,6 +181,8 @@ class CausalLM(Family[_Config]):
             is_cached=context.cache is not None,
         )
         if isinstance(form, PiecesMask):
+            from shardwise.models.attention_pieces import define_attention_by_pieces
+
             define_attention_by_pieces()
         return form
 

@@ -20,7 +20,7 @@ from shardwise.base.errors import LostPeerError, see
 from shardwise.config import ParallelConfig
 from shardwise.config.layout import Stage
 from shardwise.config.pipeline_schedules import SCHEDULES
-from shardwise.distributed import backend_errors
+from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import head_leaf
 from shardwise.distributed.torch_private import mend_split_backward, open_connections_to_others
@@ -129,7 +129,7 @@ class Pipeline:
 
     def _lost(self, error: Exception) -> LostPeerError | None:
         """Return an error that names the message that this rank waited for, or None if messages are not what failed."""
-        if not backend_errors.is_lost_connection(error):
+        if not devices.is_lost_connection(error):
             return None
         awaited = [text for stage in self.stages for text in stage.awaited]
         message = awaited[0] if awaited else "another stage to take what was sent"

@@ -14,7 +14,6 @@ from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.memory import expected_memory, memory_of_machine, offloaded_bytes
 from shardwise.estimates.memory_choice import RESERVED, choice_text, fitted, leaves_open
-from shardwise.train.memory_remedies import remedies_of_machine, remedies_of_rank
 from shardwise.train.step_record import Progress
 
 
@@ -22,6 +21,8 @@ def out_of_memory_text(
     config: Config, layout: Layout, rank: int, device: torch.device, progress: Progress, error: BaseException
 ) -> str:
     """The error text: phase, rank, bytes by kind, and settings that would help, the most effective first."""
+    from shardwise.train.memory_remedies import remedies_of_rank
+
     accelerator = device.type != "cpu"
     pipeline_rank = layout.pipeline_rank(rank)
     expected = expected_memory(config, layout, accelerator, pipeline_rank=pipeline_rank)
@@ -131,6 +132,8 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
     # The state is exact, and too much of it is refused; the whole step is an estimate, which only warns.
     if expected is None or total is None or expected.total <= total:
         return None
+    from shardwise.train.memory_remedies import remedies_of_rank
+
     limit = f"{size(total)} of {devices.name(device)}: {remedies_of_rank(config, layout, True, pipeline_rank)}"
     if expected.state > total:
         raise ConfigError(
@@ -162,6 +165,8 @@ def _require_host_memory(config: Config, layout: Layout, rank: int) -> str | Non
     available = available_memory()
     if needed is None or available is None or needed[1] <= available:
         return None
+    from shardwise.train.memory_remedies import remedies_of_machine
+
     state, expected = needed
     whose = f"of the {counted(len(ranks), 'rank')} on this machine"
     limit = f"the {size(available)} that it has available: {remedies_of_machine(config, layout, ranks)}"

@@ -34,7 +34,6 @@ from shardwise.train.loss import perplexity
 from shardwise.train.model_checks import mean_text
 from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_notebook, parts_of_loss
 from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
-from shardwise.train.start_screen import print_pipeline, print_summary
 from shardwise.train.step_meters import STRAGGLER_STEPS
 from shardwise.train.step_record import (
     SMOOTHED_STEPS,
@@ -202,8 +201,12 @@ class Reporter:
         )
         every_update = self.config.log.every is not None
         for console in self._consoles:
-            print_summary(console, rows)
+            for name, value in rows:
+                # As `Text`, since rich reads square brackets in a plain string, such as a path, as markup.
+                console.print(Text(f"{name:<8} ", "dim").append(value, "default"), soft_wrap=True)
             if self.layout.pipeline > 1:
+                from shardwise.train.start_screen import print_pipeline
+
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
             is_display = self._in_notebook and console is self._consoles[0]
             kind = NotebookProgress if is_display else ProgressLine

@@ -21,7 +21,7 @@ from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, Layout, UserModelConfig, check_layout, stage_after, stages_of
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, BlendedBatches
-from shardwise.distributed import backend_errors, collectives, devices
+from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.estimates.memory import neediest_stage
 from shardwise.launch import heartbeat, stop_requests
@@ -189,8 +189,7 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
             if trainer.compilation is not None:
                 from shardwise.train.compile.run_graphs import RunGraphs
 
-                # After the start is reported: this tells the user which graphs have to be compiled. The graphs stay
-                # until the end, as the sample may need one.
+                # After the start is reported: this tells which graphs have to be compiled. The sample may need one.
                 graphs = stack.enter_context(RunGraphs(config, layout, mesh, trainer.compilation, reporter.message))
             with build_checkpoints(opened, trainer, reporter, resumed, copies) as checkpoints:
                 if resumed is not None and resumed.damage:
@@ -273,12 +272,12 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
             "hooks.callbacks returns True"
         ) from error
     except Exception as error:
-        if backend_errors.is_lost_connection(error):
+        if devices.is_lost_connection(error):
             raise LostPeerError(
                 f"rank {mesh.world.rank} lost the connection to another rank during {progress.phase}"
                 f"{see('training#lost-connection')}"
             ) from error
-        if backend_errors.is_shared_device(error):
+        if devices.is_shared_device(error):
             raise ConfigError(
                 f"rank {mesh.world.rank} must have an accelerator of its own, and shares {mesh.device} with another "
                 "rank: start at most one rank on each, and set LOCAL_RANK as torchrun does"

@@ -178,15 +178,6 @@ def ordered_names(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: [(len(part) * part.isdigit(), part) for part in _DIGITS.split(name)])
 
 
-def segments(shape: tuple[int, ...], elements: int) -> Iterator[Box]:
-    """A tensor as boxes of at most `elements` elements, in order: whole rows where a row has fewer."""
-    total = Box.whole(shape).numel
-    row = total // shape[0] if shape and shape[0] else total
-    step = max(elements // row, 1) * row if 0 < row <= elements else elements
-    for offset in range(0, total, step):
-        yield from Box.of_run(offset, min(step, total - offset), shape)
-
-
 # ---- the tensors of a folder against those of a model
 
 

@@ -322,8 +322,6 @@ def shortage(
         sentences: bounds of the part's sentences; None unless samples are pairs of them.
         documents: number of the part's documents; None if the user does not count documents.
     """
-    from shardwise.data.samples import sentence_pairs
-
     length = request.block_length
     size = f"{tokens:,} tokens"
     if sentences is None:
@@ -332,6 +330,8 @@ def shortage(
         if length > request.sequence_length:
             least = f"what the lengths of data.stages keep together ({length + 1:,} tokens)"
     else:
+        from shardwise.data.samples import sentence_pairs
+
         room = sentence_pairs.chunk_room(length)
         chunks = sentence_pairs.ChunkIndex(sentences, room).num_chunks
         is_enough = chunks >= 2
