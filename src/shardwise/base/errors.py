@@ -237,3 +237,8 @@ def nearest_name(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | 
     """The valid name that is most similar to `name`, or None if none is similar."""
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return matches[0] if matches else None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's message, without a period."""
+    return str(error).partition("\n")[0].rstrip(".")

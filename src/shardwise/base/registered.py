@@ -11,6 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from shardwise.base.errors import DataError
+
 _COMMANDS = {
     "shardwise_plan": ("plan",),
     "shardwise_watch": ("ls", "top", "monitor", "report", "compare"),
@@ -59,3 +61,20 @@ def make_callable(package: str, home: str) -> None:
             return inspect.signature(getattr(import_module(home), name))
 
     sys.modules[package].__class__ = Callable
+
+
+def optional_library(module: str, who_needs: str, extra: str) -> Any:
+    """The imported module of a library that is no dependency.
+
+    Args:
+        who_needs: beginning of the message, such as "parquet files need".
+        extra: extra of this package that installs the library.
+
+    Raises:
+        DataError: the module is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise DataError(f"{who_needs} {library} ({error}): pip install 'shardwise[{extra}]'") from None

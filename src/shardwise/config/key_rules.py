@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from shardwise.base.errors import see
+from shardwise.config.base_section import RuleTable, broken
 from shardwise.config.data import MASKED_FRACTION, PYTHON_NAME, DataConfig
 from shardwise.config.model import ModelConfig
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
-from shardwise.config.rule import RuleTable, broken
 from shardwise.config.run_config import Config
 
 _ANOTHER_SCHEDULE = f"choose another schedule, such as {DEFAULT_SCHEDULE}"

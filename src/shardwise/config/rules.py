@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_numbers
+from shardwise.config.base_section import RuleTable, broken
 from shardwise.config.data import MixedSource
 from shardwise.config.key_rules import key_problems
 from shardwise.config.layout import Layout
@@ -21,7 +22,6 @@ from shardwise.config.load import config_from
 from shardwise.config.model import ModelConfig
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
-from shardwise.config.rule import RuleTable, broken
 from shardwise.config.run_config import Config
 from shardwise.config.sections import LogConfig, ParallelConfig, TrainConfig, gradient_groups, share_of
 from shardwise.config.size_rules import context_problems, expert_problems, fp8_problems, tensor_misfits, tensor_problems

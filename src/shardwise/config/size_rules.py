@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from shardwise.base.errors import divisors, listing, nearest_multiples, nearest_numbers
+from shardwise.config.base_section import RuleTable, broken
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig
-from shardwise.config.rule import RuleTable, broken
 from shardwise.config.run_config import Config
 from shardwise.config.sections import ParallelConfig, TrainConfig
 

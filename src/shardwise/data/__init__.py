@@ -9,7 +9,6 @@ In the order in which data flow:
     tokens/                 text → tokens: tokenizers, windows of long documents, sentences, chat templates
     samples/                tokens → samples → batches; `samples/order.py` decides the order of the data
     request.py              what a run asks of its data
-    split.py                the documents that are trained on, evaluated and tested
     formats/                a module for each format of data, which puts these steps together for a run
     open_data.py            data of any format, opened for a run
     evaluation_sets.py      further texts of evaluations

@@ -17,7 +17,7 @@ from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Ranks
 from shardwise.distributed.placement import Init
 from shardwise.layers.arguments import features_per_head, refuse_unknown, sharing_group, sizes_of
-from shardwise.layers.bitwise.choice import choose_class
+from shardwise.layers.bitwise import choose_class
 from shardwise.layers.execution import execution
 from shardwise.layers.matmul import Overlap, can_regather, gather_and_multiply, linear, multiply_and_sum, usable
 

@@ -14,8 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.config.learning_rate_schedules import LEARNING_RATES
 from shardwise.config.optimizer import DecayShape, OptimizerConfig
+from shardwise.config.optimizers import LEARNING_RATES
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import head_leaf
 from shardwise.distributed.torch_private import mend_split_backward, open_connections_to_others
 from shardwise.models.blocks import Stages
-from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, StepTiming, name_messages
+from shardwise.pipeline.action_order import BACKWARD, FORWARD, INPUT, WEIGHTS
+from shardwise.pipeline.clock import Clock, StepTiming, name_messages
 from shardwise.pipeline.stages import Compute
 
 TORCH_SCHEDULES: dict[str, Any] = {

@@ -12,8 +12,7 @@ from shardwise.base.units import counted, size
 from shardwise.config import Config, Layout
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.estimates.memory import expected_memory, memory_of_machine, offloaded_bytes
-from shardwise.estimates.memory_choice import RESERVED, choice_text, fitted, leaves_open
+from shardwise.estimates.memory import RESERVED, expected_memory, leaves_open, memory_of_machine, offloaded_bytes
 from shardwise.train.step_record import Progress
 
 
@@ -79,6 +78,8 @@ def fitted_to_devices(config: Config, layout: Layout, mesh: Mesh) -> tuple[Confi
     accelerator = device.type != "cpu"
     if not leaves_open(config, layout, accelerator):
         return config, None
+    from shardwise.estimates.memory_choice import choice_text, fitted
+
     room = memory_for_steps(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # The ranks choose alike, by the least of them; of -0 nothing is known.
     (least,) = collectives.reduce_numbers([-(room or 0)], mesh.world)

@@ -20,7 +20,7 @@ from shardwise.distributed import collectives
 from shardwise.layers.units import WeightScales, units
 from shardwise.models.blocks import gives_losses
 from shardwise.models.build import balance_of
-from shardwise.pipeline.clock import BACKWARD, FORWARD
+from shardwise.pipeline.action_order import BACKWARD, FORWARD
 from shardwise.pipeline.stages import Compute, relay
 from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets
 from shardwise.train.model_checks import find_non_finite

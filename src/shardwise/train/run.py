@@ -33,9 +33,8 @@ from shardwise.train.build import (
     build_run_trainer,
 )
 from shardwise.train.checkpoint_choice import goes_back
-from shardwise.train.garbage import SteppedCollection
 from shardwise.train.memory import fitted_to_devices, out_of_memory_text, require_device
-from shardwise.train.observers import Observer, build_observers, observe
+from shardwise.train.observers import Observer, SteppedCollection, build_observers, observe
 from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import (

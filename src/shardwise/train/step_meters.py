@@ -30,11 +30,12 @@ from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.optim.state import kept_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.pipeline.clock import BACKWARD, FORWARD, Clock
+from shardwise.pipeline.action_order import BACKWARD, FORWARD
 from shardwise.train.step_record import StepRecord, Straggler
 from shardwise.train.training import Training
 
 if TYPE_CHECKING:
+    from shardwise.pipeline.clock import Clock
     from shardwise.train.expert_totals import ExpertTotals
     from shardwise.train.source_losses import SourceLosses
 

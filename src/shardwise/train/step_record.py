@@ -10,9 +10,9 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from shardwise.config import Config, TrainConfig
-from shardwise.pipeline.clock import StepTiming
 
 if TYPE_CHECKING:
+    from shardwise.pipeline.clock import StepTiming
     from shardwise.train.source_losses import SourceRecord
 
 THROUGHPUT_STEPS = 10

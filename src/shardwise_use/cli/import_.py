@@ -22,8 +22,8 @@ from shardwise.base.model_folder import is_url
 from shardwise.base.units import counted, size
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
-from shardwise.cli.arguments import count
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
+from shardwise.cli.help import count
 from shardwise.config.recipe_files import parse_value
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from shardwise.train import garbage
-from shardwise.train.garbage import SteppedCollection
+from shardwise.train.observers import SteppedCollection
 
 
 class Cycle:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.parsing import by_dotted_key, json_value
+from shardwise.base.parsing import by_dotted_key
+from shardwise.base.tensor_box import json_value, segments
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import CODED, Values, cast
 from shardwise.checkpoint.format.stored_tensors import (
@@ -18,7 +19,6 @@ from shardwise.checkpoint.format.stored_tensors import (
     StoredTensors,
     ordered_names,
     ordered_states,
-    segments,
 )
 from shardwise.checkpoint.format.writing import CONFIG
 from shardwise.checkpoint.storage.root import Root, StoreError

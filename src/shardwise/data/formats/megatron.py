@@ -12,7 +12,7 @@ import numpy as np
 from shardwise.base.errors import DataError
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
-from shardwise.data import split
+from shardwise.data import rows
 from shardwise.data.formats import common, inspecting, packed
 from shardwise.data.formats.record import DataFormat, FirstDocuments, Inspection, Lengths
 from shardwise.data.reading.manifest import of_prefix, read_manifest
@@ -245,7 +245,7 @@ def _parts(files: Sequence[IndexedFile], request: DataRequest) -> dict[Part, tup
     """The documents of each part in each of the data sets, each of which is divided by itself."""
     parts: dict[Part, list[Documents]] = {part: [] for part in PART_NAMES}
     for file in files:
-        bounds = split.part_bounds(file.num_documents, request.data.split_weights)
+        bounds = rows.part_bounds(file.num_documents, request.data.split_weights)
         for part, (first, stop) in zip(PART_NAMES, pairwise(bounds), strict=True):
             parts[part].append(Documents(file, first, stop, request.vocab_size))
     return {part: tuple(documents) for part, documents in parts.items()}
@@ -273,7 +273,7 @@ def _summary(files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents,
     number = sum(file.num_documents for file in files)
     tokens = {part: sum(map(len, documents)) for part, documents in parts.items()}
     nbytes = size(sum(file.tokens.nbytes for file in files))
-    return f"{name}: {nbytes}, {counted(number, 'document')}, {split.describe_sizes(tokens)} tokens"
+    return f"{name}: {nbytes}, {counted(number, 'document')}, {rows.describe_sizes(tokens)} tokens"
 
 
 FORMAT = DataFormat(

@@ -29,9 +29,8 @@ from shardwise.data.reading.text_sources import (
     open_source,
 )
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, describe_sizes
 from shardwise.data.samples.order import mix, mix_integer
-from shardwise.data.split import describe_sizes
 from shardwise.data.tokens.encoding import (
     RULE,
     ContentDigest,

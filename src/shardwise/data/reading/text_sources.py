@@ -23,9 +23,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import DataError, RunError, ShardwiseError, listing
+from shardwise.base.errors import DataError, RunError, ShardwiseError, first_line, listing
 from shardwise.base.files import user_path
-from shardwise.base.libraries import first_line
 from shardwise.base.units import counted
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading import text_files
