@@ -19,7 +19,7 @@ from shardwise.distributed import devices
 from shardwise.models.blocks import Stages
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.clock import StepTiming
-from shardwise.pipeline.in_flight import PassBytes, step_peak
+from shardwise.pipeline.partition import PassBytes, step_peak
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.trace import Trace
 from tests.dist.dense import mesh as shared_mesh

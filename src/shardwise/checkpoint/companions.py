@@ -17,7 +17,7 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
-from shardwise.base.model_folder import GENERATION, TOKENIZER
+from shardwise.base.hub import GENERATION, TOKENIZER
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids, read_as_it_is
 from shardwise.checkpoint.format.writing import CONFIG, to_json

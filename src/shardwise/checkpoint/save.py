@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ShardwiseError, listing, see
 from shardwise.base.hardware import available_memory
-from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.checkpoint.companions import Companions, model_files
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, too_large
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
@@ -50,7 +49,7 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
 )
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.weight_writers import WeightPlan
+from shardwise.checkpoint.weight_writers import DTYPE_NAMES, TORCH_DTYPES, WeightPlan
 from shardwise.config import Config
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError
-from shardwise.base.model_folder import is_url
+from shardwise.base.hub import is_url
 from shardwise.base.redaction import recorded_variables, redacted
 from shardwise.cli import output
 from shardwise.cli.help import add_json

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, ShardwiseError
-from shardwise.base.model_folder import is_url
+from shardwise.base.hub import is_url
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import continued_checkpoint, earlier_run

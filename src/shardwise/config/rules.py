@@ -16,7 +16,14 @@ from typing import Any
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_numbers
 from shardwise.config.base_section import RuleTable, broken
 from shardwise.config.data import MixedSource
-from shardwise.config.key_rules import key_problems
+from shardwise.config.key_rules import (
+    context_problems,
+    expert_problems,
+    fp8_problems,
+    key_problems,
+    tensor_misfits,
+    tensor_problems,
+)
 from shardwise.config.layout import Layout
 from shardwise.config.load import config_from
 from shardwise.config.model import ModelConfig
@@ -24,7 +31,6 @@ from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, DEFAULT_WITH_SEVERAL_STAGES, SCHEDULES
 from shardwise.config.run_config import Config
 from shardwise.config.sections import LogConfig, ParallelConfig, TrainConfig, gradient_groups, share_of
-from shardwise.config.size_rules import context_problems, expert_problems, fp8_problems, tensor_misfits, tensor_problems
 from shardwise.config.size_stages import stage_problems, stages_of
 
 KEYS_OF_BITS = (

@@ -35,7 +35,7 @@ from shardwise.models.parameter_counts import (
 )
 from shardwise.optim.bucket_layout import matrix_chunk_elements
 from shardwise.pipeline.action_order import action_order
-from shardwise.pipeline.in_flight import PassBytes, StepPeak, step_peak
+from shardwise.pipeline.partition import PassBytes, StepPeak, step_peak
 
 _FLOAT32 = 4
 _BUCKETS_ON_THEIR_WAY = 3

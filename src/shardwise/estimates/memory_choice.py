@@ -11,7 +11,7 @@ from typing import get_args
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, Recompute
-from shardwise.estimates.memory import MemoryEstimate, expected_memory, open_settings
+from shardwise.estimates.memory import MemoryEstimate, expected_memory, leaves_open, open_settings
 
 
 def candidates(config: Config, layout: Layout) -> Iterator[Config]:

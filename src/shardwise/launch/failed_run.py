@@ -11,7 +11,7 @@ import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shardwise.base import user_code
+from shardwise.base import errors
 from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError
 from shardwise.base.redaction import redacted, redacted_arguments
 from shardwise.launch.environment import REPLAY, Rank
@@ -53,7 +53,7 @@ def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log
     else:
         is_logged = _write_traceback(error, log)
         details = f"{TRACEBACK}{log}" if is_logged else "".join(traceback.format_exception(error))
-        text = f"rank {rank} failed: {user_code.error_text(error)}\n{details}"
+        text = f"rank {rank} failed: {errors.error_text(error)}\n{details}"
     return Failure(rank, text, RunError.exit_code)
 
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import FamilyConfig
-from shardwise.layers.bitwise.replicated import SequenceParts
-from shardwise.layers.context import runs_of_places
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
@@ -82,6 +80,8 @@ class CausalLM(Family[_Config]):
         is_cut = self._cuts_samples
         runs: tuple[range, ...] = (range(known, length),)
         if is_cut:
+            from shardwise.layers.context import runs_of_places
+
             group = self.context_group
             runs = runs_of_places(len(ids_SB), group.rank, group.size, group.parts)
             length = group.size * len(ids_SB)
@@ -107,7 +107,11 @@ class CausalLM(Family[_Config]):
             cache.advance(len(ids_SB))  # after all blocks, as each writes at the same length
         if not self.part.is_last:
             return x
-        return SequenceParts(self.norm, self.context_group).joined(self.norm, x) if context.parts else self.norm(x)
+        if not context.parts:
+            return cast(Tensor, self.norm(x))
+        from shardwise.layers.bitwise.replicated import SequenceParts
+
+        return SequenceParts(self.norm, self.context_group).joined(self.norm, x)
 
     def _key_of_embedding(self, key: DropoutKey | None) -> DropoutKey | None:
         """Return the key whose places are in the order in which tensor-parallel ranks have the embedding's output.
@@ -163,6 +167,8 @@ class CausalLM(Family[_Config]):
             if ranks == 1:
                 masks[window] = self._form_of(mask, length - forgotten, x, context)
                 continue
+            from shardwise.layers.context import runs_of_places
+
             by_rank = [runs_of_places(mask.queries, rank, ranks) for rank in range(ranks)]
             forms = [self._form_of(replace(mask, key_places=run), length, x, context) for run in by_rank]
             from shardwise.models.ring_attention import RingMask

@@ -30,8 +30,8 @@ from shardwise.optim.freed_buckets import draw_in_place, make_buckets
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.master_update import HostUpdate, Update, options_of
 from shardwise.optim.sharding import Cut, Dtypes, Ranks, Sharding, by_replicas
-from shardwise.optim.slice_optimizer import ModelSlices, SliceOptimizer
 from shardwise.optim.unit_weights import UnitWeights, places_in
+from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer
 
 
 class ZeroRedundancyOptimizer(WithoutCompiler):

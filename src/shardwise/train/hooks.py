@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.base.errors import ConfigError, RunError, listing
-from shardwise.base.user_code import RAISED, accepts, error_text, load
+from shardwise.base.errors import RAISED, ConfigError, RunError, error_text, listing
 from shardwise.config import OptimizerConfig
 from shardwise.config.sections import HooksConfig
 from shardwise.distributed import devices
@@ -90,6 +89,8 @@ def user_loss(path: str | None) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def _load_loss(path: str) -> Any:
+    from shardwise.base.user_code import accepts, load
+
     return load(
         "hooks.loss",
         path,
@@ -107,6 +108,8 @@ def user_optimizer(hooks: HooksConfig, section: OptimizerConfig) -> tuple[type[t
     Raises:
         ConfigError: it is no optimizer class, takes other arguments, or does not update each element by itself.
     """
+    from shardwise.base.user_code import load
+
     path = hooks.optimizer
     assert path is not None
     optimizer_class: type[torch.optim.Optimizer] = load(
@@ -172,6 +175,8 @@ class MetricsWithCallbacks(JsonLines):
 
 def _callbacks(paths: Sequence[str]) -> Sequence[tuple[str, Any]]:
     """The callbacks, each with its path: functions, and classes whose objects are still to be made."""
+
+    from shardwise.base.user_code import accepts, load
 
     def is_callback(value: object) -> bool:
         if not isinstance(value, type):

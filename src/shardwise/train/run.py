@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from shardwise.base import units
-from shardwise.base.errors import ConfigError, LostPeerError, RunError, StoppedError, listing, see
+from shardwise.base.errors import ConfigError, LostPeerError, RunError, StoppedError, error_text, listing, see
 from shardwise.base.registered import provided
-from shardwise.base.user_code import error_text
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, Layout, UserModelConfig, check_layout, stage_after, stages_of

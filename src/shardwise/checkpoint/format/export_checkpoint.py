@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from shardwise.base.errors import ConfigError, RunError, listing, see
-from shardwise.base.model_folder import INDEX
+from shardwise.base.hub import INDEX
 from shardwise.base.parsing import json_value
 from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest

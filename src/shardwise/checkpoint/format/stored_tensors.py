@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.model_folder import INDEX, SINGLE, indexed
+from shardwise.base.hub import INDEX, SINGLE, indexed
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.expert_weights import differing_experts, single_experts
