@@ -6,8 +6,6 @@ import difflib
 import math
 import re
 import sys
-import sysconfig
-import traceback
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -256,6 +254,8 @@ RAISED = (Exception, SystemExit)
 
 def error_text(error: BaseException) -> str:
     """The text of an error, with the last line of the user's own code that was running."""
+    import traceback
+
     libraries = [Path(__file__).parent.parent]
     if (torch := sys.modules.get("torch")) is not None and torch.__file__:
         libraries.append(Path(torch.__file__).parent)
@@ -275,6 +275,8 @@ def error_text(error: BaseException) -> str:
 
 def _is_pythons(file: Path) -> bool:
     """True if a file is of the standard library; installed packages lie below it, and may be the user's own."""
+    import sysconfig
+
     standard = Path(sysconfig.get_path("stdlib"))
     installed = ("site-packages", "dist-packages")
     return file.is_relative_to(standard) and file.relative_to(standard).parts[0] not in installed

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise.base.errors import ConfigError, nearest_name, see
+from shardwise.base.errors import RAISED, ConfigError, error_text, nearest_name, see
 
 _given: dict[str, object] = {}
 

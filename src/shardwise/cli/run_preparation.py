@@ -16,7 +16,8 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import continued_checkpoint, earlier_run
 from shardwise.cli import output
 from shardwise.config import Config, stages_of
-from shardwise.data.training_data import fetch_dataset, prepare, prepare_sets
+from shardwise.data import fetch_dataset, prepare_sets
+from shardwise.data.open_data import prepare
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank
 from shardwise.runs.folder import RUNS, RunDirectory, RunLock, new_run_path

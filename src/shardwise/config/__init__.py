@@ -2,6 +2,7 @@
 
 from shardwise.config.data import BUILT_IN_TEXTS, CHAT, CHAT_KEYS, DataConfig, names_chat
 from shardwise.config.decoders import DecoderConfig, LlamaConfig
+from shardwise.config.evaluation import EvaluationConfig
 from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
 from shardwise.config.layout import Layout
 from shardwise.config.load import apply_overrides, config_from, data_from, load_config, load_with, model_from
@@ -25,7 +26,6 @@ from shardwise.config.sections import (
     CheckpointConfig,
     CompileConfig,
     DropoutMode,
-    EvaluationConfig,
     LogConfig,
     ParallelConfig,
     Recompute,

@@ -13,9 +13,9 @@ from pydantic.fields import FieldInfo
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.removed import removed_text
 from shardwise.config.base_section import PROBLEMS, Section
+from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES, UserModelConfig
 from shardwise.config.run_config import Config
-from shardwise.config.sections import as_keys_of_set
 from shardwise.config.token_counts import counts_steps
 
 

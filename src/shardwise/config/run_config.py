@@ -14,6 +14,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import without_secrets
 from shardwise.config.base_section import Section
 from shardwise.config.data import DataConfig
+from shardwise.config.evaluation import EvaluationConfig
 from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, shapes_of
@@ -24,7 +25,6 @@ from shardwise.config.sections import (
     BATCH_RULE,
     CheckpointConfig,
     CompileConfig,
-    EvaluationConfig,
     HooksConfig,
     LogConfig,
     ParallelConfig,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, ModelConfig
-from shardwise.config.sections import as_keys_of_set
+from shardwise.config.evaluation import as_keys_of_set
 from shardwise.data.formats import common
 from shardwise.data.open_data import prepare
 from shardwise.data.reading.dataset_tables import fetch_dataset

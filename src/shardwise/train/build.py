@@ -17,7 +17,7 @@ from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, ModelConfig, OptimizerConfig, Precision, check_layout
 from shardwise.config.optimizers import OptimizerSpec
 from shardwise.config.sections import HooksConfig
-from shardwise.data.training_data import EvaluationSets, PreparedData
+from shardwise.data import EvaluationSets, PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements

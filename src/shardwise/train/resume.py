@@ -34,8 +34,8 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
 )
 from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require_writable
 from shardwise.config import Config, changed_stages, position_after
+from shardwise.data import PreparedData, continued_stages
 from shardwise.data.samples.batch import BlendedBatches
-from shardwise.data.training_data import PreparedData, continued_stages
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory

@@ -18,7 +18,8 @@ from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, continued_checkpoint, earlier_run, record_owner
 from shardwise.config import CheckpointConfig, Config, Layout, dump_yaml, kept_batch_note, resume_changes
-from shardwise.data.training_data import EvaluationSets, PreparedData, prepare, prepare_sets
+from shardwise.data import EvaluationSets, PreparedData, prepare_sets
+from shardwise.data.open_data import prepare
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.memory import checkpoint_bytes

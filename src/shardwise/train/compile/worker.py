@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.config import Config, FamilyConfig, Layout, check_layout, config_from
-from shardwise.data.training_data import make_batches, random_text
+from shardwise.data import make_batches, random_text
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
