@@ -42,8 +42,8 @@ def provided(name: str) -> Any:
 def make_callable(package: str, home: str) -> None:
     """Let a call of `package` call the function of its last name in the module `home`, which the first call imports.
 
-    `shardwise.train` is the package of the training loop too. Python binds a subpackage to its name in its parent when it is first imported. A function of the same name would be
-    replaced by it at that moment, so the package itself is what is called.
+    `shardwise.train` is the package of the training loop too. Python binds a subpackage to its name in its parent when
+    it is first imported, and would replace a function of this name. So the package itself is what is called.
     """
     name = package.rpartition(".")[2]
 

@@ -80,11 +80,8 @@ class CausalLM(Family[_Config]):
         is_cut = self._cuts_samples
         runs: tuple[range, ...] = (range(known, length),)
         if is_cut:
-            from shardwise.layers.context import runs_of_places
-
-            group = self.context_group
-            runs = runs_of_places(len(ids_SB), group.rank, group.size, group.parts)
-            length = group.size * len(ids_SB)
+            runs = self._own_runs(len(ids_SB))
+            length = self.context_group.size * len(ids_SB)
             places = torch.cat([torch.arange(run.start, run.stop, device=ids_SB.device) for run in runs])
             if dropout is not None:
                 dropout = replace(dropout, places_S=places)
@@ -107,8 +104,16 @@ class CausalLM(Family[_Config]):
             cache.advance(len(ids_SB))  # after all blocks, as each writes at the same length
         if not self.part.is_last:
             return x
-        if not context.parts:
-            return cast(Tensor, self.norm(x))
+        return self._joined_norm(x) if context.parts else self.norm(x)
+
+    def _own_runs(self, length: int) -> tuple[range, ...]:
+        """Return the places of this rank's tokens in samples that ranks share."""
+        from shardwise.layers.context import runs_of_places
+
+        return runs_of_places(length, self.context_group.rank, self.context_group.size, self.context_group.parts)
+
+    def _joined_norm(self, x: Tensor) -> Tensor:
+        """Return the final norm, whose sums are made part by part."""
         from shardwise.layers.bitwise.replicated import SequenceParts
 
         return SequenceParts(self.norm, self.context_group).joined(self.norm, x)

@@ -4,8 +4,8 @@ ZeRO-1 gives the wrapped optimizer flat slices of many parameters. This is right
 for a class that looks at a whole parameter (somebody's LAMB, Muon's matrix, Adafactor's factors), at all of them
 (LBFGS's line search) or at sparse gradients. There is no list of good classes.
 
-A class that looks at a whole tensor, and which ZeRO-1 can shard all the same, derives from `SliceOptimizer` and says how
-it updates the slices.
+A class that looks at a whole tensor, and which ZeRO-1 can shard all the same, derives from `SliceOptimizer`: it says
+how it updates the slices.
 """
 
 from __future__ import annotations

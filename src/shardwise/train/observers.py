@@ -86,11 +86,8 @@ _FULL_EVERY = 100
 class SteppedCollection:
     """Inside, garbage is collected by `after_step` alone; afterwards the collector is as it was before.
 
-    Python's cyclic garbage is collected between steps, at the same steps on every rank.
-
-    By itself the collector runs whenever enough objects were made: at any place of a step, on each rank at another one, and
-    all ranks wait for the one that collects.
-
+    By itself the collector runs whenever enough objects were made: at any place of a step, on each rank at another one,
+    and all ranks wait for the one that collects.
     Objects that exist after the first steps are not looked at again, unless the program had objects frozen before.
     """
 

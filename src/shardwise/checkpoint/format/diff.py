@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.parsing import by_dotted_key
-from shardwise.base.tensor_box import json_value, segments
+from shardwise.base.parsing import by_dotted_key, json_value
+from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import CODED, Values, cast
 from shardwise.checkpoint.format.stored_tensors import (
