@@ -5,7 +5,6 @@ The core imports none of these packages: a name is resolved when it is used firs
 
 from __future__ import annotations
 
-import inspect
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -54,10 +53,14 @@ def make_callable(package: str, home: str) -> None:
         @property
         def __doc__(self) -> str | None:  # type: ignore[override]
             """The function's, so that `help` shows it."""
+            import inspect
+
             return inspect.getdoc(getattr(import_module(home), name))
 
         @property
-        def __signature__(self) -> inspect.Signature:
+        def __signature__(self) -> Any:
+            import inspect
+
             return inspect.signature(getattr(import_module(home), name))
 
     sys.modules[package].__class__ = Callable

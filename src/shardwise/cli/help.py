@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.base.parsing import whole_number
 from shardwise.base.registered import COMMAND_MODULES
 from shardwise.base.terminal import width_of_prose, wrapped
 
@@ -112,6 +111,9 @@ def _filled(paragraph: str, width: int, indent: str = "") -> str:
 
 def count(text: str) -> int:
     """The value of an option that counts something, for argparse: a whole number of at least 1."""
+    # Costly to import, which a list of the commands does without.
+    from shardwise.base.parsing import whole_number
+
     number = whole_number(text)
     if not number:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")

@@ -1,7 +1,7 @@
 """One record for each optimizer of `optimizer.name`: its class, its state, and what the ranks send for it.
 
 A new optimizer is a file with its class and a record here. The class lies in `optim/` if it needs more than an element
-to update an element (`optim/slice_optimizer.py`); any other elementwise `torch.optim` class can be named as it is.
+to update an element (`optim/wrapped_class.py`); any other elementwise `torch.optim` class can be named as it is.
 """
 
 from __future__ import annotations
