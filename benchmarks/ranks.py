@@ -123,7 +123,7 @@ def run(
 
 def main() -> None:
     """In the new process: call the function and hand over its result, or results."""
-    from shardwise.launch.local import die_with_parent
+    from shardwise.launch.rank_process import die_with_parent
 
     die_with_parent()
     module, function, arguments, descriptor = sys.argv[1:]

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch.distributed import device_mesh
 
 from shardwise.distributed import devices
-from shardwise.launch.local import die_with_parent
+from shardwise.launch.rank_process import die_with_parent
 
 _LOADED_ONCE = [__name__, "shardwise.pipeline.schedule", "shardwise.train.build"]
 """Modules that the server process imports from which ranks are forked; with them come torch and its compiler."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.base.user_code import RAISED
+from shardwise.base.errors import RAISED
 from shardwise.config import Config, load_config
 from shardwise.data.formats.common import PreparedData, random_text
 from shardwise.distributed import devices, placement

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from first_gpu.session import Figures, Session
-from shardwise.base.user_code import RAISED
+from shardwise.base.errors import RAISED
 from shardwise.distributed import devices
 
 ROUNDS = 5

@@ -129,7 +129,7 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "train":  # the package of the training is the function too (`base/callable_packages.py`)
+    if name == "train":  # the package of the training is the function too (`base/registered.py`)
         return import_module(f"{__name__}.{name}")
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value

@@ -19,8 +19,9 @@ from typing import Any
 
 from shardwise.base.errors import listing
 from shardwise.launch import heartbeat
-from shardwise.launch.first_failure import Failure, root_cause, signal_name
+from shardwise.launch.first_failure import Failure, root_cause
 from shardwise.launch.node import BEAT_SECONDS, Attempt, free_port
+from shardwise.launch.stop_requests import signal_name
 
 _POLL_SECONDS = 0.2
 _LONGEST_POLL_SECONDS = 5.0

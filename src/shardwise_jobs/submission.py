@@ -18,8 +18,8 @@ from shardwise.base.parsing import instances
 from shardwise.base.redaction import redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
-from shardwise.estimates.memory import expected_memory, memory_copies_bytes, neediest_rank
-from shardwise.estimates.memory_choice import RESERVED, fitted
+from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank
+from shardwise.estimates.memory_choice import fitted
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 from shardwise_jobs import commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand

@@ -25,9 +25,10 @@ from shardwise.config.launch import LaunchConfig
 from shardwise.launch import stop_requests
 from shardwise.launch.external_launchers import address_of
 from shardwise.launch.failed_run import failure_text
-from shardwise.launch.first_failure import Failure, signal_name
+from shardwise.launch.first_failure import Failure
 from shardwise.launch.local import LaunchError
 from shardwise.launch.node import BEAT_SECONDS, Attempt
+from shardwise.launch.stop_requests import signal_name
 from shardwise.runs.events import first_step, last_step, newest_checkpoint
 from shardwise_jobs import commands
 from shardwise_jobs.attempt import AttemptOutcome, AttemptWatch

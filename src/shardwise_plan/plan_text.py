@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.base import units
 from shardwise.config import Config, Layout
-from shardwise.estimates.memory_choice import RESERVED
+from shardwise.estimates.memory import RESERVED
 from shardwise.train.summary import PredictedStep
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.plan import Plan, predicted

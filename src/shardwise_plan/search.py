@@ -16,7 +16,8 @@ from functools import partial
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout
-from shardwise.estimates.memory_choice import RESERVED, first_that_fits
+from shardwise.estimates.memory import RESERVED
+from shardwise.estimates.memory_choice import first_that_fits
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.layout_choices import Choice, choices, compiled
 from shardwise_plan.plan import Plan

@@ -13,8 +13,7 @@ from shardwise.estimates.memory import MemoryEstimate, memory_of, messages_of_a_
 from shardwise.estimates.memory_choice import candidates
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models.parameter_counts import LocalWidths, elements_by_ranks, owned_elements
-from shardwise.pipeline.in_flight import blocks_in_flight
-from shardwise.pipeline.partition import stage_plan
+from shardwise.pipeline.partition import blocks_in_flight, stage_plan
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.layout_choices import Choice, compiled
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from shardwise.base.errors import RunError
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.layout import Stage, rank_of
-from shardwise.distributed import backend_errors, devices
+from shardwise.distributed import devices
 from shardwise.models.blocks import Stages
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.clock import StepTiming
-from shardwise.pipeline.in_flight import PassBytes, step_peak
+from shardwise.pipeline.partition import PassBytes, step_peak
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.trace import Trace
 from tests.dist.dense import mesh as shared_mesh
@@ -154,7 +154,7 @@ def test_what_a_stage_raises_is_heard_as_it_is(schedule: Schedule, ranks: Any) -
     for where, error, is_it in (
         ("forward", RunError("no room for the masks"), lambda heard: str(heard) == "no room for the masks"),
         ("backward", torch.OutOfMemoryError("CUDA out of memory"), devices.is_out_of_memory),
-        ("backward", RuntimeError(GONE), backend_errors.is_lost_connection),
+        ("backward", RuntimeError(GONE), devices.is_lost_connection),
     ):
         heard = ranks(2).run(failing_step, schedule, where, error)
         ranks(2).close()  # what was sent is under way

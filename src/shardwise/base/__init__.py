@@ -1,11 +1,11 @@
 """Tools of all rooms, without torch.
 
-- `errors`, `exit_codes`: what ends a command, and the words of messages
+- `errors`: what ends a command, and the words of messages
 - `units`: numbers as people read them, such as `1.5 GiB`
 - `parsing`: YAML and JSON that anybody may have written; the records in a run's folder
 - `files`: files on a local disk; names from outside
 - `redaction`: texts without secrets
 - `hardware`: accelerators, memory and CPUs of this machine
 - `mesh_axes`, `tensor_box`: the axes along which ranks are arranged; rectangles in tensors
-- `user_code`, `callable_packages`: objects of the user's own; packages that can be called
+- `user_code`, `registered`: objects of the user's own; packages that can be called
 """

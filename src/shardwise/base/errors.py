@@ -5,12 +5,20 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
-from shardwise.base.exit_codes import FAILED, STOPPED, WRONG_INPUT
 from shardwise.base.redaction import redacted
+
+FAILED = 1
+"""The run had started and failed."""
+WRONG_INPUT = 2
+"""The configuration or the input is wrong, and no step was taken. argparse ends with it too."""
+STOPPED = 75
+"""The run stopped on request, after a checkpoint or before its first step: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 _CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 """Control characters but for tab and newline, separators of lines, characters that turn the direction of the text
@@ -231,3 +239,44 @@ def nearest_name(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | 
     """The valid name that is most similar to `name`, or None if none is similar."""
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return matches[0] if matches else None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's message, without a period."""
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+# ---- errors of the user's own code
+
+RAISED = (Exception, SystemExit)
+"""Exceptions of code of the user's own. `sys.exit(0)` would end a run as if all its steps were done."""
+
+
+def error_text(error: BaseException) -> str:
+    """The text of an error, with the last line of the user's own code that was running."""
+    import traceback
+
+    libraries = [Path(__file__).parent.parent]
+    if (torch := sys.modules.get("torch")) is not None and torch.__file__:
+        libraries.append(Path(torch.__file__).parent)
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = Path(frame.filename)
+        is_library = any(file.is_relative_to(library) for library in libraries) or _is_pythons(file)
+        # Names of code without a file begin with "<".
+        if not frame.filename.startswith("<") and not is_library:
+            place = f" ({frame.filename}, line {frame.lineno})"
+    if isinstance(error, SystemExit):
+        code = "" if error.code is None else repr(error.code)
+        return f"sys.exit({code}) was called{place}"
+    text = f": {error}" if str(error) else ""
+    return f"{type(error).__name__}{text}{place}"
+
+
+def _is_pythons(file: Path) -> bool:
+    """True if a file is of the standard library; installed packages lie below it, and may be the user's own."""
+    import sysconfig
+
+    standard = Path(sysconfig.get_path("stdlib"))
+    installed = ("site-packages", "dist-packages")
+    return file.is_relative_to(standard) and file.relative_to(standard).parts[0] not in installed

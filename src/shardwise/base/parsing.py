@@ -370,3 +370,18 @@ def instances(cls: type[_T], path: Path) -> list[_T]:
             with suppress(ValueError):
                 records.append(instance(cls, record_of(line)))
     return records
+
+
+_DEEPEST = 20
+"""Levels of a configuration that are compared key by key: one from an unknown source may be nested without end."""
+
+
+def by_dotted_key(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration by dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and prefix.count(".") < _DEEPEST:
+            flat |= by_dotted_key(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

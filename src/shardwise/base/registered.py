@@ -5,8 +5,12 @@ The core imports none of these packages: a name is resolved when it is used firs
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
+
+from shardwise.base.errors import DataError
 
 _COMMANDS = {
     "shardwise_plan": ("plan",),
@@ -32,3 +36,48 @@ def provided(name: str) -> Any:
     """The function that is registered by this name; its package is imported by the first use."""
     module, _, function = _FUNCTIONS[name].partition(":")
     return getattr(import_module(module), function)
+
+
+def make_callable(package: str, home: str) -> None:
+    """Let a call of `package` call the function of its last name in the module `home`, which the first call imports.
+
+    `shardwise.train` is the package of the training loop too. Python binds a subpackage to its name in its parent when
+    it is first imported, and would replace a function of this name. So the package itself is what is called.
+    """
+    name = package.rpartition(".")[2]
+
+    class Callable(ModuleType):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            return getattr(import_module(home), name)(*arguments, **options)
+
+        @property
+        def __doc__(self) -> str | None:  # type: ignore[override]
+            """The function's, so that `help` shows it."""
+            import inspect
+
+            return inspect.getdoc(getattr(import_module(home), name))
+
+        @property
+        def __signature__(self) -> Any:
+            import inspect
+
+            return inspect.signature(getattr(import_module(home), name))
+
+    sys.modules[package].__class__ = Callable
+
+
+def optional_library(module: str, who_needs: str, extra: str) -> Any:
+    """The imported module of a library that is no dependency.
+
+    Args:
+        who_needs: beginning of the message, such as "parquet files need".
+        extra: extra of this package that installs the library.
+
+    Raises:
+        DataError: the module is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise DataError(f"{who_needs} {library} ({error}): pip install 'shardwise[{extra}]'") from None

@@ -104,3 +104,12 @@ def _boxes_of_run(begin: int, end: int, lead: tuple[int, ...], shape: tuple[int,
         yield Box((*lead, first, *(0,) * len(row_shape)), (*(1,) * len(lead), last - first, *row_shape))
     if last * stride < end:
         yield from _boxes_of_run(0, end - last * stride, (*lead, last), row_shape)
+
+
+def segments(shape: tuple[int, ...], elements: int) -> Iterator[Box]:
+    """A tensor as boxes of at most `elements` elements, in order: whole rows where a row has fewer."""
+    total = Box.whole(shape).numel
+    row = total // shape[0] if shape and shape[0] else total
+    step = max(elements // row, 1) * row if 0 < row <= elements else elements
+    for offset in range(0, total, step):
+        yield from Box.of_run(offset, min(step, total - offset), shape)

@@ -6,18 +6,14 @@ import importlib
 import inspect
 import re
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise.base.errors import ConfigError, nearest_name, see
+from shardwise.base.errors import RAISED, ConfigError, error_text, nearest_name, see
 
-RAISED = (Exception, SystemExit)
-"""Exceptions of code of the user's own. `sys.exit(0)` would end a run as if all its steps were done."""
 _given: dict[str, object] = {}
 
 
@@ -83,32 +79,6 @@ def accepts(function: Callable[..., Any], *arguments: object, **options: object)
         # A function of C may have no signature.
         return True
     return True
-
-
-def error_text(error: BaseException) -> str:
-    """The text of an error, with the last line of the user's own code that was running."""
-    libraries = [Path(__file__).parent.parent]
-    if (torch := sys.modules.get("torch")) is not None and torch.__file__:
-        libraries.append(Path(torch.__file__).parent)
-    place = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        file = Path(frame.filename)
-        is_library = any(file.is_relative_to(library) for library in libraries) or _is_pythons(file)
-        # Names of code without a file begin with "<".
-        if not frame.filename.startswith("<") and not is_library:
-            place = f" ({frame.filename}, line {frame.lineno})"
-    if isinstance(error, SystemExit):
-        code = "" if error.code is None else repr(error.code)
-        return f"sys.exit({code}) was called{place}"
-    text = f": {error}" if str(error) else ""
-    return f"{type(error).__name__}{text}{place}"
-
-
-def _is_pythons(file: Path) -> bool:
-    """True if a file is of the standard library; installed packages lie below it, and may be the user's own."""
-    standard = Path(sysconfig.get_path("stdlib"))
-    installed = ("site-packages", "dist-packages")
-    return file.is_relative_to(standard) and file.relative_to(standard).parts[0] not in installed
 
 
 def _import(key: str, path: str, module_name: str) -> ModuleType:

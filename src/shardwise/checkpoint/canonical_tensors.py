@@ -9,7 +9,6 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.format.safetensors import FLOATING
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, Placement, placements
@@ -114,9 +113,3 @@ def _assemble(
         for piece in pieces:
             tensors[piece.name][piece.box.slices] = piece.of(tensor)
     return tensors
-
-
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in FLOATING.items()}
-"""Name in a safetensors file → torch's dtype."""
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""torch's dtype → name in a safetensors file."""

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from shardwise.base.tensor_box import Box
-from shardwise.checkpoint.canonical_tensors import TORCH_DTYPES
 from shardwise.checkpoint.format.manifest import Manifest, Numbers, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.storage.chunks import READ_BYTES, consecutive, require_size
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.weight_writers import TORCH_DTYPES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 

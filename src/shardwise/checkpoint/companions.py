@@ -17,7 +17,7 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
-from shardwise.base.model_folder import GENERATION, TOKENIZER
+from shardwise.base.hub import GENERATION, TOKENIZER
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids, read_as_it_is
 from shardwise.checkpoint.format.writing import CONFIG, to_json
@@ -25,7 +25,6 @@ from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, FamilyConfig, ModelConfig, shapes_of
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids
 
 _QWEN2_SPLIT = json.dumps(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|")[1:-1]
@@ -175,6 +174,8 @@ def _first_fitting(sources: Sequence[FilesBesideWeights], tokenizer: Path | None
 
 def _with_ends_of_answers(companions: Companions, tokenizer_folder: Path) -> Companions:
     """The companions of a run on conversations: a text also ends where the chat template ends an answer."""
+    from shardwise.data.tokens.chat_template import ChatTemplate
+
     template = ChatTemplate.of(tokenizer_folder)
     if template is None:
         return companions

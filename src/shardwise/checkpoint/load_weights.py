@@ -8,15 +8,16 @@ import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError, listing, see
-from shardwise.base.model_folder import check_weights
-from shardwise.checkpoint.canonical_tensors import TORCH_DTYPES
+from shardwise.base.hub import check_weights
+from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read
 from shardwise.checkpoint.format.manifest import MODEL
 from shardwise.checkpoint.format.model_files import differences
-from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, segments
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources
 from shardwise.checkpoint.format.writing import STREAM_BYTES
 from shardwise.checkpoint.restore import local_pieces, of_all_tensors, other_ends, read_manifest
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.weight_writers import TORCH_DTYPES
 from shardwise.config import ModelConfig
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ShardwiseError, listing, see
 from shardwise.base.hardware import available_memory
-from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.checkpoint.companions import Companions, model_files
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, too_large
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
@@ -50,9 +49,9 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
 )
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.weight_writers import WeightPlan
+from shardwise.checkpoint.weight_writers import DTYPE_NAMES, TORCH_DTYPES, WeightPlan
 from shardwise.config import Config
-from shardwise.distributed import backend_errors, collectives
+from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.optim.state import Number, StateSlice, names_by_bucket, state_numbers, state_slices, state_tensors
 from shardwise.optim.zero import ZeroRedundancyOptimizer
@@ -347,7 +346,7 @@ class Saver:
             saved = self._saved(pending)
         except Exception as error:  # noqa: BLE001  else it would end with this thread, and the checkpoint count as saved
             # The ranks could not agree on it.
-            lost_peer = backend_errors.is_lost_connection(error)
+            lost_peer = devices.is_lost_connection(error)
             # A checkpoint may have its name already: only the answer that it has did not arrive.
             committed = self._lengths.get(pending.step) if lost_peer else None
             problem = (
@@ -411,7 +410,7 @@ class Saver:
             action()
         # The other ranks wait for an answer, whatever happened here, unless no answer would reach them.
         except Exception as error:
-            if backend_errors.is_lost_connection(error):
+            if devices.is_lost_connection(error):
                 raise
             problem = self._reason(error)
         return self._agreed(problem)

@@ -16,16 +16,19 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.tensor_box import Box
-from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES, TORCH_DTYPES
-from shardwise.checkpoint.format.safetensors import DTYPES
-from shardwise.checkpoint.format.stored_tensors import segments
+from shardwise.base.tensor_box import Box, segments
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
 from shardwise.checkpoint.format.writing import PlannedPiece, cut, shard_names
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import placements
 from shardwise.optim.state import weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in FLOATING.items()}
+"""Name in a safetensors file → torch's dtype."""
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+"""torch's dtype → name in a safetensors file."""
 
 TRANSFER_BYTES = 16 * 2**20
 """Size of the parts in which a canonical tensor travels to its owner."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
-from shardwise.cli.arguments import add_json, add_overrides, count
+from shardwise.cli.help import add_json, add_overrides, count
 from shardwise.config import BITWISE
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory

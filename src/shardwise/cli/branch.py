@@ -24,7 +24,7 @@ from shardwise.base.parsing import whole_number
 from shardwise.checkpoint.storage.checkpoint_folders import glance, link_checkpoint, step_name, steps
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.cli import output, train
-from shardwise.cli.arguments import add_overrides
+from shardwise.cli.help import add_overrides
 from shardwise.config import Config, changed_stages, check_layout, dump_yaml, fixed_changes, resume_changes
 from shardwise.config.load import apply_overrides, config_from
 from shardwise.launch.environment import joined

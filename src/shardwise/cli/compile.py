@@ -24,7 +24,7 @@ from shardwise.base.files import cache_root, reason_of, require_replaceable
 from shardwise.base.hardware import accelerators, cpu_count, torch_type
 from shardwise.base.parsing import whole_number
 from shardwise.cli import output
-from shardwise.cli.arguments import add_overrides, add_recipe, count
+from shardwise.cli.help import add_overrides, add_recipe, count
 from shardwise.config import Config, Layout, check_layout, load_config, stages_of
 from shardwise.train.compile.graph_cache import Facts, GraphCache, key_of, name_of
 

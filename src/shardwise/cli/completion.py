@@ -45,7 +45,7 @@ def completion_script(shell: str) -> str:
     """
     if shell not in SHELLS:
         raise ConfigError(f"--completion ({shell}) must be {listing(SHELLS, 'or')}")
-    from shardwise.base.libraries import optional_library
+    from shardwise.base.registered import optional_library
 
     shtab = optional_library("shtab", "--completion needs", "completion")
     parser = argparse.ArgumentParser(prog="shardwise")

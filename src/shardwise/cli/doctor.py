@@ -16,10 +16,10 @@ from pathlib import Path
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError
-from shardwise.base.model_folder import is_url
+from shardwise.base.hub import is_url
 from shardwise.base.redaction import recorded_variables, redacted
 from shardwise.cli import output
-from shardwise.cli.arguments import add_json
+from shardwise.cli.help import add_json
 from shardwise.launch.environment import RANK_PROCESS
 from shardwise.runs.folder import RUNS
 from shardwise.verify import collective_check, machine_checks

@@ -125,7 +125,7 @@ def _dispatch(arguments: list[str]) -> int:
         code: int = module.run(parsed)
     except SystemExit as error:
         # Raised by code of the user's own: a command ends only by its return.
-        from shardwise.base.user_code import error_text
+        from shardwise.base.errors import error_text
 
         raise RunError(f"shardwise {name} was ended before it was done: {error_text(error)}") from error
     except RunError as error:

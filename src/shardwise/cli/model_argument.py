@@ -16,7 +16,7 @@ from shardwise.base import hub
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import reason_of, user_path, write_files
 from shardwise.base.hardware import accelerators
-from shardwise.base.model_folder import BESIDE_WEIGHTS, GENERATION, holds_tokenizer, is_url, tokenizer_names
+from shardwise.base.hub import BESIDE_WEIGHTS, GENERATION, holds_tokenizer, is_url, tokenizer_names
 from shardwise.base.parsing import json_object
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, step_of, weights_folder

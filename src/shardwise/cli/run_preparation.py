@@ -10,18 +10,16 @@ from pathlib import Path
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, ShardwiseError
-from shardwise.base.model_folder import is_url
+from shardwise.base.hub import is_url
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
-from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import continued_checkpoint, earlier_run
 from shardwise.cli import output
 from shardwise.config import Config, stages_of
-from shardwise.data.evaluation_tasks import require_tasks
-from shardwise.data.training_data import fetch_dataset, prepare, prepare_sets
+from shardwise.data import fetch_dataset, prepare_sets
+from shardwise.data.open_data import prepare
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank
-from shardwise.runs.events import last_event
 from shardwise.runs.folder import RUNS, RunDirectory, RunLock, new_run_path
 
 
@@ -41,6 +39,8 @@ class PreparedFolder:
 
     def remove_refused(self) -> None:
         """Leave nothing of a first start that was refused before its first step."""
+        from shardwise.runs.events import last_event
+
         if self.path is None or not self.is_new or last_event(self.path, "step") is not None:
             return
         link = RUNS / "latest"
@@ -135,7 +135,10 @@ def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str]
         load = load_location(config.checkpoint.load, announce)
         load_is_url = is_url(load)
         weights = Root.of(load if load_is_url else hub.resolve(load, config.checkpoint.revision, announce=announce))
-    config = with_model_tokenizer(config, weights)
+    if weights is not None:
+        from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
+
+        config = with_model_tokenizer(config, weights)
     if config.data.tokenizer is not None:
         hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
     fetch_dataset(config.data, announce)
@@ -143,4 +146,6 @@ def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str]
     data = prepare(config, announce=announce)
     prepare_sets(config, data, announce)
     if config.evaluation.tasks_every:
+        from shardwise.data.evaluation_tasks import require_tasks
+
         require_tasks(config, data.tokenizer_path)

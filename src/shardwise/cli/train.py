@@ -24,7 +24,7 @@ from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.registered import provided
 from shardwise.base.units import counted
 from shardwise.cli import output
-from shardwise.cli.arguments import add_overrides
+from shardwise.cli.help import add_overrides
 from shardwise.config import (
     Config,
     Layout,
@@ -307,7 +307,8 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
     Raises:
         ConfigError: `train.recompute=auto` where that memory is not known.
     """
-    from shardwise.estimates.memory_choice import RESERVED, choice_text, fitted, leaves_open
+    from shardwise.estimates.memory import RESERVED, leaves_open
+    from shardwise.estimates.memory_choice import choice_text, fitted
 
     accelerator = _has_accelerator(cluster)
     if not leaves_open(config, layout, accelerator):

@@ -27,7 +27,7 @@ from typing import Any
 from shardwise.base import hardware, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
-from shardwise.cli.arguments import add_json, add_overrides, add_recipe, count
+from shardwise.cli.help import add_json, add_overrides, add_recipe, count
 from shardwise.config import BITWISE, Config, ModelConfig, load_config, recipe_name
 from shardwise.launch.environment import joined
 from shardwise.launch.local import EndedError

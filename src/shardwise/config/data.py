@@ -18,8 +18,7 @@ from pydantic import (
 )
 
 from shardwise.base.errors import listing, nearest_name
-from shardwise.config.base_section import Section, reject
-from shardwise.config.rule import RuleTable, broken
+from shardwise.config.base_section import RuleTable, Section, broken, reject
 from shardwise.config.token_counts import step_field
 
 MASKED_FRACTION = 0.15  # BERT's (arXiv:1810.04805 §3.1)

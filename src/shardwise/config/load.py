@@ -13,7 +13,6 @@ from shardwise.base.files import user_path
 from shardwise.config import hugging_face, recipe_files
 from shardwise.config.base_section import Origin
 from shardwise.config.data import DataConfig
-from shardwise.config.error_texts import error_texts, refusal
 from shardwise.config.families import FamilyConfig
 from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH
@@ -135,6 +134,9 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
     try:
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
     except ValidationError as error:
+        # Costly to import, for a configuration that is refused alone.
+        from shardwise.config.error_texts import error_texts
+
         for details in error.errors(include_url=False):
             if details["loc"][0] != "model" or not model_is_unread:
                 all_problems += error_texts(details, family)
@@ -157,6 +159,8 @@ def data_from(values: Mapping[str, Any]) -> DataConfig:
     try:
         return DataConfig.model_validate(dict(values))
     except ValidationError as error:
+        from shardwise.config.error_texts import refusal
+
         raise refusal(error, "data") from None
 
 
@@ -170,6 +174,8 @@ def model_from(values: Mapping[str, Any]) -> FamilyConfig:
     try:
         return FAMILIES[family].model_validate(dict(values))
     except ValidationError as error:
+        from shardwise.config.error_texts import refusal
+
         raise refusal(error, "model", family) from None
 
 

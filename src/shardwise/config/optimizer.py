@@ -8,10 +8,8 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shardwise.base.errors import listing
-from shardwise.config.base_section import Section, reject
-from shardwise.config.learning_rate_schedules import LEARNING_RATES
-from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
-from shardwise.config.rule import RuleTable, broken
+from shardwise.config.base_section import RuleTable, Section, broken, reject
+from shardwise.config.optimizers import DEFAULT_OPTIMIZER, LEARNING_RATES, OPTIMIZERS, OptimizerSpec
 from shardwise.config.token_counts import step_field
 
 DecayShape = Literal["linear", "cosine", "sqrt"]

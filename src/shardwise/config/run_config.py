@@ -143,6 +143,11 @@ class Config(Section):
         return self.model
 
     @property
+    def may_have_experts(self) -> bool:
+        """False if all blocks of the model are dense, as its configuration says."""
+        return self.shapes is None or self.shapes.any_routing is not None
+
+    @property
     def is_bit_equal(self) -> bool:
         """True if all layouts that divide the grains give the same bits."""
         return self.train.bitwise

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from shardwise.base.errors import ConfigError
 from shardwise.config.data import StageConfig
-from shardwise.config.error_texts import refusal
 from shardwise.config.load import config_from
 from shardwise.config.model import ModelConfig
 from shardwise.config.run_config import Config, SizeStage
@@ -209,6 +208,8 @@ def _model(run: Config, begin: int, sizes: dict[str, Any]) -> ModelConfig:
     try:
         model = type(before).model_validate(before.model_dump() | changes)
     except ValidationError as error:
+        from shardwise.config.error_texts import refusal
+
         problems = refusal(error, "model", run.model.family).problems
         raise ConfigError([f"{place}: {problem}" for problem in problems]) from None
     model.came_from(before.origin)

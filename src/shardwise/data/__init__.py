@@ -9,29 +9,54 @@ In the order in which data flow:
     tokens/                 text → tokens: tokenizers, windows of long documents, sentences, chat templates
     samples/                tokens → samples → batches; `samples/order.py` decides the order of the data
     request.py              what a run asks of its data
-    split.py                the documents that are trained on, evaluated and tested
     formats/                a module for each format of data, which puts these steps together for a run
     open_data.py            data of any format, opened for a run
     evaluation_sets.py      further texts of evaluations
-    training_data.py        all of this that a training imports
     describe.py             what a dry run and `shardwise data inspect` say of data
     prepare/                `shardwise data prepare`: text → files of tokens that runs read as they are
 
-Imports go up this list only, and nothing here imports torch. Pages for users import
-`IndexedFile`, `IndexedWriter` and `train_tokenizer` from here.
+Imports go up this list only, and nothing here imports torch. A training imports all that it needs of its data from
+here; pages for users import `IndexedFile`, `IndexedWriter` and `train_tokenizer`.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.data.evaluation_sets import EvaluationSets, prepare_sets
+    from shardwise.data.formats.common import PreparedData, make_batches, random_text
+    from shardwise.data.reading.dataset_tables import fetch_dataset
+    from shardwise.data.request import continued_stages
+    from shardwise.data.tokens.tokenizer import Tokenizer
 
 # Loaded when they are first used, as most commands import this package and need none of them.
-_DOCUMENTED = {
+_HOMES = {
+    "EvaluationSets": "shardwise.data.evaluation_sets",
+    "PreparedData": "shardwise.data.formats.common",
+    "Tokenizer": "shardwise.data.tokens.tokenizer",
+    "continued_stages": "shardwise.data.request",
+    "fetch_dataset": "shardwise.data.reading.dataset_tables",
+    "make_batches": "shardwise.data.formats.common",
+    "prepare_sets": "shardwise.data.evaluation_sets",
+    "random_text": "shardwise.data.formats.common",
     "IndexedFile": "shardwise.data.reading.megatron_files",
     "IndexedWriter": "shardwise.data.reading.megatron_files",
     "train_tokenizer": "shardwise.data.tokens.tokenizer",
 }
 
+__all__ = [
+    "EvaluationSets",
+    "PreparedData",
+    "Tokenizer",
+    "continued_stages",
+    "fetch_dataset",
+    "make_batches",
+    "prepare_sets",
+    "random_text",
+]
+
 
 def __getattr__(name: str) -> object:
-    if name not in _DOCUMENTED:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_DOCUMENTED[name]), name)
+    return getattr(import_module(_HOMES[name]), name)

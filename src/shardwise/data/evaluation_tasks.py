@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.base.errors import ConfigError, DataError, listing, nearest_name
-from shardwise.base.libraries import first_line
+from shardwise.base.errors import ConfigError, DataError, first_line, listing, nearest_name
 from shardwise.config import Config, EvaluationConfig, ModelConfig, TrainConfig
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import cache_root, user_path
 from shardwise.config import CHAT, Config, DataConfig
 from shardwise.config.data import DataFormatName
-from shardwise.data.formats import common, user_samples
+from shardwise.data.formats import common
 from shardwise.data.formats.record import DataFormat
 from shardwise.data.request import DataRequest, seed_of_source
 from shardwise.data.rows import Part, digest_of
@@ -79,6 +79,8 @@ def prepare(
     request = DataRequest.of(config)
     root = cache_root(cache_dir)
     if request.hook is not None:
+        from shardwise.data.formats import user_samples
+
         return user_samples.open_data(config, request, root, any_size=any_size)
     return checked_format(request).open_data(request, root, announce, any_size=any_size)
 

@@ -1,14 +1,23 @@
-"""Rows of tokens, the parts that data are divided into, and the bounds of sentences: the words of all modules here."""
+"""Rows of tokens, the parts that data are divided into, and the bounds of sentences: the words of all modules here.
+
+Megatron data and HDF5 shards are cut at cumulative shares of their documents or rows (`part_bounds`). Of text,
+documents are held out by a hash of their number, or its end if that comes too far from the share asked for
+(`formats.text.plan_split`). A stream holds documents out by where they begin (`samples.streaming.HeldOut`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from shardwise.base.errors import listing
+from shardwise.base.units import count
 
 IntArray = npt.NDArray[np.int64]
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
@@ -51,3 +60,22 @@ class PairTokens:
 def digest_of(described: Any) -> str:
     """A digest of a value that JSON can describe."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def part_bounds(number: int, weights: Sequence[float]) -> list[int]:
+    """The first document (or row) of each part, then `number`.
+
+    The bounds are cumulative shares, each rounded, as Megatron-LM cuts the documents of BERT and the sequences of GPT.
+    """
+    total = sum(weights)
+    share = 0.0
+    bounds = [0]
+    for weight in weights:
+        share += weight / total
+        bounds.append(round(share * number))
+    return bounds
+
+
+def describe_sizes(sizes: Mapping[Part, int]) -> str:
+    """The size of each part, such as "1.2 M training and 40 k evaluation"; an empty test part is left out."""
+    return listing([f"{count(size)} {PART_NAMES[part]}" for part, size in sizes.items() if part != "test" or size])

@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.base.errors import ArgumentError, LostPeerError, count_problems, see
 from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, PIPELINE, Axis, is_named, replicas_name
-from shardwise.distributed import backend_errors, devices, rendezvous
-from shardwise.distributed.rendezvous import meet
+from shardwise.distributed import devices
 from shardwise.distributed.torch_private import register_group_name, set_default_timeout
 
 
@@ -490,8 +489,11 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     backend = devices.backend(device)
     # torch binds the world to an accelerator, so that NCCL connects at once and reports what is wrong with it here.
     bound_device = device if device.type != "cpu" else None
+    # Costly to import, for the ranks of a job.
+    from shardwise.distributed import rendezvous
+
     with _while_ranks_meet():
-        store = meet(job_rank(), job_size(), limit)
+        store = rendezvous.meet(job_rank(), job_size(), limit)
         options: dict[str, Any] = {}
         if store is not None:
             options = {"store": store, "rank": job_rank(), "world_size": job_size()}
@@ -507,7 +509,7 @@ def _while_ranks_meet() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not backend_errors.is_lost_connection(error):
+        if not devices.is_lost_connection(error):
             raise
         raise LostPeerError(
             f"rank {job_rank()} lost the connection to another rank during the start{see('training#lost-connection')}"

@@ -35,12 +35,15 @@ from shardwise.models.parameter_counts import (
 )
 from shardwise.optim.bucket_layout import matrix_chunk_elements
 from shardwise.pipeline.action_order import action_order
-from shardwise.pipeline.in_flight import PassBytes, StepPeak, step_peak
+from shardwise.pipeline.partition import PassBytes, StepPeak, step_peak
 
 _FLOAT32 = 4
 _BUCKETS_ON_THEIR_WAY = 3
 """Buckets whose gradients travel to the host, or are there while masters are updated (`optim/master_update.py`)."""
 _OPTIONAL = ("pipeline", "in_flight")
+
+RESERVED = 0.06
+"""The part of a device's memory that its context, the collectives' buffers and the allocator's gaps take."""
 
 
 @dataclass(frozen=True)
@@ -503,3 +506,27 @@ def _rounding(workload: RankWorkload) -> tuple[int, int]:
     chunk = rounding_chunk_elements(workload.accelerator)
     owned = max(bucket.elements // bucket.slices for bucket in bucket_shapes(workload))
     return _FLOAT32 * chunk, (4 + rounded) * _FLOAT32 * min(chunk, owned)
+
+
+def leaves_open(config: Config, layout: Layout, accelerator: bool) -> bool:
+    """Return whether a key leaves something to the memory of a rank.
+
+    Ranks on CPUs share the memory of their machine, so that null means false, and gather, there.
+    """
+    return config.train.recompute == "auto" or (accelerator and len(open_settings(config, layout)) > 1)
+
+
+def open_settings(config: Config, layout: Layout) -> list[dict[str, object]]:
+    """Return the settings of `parallel` among which the memory chooses, without any first."""
+    choices: list[dict[str, object]] = [{}]
+    parallel = config.parallel
+    if config.compile.enabled:
+        return choices
+    shapes = config.shapes
+    has_kernel = shapes is not None and not shapes.attention_dropout_p
+    if parallel.context_keys is None and layout.context > 1 and has_kernel and not config.is_bit_equal:
+        choices.append({"context_keys": "ring"})
+    is_open = parallel.sequence_regather is None and layout.sequence_parallel
+    if is_open and not (config.splits_backward or config.precision.matmul):
+        choices += [settings | {"sequence_regather": True} for settings in choices]
+    return choices

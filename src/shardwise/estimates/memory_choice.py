@@ -11,18 +11,7 @@ from typing import get_args
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, Recompute
-from shardwise.estimates.memory import MemoryEstimate, expected_memory
-
-RESERVED = 0.06
-"""The part of a device's memory that its context, the collectives' buffers and the allocator's gaps take."""
-
-
-def leaves_open(config: Config, layout: Layout, accelerator: bool) -> bool:
-    """Return whether a key leaves something to the memory of a rank.
-
-    Ranks on CPUs share the memory of their machine, so that null means false, and gather, there.
-    """
-    return config.train.recompute == "auto" or (accelerator and len(_parallel_settings(config, layout)) > 1)
+from shardwise.estimates.memory import MemoryEstimate, expected_memory, leaves_open, open_settings
 
 
 def candidates(config: Config, layout: Layout) -> Iterator[Config]:
@@ -33,24 +22,8 @@ def candidates(config: Config, layout: Layout) -> Iterator[Config]:
     recompute = config.train.recompute
     recomputes: tuple[Recompute, ...] = get_args(Recompute) if recompute == "auto" else (recompute,)
     for chosen in recomputes:
-        for settings in _parallel_settings(config, layout):
+        for settings in open_settings(config, layout):
             yield config.with_keys(train={"recompute": chosen}, parallel=settings)
-
-
-def _parallel_settings(config: Config, layout: Layout) -> list[dict[str, object]]:
-    """Return the settings of `parallel` among which the memory chooses, without any first."""
-    choices: list[dict[str, object]] = [{}]
-    parallel = config.parallel
-    if config.compile.enabled:
-        return choices
-    shapes = config.shapes
-    has_kernel = shapes is not None and not shapes.attention_dropout_p
-    if parallel.context_keys is None and layout.context > 1 and has_kernel and not config.is_bit_equal:
-        choices.append({"context_keys": "ring"})
-    is_open = parallel.sequence_regather is None and layout.sequence_parallel
-    if is_open and not (config.splits_backward or config.precision.matmul):
-        choices += [settings | {"sequence_regather": True} for settings in choices]
-    return choices
 
 
 def first_that_fits(

@@ -23,7 +23,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import write_atomic
-from shardwise.launch import local, stop_requests
+from shardwise.launch import rank_process, stop_requests
 from shardwise.launch.environment import PARENT_PID, launches_node
 from shardwise.launch.first_failure import Failure, exit_codes_file, report_failure
 from shardwise.launch.node import Node, this_node
@@ -35,7 +35,7 @@ _LOOPBACK = "shardwise-loopback"
 
 def main() -> int:
     # First of all: the launcher may be killed while this process imports torch, which takes seconds.
-    local.die_with_parent()
+    rank_process.die_with_parent()
     for number in stop_requests.SIGNALS:
         # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -65,7 +65,7 @@ def _run(command: list[str], nproc: int, logs: Path) -> int:
 
     if is_quiet:
         del os.environ[_NATIVE_LOG_LEVEL]
-    # This process is the parent of the ranks: they end with it (`local.die_with_parent`).
+    # This process is the parent of the ranks: they end with it (`rank_process.die_with_parent`).
     os.environ[PARENT_PID] = str(os.getpid())
     config = LaunchConfig(
         nproc_per_node=nproc,

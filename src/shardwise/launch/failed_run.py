@@ -5,17 +5,77 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import signal
 import sys
+import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shardwise.base.errors import ConfigError
-from shardwise.base.redaction import redacted_arguments
-from shardwise.launch.environment import NODE, REPLAY, is_launched, joined
-from shardwise.launch.first_failure import TRACEBACK, Failure
-from shardwise.runs.events import first_step, last_event, newest_checkpoint, seconds_of
+from shardwise.base import errors
+from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError
+from shardwise.base.redaction import redacted, redacted_arguments
+from shardwise.launch.environment import REPLAY, Rank
+from shardwise.launch.first_failure import TRACEBACK, Failure, error_text, show_failure
+from shardwise.launch.stop_requests import is_installed, signal_name
+from shardwise.runs.events import first_step, last_event, newest_checkpoint, seconds_of, what_is_saved
 from shardwise.runs.failure import FailureRecord, checkpoint_intervals, fails_alike, failure_of, recorded_sections
-from shardwise.runs.folder import RunDirectory, now
+from shardwise.runs.folder import RunDirectory, now, open_log
+
+
+def show_error(
+    error: BaseException, place: Rank | None, run_path: Path | None, log: Path | None, began: float
+) -> Failure:
+    """Show the error that ends the work of a rank once for all ranks, and record it in the run's folder."""
+    failure = failure_of_error(error, 0 if place is None else place.rank, run_path, log)
+    # A request of the user to end at once is no failure of the run.
+    is_request = isinstance(error, KeyboardInterrupt)
+    show_failure(failure, place, None if is_request else lambda failed: _words(failed, place, run_path, began))
+    return failure
+
+
+def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> Failure:
+    """Describe an error for the user. The traceback of an error that is not explained goes to the log."""
+    if isinstance(error, ShardwiseError):
+        waited = isinstance(error, LostPeerError)
+        if waited:
+            _write_traceback(error, log)
+        return Failure(rank, error_text(error), error.exit_code, waited)
+    if isinstance(error, KeyboardInterrupt):
+        stopped = f"stopped by {str(error) or signal_name(signal.SIGINT)}"
+        if run_path is not None:
+            text = f"the run was {stopped}; {what_is_saved(run_path)}"
+            # Nothing is lost at the start: the same command continues, as after a stop with a checkpoint.
+            code = RunError.exit_code if is_installed() else StoppedError.exit_code
+            return Failure(rank, text, code)
+        text = stopped
+    elif isinstance(error, BrokenPipeError) and run_path is None:
+        text = "the reader of the output has closed it"
+    else:
+        is_logged = _write_traceback(error, log)
+        details = f"{TRACEBACK}{log}" if is_logged else "".join(traceback.format_exception(error))
+        text = f"rank {rank} failed: {errors.error_text(error)}\n{details}"
+    return Failure(rank, text, RunError.exit_code)
+
+
+def _words(failure: Failure, place: Rank | None, run_path: Path | None, began: float) -> str:
+    """Record the failure of a rank that no launcher of this package started; returns the text for the user."""
+    if run_path is None:
+        return failure.told
+    resume = resume_command(run_path)
+    if place is not None and resume is not None:
+        # The words of torchrun, srun or mpirun before those of the rank are unknown.
+        resume = f"the same command with --run-dir {shlex.quote(str(run_path))}"
+    return failure_text(failure, run_path, began, resume)
+
+
+def _write_traceback(error: BaseException, log: Path | None) -> bool:
+    """Add a traceback to the rank's log; returns False if it has none, or one that cannot be opened."""
+    if log is None:
+        return False
+    with contextlib.suppress(ConfigError), open_log(log) as file:
+        file.write(redacted("".join(traceback.format_exception(error))))
+        return True
+    return False
 
 
 def failure_text(failure: Failure, run: Path | None, began: float, resume: str | None, steps: int = 0) -> str:
@@ -69,14 +129,6 @@ def resume_command(run: Path) -> str | None:
     ]
     folder = [f"--run-dir={run}"] if str(run).startswith("-") else ["--run-dir", str(run)]
     return shlex.join(["shardwise", *kept, *folder])
-
-
-def continuing_command(run: Path) -> str:
-    """Return the command that continues a run which was stopped, in words if it needs those of another launcher."""
-    is_local = is_launched() or joined() is None
-    if sys.argv[1:2] == ["train"] and is_local and NODE not in os.environ:
-        return f"`{shlex.join(['shardwise', 'train', '--run-dir', str(run)])}`"
-    return f"the same command with --run-dir {run}"
 
 
 def _has_begun(run: Path) -> bool:

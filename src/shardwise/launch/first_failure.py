@@ -16,6 +16,7 @@ from shardwise.base import files, parsing, redaction, terminal
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError, see
 from shardwise.launch import output
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, Rank
+from shardwise.launch.stop_requests import signal_name
 from shardwise.runs.failure import HEADING
 
 TRACEBACK = "traceback: "
@@ -233,10 +234,3 @@ def _death_text(rank: int, code: int) -> str:
 def _log_of(rank: int, logs: Path) -> str | None:
     log = logs / f"rank-{rank:04d}.log"
     return str(log) if log.exists() else None
-
-
-def signal_name(number: int) -> str:
-    """Name a signal as a user knows it: 15 is `SIGTERM`; real-time signals have numbers alone."""
-    if number == signal.SIGINT:
-        return "Ctrl-C (SIGINT)"
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -1,12 +1,8 @@
-"""The launcher of local ranks: it starts a command on each, and waits for them as one.
-
-At the end, `die_with_parent`: children that do not outlive their parent, even one that is killed with SIGKILL.
-"""
+"""The launcher of local ranks: it starts a command on each, and waits for them as one."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import shutil
@@ -14,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +30,9 @@ from shardwise.launch.first_failure import (
     read_exit_codes,
     read_failure,
     root_cause,
-    signal_name,
     stop_record,
 )
+from shardwise.launch.stop_requests import signal_name
 
 # The time that the other ranks have to end at SIGTERM once a rank has failed; torch would wait 30 s.
 _GRACE_SECONDS = 5.0
@@ -269,30 +264,6 @@ class _Stop:
                 stop_requests.say(f"the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
 
 
-# The option of `prctl` in <linux/prctl.h>.
-_PR_SET_PDEATHSIG = 1
-_PARENT_POLL_SECONDS = 0.5
-
-
-def die_with_parent() -> None:
-    """Have this process killed as soon as its parent ends.
-
-    On Linux the kernel does it; elsewhere a thread watches. The parent is the process that `SHARDWISE_PARENT_PID`
-    names, so that the end of a parent before this call is noticed too; without the variable it is the present parent.
-    For the kernel, the parent ends with the thread that started this process: start children from the main thread.
-    """
-    parent = int(os.environ.get(PARENT_PID) or os.getppid())
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    else:
-        threading.Thread(target=_end_after, args=(parent,), name="parent-watch", daemon=True).start()
-    # After the request to the kernel: a parent that ended before it sends no signal any more.
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def kill_with_children(parent: subprocess.Popen[bytes]) -> None:
     """Send SIGKILL to the children of a process that this one started, then to the process itself.
 
@@ -307,9 +278,3 @@ def kill_with_children(parent: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
     parent.kill()
-
-
-def _end_after(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)

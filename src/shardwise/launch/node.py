@@ -29,8 +29,9 @@ from shardwise.base.parsing import json_value
 from shardwise.base.redaction import redacted
 from shardwise.launch import heartbeat, local, stop_requests
 from shardwise.launch.environment import NODE
-from shardwise.launch.first_failure import Failure, error_text, signal_name
+from shardwise.launch.first_failure import Failure, error_text
 from shardwise.launch.local import run_ranks
+from shardwise.launch.stop_requests import signal_name
 
 BEAT_SECONDS = 1.0
 _JOIN_SECONDS = 60.0

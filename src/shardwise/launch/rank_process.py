@@ -6,24 +6,26 @@ code.
 
 from __future__ import annotations
 
+import ctypes
 import os
-import shlex
 import signal
 import sys
+import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from shardwise.base import redaction, user_code
-from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError, see
-from shardwise.launch import external_launchers, failed_run, first_failure, local, output, stop_requests
-from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
+from shardwise.base.errors import ConfigError, StoppedError, see
+from shardwise.launch import output, stop_requests
+from shardwise.launch.environment import ERROR_FILE, PARENT_PID, Rank, is_launched, joined, may_restart, unjoined
 from shardwise.runs import folder
-from shardwise.runs.events import what_is_saved
+
+# The option of `prctl` in <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
+_PARENT_POLL_SECONDS = 0.5
 
 
 @dataclass
@@ -57,8 +59,33 @@ def enter_job(nproc: int | None) -> Rank | None:
             f"--nproc ({nproc}) must be left out inside a job: its world size is {place.world}"
             f"{see('runs#nproc-in-a-job')}"
         )
-    local.die_with_parent()
+    die_with_parent()
     return place
+
+
+def die_with_parent() -> None:
+    """Have this process killed as soon as its parent ends.
+
+    On Linux the kernel does it; elsewhere a thread watches. The parent is the process that `SHARDWISE_PARENT_PID`
+    names, so that the end of a parent before this call is noticed too; without the variable it is the present parent.
+    For the kernel, the parent ends with the thread that started this process: start children from the main thread.
+    """
+    parent = int(os.environ.get(PARENT_PID) or os.getppid())
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    else:
+        threading.Thread(target=_end_after, args=(parent,), name="parent-watch", daemon=True).start()
+    # After the request to the kernel: a parent that ended before it sends no signal any more.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def check_accelerators(nproc: int, accelerators: int) -> None:
@@ -109,18 +136,16 @@ def as_rank(
         if isinstance(error, BrokenPipeError) and place is None and run_path is None:
             # The reader of the output, such as `head`, has read enough; `main` ends the command quietly.
             raise
-        failure = _failure(error, rank, run_path, log)
+        # Costly to import, for the ranks that fail alone.
+        from shardwise.launch import external_launchers, failed_run
+
         # The text before the end of the other tasks: they may be killed as soon as srun is asked to.
-        # A request of the user to end at once is no failure of the run.
-        is_request = isinstance(error, KeyboardInterrupt)
-        first_failure.show_failure(
-            failure, place, None if is_request else lambda failed: _words(failed, place, run_path, began)
-        )
+        failure = failed_run.show_error(error, place, run_path, log, began)
         rank_exit.code = failure.exit_code
         if on_refusal is not None and failure.exit_code == ConfigError.exit_code:
             on_refusal()
         external_launchers.end_step(failure)
-        if place is not None or is_request:
+        if place is not None or isinstance(error, KeyboardInterrupt):
             # Without waiting for threads that still write.
             _leave(place, rank_exit.code)
     else:
@@ -143,58 +168,17 @@ def failure_recorded(place: Rank | None, run_path: Path | None) -> Iterator[None
     except Exception as error:
         if run_path is not None:
             rank = 0 if place is None else place.rank
-            failure = _failure(error, rank, run_path, folder.RunDirectory(run_path).log(rank))
+            from shardwise.launch import failed_run
+
+            failure = failed_run.failure_of_error(error, rank, run_path, folder.RunDirectory(run_path).log(rank))
             failed_run.failure_text(failure, run_path, began, None)
         raise
 
 
-def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> first_failure.Failure:
-    """Describe an error for the user. The traceback of an error that is not explained goes to the log."""
-    if isinstance(error, ShardwiseError):
-        waited = isinstance(error, LostPeerError)
-        if waited:
-            _write_traceback(error, log)
-        return first_failure.Failure(rank, first_failure.error_text(error), error.exit_code, waited)
-    if isinstance(error, KeyboardInterrupt):
-        stopped = f"stopped by {str(error) or first_failure.signal_name(signal.SIGINT)}"
-        if run_path is not None:
-            text = f"the run was {stopped}; {what_is_saved(run_path)}"
-            # Nothing is lost at the start: the same command continues, as after a stop with a checkpoint.
-            code = RunError.exit_code if stop_requests.is_installed() else StoppedError.exit_code
-            return first_failure.Failure(rank, text, code)
-        text = stopped
-    elif isinstance(error, BrokenPipeError) and run_path is None:
-        text = "the reader of the output has closed it"
-    else:
-        is_logged = _write_traceback(error, log)
-        details = f"{first_failure.TRACEBACK}{log}" if is_logged else "".join(traceback.format_exception(error))
-        text = f"rank {rank} failed: {user_code.error_text(error)}\n{details}"
-    return first_failure.Failure(rank, text, RunError.exit_code)
-
-
-def _words(failure: first_failure.Failure, place: Rank | None, run_path: Path | None, began: float) -> str:
-    """Record the failure of a rank that no launcher of this package started; returns the text for the user."""
-    if run_path is None:
-        return failure.told
-    resume = failed_run.resume_command(run_path)
-    if place is not None and resume is not None:
-        # The words of torchrun, srun or mpirun before those of the rank are unknown.
-        resume = f"the same command with --run-dir {shlex.quote(str(run_path))}"
-    return failed_run.failure_text(failure, run_path, began, resume)
-
-
-def _write_traceback(error: BaseException, log: Path | None) -> bool:
-    """Add a traceback to the rank's log; returns False if it has none, or one that cannot be opened."""
-    if log is None:
-        return False
-    with suppress(ConfigError), folder.open_log(log) as file:
-        file.write(redaction.redacted("".join(traceback.format_exception(error))))
-        return True
-    return False
-
-
 def _report_stop(place: Rank | None, text: str) -> int:
     """Report, once for all ranks, that the run stopped with all saved; returns the exit code of this rank."""
+    from shardwise.launch import first_failure
+
     rank = 0 if place is None else place.rank
     if first_failure.report_stop(rank, text):
         # torchrun's agent takes anything else for a failure; the exit code of the launcher is 75.
@@ -208,8 +192,10 @@ def _report_stop(place: Rank | None, text: str) -> int:
 def _leave(place: Rank | None, code: int) -> NoReturn:
     """End this process without the cleanup of Python: threads of gloo and NCCL could wait there for other ranks."""
     if place is not None and code == 0:
+        from shardwise.launch.first_failure import report_done
+
         # Before the exit: the launcher takes exit code 0 without this mark for user code that called `os._exit(0)`.
-        first_failure.report_done(place)
+        report_done(place)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

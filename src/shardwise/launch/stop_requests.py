@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +24,7 @@ from typing import Any
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import reason_of, write_atomic
 from shardwise.base.parsing import read_record
-from shardwise.launch.environment import ERROR_FILE, is_launched, joined
-from shardwise.launch.first_failure import signal_name
+from shardwise.launch.environment import ERROR_FILE, NODE, is_launched, joined
 from shardwise.runs.folder import json_text
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -165,3 +166,18 @@ def _note(number: int, _frame: FrameType | None) -> None:
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
     raise Interrupted(signal_name(number))
+
+
+def signal_name(number: int) -> str:
+    """Name a signal as a user knows it: 15 is `SIGTERM`; real-time signals have numbers alone."""
+    if number == signal.SIGINT:
+        return "Ctrl-C (SIGINT)"
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def continuing_command(run: Path) -> str:
+    """Return the command that continues a run which was stopped, in words if it needs those of another launcher."""
+    is_local = is_launched() or joined() is None
+    if sys.argv[1:2] == ["train"] and is_local and NODE not in os.environ:
+        return f"`{shlex.join(['shardwise', 'train', '--run-dir', str(run)])}`"
+    return f"the same command with --run-dir {run}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import call_forward_hooks, call_forward_pre_hooks, has_data
-from shardwise.layers.bitwise.choice import choose_class
+from shardwise.layers.bitwise import choose_class
 from shardwise.layers.chunks import loss_chunk_elements, vocabulary_rows
 from shardwise.layers.execution import execution
 from shardwise.layers.linear import LayerOptions, ParameterMaker

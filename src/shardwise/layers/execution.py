@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
 from shardwise.distributed.mesh import ExpertRanks, Group
-from shardwise.layers.balance import Balance
-from shardwise.layers.fp8 import Scaling
 from shardwise.layers.loss import ChunkLosses
 from shardwise.layers.matmul import Overlap
+
+if TYPE_CHECKING:
+    from shardwise.layers.balance import Balance
+    from shardwise.layers.fp8 import Scaling
 
 
 class Compiler(Protocol):
@@ -76,7 +78,11 @@ class Execution:
 
     def scaling(self, group: Group, *, cuts_outputs: bool) -> Scaling | None:
         """Return the scales of a linear layer whose outputs, or else inputs, a group shares; None without fp8."""
-        return Scaling(group, cuts_outputs, self.context_group) if self.fp8 else None
+        if not self.fp8:
+            return None
+        from shardwise.layers.fp8 import Scaling
+
+        return Scaling(group, cuts_outputs, self.context_group)
 
 
 _current: ContextVar[Execution] = ContextVar("_current", default=Execution())  # noqa: B039

@@ -23,7 +23,7 @@ from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece
 from shardwise.layers.balance import RouterLosses
-from shardwise.layers.bitwise.choice import choose_class
+from shardwise.layers.bitwise import choose_class
 from shardwise.layers.execution import execution
 from shardwise.layers.expert_rows import Journey, gradients, outputs, runs_of_experts, sum_of_rows
 from shardwise.layers.linear import LayerOptions, ParameterMaker

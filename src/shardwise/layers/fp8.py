@@ -61,6 +61,10 @@ class Scaling:
         groups = [self.group, self.context_group] if self.cuts_outputs else [self.context_group]
         return _scales([dy], groups, GRADIENT)[0]
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x weightᵀ + bias` by `fp8_linear`."""
+        return fp8_linear(x, weight, bias, self)
+
 
 def keep_scales(weights: Sequence[Tensor], group: Group) -> None:
     """Compute the scales of weights that the ranks of a group share, with one collective, and keep them."""

@@ -8,7 +8,7 @@ sequence-first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Ranks
 from shardwise.distributed.placement import Init
 from shardwise.layers.arguments import features_per_head, refuse_unknown, sharing_group, sizes_of
-from shardwise.layers.bitwise.choice import choose_class
+from shardwise.layers.bitwise import choose_class
 from shardwise.layers.execution import execution
-from shardwise.layers.fp8 import Scaling, fp8_linear
 from shardwise.layers.matmul import Overlap, can_regather, gather_and_multiply, linear, multiply_and_sum, usable
+
+if TYPE_CHECKING:
+    from shardwise.layers.fp8 import Scaling
 
 DEFAULT_INIT = Init.normal(0.02)
 
@@ -525,7 +527,7 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
 def _product(layer: _ColumnParallel | RowParallelLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x weightᵀ + bias`."""
     if layer.scaling is not None and layer.training:
-        return fp8_linear(x, layer.weight, bias, layer.scaling)
+        return layer.scaling.linear(x, layer.weight, bias)
     return linear(x, layer.weight, bias)
 
 

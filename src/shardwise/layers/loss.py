@@ -20,7 +20,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Ranks
 from shardwise.distributed.torch_private import graph_is_kept, has_data
 from shardwise.layers.arguments import refuse_unknown, sharing_group
-from shardwise.layers.bitwise.choice import bit_equal
+from shardwise.layers.bitwise import bit_equal
 from shardwise.layers.chunks import loss_chunk_elements
 from shardwise.layers.matmul import (
     add_product_,

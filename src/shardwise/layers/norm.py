@@ -17,7 +17,7 @@ from shardwise.base.errors import ArgumentError
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.placement import Init
 from shardwise.layers.arguments import sizes_of
-from shardwise.layers.bitwise.choice import choose_class
+from shardwise.layers.bitwise import choose_class
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
 

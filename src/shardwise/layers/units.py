@@ -12,7 +12,6 @@ from torch import nn
 
 from shardwise.distributed.mesh import Group
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
-from shardwise.layers.fp8 import keep_scales
 from shardwise.layers.linear import linear_layers
 
 
@@ -76,4 +75,6 @@ class WeightScales:
     @torch.no_grad()
     def _before_forward(self, weights: Sequence[nn.Parameter], group: Group, *_: object) -> None:
         if self._is_kept and getattr(weights[0], "fp8_scale", None) is None:
+            from shardwise.layers.fp8 import keep_scales
+
             keep_scales(weights, group)

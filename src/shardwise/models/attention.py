@@ -24,8 +24,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwise.config import FamilyConfig
 from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import has_fused_attention
-from shardwise.layers.bitwise.replicated import SequenceParts, part_views
-from shardwise.layers.context import gather_chunks
 from shardwise.layers.dropout import AnyKey, DropoutKey, Place, scaled
 from shardwise.layers.linear import LinearOptions, RowParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
@@ -242,7 +240,11 @@ class Attention(nn.Module):
             return x if tables is None else rotate(x, *tables)
 
         def of_all_tokens(x: Tensor) -> Tensor:
-            return gather_chunks(x, self.core.context_group) if gathers else x
+            if not gathers:
+                return x
+            from shardwise.layers.context import gather_chunks
+
+            return gather_chunks(x, self.core.context_group)
 
         def made(function: Callable[[Tensor], Tensor], x: Tensor, *, drops: bool) -> Tensor:
             if not (drops and context.cache is None and can_drop(x)):
@@ -278,6 +280,8 @@ class Attention(nn.Module):
 
     def _attend_by_part(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[Context]) -> Tensor:
         """Return the result of the core for the queries of each part and all keys."""
+        from shardwise.layers.bitwise.replicated import part_views
+
         count = len(parts)
         by_part = zip(q.chunk(count), part_views(k, count, None), part_views(v, count, None), parts, strict=True)
         return torch.cat([self.core(*arguments) for arguments in by_part])
@@ -311,6 +315,8 @@ class Block(nn.Module):
         return self.behind_attention(x, attention.attend(*self.before_attention(x), context), context)
 
     def _forward_by_part(self, x: Tensor, context: Context) -> Tensor:
+        from shardwise.layers.bitwise.replicated import SequenceParts
+
         attention: Attention = getattr(self, self.attention_name)
         layers = SequenceParts(self, attention.core.context_group)
         count = len(context.parts)

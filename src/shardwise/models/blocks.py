@@ -23,7 +23,6 @@ from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, of_or_whole, share
 from shardwise.layers.arguments import sharing_group
-from shardwise.layers.bitwise.functions import activate_by_part, head_products
 from shardwise.layers.dropout import AnyKey, Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
 from shardwise.layers.execution import Execution, execution, made_with
@@ -110,13 +109,19 @@ class LayerFactory:
         """Return the activation function of a rank's part of the width."""
         function = ACTIVATIONS[config.activation]
         if self.group.has_parts:
+            from shardwise.layers.bitwise.functions import activate_by_part
+
             return partial(activate_by_part, function=function, count=self.group.parts)
         return function
 
     @property
     def head_products(self) -> Callable[[Tensor, Tensor], Tensor]:
         """The product of each head's matrices."""
-        return partial(head_products, count=self.group.parts) if self.group.has_parts else torch.matmul
+        if not self.group.has_parts:
+            return torch.matmul
+        from shardwise.layers.bitwise.functions import head_products
+
+        return partial(head_products, count=self.group.parts)
 
     def has_embedding(self, config: FamilyConfig) -> bool:
         """Return whether this part has the word embedding, for its input or as the head's weight."""

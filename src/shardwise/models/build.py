@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import BertConfig, Config, DecoderConfig, FamilyConfig, GPTConfig, GPTNeoXConfig, Layout
+from shardwise.distributed import devices
 from shardwise.distributed.mesh import ExpertRanks, Group, Mesh
-from shardwise.layers.balance import Balance
 from shardwise.layers.execution import Compiler, Execution, made_with
-from shardwise.models.bert import Bert
 from shardwise.models.blocks import Part
-from shardwise.models.gpt import GPT
-from shardwise.models.gpt_neox import GPTNeoX
-from shardwise.models.llama import Llama
-from shardwise.models.user_model import build_user_model
 
-_ARCHITECTURES: dict[type[FamilyConfig], Callable[..., nn.Module]] = {
-    DecoderConfig: Llama,
-    GPTConfig: GPT,
-    GPTNeoXConfig: GPTNeoX,
-    BertConfig: Bert,
+if TYPE_CHECKING:
+    from shardwise.layers.balance import Balance
+
+_ARCHITECTURES: dict[type[FamilyConfig], str] = {
+    DecoderConfig: "llama:Llama",
+    GPTConfig: "gpt:GPT",
+    GPTNeoXConfig: "gpt_neox:GPTNeoX",
+    BertConfig: "bert:Bert",
 }
-"""The class of a family's configuration, or a base of it → the module. Here, as configurations do not import torch."""
+"""The class of a family's configuration, or a base of it → module of this room and class. Only the file of the model
+that is built is imported; this table is here, as configurations do not import torch."""
 
 
 def build_model(
@@ -69,9 +70,10 @@ def build_model(
     model = config.model
     with made_with(chosen):
         if model.is_own:
+            from shardwise.models.user_model import build_user_model
+
             return build_user_model(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
-        make = next(module for record, module in _ARCHITECTURES.items() if isinstance(model, record))
-        return make(
+        return _architecture(model)(
             model,
             group,
             sequence_parallel=sequence_parallel,
@@ -86,11 +88,20 @@ def build_model(
         )
 
 
+def _architecture(model: FamilyConfig) -> Callable[..., nn.Module]:
+    """Import the class of a family's modules."""
+    module, _, name = next(path for record, path in _ARCHITECTURES.items() if isinstance(model, record)).partition(":")
+    architecture: Callable[..., nn.Module] = getattr(import_module(f"{__package__}.{module}"), name)
+    return architecture
+
+
 def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
     """Return the objectives of routers of a training; None if there are none."""
     coefficients = config.optimizer.router_losses
     if not coefficients or config.model.is_own:
         return None
+    from shardwise.layers.balance import Balance
+
     model = config.known_shapes
     routings = [routing for layer in range(model.num_hidden_layers) if (routing := model.routing(layer)) is not None]
     return Balance(
@@ -103,3 +114,22 @@ def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
         stages=mesh.pp,
         counts_first=layout.accumulation(config.train) > 1 or layout.pipeline > 1,
     )
+
+
+def products_add(config: Config, device: torch.device) -> bool:
+    """True if products of linear layers add to the weights' gradients, or return them, in float32.
+
+    Those of a bit-equal training keep the roundings of its parts, and a model of the user's own may ask autograd for
+    gradients of weights, as split backward passes do.
+    """
+    precision = config.precision.resolved(device.type != "cpu")
+    is_plain = config.model.is_own or config.is_bit_equal or precision.gradient != "float32"
+    return not is_plain and devices.adds_products(device)
+
+
+def products_add_in_graphs(config: Config, device: torch.device) -> bool:
+    """True if products in compiled graphs add to gradients, which one graph takes as inputs in all micro-batches.
+
+    With ZeRO-2 and 3 gradients have no memory before the first one of a step.
+    """
+    return config.optimizer.zero < 2 and not config.splits_backward and products_add(config, device)

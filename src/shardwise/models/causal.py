@@ -14,14 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import FamilyConfig
-from shardwise.layers.bitwise.replicated import SequenceParts
-from shardwise.layers.context import runs_of_places
 from shardwise.layers.dropout import DropoutKey
 from shardwise.layers.embedding import ParallelLMHead
-from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.blocks import Context, Family, KeyValueCache, run_blocks
 from shardwise.models.masks import AttentionMask, DocumentSizes, Mask, PiecesMask
-from shardwise.models.ring_attention import RingMask
 from shardwise.models.rotary import Rotary
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
@@ -84,9 +80,8 @@ class CausalLM(Family[_Config]):
         is_cut = self._cuts_samples
         runs: tuple[range, ...] = (range(known, length),)
         if is_cut:
-            group = self.context_group
-            runs = runs_of_places(len(ids_SB), group.rank, group.size, group.parts)
-            length = group.size * len(ids_SB)
+            runs = self._own_runs(len(ids_SB))
+            length = self.context_group.size * len(ids_SB)
             places = torch.cat([torch.arange(run.start, run.stop, device=ids_SB.device) for run in runs])
             if dropout is not None:
                 dropout = replace(dropout, places_S=places)
@@ -109,7 +104,19 @@ class CausalLM(Family[_Config]):
             cache.advance(len(ids_SB))  # after all blocks, as each writes at the same length
         if not self.part.is_last:
             return x
-        return SequenceParts(self.norm, self.context_group).joined(self.norm, x) if context.parts else self.norm(x)
+        return self._joined_norm(x) if context.parts else self.norm(x)
+
+    def _own_runs(self, length: int) -> tuple[range, ...]:
+        """Return the places of this rank's tokens in samples that ranks share."""
+        from shardwise.layers.context import runs_of_places
+
+        return runs_of_places(length, self.context_group.rank, self.context_group.size, self.context_group.parts)
+
+    def _joined_norm(self, x: Tensor) -> Tensor:
+        """Return the final norm, whose sums are made part by part."""
+        from shardwise.layers.bitwise.replicated import SequenceParts
+
+        return SequenceParts(self.norm, self.context_group).joined(self.norm, x)
 
     def _key_of_embedding(self, key: DropoutKey | None) -> DropoutKey | None:
         """Return the key whose places are in the order in which tensor-parallel ranks have the embedding's output.
@@ -165,8 +172,12 @@ class CausalLM(Family[_Config]):
             if ranks == 1:
                 masks[window] = self._form_of(mask, length - forgotten, x, context)
                 continue
+            from shardwise.layers.context import runs_of_places
+
             by_rank = [runs_of_places(mask.queries, rank, ranks) for rank in range(ranks)]
             forms = [self._form_of(replace(mask, key_places=run), length, x, context) for run in by_rank]
+            from shardwise.models.ring_attention import RingMask
+
             masks[window] = RingMask([cast(Mask, form) for form in forms], self.context_group)
         return masks
 
@@ -181,6 +192,8 @@ class CausalLM(Family[_Config]):
             is_cached=context.cache is not None,
         )
         if isinstance(form, PiecesMask):
+            from shardwise.models.attention_pieces import define_attention_by_pieces
+
             define_attention_by_pieces()
         return form
 

@@ -10,15 +10,13 @@ Shapes: see `models/blocks.py`.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import DecoderConfig
-from shardwise.config.routing import Routing
-from shardwise.layers.experts import Experts
 from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
 from shardwise.layers.recompute import compose
@@ -26,6 +24,9 @@ from shardwise.models.attention import Attention, Block
 from shardwise.models.blocks import Context, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
+
+if TYPE_CHECKING:
+    from shardwise.config.routing import Routing
 
 Gate: TypeAlias = Literal["silu", "gelu_tanh"]
 
@@ -122,6 +123,8 @@ class SparseMLP(nn.Module):
 
     def __init__(self, config: DecoderConfig, name: str, routing: Routing, factory: LayerFactory) -> None:
         super().__init__()
+        from shardwise.layers.experts import Experts
+
         self.experts = Experts(
             config.hidden_size,
             config.expert_width,

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.base.errors import ConfigError, listing, nearest_name, see
+from shardwise.base.errors import RAISED, ConfigError, error_text, listing, nearest_name, see
 from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
-from shardwise.base.user_code import RAISED, error_text, load
+from shardwise.base.user_code import load
 from shardwise.config import BITWISE, Config, ModelConfig, ParallelConfig, Recompute, UserModelConfig
-from shardwise.config.size_rules import FP8_MULTIPLE
+from shardwise.config.key_rules import FP8_MULTIPLE
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import of, placements, unplaced_state

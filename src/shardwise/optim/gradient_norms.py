@@ -19,7 +19,6 @@ from shardwise.base.errors import ConfigError
 from shardwise.distributed import collectives, devices, placement
 from shardwise.distributed.mesh import Group
 from shardwise.layers.chunks import rounding_chunk_elements
-from shardwise.optim import exact_sums
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.sharding import Dtypes, Ranks
 
@@ -177,6 +176,8 @@ class _Norms:
 
     def _exactly_measured(self, shares: Sequence[_Share], takes: Sequence[Take | None], device: torch.device) -> Tensor:
         """Return the norms with the same bits at every layout."""
+        from shardwise.optim import exact_sums
+
         ranks = self._world.size
         sums = [0] * (len(takes) * self.count)
         for share in shares:
@@ -196,6 +197,8 @@ class _Norms:
 
 
 def _exact_sum_of_squares(runs: Sequence[ElementRun], take: Take, atom: int) -> int:
+    from shardwise.optim import exact_sums
+
     # A part at a time, as `take` may copy it in a wider dtype. Parts have whole atoms, and are not too short.
     parts = (part for run in runs for part in run.split(max(chunk_elements(run.bucket), 1 << 20)))
     squares = [exact_sums.atom_squares(take(part), atom) for part in parts]
@@ -233,6 +236,8 @@ class ModelNorms(_Norms):
 
 def _atom(bucket: Bucket, index: int, piece: placement.Piece, tensor: Group) -> int:
     """Return the elements of an atom of a bucket's parameter (`exact_sums`)."""
+    from shardwise.optim import exact_sums
+
     dims = bucket.orders[index]
     if dims != tuple(range(len(dims))):
         return 1

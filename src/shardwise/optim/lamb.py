@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.optim.gradient_norms import ElementRun, chunk_elements, row_norms
-from shardwise.optim.slice_optimizer import ModelSlices, RoundedSlices, SliceOptimizer, gradient_of
+from shardwise.optim.wrapped_class import ModelSlices, RoundedSlices, SliceOptimizer, gradient_of
 
 
 class LAMB(SliceOptimizer):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.distributed.torch_private import divides_gradients, dividing_gradients, step_optimizer
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.slice_optimizer import ModelSlices, SliceOptimizer
+from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer
 
 _Item = TypeVar("_Item")
 _AHEAD = 2

@@ -22,7 +22,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Outputs, Piece
 from shardwise.optim.bucket_layout import matrix_chunk_elements
 from shardwise.optim.buckets import Bucket, in_order
-from shardwise.optim.slice_optimizer import ModelSlices
+from shardwise.optim.wrapped_class import ModelSlices
 
 
 @dataclass(frozen=True, order=True)

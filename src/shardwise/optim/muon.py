@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.distributed.torch_private import step_optimizer, without_compiler
 from shardwise.optim.gradient_norms import ElementRun, chunk_elements
 from shardwise.optim.matrix_exchange import Matrix, MatrixExchange, MatrixPart
-from shardwise.optim.slice_optimizer import ModelSlices, RoundedSlices, SliceOptimizer, gradient_of
+from shardwise.optim.wrapped_class import ModelSlices, RoundedSlices, SliceOptimizer, gradient_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7

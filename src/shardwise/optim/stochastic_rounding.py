@@ -29,8 +29,7 @@ from shardwise.distributed.torch_private import step_optimizer
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.gradient_norms import ElementRun, chunk_elements
 from shardwise.optim.master_update import Update, options_of
-from shardwise.optim.slice_optimizer import ModelSlices, SliceOptimizer
-from shardwise.optim.wrapped_class import MakeOptimizer
+from shardwise.optim.wrapped_class import MakeOptimizer, ModelSlices, SliceOptimizer
 
 _BITS = 16
 """Bits of a float32 that bfloat16 lacks."""

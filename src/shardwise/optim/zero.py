@@ -23,15 +23,15 @@ from shardwise.distributed import devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import named_pieces, of_or_whole
 from shardwise.distributed.torch_private import WithoutCompiler
-from shardwise.optim import checks, gradient_norms, stochastic_rounding, wrapped_class
+from shardwise.optim import checks, gradient_norms, wrapped_class
 from shardwise.optim.bucket_collectives import Gathers, PartialGradients, Reductions
 from shardwise.optim.buckets import Bucket, weak_hook
 from shardwise.optim.freed_buckets import draw_in_place, make_buckets
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.master_update import HostUpdate, Update, options_of
 from shardwise.optim.sharding import Cut, Dtypes, Ranks, Sharding, by_replicas
-from shardwise.optim.slice_optimizer import ModelSlices, SliceOptimizer
 from shardwise.optim.unit_weights import UnitWeights, places_in
+from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer
 
 
 class ZeroRedundancyOptimizer(WithoutCompiler):
@@ -256,6 +256,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         groups = [[bucket_of[master] for master in group["params"]] for group in self.inner.param_groups]
         model = ModelSlices(groups, pieces, device, self._ranks, sum_dtype)
         if self._dtypes.rounds_at_random:
+            from shardwise.optim import stochastic_rounding
+
             bits = stochastic_rounding.RandomBits(pieces, self._dtypes.rounding_seed)
             return stochastic_rounding.StochasticUpdate(self.inner, model, self._make_inner, bits)
         update_class = HostUpdate if any(bucket.on_host for bucket in self.buckets) else Update
@@ -529,6 +531,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         devices.synchronize(self._device)  # masters may be on their way to the device
         self.inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         if self.state_dtype is not None:
+            from shardwise.optim import stochastic_rounding
+
             stochastic_rounding.cast_states(self.inner, self.state_dtype)
         # States of earlier versions have no "steps": the buckets' own counts stand in.
         counts = (int(state.get("step", 0)) for state in state_dict["state"].values())

@@ -17,6 +17,12 @@ from typing import Literal, NamedTuple, Protocol
 from shardwise.config import ParallelConfig, Recompute
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, rounds_of_step
 
+FORWARD = "forward"
+BACKWARD = "backward"
+INPUT = "backward of the input"
+WEIGHTS = "backward of the weights"
+"""Kinds of work on a stage, as records and traces call them."""
+
 ActionKind = Literal["forward", "backward", "input", "weight"]
 """A forward pass, a whole backward pass, or one of its halves: the gradient of the input, and those of the weights."""
 

@@ -12,11 +12,7 @@ from torch.profiler import record_function
 
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-
-FORWARD = "forward"
-BACKWARD = "backward"
-INPUT = "backward of the input"
-WEIGHTS = "backward of the weights"
+from shardwise.pipeline.action_order import BACKWARD, FORWARD
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ from shardwise.base.errors import LostPeerError, see
 from shardwise.config import ParallelConfig
 from shardwise.config.layout import Stage
 from shardwise.config.pipeline_schedules import SCHEDULES
-from shardwise.distributed import backend_errors
+from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import head_leaf
 from shardwise.distributed.torch_private import mend_split_backward, open_connections_to_others
 from shardwise.models.blocks import Stages
-from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, StepTiming, name_messages
+from shardwise.pipeline.action_order import BACKWARD, FORWARD, INPUT, WEIGHTS
+from shardwise.pipeline.clock import Clock, StepTiming, name_messages
 from shardwise.pipeline.stages import Compute
 
 TORCH_SCHEDULES: dict[str, Any] = {
@@ -129,7 +130,7 @@ class Pipeline:
 
     def _lost(self, error: Exception) -> LostPeerError | None:
         """Return an error that names the message that this rank waited for, or None if messages are not what failed."""
-        if not backend_errors.is_lost_connection(error):
+        if not devices.is_lost_connection(error):
             return None
         awaited = [text for stage in self.stages for text in stage.awaited]
         message = awaited[0] if awaited else "another stage to take what was sent"

@@ -1,5 +1,5 @@
 """Training: from a configuration to a finished run directory (`run.run`); called, it is `shardwise.api.runs.train`."""
 
-from shardwise.base.callable_packages import make_callable
+from shardwise.base.registered import make_callable
 
 make_callable(__name__, "shardwise.api.runs")

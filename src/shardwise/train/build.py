@@ -12,42 +12,39 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
-from shardwise.checkpoint.load_weights import load_hugging_face, require_finite, require_model
-from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, ModelConfig, OptimizerConfig, Precision, check_layout
 from shardwise.config.optimizers import OptimizerSpec
 from shardwise.config.sections import HooksConfig
-from shardwise.data.training_data import EvaluationSets, PreparedData
+from shardwise.data import EvaluationSets, PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
 from shardwise.layers.embedding import ParallelLMHead
-from shardwise.layers.experts import balance_experts
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.models.blocks import Stages, block_matrices
+from shardwise.models.build import products_add, products_add_in_graphs
 from shardwise.optim.state import kept_bytes, state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.stages import build_stages
-from shardwise.train.checkpoint_choice import went_back
-from shardwise.train.compile.units import Compilation, products_add, products_add_in_graphs
+from shardwise.train.checkpoint_choice import steps_between, went_back
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import user_loss, user_optimizer
-from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.model_checks import check_axes
 from shardwise.train.rank_agreement import raised_on_every_rank, versions
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed
-from shardwise.train.saving import Checkpoints, StateHashes, make_stop_check
+from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.start import OpenedRun
 from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from shardwise.pipeline.schedule import Pipeline
+    from shardwise.train.memory_copies import MemoryCopies
 
 
 def build_trainer(
@@ -80,6 +77,8 @@ def build_trainer(
     dtype = torch_dtype(precision.parameter)
     compilation = None
     if config.compile.enabled:
+        from shardwise.train.compile.units import Compilation
+
         compilation = Compilation(config.compile, mesh.device, config.model, [mesh.tp, mesh.cp])
     loss = user_loss(config.hooks.loss)
     model = build_stages(config, layout, mesh, dtype=dtype, deferred=True, loss=loss, compiler=compilation)
@@ -110,6 +109,10 @@ def _load_weights(
     config: ModelConfig, weights: Root, model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh
 ) -> None:
     """Read the weights of a Hugging Face folder, or parameters and masters of a checkpoint. Collective."""
+    # Costly to import, for a run that begins with weights alone.
+    from shardwise.checkpoint.load_weights import load_hugging_face, require_finite, require_model
+    from shardwise.checkpoint.restore import read_manifest, restore
+
     # All ranks take the same way, also where a network disk shows the file to some of them later than to others.
     if not collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world):
         load_hugging_face(model, config, mesh, weights.local(), optimizer)
@@ -175,6 +178,8 @@ def build_checkpoints(
     settings = config.checkpoint
     state_hashes = None
     if config.log.state_hash_every:
+        from shardwise.train.state_hashes import StateHashes
+
         state_hashes = StateHashes(trainer, reporter)
     saver = Saver(
         opened.folder.checkpoints.root,
@@ -207,6 +212,8 @@ def build_memory_copies(opened: OpenedRun, trainer: Trainer) -> MemoryCopies | N
     """The copies of the state in memory; None where the configuration has none. Collective over the mesh."""
     if not steps_between(opened.config.checkpoint):
         return None
+    from shardwise.train.memory_copies import MemoryCopies
+
     folder = opened.folder
     return MemoryCopies(f"{folder.id}-{folder.key}", _described(opened), trainer, began=folder.began)
 
@@ -282,7 +289,9 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     )
     # A forward pass of the user's own may change parameters through `.data`; no family of ours does.
     optimizer.compares_values = config.model.is_own
-    if config.shapes is None or config.shapes.any_routing is not None:
+    if config.may_have_experts:
+        from shardwise.layers.experts import balance_experts
+
         balance_experts(model, optimizer, mesh.replicas, settings.router_bias_rate)
     return optimizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, glance, survey
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import require_ownership
-from shardwise.config import Config, changed_stages
+from shardwise.config import CheckpointConfig, Config, changed_stages
+from shardwise.launch.environment import NODE
 from shardwise.runs.folder import RunDirectory
 
 _WENT_BACK = "went_back"
@@ -157,3 +159,10 @@ def went_back(config: Config, manifest: Manifest | None) -> dict[str, Any]:
         return {_WENT_BACK: {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}}
     recorded = None if manifest is None else manifest.schedule.get(_WENT_BACK)
     return {} if recorded is None else {_WENT_BACK: recorded}
+
+
+def steps_between(settings: CheckpointConfig) -> int:
+    """Steps between copies in memory; 0: none. By default they are those of a job's checkpoints."""
+    if settings.memory_every is None and NODE in os.environ:
+        return settings.every
+    return settings.memory_every or 0

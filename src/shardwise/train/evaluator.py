@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.registered import provided
+from shardwise.data import Tokenizer
 from shardwise.data.samples.batch import Batches
-from shardwise.data.training_data import Tokenizer
 from shardwise.train.evaluation import Evaluation, evaluate_rounds
 from shardwise.train.loss import perplexity
 from shardwise.train.reporter import Reporter

@@ -21,8 +21,8 @@ import torch
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config
+from shardwise.data import EvaluationSets, PreparedData, make_batches
 from shardwise.data.samples.batch import Batch, Batches, eval_micro_batches
-from shardwise.data.training_data import EvaluationSets, PreparedData, make_batches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.masks import DocumentSizes

@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.base.errors import ConfigError, RunError, listing
-from shardwise.base.user_code import RAISED, accepts, error_text, load
+from shardwise.base.errors import RAISED, ConfigError, RunError, error_text, listing
 from shardwise.config import OptimizerConfig
 from shardwise.config.sections import HooksConfig
-from shardwise.data.training_data import load_reader
 from shardwise.distributed import devices
 from shardwise.launch import stop_requests
 from shardwise.optim.wrapped_class import require_elementwise
@@ -37,7 +35,7 @@ def check_hooks(hooks: HooksConfig, optimizer: OptimizerConfig) -> None:
     """
     problems: list[str] = []
     for check in (
-        lambda: hooks.data is None or load_reader(hooks.data),
+        lambda: hooks.data is None or _load_reader(hooks.data),
         lambda: hooks.loss is None or _load_loss(hooks.loss),
         lambda: hooks.optimizer is None or user_optimizer(hooks, optimizer),
         lambda: _callbacks(hooks.callbacks),
@@ -48,6 +46,12 @@ def check_hooks(hooks: HooksConfig, optimizer: OptimizerConfig) -> None:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
+
+
+def _load_reader(path: str) -> object:
+    from shardwise.data.formats.user_samples import load_reader
+
+    return load_reader(path)
 
 
 # ---- the loss
@@ -85,6 +89,8 @@ def user_loss(path: str | None) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def _load_loss(path: str) -> Any:
+    from shardwise.base.user_code import accepts, load
+
     return load(
         "hooks.loss",
         path,
@@ -102,6 +108,8 @@ def user_optimizer(hooks: HooksConfig, section: OptimizerConfig) -> tuple[type[t
     Raises:
         ConfigError: it is no optimizer class, takes other arguments, or does not update each element by itself.
     """
+    from shardwise.base.user_code import load
+
     path = hooks.optimizer
     assert path is not None
     optimizer_class: type[torch.optim.Optimizer] = load(
@@ -167,6 +175,9 @@ class MetricsWithCallbacks(JsonLines):
 
 def _callbacks(paths: Sequence[str]) -> Sequence[tuple[str, Any]]:
     """The callbacks, each with its path: functions, and classes whose objects are still to be made."""
+    if not paths:
+        return []
+    from shardwise.base.user_code import accepts, load
 
     def is_callback(value: object) -> bool:
         if not isinstance(value, type):

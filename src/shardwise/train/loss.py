@@ -23,7 +23,6 @@ from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
-from shardwise.layers.context import chunks_of_rank
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.blocks import gives_losses
 from shardwise.models.masks import DocumentSizes
@@ -70,6 +69,8 @@ class MicroBatch:
         """
         if group.size * group.parts == 1:
             return self
+        from shardwise.layers.context import chunks_of_rank
+
         inputs = {name: chunks_of_rank(tensor, group) for name, tensor in self.inputs.items()}
         counts_K = (inputs["targets_SB"] != IGNORE).sum().view(1)
         return replace(self, inputs=inputs, counts_K=counts_K, documents=None)

@@ -12,9 +12,7 @@ from shardwise.base.units import counted, size
 from shardwise.config import Config, Layout
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.estimates.memory import expected_memory, memory_of_machine, offloaded_bytes
-from shardwise.estimates.memory_choice import RESERVED, choice_text, fitted, leaves_open
-from shardwise.train.memory_remedies import remedies_of_machine, remedies_of_rank
+from shardwise.estimates.memory import RESERVED, expected_memory, leaves_open, memory_of_machine, offloaded_bytes
 from shardwise.train.step_record import Progress
 
 
@@ -22,6 +20,8 @@ def out_of_memory_text(
     config: Config, layout: Layout, rank: int, device: torch.device, progress: Progress, error: BaseException
 ) -> str:
     """The error text: phase, rank, bytes by kind, and settings that would help, the most effective first."""
+    from shardwise.train.memory_remedies import remedies_of_rank
+
     accelerator = device.type != "cpu"
     pipeline_rank = layout.pipeline_rank(rank)
     expected = expected_memory(config, layout, accelerator, pipeline_rank=pipeline_rank)
@@ -78,6 +78,8 @@ def fitted_to_devices(config: Config, layout: Layout, mesh: Mesh) -> tuple[Confi
     accelerator = device.type != "cpu"
     if not leaves_open(config, layout, accelerator):
         return config, None
+    from shardwise.estimates.memory_choice import choice_text, fitted
+
     room = memory_for_steps(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # The ranks choose alike, by the least of them; of -0 nothing is known.
     (least,) = collectives.reduce_numbers([-(room or 0)], mesh.world)
@@ -131,6 +133,8 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
     # The state is exact, and too much of it is refused; the whole step is an estimate, which only warns.
     if expected is None or total is None or expected.total <= total:
         return None
+    from shardwise.train.memory_remedies import remedies_of_rank
+
     limit = f"{size(total)} of {devices.name(device)}: {remedies_of_rank(config, layout, True, pipeline_rank)}"
     if expected.state > total:
         raise ConfigError(
@@ -162,6 +166,8 @@ def _require_host_memory(config: Config, layout: Layout, rank: int) -> str | Non
     available = available_memory()
     if needed is None or available is None or needed[1] <= available:
         return None
+    from shardwise.train.memory_remedies import remedies_of_machine
+
     state, expected = needed
     whose = f"of the {counted(len(ranks), 'rank')} on this machine"
     limit = f"the {size(available)} that it has available: {remedies_of_machine(config, layout, ranks)}"

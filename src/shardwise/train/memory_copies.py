@@ -31,13 +31,12 @@ from shardwise.base import units
 from shardwise.base.files import reason_of
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import local_pieces
-from shardwise.config.sections import CheckpointConfig
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
-from shardwise.launch.environment import NODE
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_bytes, state_numbers, state_tensors
+from shardwise.train.checkpoint_choice import steps_between
 from shardwise.train.memory_copy_files import CopyFiles, CopyPart, is_in_use
 from shardwise.train.training import Training
 
@@ -341,13 +340,6 @@ class MemoryCopies:
                 is_old = time.time() - folder.stat().st_mtime > _STALE_SECONDS
                 if is_old and folder != self._files.path and not is_in_use(folder):
                     shutil.rmtree(folder, ignore_errors=True)
-
-
-def steps_between(settings: CheckpointConfig) -> int:
-    """Steps between copies; 0: none. By default they are those of a job's checkpoints."""
-    if settings.memory_every is None and NODE in os.environ:
-        return settings.every
-    return settings.memory_every or 0
 
 
 def is_of_history(step: int, copied: Sequence[int], began: Sequence[int]) -> bool:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,18 @@ from torch.profiler import record_function
 
 from shardwise.base.errors import RunError, see
 from shardwise.distributed import collectives
-from shardwise.layers.balance import counted
-from shardwise.layers.bitwise.replicated import ReplicatedParameters
 from shardwise.layers.units import WeightScales, units
 from shardwise.models.blocks import gives_losses
 from shardwise.models.build import balance_of
-from shardwise.pipeline.clock import BACKWARD, FORWARD
+from shardwise.pipeline.action_order import BACKWARD, FORWARD
 from shardwise.pipeline.stages import Compute, relay
 from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets
 from shardwise.train.model_checks import find_non_finite
 from shardwise.train.step_meters import PIPELINE, StepMeters
 from shardwise.train.training import Training
+
+if TYPE_CHECKING:
+    from shardwise.layers.bitwise.replicated import ReplicatedParameters
 
 _WHOLE_MODEL = (-2, 0, 0)
 """A place in the model, for `DropoutKey`: layer, site and shard."""
@@ -51,6 +53,8 @@ class Passes:
         # A backward pass in two parts computes the gradient of each parameter by itself.
         self._replicated: dict[nn.Module, ReplicatedParameters] | None = None
         if self._mesh.tp.grain is not None and not config.splits_backward:
+            from shardwise.layers.bitwise.replicated import ReplicatedParameters
+
             self._replicated = defaultdict(ReplicatedParameters)
         self._weight_scales = WeightScales(self._model) if config.precision.matmul is not None else None
         self._groups = config.train.groups_apart(self._mesh.dp.size)
@@ -115,6 +119,8 @@ class Passes:
         """Count the rows of the experts in the global batch, where objectives of routers need them beforehand."""
         if self._balance is None or not self._balance.needs_counts:
             return
+        from shardwise.layers.balance import counted
+
         parts = self._mesh.tp.size if self._layout.sequence_parallel else 1
         shapes = [batch.inputs["ids_SB"].shape for batch in micro_batches]
         local = [(length // parts, samples) for length, samples in shapes]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError, listing
-from shardwise.checkpoint.format.diff import by_dotted_key
+from shardwise.base.parsing import by_dotted_key
 from shardwise.config import Config
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import agree

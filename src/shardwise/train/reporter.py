@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -27,17 +27,13 @@ from shardwise.config import Config, Layout
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization, parameter_count
-from shardwise.optim.state_digest import StateHash
 from shardwise.runs.folder import JsonLines, RunDirectory, now, open_log
-from shardwise.train.compile.units import CapturedGraph
-from shardwise.train.evaluation import Evaluation
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
 from shardwise.train.loss import perplexity
 from shardwise.train.model_checks import mean_text
 from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_notebook, parts_of_loss
 from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
-from shardwise.train.start_screen import print_pipeline, print_summary
 from shardwise.train.step_meters import STRAGGLER_STEPS
 from shardwise.train.step_record import (
     SMOOTHED_STEPS,
@@ -48,6 +44,11 @@ from shardwise.train.step_record import (
 )
 from shardwise.train.summary import start_rows
 from shardwise.train.trace import no_trace_text, trace_text
+
+if TYPE_CHECKING:
+    from shardwise.optim.state_digest import StateHash
+    from shardwise.train.compile.units import CapturedGraph
+    from shardwise.train.evaluation import Evaluation
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""
@@ -200,8 +201,12 @@ class Reporter:
         )
         every_update = self.config.log.every is not None
         for console in self._consoles:
-            print_summary(console, rows)
+            for name, value in rows:
+                # As `Text`, since rich reads square brackets in a plain string, such as a path, as markup.
+                console.print(Text(f"{name:<8} ", "dim").append(value, "default"), soft_wrap=True)
             if self.layout.pipeline > 1:
+                from shardwise.train.start_screen import print_pipeline
+
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
             is_display = self._in_notebook and console is self._consoles[0]
             kind = NotebookProgress if is_display else ProgressLine

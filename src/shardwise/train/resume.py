@@ -25,7 +25,6 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.storage.checkpoint_folders import (
     StepFolder,
     abandon,
@@ -35,8 +34,8 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
 )
 from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require_writable
 from shardwise.config import Config, changed_stages, position_after
+from shardwise.data import PreparedData, continued_stages
 from shardwise.data.samples.batch import BlendedBatches
-from shardwise.data.training_data import PreparedData, continued_stages
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory
@@ -120,6 +119,9 @@ def restore_first(candidates: Sequence[StepFolder], training: Training, reporter
         problem = candidate.problem
         unreadable = candidate.unreadable
         if problem is None:
+            # Costly to import, for a run that goes on alone.
+            from shardwise.checkpoint.restore import read_manifest, restore
+
             training.progress.phase = f"loading of the checkpoint of step {step}"
             try:
                 manifest = read_manifest(candidate.folder, mesh.world)

@@ -9,38 +9,31 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from shardwise.base import units
-from shardwise.base.errors import ConfigError, LostPeerError, RunError, StoppedError, listing, see
+from shardwise.base.errors import ConfigError, LostPeerError, RunError, StoppedError, error_text, listing, see
 from shardwise.base.registered import provided
-from shardwise.base.user_code import error_text
-from shardwise.checkpoint.format.model_files import differences
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
-from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, Layout, UserModelConfig, check_layout, stage_after, stages_of
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, BlendedBatches
-from shardwise.distributed import backend_errors, collectives, devices
+from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.estimates.memory import neediest_stage
 from shardwise.launch import heartbeat, stop_requests
-from shardwise.launch.failed_run import continuing_command
+from shardwise.launch.stop_requests import continuing_command
 from shardwise.optim.learning_rate import moved_end_text
-from shardwise.runs.events import NEXT_STAGE
 from shardwise.train.build import (
     build_checkpoints,
     build_memory_copies,
     build_run_trainer,
 )
 from shardwise.train.checkpoint_choice import goes_back
-from shardwise.train.compile.run_graphs import RunGraphs
-from shardwise.train.garbage import SteppedCollection
 from shardwise.train.memory import fitted_to_devices, out_of_memory_text, require_device
-from shardwise.train.memory_copies import MemoryCopies
-from shardwise.train.observers import Observer, build_observers, observe
+from shardwise.train.observers import Observer, SteppedCollection, build_observers, observe
 from shardwise.train.rank_agreement import require_same
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import (
@@ -55,6 +48,10 @@ from shardwise.train.start import OpenedRun, open_run
 from shardwise.train.step_record import Progress, StartTotals
 from shardwise.train.trace import Trace
 from shardwise.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from shardwise.train.compile.run_graphs import RunGraphs
+    from shardwise.train.memory_copies import MemoryCopies
 
 _EPOCHS_WITHOUT_WARNING = 3
 
@@ -188,8 +185,9 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
                 reporter.message(f"chosen for the memory of the devices: {choice}")
             graphs = None
             if trainer.compilation is not None:
-                # After the start is reported: this tells the user which graphs have to be compiled. The graphs stay
-                # until the end, as the sample may need one.
+                from shardwise.train.compile.run_graphs import RunGraphs
+
+                # After the start is reported: this tells which graphs have to be compiled. The sample may need one.
                 graphs = stack.enter_context(RunGraphs(config, layout, mesh, trainer.compilation, reporter.message))
             with build_checkpoints(opened, trainer, reporter, resumed, copies) as checkpoints:
                 if resumed is not None and resumed.damage:
@@ -224,6 +222,8 @@ def _end_stage(stage: _OpenedStage, stopped_by: str | None) -> _Turn:
     if following is None:
         _finish(opened, stage.trainer, stage.reporter)
         return _Turn(config, path, progress.step, is_last=True)
+    from shardwise.runs.events import NEXT_STAGE
+
     stage.reporter.stop(NEXT_STAGE)
     return _Turn(following, path, progress.step, time.perf_counter(), stage.reporter.totals)
 
@@ -270,12 +270,12 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
             "hooks.callbacks returns True"
         ) from error
     except Exception as error:
-        if backend_errors.is_lost_connection(error):
+        if devices.is_lost_connection(error):
             raise LostPeerError(
                 f"rank {mesh.world.rank} lost the connection to another rank during {progress.phase}"
                 f"{see('training#lost-connection')}"
             ) from error
-        if backend_errors.is_shared_device(error):
+        if devices.is_shared_device(error):
             raise ConfigError(
                 f"rank {mesh.world.rank} must have an accelerator of its own, and shares {mesh.device} with another "
                 "rank: start at most one rank on each, and set LOCAL_RANK as torchrun does"
@@ -403,11 +403,15 @@ def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
     changes = opened.folder.changes
     # Rank 0 alone prints: no other rank reads the configuration of the weights, which may be far away.
     if weights is not None and opened.mesh.world.rank == 0:
+        from shardwise.checkpoint.format.model_files import differences
+
         changes = (*changes, *differences(opened.config.model, weights).changes)
     reporter.changed(changes)
     if weights is None:
         return
     reporter.message(f"weights: those of {weights}")
+    from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text
+
     warning = other_tokenizer_text(weights, opened.data.tokenizer_path)
     if warning is not None:
         reporter.warning(warning)

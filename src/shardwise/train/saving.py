@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.base.errors import LostPeerError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
@@ -19,34 +19,16 @@ from shardwise.distributed import collectives
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import joined
 from shardwise.optim.learning_rate import learning_rate
-from shardwise.optim.state_digest import StateHash, place_in_training
-from shardwise.optim.state_hash import StateSums
 from shardwise.runs.folder import FollowedFolder, RunDirectory
-from shardwise.train.memory_copies import MemoryCopies, steps_between
+from shardwise.train.checkpoint_choice import steps_between
 from shardwise.train.rank_agreement import first_reason
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import STREAM
 from shardwise.train.training import Training
 
-
-class StateHashes:
-    """Makes the hashes that `log.state_hash_every` asks for, and one for each checkpoint; `reporter` records them."""
-
-    def __init__(self, training: Training, reporter: Reporter) -> None:
-        self._sums = StateSums(training.model, training.optimizer, training.mesh)
-        self._progress = training.progress
-        self._seed = training.config.train.seed
-        self._reporter = reporter
-        self._last: StateHash | None = None
-
-    def now(self) -> StateHash:
-        """The hash of the present state, which is recorded unless this step's is. Collective."""
-        progress = self._progress
-        place = place_in_training(progress.step, progress.samples, progress.tokens, progress.position, self._seed)
-        if self._last is None or self._last.place != place:
-            self._last = StateHash(place, self._sums.measure())
-            self._reporter.state_hash(progress.step, self._last)
-        return self._last
+if TYPE_CHECKING:
+    from shardwise.train.memory_copies import MemoryCopies
+    from shardwise.train.state_hashes import StateHashes
 
 
 class SaveFlags(NamedTuple):

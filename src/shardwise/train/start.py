@@ -12,14 +12,14 @@ from typing import Any
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
-from shardwise.base.model_folder import is_url
+from shardwise.base.hub import is_url
 from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
-from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, continued_checkpoint, earlier_run, record_owner
 from shardwise.config import CheckpointConfig, Config, Layout, dump_yaml, kept_batch_note, resume_changes
-from shardwise.data.training_data import EvaluationSets, PreparedData, prepare, prepare_sets
+from shardwise.data import EvaluationSets, PreparedData, prepare_sets
+from shardwise.data.open_data import prepare
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.memory import checkpoint_bytes
@@ -101,7 +101,15 @@ def open_run(
     """
     # Before the folder: data that are refused must leave no folder that looks like that of a run.
     weights, model = _find_weights(config.checkpoint, run_path, mesh)
-    data = while_others_wait(lambda: prepare(with_model_tokenizer(config, model)), mesh.world)
+
+    def prepared() -> PreparedData:
+        if model is None:
+            return prepare(config)
+        from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
+
+        return prepare(with_model_tokenizer(config, model))
+
+    data = while_others_wait(prepared, mesh.world)
     sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
     load = config.checkpoint.load

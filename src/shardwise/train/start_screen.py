@@ -1,11 +1,9 @@
-"""The screen of a run's start: the rows of the summary, the schedule as a picture, and each pipeline rank's part.
+"""The screen of a pipeline's start: the schedule as a picture, and each pipeline rank's part.
 
 It is apart from the summary because a dry run does without rich, which takes a tenth of its time to import.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from rich.console import Console
 from rich.text import Text
@@ -18,13 +16,6 @@ from shardwise.train.summary import blocks_of, stages_of_ranks
 
 _PLAIN_WIDTH = 120
 """Characters of a line of the picture where there is no terminal."""
-
-
-def print_summary(console: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """Print the rows of the summary."""
-    for name, value in rows:
-        # As `Text`, since rich reads square brackets in a plain string, such as a path, as markup.
-        console.print(Text(f"{name:<8} ", "dim").append(value, "default"), soft_wrap=True)
 
 
 def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[str]:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,16 @@ from torch import Tensor, nn
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.layers.expert_totals import ExpertTotals
 from shardwise.optim.state import kept_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.pipeline.clock import BACKWARD, FORWARD, Clock
-from shardwise.train.source_losses import SourceLosses
+from shardwise.pipeline.action_order import BACKWARD, FORWARD
 from shardwise.train.step_record import StepRecord, Straggler
 from shardwise.train.training import Training
+
+if TYPE_CHECKING:
+    from shardwise.layers.expert_totals import ExpertTotals
+    from shardwise.pipeline.clock import Clock
+    from shardwise.train.source_losses import SourceLosses
 
 DATA = "data"
 COMMUNICATION = "communication"
@@ -242,8 +245,16 @@ class StepMeters:
         batches = training.feed.batches
         pipeline = training.pipeline
         self.clock = StepClock(mesh, None if pipeline is None else pipeline.clock)
-        self.sources = SourceLosses(batches, mesh) if isinstance(batches, BlendedBatches) else None
-        self.experts = ExpertTotals.of(training.model, training.config.model, mesh)
+        self.sources: SourceLosses | None = None
+        if isinstance(batches, BlendedBatches):
+            from shardwise.train.source_losses import SourceLosses
+
+            self.sources = SourceLosses(batches, mesh)
+        self.experts: ExpertTotals | None = None
+        if training.config.may_have_experts:
+            from shardwise.layers.expert_totals import ExpertTotals
+
+            self.experts = ExpertTotals.of(training.model, training.config.model, mesh)
         self._stragglers = Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(

@@ -7,11 +7,14 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
 
 from shardwise.config import Config, TrainConfig
-from shardwise.layers.expert_totals import ExpertRecord
-from shardwise.pipeline.clock import StepTiming
-from shardwise.train.source_losses import SourceRecord
+
+if TYPE_CHECKING:
+    from shardwise.layers.expert_totals import ExpertRecord
+    from shardwise.pipeline.clock import StepTiming
+    from shardwise.train.source_losses import SourceRecord
 
 THROUGHPUT_STEPS = 10
 """Steps over which throughput is averaged."""

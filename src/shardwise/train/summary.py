@@ -17,7 +17,6 @@ from shardwise.base.errors import listing
 from shardwise.config import Config, Layout, ModelConfig, Precision, dump_yaml, stages_of, tokens_of_run
 from shardwise.config.layout import Stage
 from shardwise.config.optimizer import OptimizerConfig
-from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import (
     MemoryEstimate,
@@ -33,8 +32,6 @@ from shardwise.estimates.unequal_loads import experts_text
 from shardwise.models import parameter_counts
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.pipeline.partition import compute_shares, stage_plan
-from shardwise.pipeline.timeline import bubble, simulate
-from shardwise.train.memory_remedies import remedies_of_machine
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -276,6 +273,8 @@ class _Summary:
 
     def _schedule(self) -> str:
         """The schedule and its bubble, by a formula or, where there is none, by a simulation of the schedule."""
+        from shardwise.pipeline.timeline import bubble, simulate
+
         parallel = self.config.parallel
         micro_batches = self.layout.accumulation(self.config.train)
         shown = f"{parallel.schedule}, {self.layout.stages} stages, {micro_batches} micro-batches: bubble"
@@ -313,6 +312,8 @@ class _Summary:
 
     def needs(self) -> _Rows:
         """Memory, disk and communication; in a pipeline those of the pipeline rank that needs most memory."""
+        from shardwise.estimates.communication import step_transfers, wire_bytes
+
         config = self.config
         wire = wire_bytes(step_transfers(config, self.layout, self.accelerator, pipeline_rank=self.rank))
         checkpoint = checkpoint_bytes(config, self.accelerator)
@@ -379,6 +380,8 @@ class _Summary:
         elif expected > available:
             text += ", which is too little: the system may kill a rank here"
         if expected > available:
+            from shardwise.train.memory_remedies import remedies_of_machine
+
             text += f". What would help: {remedies_of_machine(self.config, self.layout, ranks)}"
         return [("host memory", text)]
 

@@ -12,7 +12,6 @@ import torch.profiler
 from shardwise.config import LogConfig
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import named_messages
-from shardwise.pipeline.clock import message_name
 from shardwise.runs.folder import RunDirectory
 
 
@@ -81,4 +80,6 @@ class Trace:
         self._recording.callback(lambda: profiler.export_chrome_trace(str(self._path)))
         self._recording.enter_context(profiler)
         if self._pipelined:
+            from shardwise.pipeline.clock import message_name
+
             self._recording.enter_context(named_messages(message_name))

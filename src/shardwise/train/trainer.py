@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
 from shardwise.optim.learning_rate import learning_rate
-from shardwise.train.evaluator import Evaluator
 from shardwise.train.model_checks import check_replicas
 from shardwise.train.passes import Passes
 from shardwise.train.reporter import Reporter
@@ -24,6 +24,7 @@ from shardwise.train.training import Training
 
 if TYPE_CHECKING:
     from shardwise.train.compile.units import Compilation
+    from shardwise.train.evaluator import Evaluator
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -34,7 +35,6 @@ class Trainer(Training):
         reporter: records the steps and evaluations; None for a caller who reads each record.
         tokenizer_path: folder of the data's tokenizer, which tasks need; None if it is not known.
         compilation: the compiled units of the model, if it is compiled.
-        evaluator: evaluates the model on the texts of the feed.
         log_every: steps between those that files and progress show; None without a reporter.
     """
 
@@ -43,12 +43,18 @@ class Trainer(Training):
     compilation: Compilation | None = None
 
     def __post_init__(self) -> None:
-        self.evaluator = Evaluator(self, self.reporter, self.tokenizer_path)
         self.meters = StepMeters(self)
         self.passes = Passes(self, self.meters)
         self.log_every = None if self.reporter is None else self.config.log.every or 1
         self._last = end_of_stage(self.config, 0)
         self._stage_starts = {stage.at for stage in self.config.data.stages}
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Evaluates the model on the texts of the feed, and on tasks."""
+        from shardwise.train.evaluator import Evaluator
+
+        return Evaluator(self, self.reporter, self.tokenizer_path)
 
     def run(
         self,

@@ -17,7 +17,7 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
-from shardwise.data.training_data import random_text
+from shardwise.data import random_text
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.optim.state_digest import StateHash, by_tensor

@@ -9,9 +9,9 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, divisors
 from shardwise.config import Config, Matmul, ModelConfig, check_layout, config_from
+from shardwise.config.key_rules import FP8_MULTIPLE
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedules import SCHEDULES
-from shardwise.config.size_rules import FP8_MULTIPLE
 from shardwise.verify.layouts import Cell, common_batch
 
 _HEAD_WIDTH = 8

@@ -285,7 +285,7 @@ _MOST_BARS = 20_000
 def _draw(plans: Sequence[Plan], path: Path) -> None:
     """Draw time against memory of all plans, and the timeline of the best one, in the format of the file's suffix."""
     # Costly to import, for a plot alone.
-    from shardwise.base.libraries import optional_library
+    from shardwise.base.registered import optional_library
 
     figures = optional_library("matplotlib.figure", "--plot needs", "plot")
     figure = figures.Figure(figsize=(11, 8), layout="constrained")

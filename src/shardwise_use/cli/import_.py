@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from shardwise.base import hub, units
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import user_path
-from shardwise.base.model_folder import is_url
+from shardwise.base.hub import is_url
 from shardwise.base.units import counted, size
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
-from shardwise.cli.arguments import count
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
+from shardwise.cli.help import count
 from shardwise.config.recipe_files import parse_value
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.units import counted
-from shardwise.checkpoint.canonical_tensors import DTYPE_NAMES
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_of_layers, mismatches
 from shardwise.checkpoint.format.writing import STREAM_BYTES, StreamedWeight
 from shardwise.checkpoint.storage.root import Buffer
+from shardwise.checkpoint.weight_writers import DTYPE_NAMES
 
 _SHOWN = 8
 _EXPERTS = re.compile(r"mp_rank_\d+_\d+_\d+|dp_rank_\d+_ep_rank_\d+_.*\.pt")

@@ -281,7 +281,7 @@ def _draw(
 ) -> None:
     """Draw the curves and, below them, their difference on a logarithmic scale."""
     # Costly to import, for a plot alone.
-    from shardwise.base.libraries import optional_library
+    from shardwise.base.registered import optional_library
 
     matplotlib, figures = (
         optional_library(name, "--plot needs", "plot") for name in ("matplotlib", "matplotlib.figure")

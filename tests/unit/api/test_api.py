@@ -14,7 +14,7 @@ import torch
 
 import shardwise
 from shardwise.base.errors import ConfigError, RunError
-from shardwise.launch import local
+from shardwise.launch import rank_process
 from shardwise_plan.layout_choices import FIXABLE
 from tests.dist import own_models
 from tests.e2e.command import MINIATURE
@@ -158,7 +158,7 @@ for name in ("first", "second"):
 
 def test_a_task_of_mpirun_is_a_rank(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each task would train by itself, and write to one folder."""
-    monkeypatch.setattr(local, "die_with_parent", lambda: None)
+    monkeypatch.setattr(rank_process, "die_with_parent", lambda: None)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "SIZE": "2", "LOCAL_SIZE": "2"}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

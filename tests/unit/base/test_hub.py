@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
-from shardwise.base.model_folder import check_weights
+from shardwise.base.hub import check_weights
 from tests.e2e.command import shardwise
 from tests.loopback_hub import TOKEN, Site, serve, user_of
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.base.user_code import error_text, name_of
+from shardwise.base.errors import error_text
+from shardwise.base.user_code import name_of
 
 
 class Mine:

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
-from shardwise.base.model_folder import BESIDE_WEIGHTS
+from shardwise.base.hub import BESIDE_WEIGHTS
 from shardwise.checkpoint.companions import Companions, find_companions, model_files
 from shardwise.checkpoint.format.model_files import files_beside_weights
 from shardwise.checkpoint.storage.root import Root

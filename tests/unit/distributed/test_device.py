@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.base.errors import ConfigError
-from shardwise.distributed import backend_errors, devices
+from shardwise.distributed import devices
 
 _NAMES = ("LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -81,12 +81,12 @@ def test_what_libraries_say_of_a_lost_peer_and_of_a_shared_device() -> None:
         "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4567",
     )
     for text in lost:
-        assert backend_errors.is_lost_connection(RuntimeError(text)), text
-        assert not backend_errors.is_shared_device(RuntimeError(text)), text
+        assert devices.is_lost_connection(RuntimeError(text)), text
+        assert not devices.is_shared_device(RuntimeError(text)), text
     shared = RuntimeError("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 19000")
-    assert backend_errors.is_shared_device(shared)
-    assert not backend_errors.is_lost_connection(shared)
-    assert not backend_errors.is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert devices.is_shared_device(shared)
+    assert not devices.is_lost_connection(shared)
+    assert not devices.is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_a_device_has_the_name_of_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from shardwise.base.errors import ConfigError, LostPeerError
 from shardwise.distributed import mesh as meshes
+from shardwise.distributed import rendezvous
 from shardwise.distributed.mesh import Group, Mesh, Meter
 from tests.unit.layers.groups import pretend_group
 
@@ -74,7 +75,7 @@ def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, *, timeout, device_id: asked.append((backend, timeout))
     )
-    monkeypatch.setattr(meshes.rendezvous, "start_watch", lambda seconds: watched.append(seconds) or len(watched) > 1)
+    monkeypatch.setattr(rendezvous, "start_watch", lambda seconds: watched.append(seconds) or len(watched) > 1)
     monkeypatch.setattr(meshes, "set_default_timeout", defaults.append)
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that it is as before after the test
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")

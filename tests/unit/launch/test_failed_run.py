@@ -8,8 +8,9 @@ import pytest
 
 from shardwise.base.errors import see
 from shardwise.launch.environment import ERROR_FILE, NODE
-from shardwise.launch.failed_run import continuing_command, failure_text, resume_command
+from shardwise.launch.failed_run import failure_text, resume_command
 from shardwise.launch.first_failure import Failure
+from shardwise.launch.stop_requests import continuing_command
 from tests.monitor_runs import FIRST, Start, write_run
 
 KILLED = Failure(1, "rank 1 was killed (SIGKILL; usually out of memory)", 1)

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch import local
+from shardwise.launch import rank_process
 from shardwise.launch.environment import PARENT_PID
 from tests.e2e.processes import wait_for
 
 SECONDS = 120.0
 
-CHILD = "from shardwise.launch import local as guard; guard.die_with_parent(); print('ready', flush=True); input()"
+CHILD = (
+    "from shardwise.launch import rank_process as guard; guard.die_with_parent(); print('ready', flush=True); input()"
+)
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, text=True)
@@ -53,10 +55,10 @@ def test_a_parent_that_died_before_is_noticed() -> None:
 def test_elsewhere_a_thread_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[tuple[int, int]] = []
     parents = iter([7, 7, 1])
-    monkeypatch.setattr(local, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(local.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(local.os, "kill", lambda *call: killed.append(call))
-    watcher = threading.Thread(target=local._end_after, args=(7,))
+    monkeypatch.setattr(rank_process, "_PARENT_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(rank_process.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(rank_process.os, "kill", lambda *call: killed.append(call))
+    watcher = threading.Thread(target=rank_process._end_after, args=(7,))
     watcher.start()
     watcher.join(SECONDS)
     assert killed == [(os.getpid(), signal.SIGKILL)]

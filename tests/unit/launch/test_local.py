@@ -24,7 +24,7 @@ from tests.e2e.processes import alive
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from shardwise.launch import local as guard
+from shardwise.launch import rank_process as guard
 from shardwise.launch.environment import joined
 from shardwise.launch.first_failure import Failure, report_done, report_failure
 guard.die_with_parent()

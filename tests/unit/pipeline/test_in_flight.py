@@ -23,8 +23,7 @@ from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count, local_parameters, parameter_count
 from shardwise.pipeline.action_order import Action, action_order, with_whole_backward_passes
-from shardwise.pipeline.in_flight import PassBytes, step_peak
-from shardwise.pipeline.partition import stage_plan
+from shardwise.pipeline.partition import PassBytes, stage_plan, step_peak
 from shardwise.pipeline.timeline import simulate
 from tests.unit.estimates.families import MODELS, family, make_config, section
 

@@ -10,8 +10,8 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Layout, UserModelConfig, load_config
-from shardwise.estimates.memory import expected_memory
-from shardwise.estimates.memory_choice import RESERVED, first_that_fits
+from shardwise.estimates.memory import RESERVED, expected_memory
+from shardwise.estimates.memory_choice import first_that_fits
 from shardwise_plan.device_seconds import RankGroup, all_to_all, constants_of, fitted
 from shardwise_plan.device_specs import cluster
 from shardwise_plan.layout_choices import choices, compiled

@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 
-from shardwise.train import garbage
-from shardwise.train.garbage import SteppedCollection
+from shardwise.train import observers
+from shardwise.train.observers import SteppedCollection
 
 
 class Cycle:
@@ -27,7 +27,7 @@ def test_a_cycle_lives_until_the_end_of_its_step() -> None:
 
 
 def test_a_cycle_that_outlives_its_step_is_collected_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "_FULL_EVERY", 6)
+    monkeypatch.setattr(observers, "_FULL_EVERY", 6)
     with SteppedCollection() as collection:
         cycle = Cycle()
         reference = weakref.ref(cycle)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch.first_failure import signal_name
+from shardwise.launch.stop_requests import signal_name
 from shardwise.runs.events import number
 from shardwise_watch.lost_time import CAUSES, LostTime
 from tests.monitor_runs import stamp

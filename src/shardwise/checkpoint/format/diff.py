@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.parsing import json_value
+from shardwise.base.parsing import by_dotted_key, json_value
+from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import CODED, Values, cast
 from shardwise.checkpoint.format.stored_tensors import (
@@ -18,7 +19,6 @@ from shardwise.checkpoint.format.stored_tensors import (
     StoredTensors,
     ordered_names,
     ordered_states,
-    segments,
 )
 from shardwise.checkpoint.format.writing import CONFIG
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -27,8 +27,6 @@ ABSENT = "(not set)"
 """The value of a key that only the other configuration has."""
 _SEGMENT_ELEMENTS = 2**20
 """Elements that are compared at once."""
-_DEEPEST = 20
-"""Levels of a configuration that are compared key by key: one from an unknown source may be nested without end."""
 
 
 @dataclass(frozen=True)
@@ -196,14 +194,3 @@ def _described(folder: Root) -> dict[str, Any]:
     except (StoreError, ValueError):
         return {}
     return fields if isinstance(fields, dict) else {}
-
-
-def by_dotted_key(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration by dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and prefix.count(".") < _DEEPEST:
-            flat |= by_dotted_key(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

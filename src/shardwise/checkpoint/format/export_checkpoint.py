@@ -12,13 +12,14 @@ from functools import cached_property, partial
 from typing import Any
 
 from shardwise.base.errors import ConfigError, RunError, listing, see
-from shardwise.base.model_folder import INDEX
+from shardwise.base.hub import INDEX
 from shardwise.base.parsing import json_value
+from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
 from shardwise.checkpoint.format.model_files import read_as_it_is
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast, overflows
-from shardwise.checkpoint.format.stored_tensors import StoredTensors, segments
+from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.writing import (
     CONFIG,
     MAX_SHARD_BYTES,

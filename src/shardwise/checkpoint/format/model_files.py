@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import write_files
-from shardwise.base.model_folder import (
+from shardwise.base.hub import (
     BESIDE_WEIGHTS,
     CHAT_TEMPLATES,
     GENERATION,

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.base.errors import listing
+from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names, segments
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names
 from shardwise.checkpoint.storage.root import Root
 from shardwise.optim.state_digest import StateHash, box_sum, place_in_training
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.model_folder import INDEX, SINGLE, indexed
+from shardwise.base.hub import INDEX, SINGLE, indexed
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.expert_weights import differing_experts, single_experts
@@ -176,15 +176,6 @@ def ordered_names(names: Iterable[str]) -> list[str]:
     """Names in their order, numbers in them by their value: layer 10 after layer 2."""
     # Every second part is a number without leading zeros: the longer one is the larger one.
     return sorted(names, key=lambda name: [(len(part) * part.isdigit(), part) for part in _DIGITS.split(name)])
-
-
-def segments(shape: tuple[int, ...], elements: int) -> Iterator[Box]:
-    """A tensor as boxes of at most `elements` elements, in order: whole rows where a row has fewer."""
-    total = Box.whole(shape).numel
-    row = total // shape[0] if shape and shape[0] else total
-    step = max(elements // row, 1) * row if 0 < row <= elements else elements
-    for offset in range(0, total, step):
-        yield from Box.of_run(offset, min(step, total - offset), shape)
 
 
 # ---- the tensors of a folder against those of a model

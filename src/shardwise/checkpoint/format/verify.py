@@ -16,7 +16,6 @@ import numpy as np
 from shardwise.base.errors import listing
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, Numbers, Pieces, TensorEntry, label
 from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, parse_header
-from shardwise.checkpoint.format.stored_state_hash import state_hash_problems
 from shardwise.checkpoint.storage.chunks import (
     READ_BYTES,
     FileEntry,
@@ -117,6 +116,8 @@ def verify(folder: Root, progress: Callable[[int], None] | None = None) -> Repor
     # Of a checkpoint that is damaged, the hash would only say so once more.
     if not report.problems:
         try:
+            from shardwise.checkpoint.format.stored_state_hash import state_hash_problems
+
             report.state_hash = None if manifest.state_hash is None else str(manifest.state_hash.get("hash"))
             report.problems += state_hash_problems(folder, manifest)
         except StoreError as error:

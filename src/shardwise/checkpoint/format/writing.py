@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.model_folder import INDEX
+from shardwise.base.hub import INDEX
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, Pieces, TensorEntry, label

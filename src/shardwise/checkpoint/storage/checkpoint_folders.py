@@ -26,8 +26,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import MOST_BYTES, user_path
-from shardwise.base.hub import FOUND, find, place_of_weights
-from shardwise.base.model_folder import INDEX, SINGLE, is_url
+from shardwise.base.hub import FOUND, INDEX, SINGLE, find, is_url, place_of_weights
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.chunks import require_length
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import cache_root, write_files
-from shardwise.base.model_folder import holds_tokenizer, tokenizer_names
+from shardwise.base.hub import holds_tokenizer, tokenizer_names
 from shardwise.checkpoint.format.model_files import differ_in_tokens, files_beside_weights
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config

@@ -17,7 +17,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted
 from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.cli import output
-from shardwise.cli.arguments import add_json
+from shardwise.cli.help import add_json
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.format.diff import Difference, TensorDifference

@@ -16,8 +16,8 @@ from shardwise.base.mesh_axes import layout_text
 from shardwise.base.units import count, counted, duration, size
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.cli import output
-from shardwise.cli.arguments import add_json
 from shardwise.cli.checkpoint import add_path
+from shardwise.cli.help import add_json
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.format.manifest import Manifest

@@ -14,8 +14,8 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.units import counted, size
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, checkpoint_folder
 from shardwise.cli import output
-from shardwise.cli.arguments import count
 from shardwise.cli.checkpoint import add_path
+from shardwise.cli.help import count
 from shardwise.runs.folder import RunDirectory, RunLock
 
 

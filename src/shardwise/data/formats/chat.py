@@ -30,9 +30,8 @@ from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, 
 from shardwise.data.reading.dataset_tables import names_data_set
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, open_source
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, Part, digest_of
+from shardwise.data.rows import PART_NAMES, PARTS, Part, describe_sizes, digest_of
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
-from shardwise.data.split import describe_sizes
 from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
 from shardwise.data.tokens.encoding import (
     bounds_writers,

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,16 +14,18 @@ from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
-from shardwise.data.reading.manifest import read_manifest
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PairTokens, Part, Sentences, TokenArray
-from shardwise.data.samples import batch, causal, packing, sentence_pairs
+from shardwise.data.samples import batch, causal
 from shardwise.data.tokens.tokenizer import (
     Tokenizer,
     export_user_tokenizer,
     open_user_tokenizer,
     user_tokenizer_digest,
 )
+
+if TYPE_CHECKING:
+    from shardwise.data.samples import packing
 
 Announce = Callable[[str], None] | None
 """Called with one line when something is fetched or built."""
@@ -141,6 +144,8 @@ def packed_batches(
     """Batches of packed samples; None if there is none, which has every token, so that there is no tail."""
     if packed is None or not packed.facts.samples:
         return None
+    from shardwise.data.samples import packing
+
     samples = packed.joined(request.sequence_length // packed.length)
     return packing.PackedBatches(row, samples, seed, together)
 
@@ -151,6 +156,8 @@ def pair_batches(
     """Batches of sentence pairs; None if there are fewer than two samples, as a pair may take its second sentence from
     another sample.
     """
+    from shardwise.data.samples import sentence_pairs
+
     length = request.sequence_length
     # A chunk is what one sample takes its tokens from.
     if sentence_pairs.ChunkIndex(sentences, sentence_pairs.chunk_room(length)).num_chunks < 2:
@@ -201,6 +208,8 @@ def mark_problems(data: DataConfig) -> list[str]:
 def require_room_for_pairs(request: DataRequest) -> None:
     """Raises ConfigError if samples are pairs of sentences, and too short for one."""
     if request.in_pairs:
+        from shardwise.data.samples import sentence_pairs
+
         sentence_pairs.chunk_room(request.sequence_length)
 
 
@@ -257,6 +266,8 @@ def tokenizer_problems(tokenizer: Tokenizer, named: str, manifests: Iterable[Pat
 
     Tokenizers are the same if they give the same ids, whatever files they lie in.
     """
+    from shardwise.data.reading.manifest import read_manifest
+
     problems = []
     for path in manifests:
         manifest = read_manifest(path)
@@ -319,6 +330,8 @@ def shortage(
         if length > request.sequence_length:
             least = f"what the lengths of data.stages keep together ({length + 1:,} tokens)"
     else:
+        from shardwise.data.samples import sentence_pairs
+
         room = sentence_pairs.chunk_room(length)
         chunks = sentence_pairs.ChunkIndex(sentences, room).num_chunks
         is_enough = chunks >= 2

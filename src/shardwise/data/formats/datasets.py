@@ -24,8 +24,7 @@ from shardwise.data.reading.dataset_tables import DataSet, is_saved, require_lib
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.text_sources import ColumnSource
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, Part
-from shardwise.data.split import describe_sizes
+from shardwise.data.rows import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.tokens.encoding import token_writers
 
 # An inspection takes seconds: about the most rows that it looks at.

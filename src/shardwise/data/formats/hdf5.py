@@ -13,13 +13,13 @@ from shardwise.base.errors import DataError, listing
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.config.data import MASKED_FRACTION
-from shardwise.data import cache, split
+from shardwise.data import cache
 from shardwise.data.formats import common, inspecting
 from shardwise.data.formats.record import DataFormat, Inspection, Lengths
 from shardwise.data.reading import content, manifest
 from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list, library, names_shards, shard_paths, unpack
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, Part, digest_of
+from shardwise.data.rows import PART_NAMES, Part, describe_sizes, digest_of, part_bounds
 from shardwise.data.samples import batch, sentence_pairs
 
 # Blocks of all shards together that the fingerprint reads; of each shard the first and the last one at least.
@@ -87,7 +87,7 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
     if problems:
         raise DataError(problems)
     rows = ShardRows(unpack(root, shards, announce), request.vocab_size, token_types)
-    bounds = split.part_bounds(len(rows), data.split_weights)
+    bounds = part_bounds(len(rows), data.split_weights)
     for part, (first, stop) in zip(request.needed_parts, pairwise(bounds), strict=False):
         if first == stop and not any_size:
             problems.append(
@@ -176,7 +176,7 @@ def _summary(shards: ShardRows, bounds: Sequence[int], request: DataRequest) -> 
         unread.append(f"data.masked_fraction ({request.data.masked_fraction})")
     ignored = f"; {listing(unread)} not used, as shards have their masks" if unread else ""
     return (
-        f"{request.data.name}: {size(total)}, {counted(number, 'shard')}, {split.describe_sizes(sizes)} samples of "
+        f"{request.data.name}: {size(total)}, {counted(number, 'shard')}, {describe_sizes(sizes)} samples of "
         f"{shards.length:,} tokens, masked when they were made, at most {shards.predictions:,} each{ignored}"
     )
 

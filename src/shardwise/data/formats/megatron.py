@@ -12,7 +12,6 @@ import numpy as np
 from shardwise.base.errors import DataError
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
-from shardwise.data import split
 from shardwise.data.formats import common, inspecting, packed
 from shardwise.data.formats.record import DataFormat, FirstDocuments, Inspection, Lengths
 from shardwise.data.reading.manifest import of_prefix, read_manifest
@@ -25,7 +24,7 @@ from shardwise.data.reading.megatron_files import (
     prefix_of,
 )
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PairTokens, Part, digest_of
+from shardwise.data.rows import PART_NAMES, PairTokens, Part, describe_sizes, digest_of, part_bounds
 from shardwise.data.samples import batch, causal, order, packing
 
 # An inspection takes seconds: the most documents whose lengths it looks at, the most blocks of tokens in which it looks
@@ -245,7 +244,7 @@ def _parts(files: Sequence[IndexedFile], request: DataRequest) -> dict[Part, tup
     """The documents of each part in each of the data sets, each of which is divided by itself."""
     parts: dict[Part, list[Documents]] = {part: [] for part in PART_NAMES}
     for file in files:
-        bounds = split.part_bounds(file.num_documents, request.data.split_weights)
+        bounds = part_bounds(file.num_documents, request.data.split_weights)
         for part, (first, stop) in zip(PART_NAMES, pairwise(bounds), strict=True):
             parts[part].append(Documents(file, first, stop, request.vocab_size))
     return {part: tuple(documents) for part, documents in parts.items()}
@@ -273,7 +272,7 @@ def _summary(files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents,
     number = sum(file.num_documents for file in files)
     tokens = {part: sum(map(len, documents)) for part, documents in parts.items()}
     nbytes = size(sum(file.tokens.nbytes for file in files))
-    return f"{name}: {nbytes}, {counted(number, 'document')}, {split.describe_sizes(tokens)} tokens"
+    return f"{name}: {nbytes}, {counted(number, 'document')}, {describe_sizes(tokens)} tokens"
 
 
 FORMAT = DataFormat(

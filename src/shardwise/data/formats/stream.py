@@ -14,12 +14,12 @@ from typing import Any
 from shardwise.base.errors import DataError
 from shardwise.base.units import counted
 from shardwise.config import DataConfig
-from shardwise.data import cache, split
+from shardwise.data import cache
 from shardwise.data.formats import common, packed
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.content import readable
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PARTS, Part, TokenArray, digest_of
+from shardwise.data.rows import PARTS, Part, TokenArray, describe_sizes, digest_of
 from shardwise.data.samples import batch, causal, packing, streaming
 from shardwise.data.tokens.encoding import document_marks, encode_documents
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, user_tokenizer_digest
@@ -252,7 +252,7 @@ def _prepared(entry: cache.CacheEntry, request: DataRequest, any_size: bool, lef
     sizes: dict[Part, int] = {part: len(row) for part, row in tokens.items() if part != "train" and len(row)}
     summary = f"{name}: a stream of {counted(len(facts['files']), 'file')}"
     if sizes:
-        summary += f", {split.describe_sizes(sizes)} tokens"
+        summary += f", {describe_sizes(sizes)} tokens"
     return PreparedStream(
         name=name,
         tokenizer_path=entry.tokenizer_path,

@@ -18,7 +18,7 @@ from shardwise.base.errors import DataError, listing
 from shardwise.base.units import count, counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.formats import common, inspecting, packed, stream
+from shardwise.data.formats import common
 from shardwise.data.formats.record import DataFormat, FirstDocuments, Inspection, Lengths
 from shardwise.data.reading.text_sources import (
     ColumnSource,
@@ -29,9 +29,8 @@ from shardwise.data.reading.text_sources import (
     open_source,
 )
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, describe_sizes
 from shardwise.data.samples.order import mix, mix_integer
-from shardwise.data.split import describe_sizes
 from shardwise.data.tokens.encoding import (
     RULE,
     ContentDigest,
@@ -140,6 +139,8 @@ def open_data(
 ) -> common.PreparedText:
     """Opens `source`, or the text of `request`, tokenizing it first if the cache `root` has no tokens of it."""
     if request.data.streaming:
+        from shardwise.data.formats import stream
+
         return stream.open_data(request, root, announce, any_size=any_size)
     source = source or open_source(request.data)
     content, scan = content_of(root, source.stamp(), source, lambda: _scan(source, announce), announce)
@@ -151,7 +152,12 @@ def open_data(
         source.name,
         announce,
     )
-    return packed.packed_text(request, root, _prepared(entry, source, request, any_size), announce)
+    data = _prepared(entry, source, request, any_size)
+    if request.data.packs_documents:
+        from shardwise.data.formats import packed
+
+        return packed.packed_text(request, root, data, announce)
+    return data
 
 
 def content_of(
@@ -361,6 +367,8 @@ def files_of(source: Source) -> tuple[Sequence[Path], str]:
 
 def inspect(data: DataConfig, samples: int) -> Inspection:
     """Files of text, as training reads them: all of them, or the beginning of large ones."""
+    from shardwise.data.formats import inspecting
+
     given = [f"data.{key}" for key in ("append_eod", "prepend_bos") if getattr(data, key) is not None]
     if given and data.tokenizer is None:
         raise DataError(f"{given[0]} needs data.tokenizer, by which tokens are counted")

@@ -15,15 +15,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardwise.base.errors import DataError
-from shardwise.base.user_code import RAISED, accepts, error_text, load
+from shardwise.base.errors import RAISED, DataError, error_text
+from shardwise.base.user_code import accepts, load
 from shardwise.config import Config
 from shardwise.data.formats.common import PreparedData, document_ends, tokenizer_in_cache, tokenizer_of_tokens
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part, digest_of
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part, describe_sizes, digest_of
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import DocumentEnds, RowBatches
-from shardwise.data.split import describe_sizes
 
 
 class Samples(Protocol):

@@ -31,7 +31,7 @@ from shardwise.data.rows import IntArray, Part
 from shardwise.data.tokens import encoding
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import PARENT_PID
-from shardwise.launch.local import die_with_parent
+from shardwise.launch.rank_process import die_with_parent
 
 # Enough for eight threads of a process, and few enough that what `tokenizers` makes of them stays below 100 MiB.
 BATCH_CHARACTERS = 1 << 21

@@ -16,7 +16,7 @@ from typing import IO, Any, Literal, cast
 
 from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import reason_of
-from shardwise.base.libraries import optional_library
+from shardwise.base.registered import optional_library
 from shardwise.base.units import counted
 
 BLOCK = 1 << 18

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from shardwise.base import hub
-from shardwise.base.errors import ConfigError, DataError, listing, nearest_name, see
+from shardwise.base.errors import ConfigError, DataError, first_line, listing, nearest_name, see
 from shardwise.base.files import name_problem, user_path
-from shardwise.base.libraries import first_line, optional_library
 from shardwise.base.parsing import json_value
+from shardwise.base.registered import optional_library
 from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.text_files import TOKENS, column_kind, require_sound, with_column

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import DataError, listing, see
+from shardwise.base.errors import DataError, first_line, listing, see
 from shardwise.base.files import free_bytes, make_folder, user_path
-from shardwise.base.libraries import first_line, optional_library
+from shardwise.base.registered import optional_library
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache

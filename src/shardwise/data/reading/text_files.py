@@ -12,8 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import DataError, listing, see
-from shardwise.base.libraries import first_line, optional_library
+from shardwise.base.errors import DataError, first_line, listing, see
+from shardwise.base.registered import optional_library
 from shardwise.data.reading.content import BLOCK, HubFile, Kind, opened, readable, reading_of
 
 # Rows that are decoded at once, so that long texts take little memory too.

@@ -23,12 +23,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import DataError, RunError, ShardwiseError, listing
+from shardwise.base.errors import DataError, RunError, ShardwiseError, first_line, listing
 from shardwise.base.files import user_path
-from shardwise.base.libraries import first_line
 from shardwise.base.units import counted
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
-from shardwise.data.reading import raw_tokens, stories, text_files
+from shardwise.data.reading import text_files
 from shardwise.data.reading.content import (
     BLOCK,
     LINES,
@@ -245,6 +244,8 @@ def open_source(data: DataConfig) -> Source:
         key = data.text_key if text.holds_chat else "text"
         return FileSource(data.dataset, (_CORPUS / text.file,), "jsonl", key)
     if data.dataset == "stories":
+        from shardwise.data.reading import stories
+
         return CodeSource("stories", (), (stories.GRAMMAR, Path(stories.__file__)), stories.stories)
     root = Path(sysconfig.get_path("stdlib"))
     with readable(root):
@@ -252,6 +253,8 @@ def open_source(data: DataConfig) -> Source:
 
 
 def _user_source(path: Path, data: DataConfig) -> FileSource:
+    from shardwise.data.reading import raw_tokens
+
     kind = chosen_kind(data.format)
     left_out: set[Path] = set()
     if path.is_dir():

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from shardwise.base.errors import DataError
-from shardwise.base.model_folder import TOKENIZER_CONFIG
-from shardwise.base.user_code import RAISED
+from shardwise.base.errors import RAISED, DataError
+from shardwise.base.hub import TOKENIZER_CONFIG
 from shardwise.data.reading.conversations import ASSISTANT, Conversation, Message, text_of
 from shardwise.data.rows import IntArray
 from shardwise.data.tokens.template_sandbox import BEGIN, END, SandboxedTemplate

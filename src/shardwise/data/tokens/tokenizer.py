@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, listing, see
-from shardwise.base.model_folder import TOKENIZER, TOKENIZER_CONFIG
+from shardwise.base.hub import TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data.rows import PairTokens
 from shardwise.data.tokens.tokenizer_files import (
     BEGIN_MESSAGE,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import DataError, listing
 from shardwise.base.files import reason_of
-from shardwise.base.model_folder import (
+from shardwise.base.hub import (
     CHAT_TEMPLATES,
     TOKENIZER,
     TOKENIZER_CONFIG,

@@ -23,9 +23,10 @@ import shardwise
 from shardwise.base.errors import ConfigError, see
 from shardwise.config import Config, Layout, ModelConfig, TrainConfig
 from shardwise.distributed import devices
+from shardwise.models.build import products_add_in_graphs
 from shardwise.models.user_model import check_user_model
 from shardwise.train.compile.graph_cache import Facts
-from shardwise.train.compile.units import BLOCK, HEAD, backend_of, products_add_in_graphs, unit_of_layer
+from shardwise.train.compile.units import BLOCK, HEAD, backend_of, unit_of_layer
 
 _SOURCES = (
     "models/*.py",

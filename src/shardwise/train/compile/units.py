@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.hardware import cpu_count
-from shardwise.config import CompileConfig, Config, FamilyConfig, ModelConfig
-from shardwise.distributed import devices
+from shardwise.config import CompileConfig, FamilyConfig, ModelConfig
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
 from shardwise.distributed.torch_private import (
@@ -207,25 +206,6 @@ def check_backend(settings: CompileConfig, device: torch.device) -> None:
         raise ConfigError(f"compile.backend ({backend}) must be a backend that torch has: {hint}")
     if backend == "inductor" and (problem := inductor_options_problem(settings.options)) is not None:
         raise ConfigError(f"compile.options: {problem}")
-
-
-def products_add(config: Config, device: torch.device) -> bool:
-    """True if products of linear layers add to the weights' gradients, or return them, in float32.
-
-    Those of a bit-equal training keep the roundings of its parts, and a model of the user's own may ask autograd for
-    gradients of weights, as split backward passes do.
-    """
-    precision = config.precision.resolved(device.type != "cpu")
-    is_plain = config.model.is_own or config.is_bit_equal or precision.gradient != "float32"
-    return not is_plain and devices.adds_products(device)
-
-
-def products_add_in_graphs(config: Config, device: torch.device) -> bool:
-    """True if products in compiled graphs add to gradients, which one graph takes as inputs in all micro-batches.
-
-    With ZeRO-2 and 3 gradients have no memory before the first one of a step.
-    """
-    return config.optimizer.zero < 2 and not config.splits_backward and products_add(config, device)
 
 
 def _canonical(block: nn.Module) -> str:

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.config import Config, FamilyConfig, Layout, check_layout, config_from
-from shardwise.data.training_data import make_batches, random_text
+from shardwise.data import make_batches, random_text
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
-from shardwise.launch.local import die_with_parent
+from shardwise.launch.rank_process import die_with_parent
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.layers.units import WeightScales
 from shardwise.models.blocks import Part
-from shardwise.models.build import build_model
-from shardwise.train.compile.units import HEAD, Compilation, products_add_in_graphs, unit_of_layer
+from shardwise.models.build import build_model, products_add_in_graphs
+from shardwise.train.compile.units import HEAD, Compilation, unit_of_layer
 from shardwise.train.loss import MicroBatch
 
 CAPTURING = "aot_eager"

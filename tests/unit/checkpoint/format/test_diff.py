@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.tensor_box import Box
+from shardwise.base.tensor_box import Box, segments
 from shardwise.checkpoint.format.diff import ABSENT, diff
-from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names, segments
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names
 from shardwise.checkpoint.storage.root import Root
 from tests.stored import Tensor, float32, small_tensors, write_checkpoint
 

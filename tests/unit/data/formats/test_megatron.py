@@ -13,10 +13,10 @@ from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.megatron import PreparedDocuments
 from shardwise.data.open_data import format_of, prepare
 from shardwise.data.reading.megatron_files import IndexedWriter
+from shardwise.data.rows import part_bounds
 from shardwise.data.samples.batch import IGNORE, BlendedBatches
 from shardwise.data.samples.causal import DocumentBatches, TokenBatches
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
-from shardwise.data.split import part_bounds
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TEXT = "The ring of keys was lost in spring. A song went with it! Who sang it? Nobody knows.\n" * 4
