@@ -65,7 +65,8 @@ def step_transfers(
     workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
     if workload is None:
         return None
-    workload = replace(workload, imbalance=imbalance)
+    if imbalance != 1.0:
+        workload = replace(workload, imbalance=imbalance)
     micro_batch = _forward(workload) + _backward(workload) + _scales(workload) + _objectives(workload)
     once = [_weight_scales(workload), *_update(workload, data_rank, tensor_rank)]
     return _transfers(workload, micro_batch, once + (_counted(workload) if _counts_first(workload) else []))

@@ -80,10 +80,10 @@ class LocalParameter:
         per: vectors that it is multiplied with; None for a vector, and for a table that is only looked up.
         partial_from: first element whose gradient is partial; all after it are partial too.
         partial_over: number of ranks over which these gradients are still to be summed; 1: none is partial.
-        used_share: share of the tokens that it is multiplied with: an expert's is its share of balanced loads.
+        used_share: share of the tokens that it is multiplied with: an expert's is its share of balanced loads; 0: the
+            bias of a router, which has no gradient.
         divided_over: data-parallel ranks that divide the tensors of its kind among them: E of experts.
         at_both_ends: true if the other end of the pipeline holds it too, with a part of its gradient: a tied embedding.
-        is_trained: false if it is in no bucket, in float32 and without a gradient: the bias of a router.
     """
 
     elements: int
@@ -96,8 +96,12 @@ class LocalParameter:
     divided_over: int = 1
     at_both_ends: bool = False
     in_block: bool = False
-    is_trained: bool = True
     place: UnitPlace = OUTSIDE
+
+    @property
+    def is_trained(self) -> bool:
+        """True if a bucket has it."""
+        return self.used_share > 0
 
     @property
     def is_block_matrix(self) -> bool:
@@ -195,7 +199,7 @@ def active_parameter_count(model: ModelConfig) -> int | None:
     """
     if model.is_own:
         return None
-    return round(sum(parameter.elements * parameter.used_share for parameter in local_parameters(model, 1)))
+    return round(sum(parameter.elements * (parameter.used_share or 1.0) for parameter in local_parameters(model, 1)))
 
 
 def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Counter[tuple[int, int]]:
@@ -353,7 +357,7 @@ class _StageParameters:
             routing.experts * model.hidden_size, per="token", partial_over=self.tensor if self.sequence_parallel else 1
         )
         if routing.has_bias:
-            yield LocalParameter(routing.experts, matrix=False, is_trained=False)
+            yield LocalParameter(routing.experts, matrix=False, used_share=0.0)
         if model.shared_expert_width:
             yield from self.columns(2 * model.shared_expert_width // self.tensor, bias=False, tensors=2)
             yield from self.rows(model.shared_expert_width // self.tensor, bias=False)
