@@ -84,8 +84,8 @@ def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) 
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     monkeypatch.setenv("WORLD_SIZE", "33")
     meshes.join(torch.device("cpu"), timeout=7)
-    assert (asked[1], watched) == (("gloo", meshes.rendezvous.NEVER), [7, 7])
-    assert defaults == [timedelta(seconds=7), meshes.rendezvous.NEVER], "else groups of the mesh have torch's limit"
+    assert (asked[1], watched) == (("gloo", rendezvous.NEVER), [7, 7])
+    assert defaults == [timedelta(seconds=7), rendezvous.NEVER], "else groups of the mesh have torch's limit"
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1", "else what each group sends grows with the cube of the ranks"
 
 
@@ -106,9 +106,9 @@ def test_a_rank_that_loses_another_one_at_the_start_says_so(at: str, monkeypatch
 
     for name, value in {"WORLD_SIZE": "4", "RANK": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(meshes, "meet", fail if at == "the store" else lambda *_: None)
+    monkeypatch.setattr(rendezvous, "meet", fail if at == "the store" else lambda *_: None)
     monkeypatch.setattr(meshes, "set_default_timeout", lambda _: None)
-    monkeypatch.setattr(meshes.rendezvous, "start_watch", lambda _: True)
+    monkeypatch.setattr(rendezvous, "start_watch", lambda _: True)
     monkeypatch.setattr(dist, "init_process_group", fail)
     with pytest.raises(LostPeerError, match=r"^rank 2 lost the connection to another rank during the start"):
         meshes.join(torch.device("cpu"))

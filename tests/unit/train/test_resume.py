@@ -148,8 +148,8 @@ def test_a_run_goes_on_where_it_was(
     """In the order of the data too, which is ahead of the samples where batches of 8 were left out."""
     chosen = make_config(checkpoint={"resume": asked or "auto"}, train={"skip_batches": 2 if asked else 0})
     write_checkpoint(tmp_path / "checkpoints", 100, position=900)
-    monkeypatch.setattr(resume, "read_manifest", lambda folder, _world: Manifest.read(folder))
-    monkeypatch.setattr(resume, "restore", lambda *_: SimpleNamespace(damage=()))
+    monkeypatch.setattr("shardwise.checkpoint.restore.read_manifest", lambda folder, _world: Manifest.read(folder))
+    monkeypatch.setattr("shardwise.checkpoint.restore.restore", lambda *_: SimpleNamespace(damage=()))
     candidates = find_checkpoints(chosen, RunDirectory(tmp_path), STORED).candidates
     progress = Progress()
     resume.restore_first(candidates, training(chosen, progress), Told())  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ def test_only_damage_is_rolled_back_for(seen: str, folder: Path, monkeypatch: py
     def read_manifest(*_: object) -> Manifest:
         raise StoreError("no answer")
 
-    monkeypatch.setattr(resume, "read_manifest", read_manifest)
+    monkeypatch.setattr("shardwise.checkpoint.restore.read_manifest", read_manifest)
     told = Told()
     with pytest.raises(RunError, match=r"checkpoint of step 100 could not be used, and no older .*: no answer; start"):
         resume.restore_first(found, training(config()), told)  # type: ignore[arg-type]

@@ -38,7 +38,8 @@ def bit_equal(ordinary: _Class) -> _Class:
     if base is ordinary:
         return cast(_Class, classes[base])
     # The subclass comes first, so that its methods override and call those of the bit-equal class.
-    return cast(_Class, type(f"BitEqual{ordinary.__name__}", (ordinary, classes[base]), {}))
+    kind = classes[base]
+    return cast(_Class, type(f"BitEqual{ordinary.__name__}", (ordinary, kind), {"__module__": kind.__module__}))
 
 
 def _bit_equal_classes() -> dict[type, type]:
