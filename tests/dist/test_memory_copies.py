@@ -14,8 +14,7 @@ import torch.distributed as dist
 from shardwise.config import Config, check_layout
 from shardwise.distributed import collectives
 from shardwise.estimates.memory import memory_copies_bytes
-from shardwise.train.memory_copies import MemoryCopies, is_of_history, newest_complete
-from shardwise.train.memory_copy_files import CopyFiles, CopyPart
+from shardwise.train.memory_copies import CopyFiles, CopyPart, MemoryCopies, is_of_history, newest_complete
 from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
 from tests.dist.test_checkpoint import config_of, differences
 

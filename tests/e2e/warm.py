@@ -42,7 +42,9 @@ _IMPORTED = (
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local", "s3fs",
     "shardwise_use.importing", "shardwise.train", "shardwise.launch.local", "shardwise.data.prepare",
     "shardwise.train.run", "shardwise.verify.verification", "shardwise.cli.run_preparation",
-    "shardwise.launch.rank_process", "shardwise.pipeline.schedule",
+    "shardwise.launch.rank_process", "shardwise.pipeline.schedule", "shardwise.launch.failed_run",
+    "shardwise.checkpoint.load_weights", "shardwise.train.evaluator", "shardwise.models.llama", "shardwise.models.bert",
+    "shardwise.models.gpt", "shardwise.models.gpt_neox", "shardwise.models.user_model", "shardwise.layers.experts",
     "shardwise_use.cli.chat", "shardwise_use.cli.converse", "shardwise_use.cli.evaluate", "shardwise_use.cli.generate",
     *(f"shardwise.cli.{name}" for name in ("train", "stop", "verify", "checkpoint", "data", "recipes")),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.api.arguments import config_problems, shown_value
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.units import counted
-from shardwise.checkpoint.canonical_shapes import canonical_shapes
+from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.stored_tensors import mismatches
 from shardwise.checkpoint.load_weights import tensor_shapes

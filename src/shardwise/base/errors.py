@@ -280,3 +280,19 @@ def _is_pythons(file: Path) -> bool:
     standard = Path(sysconfig.get_path("stdlib"))
     installed = ("site-packages", "dist-packages")
     return file.is_relative_to(standard) and file.relative_to(standard).parts[0] not in installed
+
+
+REMOVED = {
+    "submit --kubernetes": "give each pod of Kubernetes the torchrun line of docs/cluster.md",
+    "compile --retry-failed": "a graph that failed is compiled again, without an option",
+}
+"""Options as `COMMAND --option`, keys as `section.key`, values as `section.key=value` → one plain sentence.
+
+A reader of input asks `removed_text` before it says that a name or a value is unknown.
+"""
+
+
+def removed_text(spelling: str) -> str | None:
+    """The sentence on an option, a key or a value that was removed, with what to use instead; None for others."""
+    sentence = REMOVED.get(spelling)
+    return None if sentence is None else f"{spelling} was removed: {sentence}"

@@ -9,10 +9,12 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from shardwise.config import FamilyConfig, config_from
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, Placement, placements
 from shardwise.models.blocks import Stages
+from shardwise.models.build import build_model
 
 
 @dataclass(frozen=True, order=True)
@@ -113,3 +115,15 @@ def _assemble(
         for piece in pieces:
             tensors[piece.name][piece.box.slices] = piece.of(tensor)
     return tensors
+
+
+def canonical_shapes(model: FamilyConfig) -> dict[str, tuple[int, ...]]:
+    """Every canonical tensor of a model, in its order; nothing is allocated."""
+    # The model needs a whole configuration; keys of the training have any valid value.
+    sections = {
+        "model": model.model_dump(),
+        "train": {"steps": 1, "global_batch": 1, "sequence_length": 1},
+        "optimizer": {"lr": 1.0},
+    }
+    built = build_model(config_from(sections), Group(), sequence_parallel=False, device="meta")
+    return {piece.name: piece.shape for _, _, record in placements(built) for piece in record.pieces}

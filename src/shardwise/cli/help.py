@@ -1,4 +1,4 @@
-"""The commands in groups, and help texts that are wrapped at words to the width of the terminal."""
+"""The commands in groups, common arguments, and help texts wrapped at words to the width of the terminal."""
 
 from __future__ import annotations
 

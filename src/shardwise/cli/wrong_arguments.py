@@ -9,8 +9,7 @@ import argparse
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 
-from shardwise.base.errors import listing, nearest_name
-from shardwise.base.removed import removed_text
+from shardwise.base.errors import listing, nearest_name, removed_text
 from shardwise.config.error_texts import known_paths
 from shardwise.config.other_names import ACTIONS, COMMANDS
 from shardwise.config.recipe_files import recipe_names

@@ -1,4 +1,4 @@
-"""The base class of all configuration sections."""
+"""The base class of all configuration sections, and the rules of several keys."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from shardwise.base.errors import ConfigError, listing
-from shardwise.base.removed import removed_text
+from shardwise.base.errors import ConfigError, listing, removed_text
 from shardwise.config.base_section import PROBLEMS, Section
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES, UserModelConfig

@@ -1,4 +1,4 @@
-"""Rules of keys of several sections that must not go together, whatever the number of ranks (`config/rule.py`)."""
+"""Rules of keys of several sections that must not go together, whatever the number of ranks; and rules of sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One record for each optimizer of `optimizer.name`: its class, its state, and what the ranks send for it.
+"""One record for each optimizer of `optimizer.name`: its class, its state, what the ranks send; and for each schedule.
 
 A new optimizer is a file with its class and a record here. The class lies in `optim/` if it needs more than an element
 to update an element (`optim/wrapped_class.py`); any other elementwise `torch.optim` class can be named as it is.

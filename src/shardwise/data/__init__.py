@@ -45,15 +45,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "EvaluationSets",
-    "PreparedData",
-    "Tokenizer",
-    "continued_stages",
-    "fetch_dataset",
-    "make_batches",
-    "prepare_sets",
-    "random_text",
-]
+    "EvaluationSets", "PreparedData", "Tokenizer", "continued_stages", "fetch_dataset",
+    "make_batches", "prepare_sets", "random_text",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The partition of a model's blocks into pipeline stages."""
+"""The partition of a model's blocks into pipeline stages, and the micro-batches that each rank has in flight."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def balanced(layers: int, stages: int, head: float) -> list[int]:
     return [*sizes, last_blocks]
 
 
-# ---- micro-batches in flight
+# ---- the peak memory of a pipeline rank that has several micro-batches in flight, in the order of its schedule
 
 
 @dataclass(frozen=True)

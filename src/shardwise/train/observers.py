@@ -1,4 +1,4 @@
-"""The work of a run after its steps: an observer is one entry of the list here."""
+"""The work of a run after its steps: an observer is one entry of the list here. Garbage is collected there too."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 from shardwise import __version__
 from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box, segments
-from shardwise.checkpoint.canonical_shapes import canonical_shapes
+from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.manifest import MODEL, Manifest, TensorEntry
 from shardwise.checkpoint.format.model_files import files_beside_weights, read_as_it_is, read_model, token_ids
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.parsing import whole_number
-from shardwise.checkpoint.canonical_shapes import canonical_shapes
+from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel

@@ -31,7 +31,7 @@ from pathlib import Path
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.checkpoint.canonical_shapes import canonical_shapes
+from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.model_files import read_model, token_ids
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import LlamaConfig, weight_names

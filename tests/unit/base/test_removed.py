@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.base.removed import REMOVED
+from shardwise.base.errors import REMOVED
 from shardwise.cli import main
 from shardwise.cli.entry import COMMANDS
 
