@@ -28,7 +28,6 @@ from shardwise.estimates.memory import (
     offloaded_bytes,
 )
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.estimates.unequal_loads import experts_text
 from shardwise.models import parameter_counts
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.pipeline.partition import compute_shares, stage_plan
@@ -218,7 +217,11 @@ class _Summary:
             most = units.count(max(count or 0 for _, count in stages_of_ranks(config, self.layout)))
             share = "held by each rank" if self.layout.pipeline == 1 else "held by a rank at most"
             shown_parameters = f"{parameters_text(config.model)}, {most} {share}"
-        experts = experts_text(config, self.layout, self.accelerator)
+        experts = ""
+        if config.may_have_experts:
+            from shardwise.estimates.unequal_loads import experts_text
+
+            experts = experts_text(config, self.layout, self.accelerator)
         # stop_after ends one run of a training that several jobs share.
         stop = "" if train.stop_after is None else f"; this run stops after {train.stop_after:,}"
         tensors = parameter_counts.canonical_tensor_count(config.model)
