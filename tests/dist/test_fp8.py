@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError
-from shardwise.layers import fp8, units
+from shardwise.layers import fp8
 from shardwise.train.build import build_trainer
 from shardwise.verify.canonical_values import gradient_errors
 from tests.dist.cells import Cell, configuration, measure, small
@@ -56,7 +56,7 @@ def observe(cell: Cell, keeps: bool = True) -> Observed:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8, "_scales", recording)
         if not keeps:
-            patch.setattr(units, "keep_scales", lambda *_: None)
+            patch.setattr(fp8, "keep_scales", lambda *_: None)
         losses = [trainer.step().loss]
         count = len(others) // (cell.batch // cell.data // cell.micro_batch)
         by_micro_batch = [tuple(others[start : start + count]) for start in range(0, len(others), count)]

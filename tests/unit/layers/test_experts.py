@@ -71,8 +71,8 @@ def test_grouped_products_compute_the_same(case: str) -> None:
     wanted = sum_of_experts(x, weights, experts, gate_up, down)
     gradients = torch.autograd.grad(found, given, dy), torch.autograd.grad(wanted, given, dy)
     for gradient, same in zip((found, *gradients[0]), (wanted, *gradients[1]), strict=True):
-        # Another library adds in another order.
-        torch.testing.assert_close(gradient, same, rtol=1e-5, atol=1e-5)
+        # Another library adds in another order, and terms of other signs are larger than their sum.
+        assert (gradient - same).abs().max() <= 2e-6 * same.abs().max()
 
 
 def test_of_equal_scores_the_first_experts_are_chosen() -> None:
