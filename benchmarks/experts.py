@@ -10,7 +10,7 @@ from typing import Any
 import ranks
 from report import Report, Table, target
 
-_SIZES = ["model.hidden_size=512", "model.num_hidden_layers=4", "model.num_attention_heads=8", "model.vocab_size=4096"]
+_SIZES = ["model.hidden_size=512", "model.num_hidden_layers=2", "model.num_attention_heads=8", "model.vocab_size=4096"]
 _SIZES += ["model.max_position_embeddings=512", "train.sequence_length=512", "train.micro_batch=8"]
 _SIZES += ["train.global_batch=16", "model.num_key_value_heads=8"]
 _SPARSE = [
@@ -90,12 +90,12 @@ def run(rounds: int) -> Report:
         [label[name], f"{seconds:.3f} s", f"{seconds / medians[OURS]:.2f}", f"{found['differences'][name]:.1e}"]
         for name, seconds in medians.items()
     ]
-    by_rank = ranks.run("calibration", "stepped", 2, cells=list(STEPS.values()), rounds=max(rounds, 7))
+    by_rank = ranks.run("calibration", "stepped", 2, cells=list(STEPS.values()), rounds=max(rounds, 4))
     by_step = [list(map(max, zip(*times, strict=True))) for times in zip(*by_rank, strict=True)]
     found["steps"] = dict(zip(STEPS, by_step, strict=True))
     step = {name: statistics.median(times) for name, times in found["steps"].items()}
     of_steps = [[name, f"{seconds:.3f} s", f"{seconds / step['sparse']:.2f}"] for name, seconds in step.items()]
-    sizes = "4 blocks of width 512, 16 experts of width 256, 4 a token; dense: an MLP of width 1,024"
+    sizes = "2 blocks of width 512, 16 experts of width 256, 4 a token; dense: an MLP of width 1,024"
     columns = (
         f"{EXPERTS} experts, {PER_TOKEN} a token, width {HIDDEN} → {WIDTH}, {TOKENS:,} tokens, float32",
         "median",
