@@ -255,7 +255,7 @@ class Verified:
 
     @property
     def _choices(self) -> list[tuple[str, str]]:
-        """What is said of the choices of experts, if they are compared."""
+        """The sentence on the choices of experts, if they are compared."""
         if not self.result.choices:
             return []
         text = (

@@ -228,7 +228,7 @@ def _regions(workload: RankWorkload, outputs: int, suffix: str) -> list[Transfer
 
 
 def _objectives(workload: RankWorkload) -> list[Transfer]:
-    """What the objectives of routers add to a micro-batch (`layers/balance.py`).
+    """The transfers that the objectives of routers add to a micro-batch (`layers/balance.py`).
 
     Loads, in int64: [B·N] over context parallelism, [N] over all replicas in each block, again in full recompute. Where
     those of the whole batch must be known before, a forward pass counts them.

@@ -157,8 +157,8 @@ class _SumOfRows(torch.autograd.Function):
             into_width = d_gate_up[source % ctx.sources][expert].unflatten(0, (2, count, -1))
             into_hidden = d_down[source % ctx.sources][expert].unflatten(1, (count, -1))
             for part, matrices_of_part in enumerate(_parts(gate_up[expert], down[expert], count)):
-                found = gradients(dy[run], rows[run], weight[run], joined[part, run], *matrices_of_part)
-                dx[part, run], d_weight[part, run], d_to_width, d_to_hidden = found
+                results = gradients(dy[run], rows[run], weight[run], joined[part, run], *matrices_of_part)
+                dx[part, run], d_weight[part, run], d_to_width, d_to_hidden = results
                 into_width[:, part] += d_to_width.unflatten(0, (2, -1))
                 into_hidden[:, part] += d_to_hidden
         return journey.sums_back(dx), journey.rows_back(d_weight), None, None, *d_gate_up, *d_down
@@ -168,8 +168,8 @@ def _parts(gate_up: Tensor, down: Tensor, count: int) -> list[tuple[Tensor, Tens
     """Return gate and up, and down projection of each part of an expert: `[2w, H]` and `[H, w]`."""
     if count == 1:
         return [(gate_up, down)]
-    both = gate_up.unflatten(0, (2, count, -1)).transpose(0, 1).flatten(1, 2)
-    return list(zip(both, (part.contiguous() for part in down.chunk(count, dim=1)), strict=True))
+    halves = gate_up.unflatten(0, (2, count, -1)).transpose(0, 1).flatten(1, 2)
+    return list(zip(halves, (part.contiguous() for part in down.chunk(count, dim=1)), strict=True))
 
 
 # ---- rows at one expert, or at a part of its width: n rows

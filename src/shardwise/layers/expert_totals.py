@@ -1,4 +1,4 @@
-"""What the experts of a sparse model count in a step, over the whole global batch and all blocks.
+"""The totals that the experts of a sparse model count in a step, over the whole global batch and all blocks.
 
 Shapes: L = blocks with experts of the whole model, N = most experts of a block, K = `SUMS` of `config/routing.py`.
 """

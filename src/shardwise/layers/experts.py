@@ -350,8 +350,8 @@ class _SumOfExperts(torch.autograd.Function):
             d_down[expert].zero_()
         for expert, run in runs_of_experts(ctx.counts):
             token = tokens[run]
-            found = gradients(dy[token], x[token], weights[run, None], joined[run], gate_up[expert], down[expert])
-            dx_rows, d_weights[run], d_gate_up[expert], d_down[expert] = found
+            results = gradients(dy[token], x[token], weights[run, None], joined[run], gate_up[expert], down[expert])
+            dx_rows, d_weights[run], d_gate_up[expert], d_down[expert] = results
             dx.index_add_(0, token, dx_rows)
         d_chosen = torch.empty_like(d_weights).index_copy_(0, rows, d_weights)
         return dx, d_chosen.view_as(ctx.weights).to(ctx.weights.dtype), None, d_gate_up, d_down
