@@ -14,7 +14,7 @@ from tests.dist.dense import run
 from tests.dist.test_experts import CASES, configuration
 from tests.dist.training import make_data
 
-STEPS = 4
+STEPS = 2
 LOSSES = {"router_sequence_loss": 0.1, "router_batch_loss": 0.1, "router_z_loss": 0.01}
 LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "EP 2 of DP 2": (2, {"parallel": {"expert": 2}}),

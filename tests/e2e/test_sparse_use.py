@@ -32,7 +32,8 @@ def facts(out: str) -> dict[str, Any]:
     return {key: value for key, value in read.items() if not key.endswith(MEASURED)}
 
 
-@pytest.mark.parametrize("command", ["generate", pytest.param("evaluate", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
 def test_ranks_that_divide_experts_say_what_one_process_does(command: str, place: Path) -> None:
     given = (command, "glm", *COMMANDS[command], "--json")
     alone = within(*given, at=place).succeeded()
