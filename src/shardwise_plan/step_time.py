@@ -52,7 +52,7 @@ class StepTime:
         accumulation: additions of the gradients of blocks' weights to those of earlier micro-batches.
         launch: waits of the device for the host.
         head: output head and loss, and the embedding.
-        recompute: all that is computed a second time.
+        recompute: all that is computed a second time, the forward pass that only counts rows of experts too.
         tensor: collectives of tensor and sequence parallelism, as far as no product hides them.
         context: collectives of context parallelism.
         experts: all-to-alls of the rows of experts.
@@ -179,7 +179,7 @@ def step_time(
         accumulation=m * model_work.accumulation,
         launch=m * (model_work.launch + sum(2 * work.action for work in works)),
         head=m * ends,
-        recompute=m * recompute.total,
+        recompute=m * recompute.total + _counting_seconds(config, layout, works),
         tensor=m * model_work.tensor,
         context=m * model_work.context,
         experts=m * model_work.experts,
@@ -189,6 +189,14 @@ def step_time(
         gather=gather,
         optimizer=optimizer,
     )
+
+
+def _counting_seconds(config: Config, layout: Layout, works: Sequence[StageWork]) -> float:
+    """Return the seconds of a forward pass that only counts rows of experts, with the fill of a pipeline."""
+    m = layout.accumulation(config.train)
+    if not config.optimizer.counts_rows_first(m, layout.pipeline):
+        return 0.0
+    return (m + layout.pipeline - 1) * sum(work.times.forward for work in works)
 
 
 def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster) -> list[float]:

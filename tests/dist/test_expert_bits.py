@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 
 
 def train(family: str, mode: str, sections: dict[str, dict[str, Any]], steps: int = STEPS) -> Bits:
-    bits = {"micro_batch": 1, "global_batch": 8, "data_grain": 4, "bitwise": True, "steps": steps}
+    bits = {"micro_batch": 1, "global_batch": 8, "data_grain": 4, "bitwise": True, "steps": max(steps, 4)}
     train_section = {**bits, **sections.get("train", {})}
     optimizer = {**LOSSES, **sections.get("optimizer", {})}
     config = configuration(

@@ -180,8 +180,8 @@ def tensor_problems(model: ModelConfig, parallel: ParallelConfig, length: int) -
 
 _RULES_OF_EXPERTS: RuleTable = {
     "is_bit_equal parallel.cuts_sequence": (
-        "{parallel.context_grain} must be 1 with train.bitwise (true) and model.family {=model.family}, whose experts "
-        "take the tokens of all parts of a sequence at once",
+        "parallel.context_grain ({=parallel.sequence_parts}) must be 1 with train.bitwise (true) and model.family "
+        "{=model.family}, whose experts take the tokens of all parts of a sequence at once",
     ),
     "": (
         "{compile.enabled} must be false with model.family {=model.family}: the numbers of rows of its experts change "
@@ -194,6 +194,12 @@ _RULES_OF_SIGMOIDS: RuleTable = {
     "": (
         "{optimizer.router_pooled_loss} must be 0 with model.family {=model.family}, for whose scores transformers "
         "defines no balance loss: set optimizer.router_batch_loss or optimizer.router_sequence_loss",
+    ),
+}
+_RULES_WITHOUT_BIAS: RuleTable = {
+    "optimizer.chooses_bias_rate": (
+        "{optimizer.router_bias_rate} must be left out with model.family {=model.family}, whose routers have no "
+        "correction bias: set optimizer.router_batch_loss to balance experts",
     ),
 }
 _RULES_WITHOUT_EXPERTS: RuleTable = {
@@ -243,13 +249,15 @@ def expert_problems(config: Config, layout: Layout) -> list[str]:
     model = config.model
     expert = layout.expert
     routing = None if model.is_own else model.any_routing
+    problems = []
+    if not model.is_own and (routing is None or not routing.has_bias):
+        problems += broken(_RULES_WITHOUT_BIAS, config)
     if routing is None:
         none = f"parallel.expert ({expert}) must be 1 with model.family {model.family}, which has no experts"
-        return ([none] if expert > 1 else []) + broken(_RULES_WITHOUT_EXPERTS, config)
-    problems = []
+        return problems + ([none] if expert > 1 else []) + broken(_RULES_WITHOUT_EXPERTS, config)
     ranks = layout.replicas // config.parallel.replicate
     if routing.experts % expert:
-        near = listing(nearest_numbers(expert, divisors(routing.experts)), "or")
+        near = listing(nearest_numbers(expert, divisors(math.gcd(ranks, routing.experts))), "or")
         problems.append(
             f"parallel.expert ({expert}) must divide the experts of a block ({routing.experts}): nearest {near}"
         )

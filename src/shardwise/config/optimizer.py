@@ -180,6 +180,17 @@ class OptimizerConfig(Section):
         return f"ZeRO-{self.zero}" + (f" ({', '.join(options)})" if options else "")
 
     @property
+    def chooses_bias_rate(self) -> bool:
+        """True if the step of routers' biases is another one than the default."""
+        default: float = type(self).model_fields["router_bias_rate"].default
+        return self.router_bias_rate != default
+
+    def counts_rows_first(self, micro_batches: int, pipeline: int) -> bool:
+        """Return whether each step begins with a forward pass that only counts the rows of experts."""
+        losses = self.router_losses
+        return "pooled" in losses or ("batch" in losses and (micro_batches > 1 or pipeline > 1))
+
+    @property
     def router_losses(self) -> dict[str, float]:
         """Coefficients of the objectives of routers that are computed, by the names of `layers/balance.py`."""
         coefficients = {

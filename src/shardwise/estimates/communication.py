@@ -255,10 +255,8 @@ def _objectives(workload: RankWorkload) -> list[Transfer]:
 
 
 def _counts_first(workload: RankWorkload) -> bool:
-    """Return whether each step begins with forward passes that only count the rows of experts."""
-    losses = workload.config.optimizer.router_losses
-    several = workload.micro_batches > 1 or workload.layout.pipeline > 1
-    return "pooled" in losses or ("batch" in losses and several)
+    optimizer = workload.config.optimizer
+    return optimizer.counts_rows_first(workload.micro_batches, workload.layout.pipeline)
 
 
 def _counted(workload: RankWorkload) -> list[Transfer]:

@@ -240,10 +240,12 @@ class Experts(placement.PlacedModule):
         tokens = rows // experts.shape[1]
         sent = counts.view(group.size, self.count)
         arriving = collectives.all_to_all(sent, group)
-        outgoing, incoming = sent.sum(1).tolist(), arriving.sum(1).tolist()
+        outgoing, incoming = torch.stack((sent.sum(1), arriving.sum(1))).tolist()
         arrived = collectives.exchange_rows(x[tokens], outgoing, incoming, group)
         arrived_weights = collectives.exchange_rows(weights.flatten()[rows, None], outgoing, incoming, group)
-        places = torch.arange(self.count, device=x.device).repeat(group.size).repeat_interleave(arriving.flatten())
+        places = torch.arange(self.count, device=x.device).repeat(group.size)
+        # Told their number, the host does not wait for it.
+        places = places.repeat_interleave(arriving.flatten(), output_size=sum(incoming))
         y = _grouped_sum(arrived, arrived_weights, places[:, None], gate_up, down)
         return _sum_of_rows(collectives.exchange_rows(y, incoming, outgoing, group), rows, experts)
 
@@ -283,10 +285,29 @@ def _rows_of_each(experts: Tensor, count: int) -> Tensor:
 def _grouped_sum(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Return the sum by torch's grouped products: one kernel for all experts, whose rows the host need not know."""
     rows = experts.flatten().argsort(stable=True)
-    ends = _rows_of_each(experts, len(gate_up)).cumsum(0).int()
+    counts = _rows_of_each(experts, len(gate_up))
+    ends = counts.cumsum(0).int()
+    gate_up, down = (_WithoutIdle.apply(weight, counts) for weight in (gate_up, down))  # type: ignore[no-untyped-call]
     gate, up = F.grouped_mm(x[rows // experts.shape[1]], gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     activated = F.silu(gate) * up * weights.flatten()[rows, None].to(x.dtype)
     return _sum_of_rows(F.grouped_mm(activated, down.transpose(1, 2), offs=ends), rows, experts)
+
+
+class _WithoutIdle(torch.autograd.Function):
+    """Returns the weights. The gradient of an expert without rows is 0: on a B200, torch's kernel leaves any values.
+
+    github.com/pytorch/pytorch/issues/172439.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (counts,) = ctx.saved_tensors
+        return torch.where(counts[:, None, None] > 0, grads[0], 0.0), None
 
 
 def _sum_of_rows(y: Tensor, rows: Tensor, experts: Tensor) -> Tensor:

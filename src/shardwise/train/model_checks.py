@@ -13,7 +13,7 @@ from shardwise.config import ModelConfig
 from shardwise.data.samples.batch import IGNORE, Batches
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.distributed.placement import placements
+from shardwise.distributed.placement import further_gradients, placements
 from shardwise.models.blocks import Stages
 from shardwise.optim.state import weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
@@ -154,7 +154,8 @@ def find_non_finite(model: nn.Module, loss: float) -> tuple[tuple[int, int, int]
             return (0, stage, order), f"{name} is the first parameter with a value that is not finite"
     text = "" if math.isfinite(loss) else f"its loss is {loss}"
     for stage, order, parameter, name, slices in reversed(pieces):
-        if parameter.grad is not None and not torch.isfinite(parameter.grad[slices]).all():
+        gradients = [owner.grad for owner in (parameter, *further_gradients(parameter)) if owner.grad is not None]
+        if not all(torch.isfinite(gradient[slices]).all() for gradient in gradients):
             first = f"{name} is the first parameter, in backward's order, with a gradient that is not finite"
             # The backward pass goes through stages and parameters from the last to the first.
             return (1 if text else 2, -stage, -order), f"{text} and {first}" if text else first

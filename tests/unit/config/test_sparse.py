@@ -174,3 +174,31 @@ def test_ranks_of_one_copy_have_all_experts() -> None:
     parallel = load_config("olmoe-tiny", ["parallel.expert=4", "parallel.context=2", "parallel.tensor=2"]).parallel
     assert parallel.model_ranks == 8
     assert load_config("olmoe-tiny", ["parallel.context=2"]).parallel.model_ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys", "problem"),
+    [
+        (
+            "olmoe-tiny",
+            ["train.bitwise=true", "parallel.context=2"],
+            "parallel.context_grain (2) must be 1 with train.bitwise (true) and model.family olmoe, whose experts take "
+            "the tokens of all parts of a sequence at once",
+        ),
+        (
+            "olmoe-tiny",
+            ["optimizer.router_bias_rate=0.05"],
+            "optimizer.router_bias_rate (0.05) must be left out with model.family olmoe, whose routers have no "
+            "correction bias: set optimizer.router_batch_loss to balance experts",
+        ),
+        (
+            "mixtral-tiny",
+            ["model.num_local_experts=6", "parallel.expert=4"],
+            "parallel.expert (4) must divide the experts of a block (6): nearest 2",
+        ),
+    ],
+)
+def test_what_sparse_models_do_not_train_with_is_one_sentence(recipe: str, keys: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(load_config(recipe, keys), 4)
+    assert list(caught.value.problems) == [problem]

@@ -445,3 +445,16 @@ def test_published_runs_are_computed_as_their_programs_do() -> None:
     assert large.program.tensor_overlap == "user_buffers"
     assert one("25.11", model="llama3-8b", precision="mxfp8", gpu="GB200").program.graphs
     assert not [row for row in published.rows() if row.values["precision"] == "nvfp4" and not row.reason]
+
+
+def test_a_pass_that_counts_first_takes_a_forward_pass() -> None:
+    keys = ["train.micro_batch=1", "train.global_batch=16"]
+    times = []
+    for coefficient in (0.0, 0.01):
+        config = load_config("olmoe-tiny", [*keys, f"optimizer.router_batch_loss={coefficient}"])
+        time = step_time(config, check_layout(config, 8), cluster("h100:8", 1))
+        assert time is not None
+        times.append(time)
+    without, counting = times
+    assert 1.15 < counting.total / without.total < 1.5
+    assert counting.matmul == without.matmul
