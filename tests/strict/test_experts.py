@@ -12,7 +12,7 @@ from tests.rank_pool import RankPool
 @pytest.mark.parametrize(
     "sections",
     [
-        pytest.param({"parallel": {"expert": 2}, "optimizer": {"zero": 3}}, id="EP 2, ZeRO-3"),
+        pytest.param({"parallel": {"expert": 2}, "optimizer": {"zero": 3}}, id="EP 2, ZeRO-3", marks=pytest.mark.slow),
         pytest.param({"parallel": {"tensor": 2, "sequence": True}}, id="TP 2 + SP", marks=pytest.mark.slow),
         pytest.param({"parallel": {"expert": 2, "context": 2}}, id="EP 2 of CP 2", marks=pytest.mark.slow),
     ],
