@@ -100,5 +100,5 @@ def test_two_hundred_steps_have_the_bits_of_one_process(ranks: Any) -> None:
         "EP 4, ZeRO-2, full recompute",
     ):
         world, sections = LAYOUTS[name]
-        for found in run(ranks, world, train, "olmoe", "float32", sections, steps):
+        for found in ranks(world).run(train, "olmoe", "float32", sections, steps, timeout=900):
             compare(found, one)
