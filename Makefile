@@ -1,5 +1,5 @@
 # What CI runs, and what a fresh machine needs: `make train` and `make test` set everything up themselves.
-.PHONY: test-packages env train test test-all test-device test-lowest test-newest lint typecheck bench bench-gpu pages site docs release-check
+.PHONY: test-packages env train test test-all test-device test-interop test-lowest test-newest lint typecheck bench bench-gpu pages site docs release-check
 .DEFAULT_GOAL := test
 
 # Tools run as modules: with a system torch, pip may find one already installed and then leaves no script in .venv.
@@ -45,6 +45,10 @@ test-lowest:
 
 test-newest:
 	@scripts/test_range.sh newest $(ARGS)
+
+# The tests with programs of other makers, each in an environment of its own; ARGS=torchtitan runs those of one.
+test-interop:
+	@scripts/test_interop.sh $(ARGS)
 
 # What a release publishes (CONTRIBUTING.md); ARGS=--draft before the changelog has its section.
 release-check: env
