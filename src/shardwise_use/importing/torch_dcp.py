@@ -397,6 +397,9 @@ def _read_metadata(path: Path) -> Record:
 def _load(part: Any, path: Path, device: str) -> Any:
     """The content of a file of `torch.save` inside of another."""
     try:
+        if part.read(2) != b"PK":
+            raise ValueError("it begins as no zip archive")
+        part.seek(0)
         return torch.load(part, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConfigError(f"{path} is refused: {pickled.sentence(error)}; no code of it was run") from None
