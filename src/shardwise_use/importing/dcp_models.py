@@ -120,7 +120,7 @@ def without_copy(where: str, stored: dict[str, LazyTensor], name: str, copy: str
 
 def halves(head: Tensor) -> Tensor:
     """The rows of a head that is rotated in neighbouring pairs (0 with 1, …) as one that is rotated in halves."""
-    return head.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+    return head.view(-1, 2, *head.shape[1:]).transpose(0, 1).flatten(0, 1)
 
 
 def moment_names(folder: DcpFolder, prefix: str) -> tuple[dict[str, dict[str, LazyTensor]], dict[str, dict[str, Any]]]:

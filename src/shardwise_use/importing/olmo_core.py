@@ -54,7 +54,7 @@ _NAMES = (
 )
 _POST_ATTENTION = r"model\.layers(\.\d+\.)post_attention_layernorm\.weight"
 _RMS = ("rms", "fused_rms", "cute_rms")
-_BLOCK = {
+_BLOCK: Mapping[str, tuple[Any, ...]] = {
     "name": ("default", "reordered_norm"), "dropout": (None, 0.0), "feed_forward_moe": (None,),
     "attention_residual_alpha": (None, 1.0), "feed_forward_residual_alpha": (None, 1.0),
     "attention.type": (None, "attention"), "attention.name": ("default",), "attention.bias": (False,),
@@ -66,7 +66,7 @@ _BLOCK = {
     "layer_norm.name": _RMS, "layer_norm.bias": (False,), "layer_norm.elementwise_affine": (None, True),
 }  # fmt: skip
 """Fields of a block → the values that a family here has; None: it is absent."""
-_MODEL = {
+_MODEL: Mapping[str, tuple[Any, ...]] = {
     "name": ("default",), "embedding_norm": (None,), "embed_scale": (None, 1.0), "block_pattern": (None,),
     "freeze_params": (None, []), "lm_head.name": ("default",), "lm_head.bias": (False,),
     "lm_head.layer_norm.name": _RMS,

@@ -139,15 +139,14 @@ def _progress(
         "torchtitan's checkpoints do not tell the schedule of the rates (optimizer.schedule), clipping "
         "(optimizer.max_norm; there training.max_norm) and train.steps: give them as they were there"
     ]
-    is_counted = type(tokens) is int and type(ranks) is int
-    if is_counted:
+    if type(tokens) is int and type(ranks) is int:
         notes.append(
             f"{tokens:,} tokens on each of {ranks} data-parallel ranks: with context parallelism, give --tokens"
         )
     return ForeignProgress(
         step,
         streamed,
-        tokens=tokens * ranks if is_counted else None,
+        tokens=tokens * ranks if type(tokens) is int and type(ranks) is int else None,
         updates=updates_of(states["step"], names, shapes),
         keys=optimizer_keys(folder.where, groups, names, shapes),
     ), notes
