@@ -57,14 +57,16 @@ _MODEL_TYPES = {
     ("reordered_norm", "whole", False): "olmo2", ("reordered_norm", "whole", True): "olmo3",
 }  # fmt: skip
 """Name of the blocks, norms of queries and keys, and if there are windows → the model in Hugging Face's word."""
-_RMS = ("rms", "fused_rms", "cute_rms")
+_RMS = ("rms", "qwen_rms", "nemotron_rms", "fused_rms", "cute_rms")
+"""Norms that differ in rounding alone."""
 _BLOCK: Mapping[str, tuple[Any, ...]] = {
     "name": ("default", "reordered_norm"), "dropout": (None, 0.0), "feed_forward_moe": (None,),
     "attention_residual_alpha": (None, 1.0), "feed_forward_residual_alpha": (None, 1.0),
     "attention.type": (None, "attention"), "attention.name": ("default",), "attention.bias": (False,),
     "attention.gate": (None,), "attention.clip_qkv": (None,), "attention.dropout": (None, 0.0),
     "attention.scalable_softmax": (None, False), "attention.attention_sinks": (None, False),
-    "attention.qk_norm_per_head_gains": (None, False), "attention.rope.name": ("default", "complex"),
+    "attention.qk_norm_per_head_gains": (None, False), "attention.qk_norm.name": (None, *_RMS),
+    "attention.rope.name": ("default", "complex"),
     "attention.rope.no_global_rope": (None, False), "attention.rope.partial_rotary_factor": (None, 1.0),
     "feed_forward.name": ("default",), "feed_forward.bias": (False,), "feed_forward.activation": (None, "silu"),
     "layer_norm.name": _RMS, "layer_norm.bias": (False,), "layer_norm.elementwise_affine": (None, True),
@@ -94,7 +96,7 @@ def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
     described = _record(step / "config.json")
     where = str(step / "config.json")
     try:
-        config, in_pairs = _model(described, where)
+        config, in_pairs = model_of(described, where)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(f"{where} is no configuration as OLMo-core writes it ({error!r})") from None
     stored = {name[6:]: tensor for name, tensor in folder.tensors.items() if name.startswith("model.")}
@@ -141,7 +143,7 @@ def _get(fields: Any, path: str) -> Any:
     return fields
 
 
-def _model(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bool]:
+def model_of(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bool]:
     """The model of a config.json, and True if its heads are rotated in neighbouring pairs.
 
     Raises:
@@ -152,18 +154,19 @@ def _model(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bool
     for number, block in (model.get("block_overrides") or {}).items():
         blocks[int(number)] = _block(block)
     first = blocks[0]
-    problems = [
-        f"{where}: its {prefix}{path} ({_get(fields, path)!r}) must be {listing(map(repr, allowed), 'or')}: no family "
-        "here has another"
-        for prefix, fields, table in (("model.", model, _MODEL), ("model.block.", first, _BLOCK))
-        for path, allowed in table.items()
-        if _get(fields, path) not in allowed
-    ]
-    if problems:
-        raise ConfigError(problems)
+    for prefix, part, table in (("model.", model, _MODEL), ("model.block.", first, _BLOCK)):
+        if problems := [
+            f"{where}: its {prefix}{path} ({_get(part, path)!r}) must be {listing(map(repr, allowed), 'or')}: no "
+            "family here has another"
+            for path, allowed in table.items()
+            if _get(part, path) not in allowed
+        ]:
+            raise ConfigError(problems)
     heads, qk_norm = first["attention"], first["attention"].get("qk_norm")
     norms = "none" if not qk_norm else "by head" if heads.get("use_head_qk_norm") else "whole"
-    epsilons = {norm["eps"] for norm in (first["layer_norm"], model["lm_head"]["layer_norm"], qk_norm) if norm}
+    epsilons = {
+        norm.get("eps", 1e-5) for norm in (first["layer_norm"], model["lm_head"]["layer_norm"], qk_norm) if norm
+    }
     windows = _windows(heads.get("sliding_window"), len(blocks))
     model_type = _MODEL_TYPES.get((first["name"], norms, any(windows)))
     # Rotary positions are scaled in all blocks without a window, or in none.
@@ -194,7 +197,7 @@ def _model(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bool
 def _block(block: Mapping[str, Any]) -> dict[str, Any]:
     """A block's fields; earlier releases have `attention` for `sequence_mixer`."""
     fields = {name: value for name, value in block.items() if name != "sequence_mixer"}
-    return {**fields, "attention": block.get("sequence_mixer") or block["attention"]}
+    return {**fields, "attention": block.get("sequence_mixer") or block.get("attention") or {}}
 
 
 def _scaling(blocks: Sequence[Mapping[str, Any]], windows: Sequence[int]) -> Mapping[str, Any] | None:

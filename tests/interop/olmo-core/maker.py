@@ -17,7 +17,7 @@ from olmo_core.data.data_loader import TextDataLoaderBase
 from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.distributed.utils import get_rank, get_world_size
 from olmo_core.nn.attention import AttentionBackendName, SlidingWindowAttentionConfig
-from olmo_core.nn.rope import RoPEType
+from olmo_core.nn.rope import RoPEType, YaRNRoPEScalingConfig
 from olmo_core.nn.transformer import TransformerConfig
 from olmo_core.nn.transformer.config import TransformerBlockType
 from olmo_core.optim import AdamWConfig, CosWithWarmup, OptimGroupOverride, SkipStepAdamWConfig
@@ -39,6 +39,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": SlidingWindowAttentionConfig(
             pattern=[8, 8, 8, -1], force_full_attention_on_first_layer=False, force_full_attention_on_last_layer=True
         ),
+    },
+    "olmo3-yarn": REORDERED | {
+        "sliding_window": SlidingWindowAttentionConfig(pattern=[8, 8, 8, -1]),
     },
     "llama": {"n_kv_heads": 2, "rope_type": RoPEType.complex, "tie_word_embeddings": True},
     "qwen3": {
@@ -100,6 +103,9 @@ def main(path: str) -> None:
     prepare_training_environment(backend="cpu:gloo")
     options = {**SIZES, **MODELS[spec["model"]]}
     model_config = TransformerConfig.llama_like(**options)
+    if spec["model"] == "olmo3-yarn":
+        scaling = YaRNRoPEScalingConfig(factor=4.0, beta_fast=2, old_context_len=16)
+        model_config = model_config.with_rope_scaling(scaling)
     optim = {"skip": SkipStepAdamWConfig, "adamw": AdamWConfig}[spec["optimizer"]](
         lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95),
         group_overrides=[OptimGroupOverride(params=["embeddings.weight"], opts={"weight_decay": 0.0})],

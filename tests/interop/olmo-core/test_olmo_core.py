@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,13 @@ import torch
 from tests.interop.continued import AFTER, BATCH, BEFORE, LENGTH, batches, losses_here, shardwise, torchrun
 
 STEPS = 20
-CASES = [("olmo2", "skip"), ("olmo3", "adamw"), ("llama", "skip"), ("qwen3", "adamw")]
+CASES = [("olmo2", "skip"), ("olmo3", "adamw"), ("olmo3-yarn", "adamw"), ("llama", "skip"), ("qwen3", "adamw")]
+PRESETS = {
+    "llama3_70B": None,  # its width, 8,196, is no multiple of 64 heads
+    "olmo2_": "olmo2", "olmo3_": "olmo3", "llama2_": "llama", "llama3_": "llama", "qwen3_0_6B": "qwen3",
+    "qwen3_8B": "qwen3", "gemma3_1B": None, "qwen3_5_4B": None, "olmoe_1B_7B": None, "ngpt_271M": None,
+}  # fmt: skip
+"""Beginning of the names of OLMo-core's own sizes → the family here."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,23 @@ def test_weights_alone_have_equal_logits(made: Made, tmp_path: Path) -> None:
         file.unlink()
     told = shardwise("checkpoint", "import", half, tmp_path / "no", "--from", "olmo-core", expect=2)
     assert "must have the files of all ranks" in told
+
+
+def test_every_size_of_olmo_core_is_read_or_refused(tmp_path: Path) -> None:
+    from olmo_core.nn.transformer import TransformerConfig
+
+    from shardwise.base.errors import ConfigError
+    from shardwise_use.importing.olmo_core import model_of
+
+    for name in dir(TransformerConfig):
+        family = next((family for start, family in PRESETS.items() if name.startswith(start)), "")
+        if family == "" or name.endswith("_like"):
+            continue
+        described = {"model": getattr(TransformerConfig, name)(vocab_size=1000).as_config_dict()}
+        described = json.loads(json.dumps({**described, "train_module": {"max_sequence_length": 4096}}))
+        with nullcontext() if family else pytest.raises(ConfigError, match="must be"):
+            config, _ = model_of(described, "config.json")
+            assert config.family == family, name
 
 
 def test_a_model_that_no_family_has_is_refused(tmp_path: Path) -> None:
