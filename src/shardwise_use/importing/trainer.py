@@ -100,6 +100,11 @@ def _progress(
         per_rank = int(saved.get("train_batch_size") or arguments["per_device_train_batch_size"])
         keys["train.global_batch"] = per_rank * int(arguments["gradient_accumulation_steps"]) * ranks
         samples = step * keys["train.global_batch"]
+    if opened.config.family == "gpt":
+        notes.append(
+            "losses of GPT-2 are larger here by the factor (S + 1) / S for rows of S targets: the Trainer divides them "
+            "by their S + 1 labels"
+        )
     tokens = saved.get("num_input_tokens_seen") or None
     losses = [float(entry["loss"]) for entry in saved.get("log_history") or () if "loss" in entry]
     progress = ForeignProgress(

@@ -17,7 +17,8 @@ from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
 from shardwise_use.importing.hugging_face import ForeignModel, open_hugging_face, write_checkpoint
 from shardwise_use.importing.trainer import curve_points, with_progress
-from tests.hugging_face import CASES, make
+from tests.hugging_face import CASES
+from tests.unit.use.importing.trainer_files import save
 
 
 def opened(folder: Path) -> ForeignModel:
@@ -31,32 +32,6 @@ def moments(found: ForeignModel, state: str) -> dict[str, torch.Tensor]:
         for tensor in found.progress.states
         if tensor.state == state
     }
-
-
-def save(case: str, folder: Path, groups: int = 2, **arguments: Any) -> Any:
-    """What the Trainer would have saved after three steps, with a moment of each weight that tells which it is of."""
-    from transformers import Trainer, TrainingArguments
-
-    options = {"output_dir": str(folder), "report_to": [], "use_cpu": True, "max_steps": 9, "learning_rate": 1e-3}
-    trainer = Trainer(model=make(case), args=TrainingArguments(**options | arguments))
-    optimizer = trainer.create_optimizer()
-    scheduler = trainer.create_scheduler(9, optimizer)
-    trainer.lr_scheduler = scheduler
-    for _ in range(3):
-        # Without gradients nothing is updated.
-        optimizer.step()
-        scheduler.step()
-    if groups == 1:
-        optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            value = parameter.detach().clone()
-            optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": value, "exp_avg_sq": value**2}
-    trainer.state.global_step, trainer.state.max_steps, trainer.state.train_batch_size = 3, 9, 8
-    trainer._save_checkpoint(trainer.model, None)
-    saved = folder / "checkpoint-3"
-    torch.save(optimizer.state_dict(), saved / "optimizer.pt")
-    return saved
 
 
 @pytest.mark.parametrize("case", CASES)
