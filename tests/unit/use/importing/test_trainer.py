@@ -155,7 +155,7 @@ def test_damaged_and_foreign_files_are_refused(saved: Path, good: Path) -> None:
 
     file.write_bytes(content[: len(content) // 2])
     refused(r"optimizer.pt is truncated")
-    none = r"optimizer.pt must be the state of an optimizer after a step, and is none: or import"
+    none = r"optimizer.pt must be the state of an optimizer after a step, and is none: import"
     for value in ([], {"state": {}, "param_groups": []}, held | {"state": {0: 1}}, held | {"param_groups": [{}]}):
         refused(none, value)
     rows = {"step": 3, "exp_avg_sq_row": torch.ones(2), "exp_avg_sq_col": torch.ones(2)}
@@ -169,6 +169,8 @@ def test_damaged_and_foreign_files_are_refused(saved: Path, good: Path) -> None:
     state = {number: kept for number, kept in held["state"].items() if number != 1}
     query = r"model.layers.0.self_attn.q_proj.weight \[32, 32\] is \[\] there"
     refused(rf"it holds 20 of 21; {query}", held | {"state": state})
+    halves = held["state"] | {1: held["state"][1] | {"exp_avg_sq": torch.ones(32, 16)}}
+    refused(rf"it holds 21 of 21; {query}", held | {"state": halves})
     shorter = [decay | {"params": decay["params"][:-1]}, vectors]
     refused(r"the 21 parameters of the llama model, and it holds .*; lm_head", held | {"param_groups": shorter})
     refused(
