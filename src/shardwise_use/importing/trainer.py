@@ -26,7 +26,7 @@ from shardwise.base.errors import ConfigError, error_text, listing
 from shardwise.base.files import reason_of
 from shardwise.base.parsing import read_record
 from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
-from shardwise.checkpoint.format.writing import STREAM_BYTES, StreamedWeight
+from shardwise.checkpoint.format.writing import CONFIG, STREAM_BYTES, StreamedWeight
 from shardwise.checkpoint.storage.root import Buffer
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES
 from shardwise.config.optimizer import RatePoint
@@ -100,6 +100,13 @@ def _progress(
         per_rank = int(saved.get("train_batch_size") or arguments["per_device_train_batch_size"])
         keys["train.global_batch"] = per_rank * int(arguments["gradient_accumulation_steps"]) * ranks
         samples = step * keys["train.global_batch"]
+    model = read_record(folder / CONFIG)
+    if model.get("output_router_logits"):
+        keys["optimizer.router_pooled_loss"] = float(model["router_aux_loss_coef"])
+        notes.append(
+            "the Trainer's loss contains the balance loss, of each micro-batch by itself; here it is of the global "
+            "batch, and metrics.jsonl has it beside the loss"
+        )
     if opened.config.family == "gpt":
         notes.append(
             "losses of GPT-2 are larger here by the factor (S + 1) / S for rows of S targets: the Trainer divides them "
