@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import name_problem, reason_of, user_path
+from shardwise.base.foreign_folders import converter
 from shardwise.base.parsing import json_value
 
 SINGLE = "model.safetensors"
@@ -426,6 +427,8 @@ def without_weights(shown: str, names: Iterable[str]) -> str:
     names = sorted(names)
     if not names:
         return f"checkpoint.load ({shown}) must hold {SINGLE}: it is empty"
+    if way := converter(shown, names):
+        return f"checkpoint.load ({shown}) must be the folder of a model, and {way}"
     if pickled := listing([name for name in names if name.endswith(PICKLED)], most=_SHOWN):
         return (
             f"checkpoint.load ({shown}) must hold safetensors, and its weights are pickled ({pickled}): opening a "
