@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -25,6 +26,8 @@ from shardwise.base.parsing import json_value
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARDS = "shard-*-model-*.safetensors"
+"""Pattern of the files of torch's Hugging Face writer that no program has consolidated: each has parts of tensors."""
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -163,8 +166,8 @@ def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
     _check_id(load, folder, f"checkpoint.load ({load}) must be a folder with weights")
     return HubFiles(
         "checkpoint.load", load, revision,
-        ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS),
-        lacking=lambda names: None if SINGLE in names or INDEX in names else without_weights(load, names),
+        ("config.json", SINGLE, INDEX, "model-*.safetensors", SHARDS, *BESIDE_WEIGHTS),
+        lacking=lambda names: None if has_weights(names) else without_weights(load, names),
         check=check_weights,
     )  # fmt: skip
 
@@ -438,6 +441,16 @@ def without_weights(shown: str, names: Iterable[str]) -> str:
     return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {listing(names, most=_SHOWN)}"
 
 
+def shards(names: Iterable[str]) -> list[str]:
+    """The files of torch's Hugging Face writer among `names`, in order."""
+    return sorted(name for name in names if fnmatch(name, SHARDS))
+
+
+def has_weights(names: Collection[str]) -> bool:
+    """True if files with these names include safetensors weights."""
+    return SINGLE in names or INDEX in names or bool(shards(names))
+
+
 def check_weights(folder: Path) -> None:
     """Checks that a folder has safetensors weights.
 
@@ -451,7 +464,7 @@ def check_weights(folder: Path) -> None:
         raise ConfigError(f"checkpoint.load ({folder}) must be a folder with weights: {reason_of(error)}") from None
     if index is not None:
         indexed(index, folder, lambda name: name in names)
-    elif SINGLE not in names:
+    elif not has_weights(names):
         raise ConfigError(without_weights(str(folder), names))
 
 
