@@ -33,6 +33,24 @@ class StandIn:
         return "an object"
 
 
+class Record(StandIn):
+    """Stands for an object of a class that is never imported: what it was made of, and its fields.
+
+    Attributes:
+        value: the first argument that it was made with, which is the value of an enumeration; None without any.
+        fields: its fields by name.
+    """
+
+    def __init__(self, *arguments: object, **_: object) -> None:
+        self.value = arguments[0] if arguments else None
+        self.fields: dict[str, Any] = {}
+
+    def __setstate__(self, state: object) -> None:
+        # An object that was made by its class alone, without a call, has no fields before.
+        self.value = None
+        self.fields = dict(state) if isinstance(state, dict) else {}
+
+
 class Reference:
     """The reference of torch_xla, or of a program that copied it, to a tensor that has a file of its own.
 
@@ -64,11 +82,12 @@ _CLASSES: dict[str, type] = {
 }
 
 
-def load(path: Path, content: bytes | None = None, name: str = "") -> Any:
+def load(path: Path, records: tuple[str, ...] = (), *, content: bytes | None = None, name: str = "") -> Any:
     """The content of a file; its tensors stay in the file until they are read, where the format allows it.
 
     Args:
         path: the file.
+        records: packages, such as `transformers.`, each of whose objects becomes a `Record`.
         content: a part of the file that is such a file by itself, with its `name` for messages.
 
     Raises:
@@ -89,6 +108,7 @@ def load(path: Path, content: bytes | None = None, name: str = "") -> Any:
             # The names are read from the pickle without running it, so that all that are refused are named at once.
             names = torch.serialization.get_unsafe_globals_in_checkpoint(source())
             classes = {name: StandIn for name in names if name.startswith(_UNNEEDED_PACKAGES)} | _CLASSES
+            classes |= {name: Record for name in names if records and name.startswith(records)}
             if refused := sorted(set(names) - set(classes)):
                 raise ConfigError(
                     f"{where} is refused: beside tensors and plain values its pickle names {listing(refused)}, by "

@@ -25,7 +25,7 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.files import reason_of
 from shardwise.base.tensor_box import Box, segments
-from shardwise.checkpoint.format.manifest import TensorEntry
+from shardwise.checkpoint.format.manifest import MODEL, TensorEntry
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.checkpoint.storage.root import Buffer
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES
@@ -200,9 +200,9 @@ class LazyTensor:
     def entry(self) -> TensorEntry:
         return TensorEntry(self.shape, DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch.")), ())
 
-    def streamed(self, name: str) -> StreamedWeight:
+    def streamed(self, name: str, state: str = MODEL) -> StreamedWeight:
         """The tensor as one that is written; its dtype must be one that a weight may have."""
-        return StreamedWeight(name, DTYPE_NAMES[self.dtype], self.shape, self.segments)
+        return StreamedWeight(name, DTYPE_NAMES[self.dtype], self.shape, self.segments, state)
 
 
 # ---- folders
@@ -325,7 +325,7 @@ class DcpFolder:
         chunk = self.objects[name]
         with chunk.path.open("rb") as file:
             file.seek(chunk.start)
-            return pickled.load(chunk.path, file.read(chunk.length), name)
+            return pickled.load(chunk.path, content=file.read(chunk.length), name=name)
 
     def _fill(self, target: Tensor, chunk: _Chunk, box: Box, name: str) -> None:
         """Read a box of a chunk, counted from the chunk's start, into a tensor."""
