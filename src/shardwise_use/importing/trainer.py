@@ -16,11 +16,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError, error_text, listing
 from shardwise.base.files import reason_of
 from shardwise.base.parsing import read_record
 from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
@@ -41,6 +41,9 @@ _LEAVE = "or import the weights alone by --weights-only"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
 _LAYER = re.compile(r".*?\.(?:layers?|h)\.\d+\.")
 _LOSSES = 32
+_Groups: TypeAlias = Sequence[Mapping[str, Any]]
+_States: TypeAlias = Mapping[int, Mapping[str, Tensor]]
+"""The state of a parameter, by the number that the groups give it."""
 
 
 def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
@@ -63,12 +66,30 @@ def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{folder / _STATE} is damaged ({error}): put a copy of it back, {_LEAVE}") from None
+    groups, states = _read_optimizer(folder / OPTIMIZER)
+    arguments = _read_arguments(folder / _ARGUMENTS)
+    try:
+        progress, notes = _progress(opened, saved, groups, states, arguments, folder)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"{folder} must hold a training as a Trainer saves it: {error_text(error)}; {_LEAVE}"
+        ) from None
+    return replace(opened, progress=progress, notes=(*opened.notes, *notes))
+
+
+def _progress(
+    opened: ForeignModel,
+    saved: Mapping[str, Any],
+    groups: _Groups,
+    states: _States,
+    arguments: Mapping[str, Any],
+    folder: Path,
+) -> tuple[ForeignProgress, list[str]]:
+    """The progress that the content of the files tells, and sentences on what has no counterpart."""
     step, steps = (saved.get(key) for key in ("global_step", "max_steps"))
     if type(step) is not int or type(steps) is not int or not 0 < step <= steps:
         raise ConfigError(f"{folder / _STATE} must have a global_step ({step}) from 1 to its max_steps ({steps})")
-    groups, states = _read_optimizer(folder / OPTIMIZER)
     streamed, updates = _by_name(opened, groups, states, folder / OPTIMIZER)
-    arguments = _read_arguments(folder / _ARGUMENTS)
     keys, notes = _keys(arguments, groups, step, steps, opened.dtype)
     samples = None
     if arguments:
@@ -77,8 +98,7 @@ def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
         keys["train.global_batch"] = per_rank * int(arguments["gradient_accumulation_steps"]) * ranks
         samples = step * keys["train.global_batch"]
     tokens = saved.get("num_input_tokens_seen") or None
-    history = [entry for entry in saved.get("log_history") or () if "loss" in entry]
-    has_each = saved.get("logging_steps") == 1
+    losses = [float(entry["loss"]) for entry in saved.get("log_history") or () if "loss" in entry]
     progress = ForeignProgress(
         step,
         streamed,
@@ -86,19 +106,22 @@ def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
         tokens=None if tokens is None else int(tokens),
         updates=updates,
         keys=keys,
-        losses=tuple(float(entry["loss"]) for entry in history[-_LOSSES:]) if has_each else (),
+        # Others are means of many steps.
+        losses=tuple(losses[-_LOSSES:]) if saved.get("logging_steps") == 1 else (),
     )
-    return replace(opened, progress=progress, notes=(*opened.notes, *notes))
+    return progress, notes
 
 
 # ---- optimizer.pt
 
 
-def _read_optimizer(path: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Tensor]]]:
+def _read_optimizer(path: Path) -> tuple[_Groups, _States]:
     """The parameter groups and, by the parameter's number, the state of a torch AdamW."""
     held = pickled.load(path)
     groups, states = (held.get(key) if isinstance(held, dict) else None for key in ("param_groups", "state"))
-    if not isinstance(groups, list) or not isinstance(states, dict) or not groups or not states:
+    are_groups = isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
+    are_states = isinstance(states, dict) and all(isinstance(state, dict) for state in states.values())
+    if not (groups and states and are_groups and are_states):
         raise ConfigError(f"{path} must be the state of an optimizer after a step, and is none: {_LEAVE}")
     kept = {name for state in states.values() for name in state}
     wanted = {"step", *_MOMENTS}
@@ -122,7 +145,7 @@ class _Parameter:
 
 
 def _by_name(
-    opened: ForeignModel, groups: Sequence[Mapping[str, Any]], states: Mapping[int, Mapping[str, Tensor]], path: Path
+    opened: ForeignModel, groups: _Groups, states: _States, path: Path
 ) -> tuple[list[StreamedWeight], int | dict[str, int]]:
     """The moments by canonical name, and the updates of each weight."""
     shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(ROUTER_BIAS)}
@@ -218,7 +241,7 @@ def _read_arguments(path: Path) -> dict[str, Any]:
 
 
 def _keys(
-    arguments: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], step: int, steps: int, dtype: str
+    arguments: Mapping[str, Any], groups: _Groups, step: int, steps: int, dtype: str
 ) -> tuple[dict[str, Any], list[str]]:
     """Keys of shardwise with the Trainer's values, and sentences on what has no counterpart."""
     group = groups[0]
@@ -239,7 +262,7 @@ def _keys(
         )
         return keys, notes
     keys["optimizer.max_norm"] = float(arguments.get("max_grad_norm") or 0.0) or None
-    points = _points(arguments, rate, steps)
+    points = curve_points(arguments, rate, steps)
     if points is not None:
         curve = [RateAtStep(point.at, rate * point.factor, point.shape) for point in points]
         # What the scheduler has set for the next update tells whether the curve is the Trainer's.
@@ -266,7 +289,7 @@ def _keys(
     return keys, notes
 
 
-def _points(arguments: Mapping[str, Any], rate: float, steps: int) -> list[RatePoint] | None:
+def curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list[RatePoint] | None:
     """The Trainer's schedule as points of `optimizer.points`; None for one that they cannot tell."""
     schedule = arguments.get("lr_scheduler_type")
     given = arguments.get("lr_scheduler_kwargs") or {}
