@@ -29,7 +29,7 @@ from shardwise.config.optimizer import RatePoint
 from shardwise.optim.learning_rate import RateAtStep, rate_at
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
-from shardwise_use.importing.tensor_parallel_shards import Stacked
+from shardwise_use.importing.torch_dcp import LazyTensor
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -177,7 +177,7 @@ def _by_name(
         for name, place in parameter.parts.items():
             updates[name] = int(states[number]["step"])
             for state in _MOMENTS:
-                part = Stacked((states[number][state][place],))
+                part = LazyTensor.of(states[number][state][place])
                 streamed.append(StreamedWeight(name, part.entry.dtype, shapes[name], part.segments, state))
     common = set(updates.values())
     return streamed, common.pop() if len(common) == 1 else updates
