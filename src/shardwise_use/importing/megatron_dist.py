@@ -5,7 +5,7 @@
     SOURCE/iter_0000100/.metadata, *.distcp        a folder of torch.distributed.checkpoint
 
 As megatron/core/dist_checkpointing writes them. Tensors are whole, whatever the layout was: those of the layers are
-stacked on a leading axis, or numbered where layers differ; SwiGLU's gates stand above its up projections; Q, K and V are
+stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up projections; Q, K and V are
 fused by groups as in version 3. Moments have the names of their weights after `optimizer.state.exp_avg.`, and masters
 after `optimizer.state.fp32_param.` or `….param.`. The distributed optimizer writes its own buffers in their place,
 unless it is told to be `fully_reshardable`: for each rank of TP and PP
