@@ -132,8 +132,8 @@ class OptimizerConfig(Section):
         default=None,
         strict=False,
         examples=[["*.embed_tokens.weight"]],
-        description="patterns of the names of weights that do not decay, such as *.embed_tokens.weight; [] = all decay; "
-        "null = biases and norms do not",
+        description="patterns of the names of weights that do not decay, such as *.embed_tokens.weight; [] = all "
+        "decay; null = biases and norms do not",
     )
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay rates of the two moments")
     eps: float = Field(

@@ -4,11 +4,12 @@ SOURCE is a Hugging Face folder or hub id. If a Hugging Face Trainer saved optim
 optimizer's state, the step and the rates are imported too: DEST becomes the folder of a run, and `shardwise train
 --run-dir DEST` goes on. Otherwise the checkpoint is of step 0, and `checkpoint.load` starts from its weights.
 
-With --from SOURCE is the folder of a sharded checkpoint: megatron (Megatron-LM's `torch` format: GPT-2 and Llama
-models), neuronx-nemo-megatron (GPT and Llama models; FOLDER/NAME.ckpt if the ranks' folders hold several) or
-neuronx-distributed (Llama, GPT-NeoX and BERT models). The shards of all tensor- and pipeline-parallel ranks are
-combined; the optimizer's state is left out. Pickled files are opened in a way that runs no code in them. The command
-needs memory for only some rows of a tensor.
+With --from SOURCE is the folder of a sharded checkpoint. torchtitan (Llama 3 and Qwen 3 models) and olmo-core (OLMo 2
+and 3, Llama and Qwen 3 models) are imported with the state of AdamW, the step and the rates. Of megatron (Megatron-LM's
+`torch` format: GPT-2 and Llama models), neuronx-nemo-megatron (GPT and Llama models; FOLDER/NAME.ckpt if the ranks'
+folders hold several) and neuronx-distributed (Llama, GPT-NeoX and BERT models) the optimizer's state is left out. The
+shards of all ranks are combined. Pickled files are opened in a way that runs no code in them. The command needs memory
+for only some rows of a tensor.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ _HUB = "hugging-face"
 _MEGATRON = "megatron"
 _NEMO = "neuronx-nemo-megatron"
 _NEURONX = "neuronx-distributed"
+_TITAN = "torchtitan"
+_OLMO = "olmo-core"
 _OPTIONS = {
-    "config": ("--config", (_NEURONX,)),
+    "config": ("--config", (_NEURONX, _TITAN)),
     "revision": ("--revision", (_HUB,)),
     "vocab_size": ("--vocab-size", (_MEGATRON, _NEMO)),
-    "tokenizer": ("--tokenizer", (_MEGATRON, _NEMO, _NEURONX)),
+    "tokenizer": ("--tokenizer", (_MEGATRON, _NEMO, _NEURONX, _TITAN, _OLMO)),
     "allow_drift": ("--allow-drift", (_MEGATRON, _NEMO, _NEURONX)),
-    "ignore": ("--ignore", (_HUB, _NEURONX)),
+    "ignore": ("--ignore", (_HUB, _NEURONX, _TITAN)),
 }
 _RECIPE = "imported.yaml"
 """The file in a run's folder with the keys by which the run goes on as it began elsewhere."""
@@ -66,13 +69,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="kind",
         metavar="FORMAT",
-        choices=(_HUB, _MEGATRON, _NEMO, _NEURONX),
+        choices=(_HUB, _MEGATRON, _NEMO, _NEURONX, _TITAN, _OLMO),
         default=_HUB,
-        help=f"{_HUB} (default), {_MEGATRON}, {_NEMO} or {_NEURONX}",
+        help=f"{_HUB} (default), {_MEGATRON}, {_NEMO}, {_NEURONX}, {_TITAN} or {_OLMO}",
     )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
     parser.add_argument(
-        "--config", metavar="PATH", type=Path, help=f"{_NEURONX}: the model's Hugging Face config.json, or its folder"
+        "--config",
+        metavar="PATH",
+        type=Path,
+        help=f"{_NEURONX}, {_TITAN}: the model's Hugging Face config.json, or its folder",
     )
     parser.add_argument(
         "--vocab-size",
@@ -202,8 +208,8 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
         for name, (option, kinds) in _OPTIONS.items()
         if (value := getattr(arguments, name)) is not None and kind not in kinds
     ]
-    if kind == _NEURONX and arguments.config is None:
-        problems.append(f"--from {_NEURONX} needs --config PATH: its checkpoints do not describe their model")
+    if kind in (_NEURONX, _TITAN) and arguments.config is None:
+        problems.append(f"--from {kind} needs --config PATH: its checkpoints do not describe their model")
     if problems:
         raise ConfigError(problems)
 
@@ -214,6 +220,8 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
     from shardwise_use.importing.megatron import open_megatron
     from shardwise_use.importing.nemo import open_nemo
     from shardwise_use.importing.neuronx import open_neuronx
+    from shardwise_use.importing.olmo_core import open_olmo_core
+    from shardwise_use.importing.torchtitan import open_torchtitan
     from shardwise_use.importing.trainer import with_progress
 
     ignore = _names(arguments.ignore)
@@ -231,6 +239,11 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
     if arguments.kind == _NEURONX:
         with keys_renamed(_KEYS):
             opened = open_neuronx(source, user_path(arguments.config), allow_drift=drift, ignore=ignore)
+    elif arguments.kind == _TITAN:
+        with keys_renamed(_KEYS):
+            opened = open_torchtitan(source, user_path(arguments.config), ignore, weights_only=arguments.weights_only)
+    elif arguments.kind == _OLMO:
+        opened = open_olmo_core(source, weights_only=arguments.weights_only)
     else:
         open_shards = open_megatron if arguments.kind == _MEGATRON else open_nemo
         opened = open_shards(source, arguments.vocab_size or vocabulary, allow_drift=drift)

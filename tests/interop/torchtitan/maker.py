@@ -5,11 +5,12 @@ because their trainer asks for the memory of a GPU. Attention is their `ScaledDo
 their recipes needs a GPU or a compiler.
 """
 
+# ruff: noqa: E402
+
 import json
 import sys
 from pathlib import Path
 from typing import Any
-
 from unittest.mock import MagicMock
 
 import torch
@@ -28,7 +29,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models import llama3, qwen3
-from torchtitan.models.common import attention, config_utils
+from torchtitan.models.common import attention
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 
 VOCABULARY, WIDTH, LENGTH = 128, 64, 32
@@ -37,18 +38,20 @@ VOCABULARY, WIDTH, LENGTH = 128, 64, 32
 def model_config(spec: dict[str, Any]) -> Any:
     for module in (llama3, qwen3):
         module.get_attention_config = lambda backend: attention.ScaledDotProductAttention.Config()
-    common = dict(
-        dim=WIDTH, vocab_size=VOCABULARY, enable_weight_tying=spec["tied"],
-        tok_embeddings=llama3.Embedding.Config(
+    common = {
+        "dim": WIDTH, "vocab_size": VOCABULARY, "enable_weight_tying": spec["tied"],
+        "tok_embeddings": llama3.Embedding.Config(
             num_embeddings=VOCABULARY, embedding_dim=WIDTH,
             param_init=llama3._EMBEDDING_SKIP_INIT if spec["tied"] else llama3._EMBEDDING_INIT,
         ),
-        norm=llama3.RMSNorm.Config(normalized_shape=WIDTH, param_init=llama3._NORM_INIT),
-        lm_head=llama3.Linear.Config(
+        "norm": llama3.RMSNorm.Config(
+            normalized_shape=WIDTH, eps=1e-5 if spec["family"] == "llama3" else 1e-6, param_init=llama3._NORM_INIT
+        ),
+        "lm_head": llama3.Linear.Config(
             in_features=WIDTH, out_features=VOCABULARY, param_init=llama3._output_linear_init(WIDTH)
         ),
-    )  # fmt: skip
-    sizes = dict(n_layers=2, dim=WIDTH, n_heads=4, n_kv_heads=2, hidden_dim=96, attn_backend="sdpa")
+    }  # fmt: skip
+    sizes = {"n_layers": 2, "dim": WIDTH, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96, "attn_backend": "sdpa"}
     if spec["family"] == "llama3":
         rope = ComplexRoPE.Config(dim=16, max_seq_len=131072, theta=500000, scaling="llama")
         layers = llama3._build_llama3_layers(**sizes, rope=rope, fuse_qkv=spec["fused"])
@@ -110,11 +113,9 @@ def main(path: str) -> None:
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_weights(buffer_device="cpu")
-        for weight in model.parameters():  # norms that differ from 1, so that their decay is seen
+        for weight in model.parameters():
             if weight.dim() == 1:
-                weight.add_(torch.linspace(-0.5, 0.5, weight.shape[0]).to(weight.device)) if not hasattr(
-                    weight, "device_mesh"
-                ) else weight.mul_(1.5)
+                weight.mul_(1.5)  # so that the decay of norms is seen
     model.train()
     optimizer_config = default_adamw(lr=3e-3)
     optimizer_config.implementation = "for-loop"
