@@ -1,8 +1,8 @@
 """The published numbers of the tutorials' models and runs, as their recipes must have them.
 
 From the tutorials and scripts of AWS Neuron (neuronx-distributed and aws-neuron-samples), the models' own files on the
-Hugging Face hub, and, where those disagree or are silent, the papers and configurations that the recipe names. Keys of a
-recipe that are no publication's are not here.
+Hugging Face hub, and, where those disagree or are silent, the papers and configurations that the recipe names. Keys
+of a recipe that no publication gives are not here.
 """
 
 from dataclasses import dataclass
