@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
 from shardwise.base.parsing import json_value
-from shardwise.config import recipe_files
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.run_config import Config
 from shardwise.config.token_counts import parse_tokens, tokens_text
@@ -39,8 +38,11 @@ _VERSIONS = r"[-_.](base|it|pt|hf|instruct|chat|think|uncased|\d{4}|v[\d.]+)(?=[
 """Parts of a repository's name that do not change the shape of a model."""
 
 
-def place_of_model(named: str) -> Path | hub.HubFiles:
+def place_of_model(named: str, recipes: Iterable[str]) -> Path | hub.HubFiles:
     """The `config.json` that `named` leads to, or the files on the hub; no request is sent.
+
+    Args:
+        recipes: names of recipes, of which one may be named where the hub does not answer.
 
     Raises:
         ConfigError: it is neither a path nor a hub id.
@@ -50,7 +52,7 @@ def place_of_model(named: str) -> Path | hub.HubFiles:
         return path / CONFIG if path.is_dir() else path
     key = f"RECIPE ({named})"
     repository, revision = hub.revision_of(named, key)
-    same = next((name for name in recipe_files.recipe_names() if _shape(name) == _shape(Path(repository).name)), None)
+    same = next((name for name in recipes if _shape(name) == _shape(Path(repository).name)), None)
     return hub.HubFiles(
         "RECIPE", repository, revision, (CONFIG,),
         lacking=lambda names: None if CONFIG in names else f"{key} must hold {CONFIG}, and it has none",
@@ -59,35 +61,42 @@ def place_of_model(named: str) -> Path | hub.HubFiles:
     )  # fmt: skip
 
 
-def model_recipe(named: str, *, cached: bool = False) -> str:
-    """The YAML of the recipe that a model stands for; of a hub id its `config.json` alone is fetched.
+def comment_and_sections(
+    named: str, name: str, recipes: Iterable[str], *, cached: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """The comment and the sections of the recipe that a model stands for; of a hub id `config.json` alone is fetched.
 
     Args:
+        named: the path or hub id.
+        name: the recipe's name.
+        recipes: as in `place_of_model`.
         cached: open a hub id from the cache, without a request.
 
     Raises:
         ConfigError: it cannot be fetched, or is of a class of the user's own.
     """
-    place = place_of_model(named)
-    if not isinstance(place, Path) and named not in _FETCHED:
-        _FETCHED[named] = hub.obtain(place, cached=cached) / CONFIG
-    file = place if isinstance(place, Path) else _FETCHED[named]
-    section = _section(file)
+    place = place_of_model(named, recipes)
+    load = named
     tokenizer: str | None = named
     if isinstance(place, Path):
-        folder = file.parent
-        tokenizer = str(folder) if hub.holds_tokenizer([each.name for each in folder.iterdir()]) else None
-    load = named if not isinstance(place, Path) else str(file.parent)
+        file = place
+        load = str(file.parent)
+        tokenizer = load if hub.holds_tokenizer([each.name for each in file.parent.iterdir()]) else None
+    else:
+        if named not in _FETCHED:
+            _FETCHED[named] = hub.obtain(place, cached=cached) / CONFIG
+        file = _FETCHED[named]
+    section = _section(file)
     # Text for a trial fills a small vocabulary alone.
     trial = "" if tokenizer is not None or section.get("vocab_size", 0) <= 1 << 15 else " model.vocab_size=32768"
     own = "" if tokenizer is not None else " data.tokenizer=YOUR_TOKENIZER_FOLDER"
-    return (
-        f"# {recipe_files.recipe_name(named)}: the shape of {named}, with new weights; the training is ours.\n"
+    comment = (
+        f"# {name}: the shape of {named}, with new weights; the training is ours.\n"
         f"# From its weights:     checkpoint.load={load}\n"
         f"# Your own data:        data.path=YOUR_TEXT.jsonl{own}\n"
-        f"# For a trial:          data.dataset=python{trial}\n\n"
-        + recipe_files.dump_yaml(_values(file, section, tokenizer))
+        f"# For a trial:          data.dataset=python{trial}\n"
     )
+    return comment, _values(file, section, tokenizer)
 
 
 def remark(named: str, config: Config) -> str:

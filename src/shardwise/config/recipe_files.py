@@ -54,9 +54,10 @@ def recipe_text(recipe: str, *, cached: bool = False) -> str:
     """
     if is_model(recipe):
         # Costly to import, for a model alone.
-        from shardwise.config.model_recipes import model_recipe
+        from shardwise.config.model_recipes import comment_and_sections
 
-        return model_recipe(recipe, cached=cached)
+        comment, sections = comment_and_sections(recipe, recipe_name(recipe), recipe_names(), cached=cached)
+        return f"{comment}\n{dump_yaml(sections)}"
     is_file = recipe.endswith(_SUFFIXES) or "/" in recipe
     if not is_file and recipe not in recipe_names():
         near = nearest_name(recipe, recipe_names(), cutoff=0.4)

@@ -11,6 +11,7 @@ from shardwise.base.hub import HubFiles
 from shardwise.config import load_config, load_with, recipe_name, recipe_names, require_data
 from shardwise.config.model_recipes import place_of_model, remark
 from shardwise.config.recipe_files import is_model, own_data, recipe_text
+from tests.e2e.command import within
 from tests.unit.config.hub import FILES, QWEN3_8B
 
 
@@ -131,6 +132,30 @@ def test_the_recipe_of_a_repository_is_named() -> None:
     }
     assert {name for name in of.values() if name} <= set(recipe_names())
     for named, recipe in of.items():
-        place = place_of_model(named)
+        place = place_of_model(named, recipe_names())
         assert isinstance(place, HubFiles)
         assert place.hint == ("" if recipe is None else f"; the recipe {recipe} has the shape of this model")
+
+
+def test_the_commands_take_it(folder: Path) -> None:
+    """One line on standard error says what is taken; the rest is as for a recipe."""
+    shown = within("train", "Qwen3-8B", "--dry-run", "--device", "h100:8", "--nodes", "8", at=folder.parent)
+    assert shown.code == 0, shown.err
+    assert "Qwen3-8B: a dry run" in shown.out
+    assert "(8,190,735,360)" in shown.out
+    assert shown.err.startswith("the model has the shape of Qwen3-8B; its weights are new ")
+    assert len(shown.err.splitlines()) == 1
+    written = within("recipes", "Qwen3-8B", "--write", "my.yaml", at=folder.parent)
+    assert written.code == 0, written.err
+    again = within("train", "my.yaml", "--dry-run", "--device", "h100:8", "--nodes", "8", at=folder.parent).succeeded()
+    assert again.out.splitlines()[1:] == shown.out.splitlines()[1:]
+    wrong = within("plan", "Qwen3-8B", "--device", "h100:8", "--tokens", "100", at=folder.parent)
+    assert "--tokens (100) must be a number with k, M, B or T" in wrong.failed(2)
+
+
+@pytest.mark.slow
+def test_it_is_verified_in_miniature(folder: Path) -> None:
+    said = within("verify", "config.json", "--nproc", "2", "--layouts", "parallel.tensor=2", at=folder)
+    assert said.code == 0, said.out + said.err
+    assert "Qwen3-8B in miniature: qwen3, 4 blocks" in said.out
+    assert "layouts trained like one process" in said.out
