@@ -22,8 +22,8 @@ def load_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any] | Config, /, 
 
     Args:
         recipe: a shipped recipe's name (`shardwise recipes` lists them), a YAML file, a model (a hub id, its folder
-            or its `config.json`: docs/recipes.md), a mapping of sections, or a configuration, of which a changed copy is
-            returned.
+            or its `config.json`, see docs/recipes.md), a mapping of sections, or a configuration, of which a changed
+            copy is returned.
         overrides: sections with keys, or dotted keys. docs/configuration.md has all of them.
 
     Returns:
