@@ -24,7 +24,8 @@ from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.registered import provided
 from shardwise.base.units import counted
 from shardwise.cli import output
-from shardwise.cli.help import add_overrides
+from shardwise.cli.help import RECIPE_HELP, add_overrides
+from shardwise.cli.recipe_argument import load_recipe
 from shardwise.config import (
     Config,
     Layout,
@@ -58,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "recipe",
         metavar="RECIPE",
         nargs="?",
-        help="a shipped recipe's name, or a YAML file (default: the configuration of the run in --run-dir)",
+        help=f"{RECIPE_HELP} (default: the configuration of the run in --run-dir)",
     )
     add_overrides(parser, "train.steps=100")
     parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
@@ -461,7 +462,7 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
 
 
 def _config(arguments: argparse.Namespace) -> Config:
-    config = load_config(arguments.recipe, arguments.overrides)
+    config = load_recipe(arguments.recipe, arguments.overrides)
     config.let_change(check_changes(arguments.change))
     return config
 

@@ -19,8 +19,11 @@ from pathlib import Path
 from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
-from shardwise.config import dump_yaml, largest_stage, load_config, recipe_name
-from shardwise.config.recipe_files import carried_comments, own_data
+from shardwise.cli.help import RECIPE_HELP
+from shardwise.cli.recipe_argument import load_recipe
+from shardwise.config import dump_yaml, largest_stage, recipe_name
+from shardwise.config.recipe_files import carried_comments, is_model, own_data
+from shardwise.config.token_counts import parse_tokens
 from shardwise_plan.cli.against_run import compare_with_run
 from shardwise_plan.cli.devices import compare_devices, named_devices, prices
 from shardwise_plan.cli.layout_list import answer_facts, show
@@ -34,15 +37,13 @@ from shardwise_plan.run_stages import run_with_layout
 _MOST_ROWS = 10
 """Rows of the list without `--all`."""
 _OPTIONS = (
-    "recipe", "overrides", "device", "nodes", "objective", "price", "budget", "failures", "restart", "why", "all",
-    "write", "layout", "show_device", "calibrate", "output", "json", "html", "plot",
+    "recipe", "overrides", "device", "tokens", "nodes", "objective", "price", "budget", "failures", "restart", "why",
+    "all", "write", "layout", "show_device", "calibrate", "output", "json", "html", "plot",
 )  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help="a shipped recipe's name, or a YAML file; or the folder of a run"
-    )
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=f"{RECIPE_HELP}; or the folder of a run")
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as train.steps=100"
     )
@@ -52,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a device's name or YAML file, and the number of devices of a node; several, separated by commas, "
         "are compared",
     )
+    parser.add_argument("--tokens", metavar="N", help="tokens of the training, such as 1T; the same as train.steps=1T")
     parser.add_argument("--nodes", metavar="N[,N…]", help="machines; several numbers are compared (default: 1)")
     parser.add_argument("--objective", choices=OBJECTIVES, help="what the best layouts need least of (default: time)")
     parser.add_argument(
@@ -114,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("RECIPE must be named, or the folder of a run, or --calibrate or --show-device given")
     elif arguments.device is None:
         raise ConfigError("--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it")
-    elif Path(arguments.recipe).is_dir():
+    elif Path(arguments.recipe).is_dir() and not is_model(arguments.recipe):
         _require_alone(
             arguments, "RUN (whose keys are as they were)", "recipe", "device", "nodes", "all", "json", "write"
         )
@@ -138,7 +140,11 @@ def _require_alone(arguments: argparse.Namespace, subject: str, *allowed: str) -
 
 def _plan(arguments: argparse.Namespace) -> None:
     recipe: str = arguments.recipe
-    config = largest_stage(load_config(recipe, arguments.overrides))
+    if arguments.tokens is not None:
+        if parse_tokens(arguments.tokens) is None:
+            raise ConfigError(f"--tokens ({arguments.tokens}) must be a number with k, M, B or T, such as 300B or 1.5T")
+        arguments.overrides.append(f"train.steps={arguments.tokens}")
+    config = largest_stage(load_recipe(recipe, arguments.overrides))
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
     if arguments.budget is not None or "," in f"{arguments.nodes}{arguments.device}":
         # A rule of the batch would otherwise let each of the compared clusters train other tokens.
