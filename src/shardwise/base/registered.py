@@ -25,6 +25,7 @@ COMMAND_MODULES = {
 """Modules of the commands, and of the actions of commands, that are not in `shardwise.cli`."""
 _FUNCTIONS = {
     "cluster": "shardwise_plan.device_specs:cluster",
+    "plot_runs": "shardwise_watch.plot:plot_runs",
     "predicted_step": "shardwise_plan.plan_text:predicted_step",
     "draw_sample": "shardwise_use.generation:draw_sample",
     "evaluate_tasks": "shardwise_use.task_evaluation:evaluate_tasks",

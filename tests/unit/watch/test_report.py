@@ -469,6 +469,7 @@ def test_axes_have_round_numbers() -> None:
     )
     assert short([0.0, 5_000.0, 10_000.0]) == ["0", "5,000", "10,000"]
     assert short([0.0, 500_000.0, 1e6]) == ["0", "0.5 M", "1 M"]
+    assert short([100_000.0, 400_000.0]) == ["100 k", "400 k"]
     assert short([3e-5]) == ["3e-05"]
     assert time_ticks(100.0) == [(at, f"{at:g} s") for at in (0.0, 15.0, 30.0, 45.0, 60.0, 75.0, 90.0)]
     assert [text for _, text in time_ticks(5 * 3600.0)] == ["0 h", "1 h", "2 h", "3 h", "4 h", "5 h"]
