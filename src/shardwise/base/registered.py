@@ -29,6 +29,7 @@ _FUNCTIONS = {
     "predicted_step": "shardwise_plan.plan_text:predicted_step",
     "draw_sample": "shardwise_use.generation:draw_sample",
     "evaluate_tasks": "shardwise_use.task_evaluation:evaluate_tasks",
+    "recipe_of": "shardwise_use.porting.recipes:recipe_of",
     "cancel_waiting_jobs": "shardwise_jobs.jobs:cancel_waiting_jobs",
 }
 
