@@ -91,12 +91,16 @@ def require_readable(model: FamilyConfig, reader: str) -> tuple[str, ...]:
         elif result["is"] != "right":
             problems.append(f"{title} {_told(result)} a {model.family} with {_shown(line, value)}")
     if not problems:
-        return tuple(f"{title} was not tried with a {model.family} with {_shown(line, lines[line])}" for line in untried)
+        return tuple(
+            f"{title} was not tried with a {model.family} with {_shown(line, lines[line])}" for line in untried
+        )
     others = [
         name for name in readers
         if name != reader and all(of_family.get(line, {}).get(name, {}).get("is") == "right" for line in lines)
     ]  # fmt: skip
-    advice = f"right with this model are {listing(others)}" if others else "no program of docs/readers.md is right with it"
+    advice = (
+        f"right with this model are {listing(others)}" if others else "no program of docs/readers.md is right with it"
+    )
     raise ConfigError([*problems[:-1], f"{problems[-1]}: {advice}{see('readers#programs')}"])
 
 

@@ -59,21 +59,21 @@ def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
         return replace(opened, notes=(*opened.notes, note))
     try:
         saved = read_record(folder / _STATE)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"{folder / _STATE}, which has the step of {OPTIMIZER}, cannot be read ({reason_of(error)}): put it back, "
+            f"{folder / _STATE}, which has the step of {OPTIMIZER}, cannot be read ({reason}): put a copy of it back, "
             f"{_LEAVE}"
         ) from None
-    except ValueError as error:
-        raise ConfigError(f"{folder / _STATE} is damaged ({error}): put a copy of it back, {_LEAVE}") from None
     groups, states = _read_optimizer(folder / OPTIMIZER)
     arguments = _read_arguments(folder / _ARGUMENTS)
     try:
         progress, notes = _progress(opened, saved, groups, states, arguments, folder)
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ConfigError(
-            f"{folder} must hold a training as a Trainer saves it: {error_text(error)}; {_LEAVE}"
-        ) from None
+        problem = f"{folder} must hold a training as a Trainer saves it: {error_text(error)}; {_LEAVE}"
+        raise ConfigError(problem) from None
     return replace(opened, progress=progress, notes=(*opened.notes, *notes))
 
 
@@ -160,16 +160,12 @@ def _by_name(
         if [parameter.shape for parameter in parameters] == found:
             break
     else:
-        names = [next(iter(parameter.parts)) for parameter in parameters]
-        differing = next((at for at, (a, b) in enumerate(zip(parameters, found, strict=False)) if a.shape != b), None)
-        where = ""
-        if differing is not None:
-            shape = found[differing]
-            there = "has no state" if shape is None else f"has shape {list(shape)}"
-            where = f"; {names[differing]} {list(parameters[differing].shape)} {there} there"
+        pairs = [(next(iter(p.parts)), p.shape, shape) for p, shape in zip(parameters, found, strict=False)]
+        differing = [f"; {name} {list(a)} is {list(b or ())} there" for name, a, b in pairs if a != b]
         raise ConfigError(
-            f"{path} must hold the state of all {len(parameters)} parameters of the {opened.config.family} model, and "
-            f"it holds {len(states)} of {len(found)}{where}: it is of another model, or a part was frozen; {_LEAVE}"
+            f"{path} must hold the state of the {len(parameters)} parameters of the {opened.config.family} model, and "
+            f"it holds {len(states)} of {len(found)}{''.join(differing[:1])}: it is of another model, or a part was "
+            f"frozen; {_LEAVE}"
         )
     streamed: list[StreamedWeight] = []
     updates: dict[str, int] = {}
