@@ -32,16 +32,16 @@ _MAKERS = (
 _GROUP_KEYS = {"betas": "optimizer.betas", "eps": "optimizer.eps"}
 
 
-def newest_step(source: Path) -> Path:
-    """The folder of a step: SOURCE, or the newest in it or in its folder `checkpoint`."""
-    if (source / METADATA).exists():
+def newest_step(source: Path, inside: str = METADATA) -> Path:
+    """The folder of a step, which has a file or folder `inside`: SOURCE, or the newest in it or in its `checkpoint`."""
+    if (source / inside).exists():
         return source
     steps = {
         int(match[1]): folder
         for parent in (source, source / "checkpoint")
         if parent.is_dir()
         for folder in parent.iterdir()
-        if (match := _STEP.fullmatch(folder.name)) and folder.is_dir()
+        if (match := _STEP.fullmatch(folder.name)) and (folder / inside).exists()
     }
     return steps[max(steps)] if steps else source
 
