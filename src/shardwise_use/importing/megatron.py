@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints in its `torch` format: GPT-2 and Llama models, from `megatron.legacy` or Megatron Core.
+"""Megatron-LM's checkpoints in its `torch` format: GPT-2, Llama and Qwen models, of `megatron.legacy` or Megatron Core.
 
     SOURCE/latest_checkpointed_iteration.txt           a number, or "release"
     SOURCE/iter_0000100/mp_rank_TT/model_optim_rng.pt          tensor-parallel rank TT
@@ -34,10 +34,10 @@ from shardwise.base.foreign_folders import converter
 from shardwise.base.parsing import whole_number
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.writing import StreamedWeight
-from shardwise.config import GPTConfig, LlamaConfig
+from shardwise.config import GPTConfig
 from shardwise_use.importing import megatron_dist, pickled
 from shardwise_use.importing.hugging_face import ForeignModel
-from shardwise_use.importing.megatron_arguments import SIZES, choose_vocabulary, is_count, read_args
+from shardwise_use.importing.megatron_arguments import SIZES, MegatronConfig, choose_vocabulary, is_count, read_args
 from shardwise_use.importing.tensor_parallel_shards import Shards, rank_paths, require_ranks
 from shardwise_use.importing.torch_dcp import LazyTensor, is_dcp
 
@@ -62,6 +62,8 @@ _NAMES_IN_LAYER = (
     (r"self_attention\.linear_qkv\.(weight|bias)", "qkv"),
     (r"self_attention\.query\.(weight|bias)", "query"),
     (r"self_attention\.key_value\.(weight|bias)", "key_value"),
+    (r"self_attention\.q_layernorm\.(weight)", "q_norm"),
+    (r"self_attention\.k_layernorm\.(weight)", "k_norm"),
     (r"(?:self_)?attention\.dense\.(weight|bias)", "dense"),
     (r"self_attention\.linear_proj\.(weight|bias)", "dense"),
     (r"post_attention_(?:layer)?norm\.(weight|bias)", "post_norm"),
@@ -86,6 +88,7 @@ _MODULES = {
     "attn.c_attn": ("qkv", "qkv"), "attn.c_proj": ("dense", "rows"),
     "self_attn.q_proj": ("qkv", "q"), "self_attn.k_proj": ("qkv", "k"), "self_attn.v_proj": ("qkv", "v"),
     "self_attn.o_proj": ("dense", "rows"),
+    "self_attn.q_norm": ("q_norm", "copies"), "self_attn.k_norm": ("k_norm", "copies"),
     "mlp.c_fc": ("fc1", "columns"), "mlp.c_proj": ("fc2", "rows"),
     "mlp.gate_proj": ("fc1", "gate"), "mlp.up_proj": ("fc1", "up"), "mlp.down_proj": ("fc2", "rows"),
 }  # fmt: skip
@@ -142,7 +145,7 @@ def combined(
 
 def described(
     shards: Shards, args: Mapping[str, Any], vocab_size: int | None, *, legacy: bool
-) -> tuple[GPTConfig | LlamaConfig, list[str]]:
+) -> tuple[MegatronConfig, list[str]]:
     """The model that the arguments describe, and notes on arguments without a counterpart; its layers are counted."""
     padded = sum(len(part) for part in shards.parts("word.weight"))
     vocabulary = choose_vocabulary(args, padded, vocab_size, shards.where)
@@ -156,14 +159,14 @@ def described(
     return config, notes
 
 
-def canonical(shards: Shards, config: GPTConfig | LlamaConfig, version: int = 3) -> list[StreamedWeight]:
+def canonical(shards: Shards, config: MegatronConfig, version: int = 3) -> list[StreamedWeight]:
     """The canonical weights, or another tensor for each of them; `version`: of the checkpoint."""
     if config.tie_word_embeddings:
         shards.require_tied("word.weight", "head.weight")
     return shards.weights(canonical_shapes(config), tensors(shards, config, version))
 
 
-def tensors(shards: Shards, config: GPTConfig | LlamaConfig, version: int = 3) -> dict[str, LazyTensor]:
+def tensors(shards: Shards, config: MegatronConfig, version: int = 3) -> dict[str, LazyTensor]:
     """The canonical tensors by name."""
     return dict(_tensors(shards, config, version, canonical_shapes(config)))
 
@@ -338,7 +341,7 @@ def role_name(name: str, first: int) -> str | None:
 
 
 def _tensors(
-    shards: Shards, config: GPTConfig | LlamaConfig, version: int, names: Iterable[str]
+    shards: Shards, config: MegatronConfig, version: int, names: Iterable[str]
 ) -> Iterator[tuple[str, LazyTensor]]:
     """The canonical tensors of these names."""
     # Q, K and V, or gate and up, are asked for one by one and cut from one tensor.
@@ -373,7 +376,7 @@ def _tensors(
         yield name, (tensor.t if is_transposed else tensor)
 
 
-def _query_key_value(shards: Shards, config: GPTConfig | LlamaConfig, version: int, name: str) -> list[LazyTensor]:
+def _query_key_value(shards: Shards, config: MegatronConfig, version: int, name: str) -> list[LazyTensor]:
     """Q, K and V, each with the rows of all heads in order."""
     if shards.has(name.replace("qkv", "query")):
         return _separate_queries(shards, config, name)
@@ -402,7 +405,7 @@ def _query_key_value(shards: Shards, config: GPTConfig | LlamaConfig, version: i
     ]
 
 
-def _separate_queries(shards: Shards, config: GPTConfig | LlamaConfig, name: str) -> list[LazyTensor]:
+def _separate_queries(shards: Shards, config: MegatronConfig, name: str) -> list[LazyTensor]:
     """Q, K and V where the queries are a tensor of their own: K and V alternate head by head in another one."""
     g = config.num_key_value_heads
     d = config.head_dim

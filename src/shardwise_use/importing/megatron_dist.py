@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints in its `torch_dist` format, with the optimizer's state: GPT-2 and Llama models.
+"""Megatron-LM's checkpoints in its `torch_dist` format, with the optimizer's state: GPT-2, Llama and Qwen models.
 
     SOURCE/iter_0000100/metadata.json      names the format and its version
     SOURCE/iter_0000100/common.pt          "args", "iteration", "opt_param_scheduler", "optimizer": no large tensors
@@ -35,7 +35,7 @@ from shardwise.base.tensor_box import Box, segments
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.config.optimizer import RatePoint
 from shardwise.optim.learning_rate import RateAtStep, rate_at
-from shardwise_use.importing import megatron, pickled
+from shardwise_use.importing import megatron, megatron_arguments, pickled
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
 from shardwise_use.importing.tensor_parallel_shards import Shards
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
@@ -75,6 +75,7 @@ def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignMo
     """
     common = _common(folder)
     args = vars(common["args"])
+    megatron_arguments.require_known(args, str(folder))
     stored = DcpFolder.open(folder)
     weights = {name: tensor for name, tensor in stored.tensors.items() if ".optimizer." not in f".{name}"}
     shards = _shards(weights, str(folder))
@@ -92,6 +93,12 @@ def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignMo
         raise ConfigError(
             f"{folder / _COMMON} must tell of a training as Megatron-LM does: {error_text(error)}"
         ) from None
+    padding = len(shards.parts("word.weight")[0]) - config.vocab_size
+    if padding:
+        remarks.append(
+            f"Megatron-LM's loss counts {padding:,} rows of padding among the tokens, and here there are none: its "
+            f"loss is less by their probability (--vocab-size {config.vocab_size + padding} keeps them)"
+        )
     return replace(opened, progress=progress, notes=(*notes, *remarks))
 
 
@@ -138,7 +145,7 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
                 unknown.append(name)
     if unknown:
         names = listing(dict.fromkeys(unknown), most=_SHOWN)
-        raise ConfigError(f"{where} has {names}, which no GPT-2 or Llama has")
+        raise ConfigError(f"{where} has {names}, which its arguments do not tell of")
     shards = Shards(where, 1)
     shards.add([found], "in the checkpoint")
     shards.require_floats()
