@@ -249,6 +249,15 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     from shardwise.train.summary import dry_run
 
     kind, count = accelerators()
+    own = None
+    if config.model.is_own:
+        from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is
+
+        try:
+            own = own_shapes(chosen, _has_accelerator(cluster))
+        except ConfigError as error:
+            rows = [("not counted", str(error)), *rows]
+    sized = chosen if own is None else own.sized(chosen)
     is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
     text = dry_run(
         run_path.name if run_path is not None and is_recorded else recipe_name(arguments.recipe),
@@ -257,10 +266,11 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         kind,
         count > 0 if cluster is None else cluster.device.is_accelerator,
         rows,
-        None if cluster is None else provided("predicted_step")(chosen, layout, cluster),
+        None if cluster is None else provided("predicted_step")(sized, layout, cluster),
         continued=continued,
         full=arguments.full,
         recipe_config=config,
+        own=own,
     )
     output.raw(output.text(text))
     if input_problems:

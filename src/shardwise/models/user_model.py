@@ -71,6 +71,11 @@ def can_be_cut(family: str) -> bool:
     return "group" in _OwnClass.of(family).names
 
 
+def takes(family: str, argument: str) -> bool:
+    """Return whether the constructor of the class that `model.family` names takes an argument of the run."""
+    return argument in _OwnClass.of(family).names
+
+
 def build_user_model(
     config: Config,
     group: Group,
@@ -78,8 +83,12 @@ def build_user_model(
     sequence_parallel: bool,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    seeds: bool = True,
 ) -> nn.Module:
     """Build this rank's shard of the model that `model.family` names.
+
+    Args:
+        seeds: false for tensors without data, to leave torch's generators as they are.
 
     Raises:
         ConfigError: the class is refused (`check_user_model`) or cannot be made, or its parameters cannot be trained at
@@ -91,7 +100,8 @@ def build_user_model(
     values_of_run = (group, sequence_parallel, config.recompute, config.train.seed, device, dtype)
     run = {name: value for name, value in zip(RUN, values_of_run, strict=True) if name in user_class.names}
     # A class that takes no seed draws the same weights on every rank.
-    torch.manual_seed(config.train.seed)
+    if seeds:
+        torch.manual_seed(config.train.seed)
     chosen = execution()
     try:
         # Which layers are in blocks is known later, and only these multiply in fp8.
