@@ -200,7 +200,9 @@ def _ends(manifest: Mapping[str, Any]) -> str:
         return ""
     token, count = next(iter(manifest["last"]), (None, 0))
     if 2 * count > manifest["documents"]:
-        return f"; {'each row ends' if count == manifest['documents'] else f'{count:,} rows end'} with the token {token}"
+        return (
+            f"; {'each row ends' if count == manifest['documents'] else f'{count:,} rows end'} with the token {token}"
+        )
     return "; rows end with different tokens: data.append_eod=true puts an end of document after each"
 
 
