@@ -33,14 +33,14 @@ TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZERS = (
     (TOKENIZER,), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",),
-    ("gpt2-vocab.json", "gpt2-merges.txt"),
+    ("tekken.json",), ("gpt2-vocab.json", "gpt2-merges.txt"),
 )  # fmt: skip
 """Sets of files that are a tokenizer, in the order in which they are looked for; the last is Megatron-LM's names."""
 CHAT_TEMPLATES = "additional_chat_templates"
 """The folder of the chat templates that have names."""
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", *TOKENIZERS[-1],
-    "chat_template.jinja", "chat_template.json", f"{CHAT_TEMPLATES}/*.jinja",
+    "tekken.json", "chat_template.jinja", "chat_template.json", f"{CHAT_TEMPLATES}/*.jinja",
 )  # fmt: skip
 """Patterns of a tokenizer's files."""
 LICENCES = tuple(

@@ -33,7 +33,7 @@ def format_named(name: str) -> DataFormat:
 
 
 def format_of(data: DataConfig) -> DataFormat:
-    """The format of the data that the `data` section names: as its keys say, else as names and first rows at the path show.
+    """The format of the data that the `data` section names: as keys say, else names and first rows.
 
     A path that the system refuses counts as text: opening it will report the reason.
     """

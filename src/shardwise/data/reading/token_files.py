@@ -76,7 +76,8 @@ class FlatTokens:
         if not paths:
             raise DataError(f"data.path ({data.path}) names no files of tokens that exist: .bin, .npy or .ds")
         files, problems = [], []
-        for path in paths:
+        # Of a task without documents, datatrove leaves an empty file.
+        for path in [path for path in paths if path.stat().st_size] or paths:
             try:
                 with readable(path):
                     files.append(
