@@ -8,15 +8,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardwise.base import files, parsing, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
-from shardwise.runs.events import seconds_of
 from shardwise.runs.folder import RunDirectory, last_that_counts
 from shardwise_watch import overlay
 from shardwise_watch.run import RunView
+from shardwise_watch.step_metrics import StepSeries
 
 LOSSES = ("loss", "train/loss", "reduced_train_loss", "train_loss", "step loss", "step_loss", "lm loss", "value")
 """What a curve's loss may be called; the first of these that a curve has is read."""
@@ -24,62 +24,47 @@ _STEPS = ("step", "global_step", "iteration")
 _UNNAMED = {1: ("loss",), 2: ("step", "loss"), 3: ("time", "step", "loss")}
 """What the columns are that have no names, by their number; TensorBoard exports three."""
 
-_PLACES = {
-    "tokens": ("tokens", "num_input_tokens_seen", "n_tokens_seen", "throughput/total tokens"),
-    "time": ("time", "wall time", "wall_time", "timestamp", "_timestamp"),
-}
-"""What the tokens so far, and the time of a row, may be called."""
-
 _Rows = Iterable[Mapping[str, Any]]
 
 
-class LossCurve(NamedTuple):
-    """The finite losses of a training by their places on an axis, and the places whose losses are not finite."""
-
-    points: dict[float, float]
-    not_finite: list[float]
-
-
-def read_loss(path: Path, name: str | None, x: str, shift: int = 0) -> LossCurve:
-    """Read a loss curve over an axis of `overlay.AXES`. Of a run, losses that are not finite are told apart.
+def read_loss(path: Path, name: str | None, x: str, shift: int = 0) -> tuple[dict[float, float], list[float]]:
+    """The finite losses of a curve over an axis of `overlay.AXES`, and the places of a run's losses that are not.
 
     Args:
-        path, name: as for `read_curve`.
+        path, name: as for `read_curve`; over another axis than steps a run's folder or its metrics.jsonl.
         shift: added to the steps.
 
     Raises:
         ConfigError: as for `read_curve`, or the places on the axis are not known.
     """
-    folder = path.parent if path.name == "metrics.jsonl" else path
-    points: dict[float, float] = {}
-    not_finite: list[float] = []
-    if name is None and (folder / "metrics.jsonl").exists():
+    folder = path.parent if path.name == RunDirectory(path).metrics.name else path
+    series = StepSeries()
+    if name is None and RunDirectory(folder).metrics.exists():
         series = RunView(folder, all_steps=True).series
-        losses = zip(overlay.places_of(series, x), series.numbers["loss"], strict=True)
-        for place, loss in ((place, loss) for place, loss in losses if math.isfinite(place)):
-            if math.isfinite(loss):
-                points[place + shift] = loss
-            else:
-                not_finite.append(place + shift)
-        if series.steps and not (points or not_finite):
-            raise ConfigError(f"{path} must record {overlay.AXES[x]} in its steps for --x {x}, and it does not")
-    if not points:
-        points = {place + shift: loss for place, loss in read_curve(path, name, x).items()}
-    return LossCurve(points, not_finite)
+    elif x != "step":
+        raise ConfigError(
+            f"{path} must be a run's folder for --x {x}, without --loss: a curve in a file has steps alone"
+        )
+    pairs = zip(overlay.places_of(series, x), series.numbers["loss"], strict=True)
+    placed = [(place + shift, loss) for place, loss in pairs if math.isfinite(place)]
+    points = {place: loss for place, loss in placed if math.isfinite(loss)}
+    if series.steps and not placed:
+        raise ConfigError(f"{path} must record {overlay.AXES[x]} in its steps for --x {x}, and it does not")
+    # A run without a loss is refused in the words for other curves.
+    points = points or {step + shift: loss for step, loss in read_curve(path, name).items()}
+    return points, [place for place, loss in placed if not math.isfinite(loss)]
 
 
-def read_curve(path: Path, name: str | None = None, x: str = "step") -> dict[float, float]:
+def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
     """The loss of each step, in their order; where a step occurs twice, the last one counts, and none that was undone.
 
     Args:
         path: a run's folder, a file, or TensorBoard's events.
         name: what the loss is called; None: one of `LOSSES`.
-        x: axis of the result's places; time is counted from the first row.
 
     Raises:
         ConfigError: there is no curve, or a loss of it is no finite number.
     """
-    places: dict[int, float] = {}
     loss_names = LOSSES if name is None else (name.strip().lower(),)
     curves: dict[str, dict[int, object]] = {}
     names: dict[str, None] = {}
@@ -100,8 +85,6 @@ def read_curve(path: Path, name: str | None = None, x: str = "step") -> dict[flo
             if kept is not None and kept < last:
                 curves = {loss: {at: curve[at] for at in curve if at <= kept} for loss, curve in curves.items()}
             last = step
-            if x != "step" and losses:
-                places[step] = _place(fields, x, f"{path}: row {number:,}")
             for loss, value in losses.items():
                 curves.setdefault(loss, {})[step] = value
     except OSError as error:
@@ -116,18 +99,7 @@ def read_curve(path: Path, name: str | None = None, x: str = "step") -> dict[flo
         raise ConfigError(
             f"{path} must call its loss {listing(loss_names, 'or')}, and it has {has}: for B, --loss says another name"
         )
-    curve = {step: _finite(loss, f"{path}: the loss of step {step:,}") for step, loss in sorted(curves[chosen].items())}
-    begin = min(places.values()) if x == "time" else 0.0
-    return {step if x == "step" else places[step] - begin: loss for step, loss in curve.items()}
-
-
-def _place(fields: Mapping[str, Any], x: str, row: str) -> float:
-    """The tokens so far, or the seconds of a row's time, which may be a text as runs have it."""
-    value = next((fields[key] for key in _PLACES[x] if key in fields), None)
-    if value is None:
-        raise ConfigError(f"{row} must have {listing(_PLACES[x], 'or')} for --x {x}, and it has {listing(fields)}")
-    seconds = seconds_of({"time": value})
-    return seconds if math.isfinite(seconds) else _finite(value, f"{row}: its {x}")
+    return {step: _finite(loss, f"{path}: the loss of step {step:,}") for step, loss in sorted(curves[chosen].items())}
 
 
 def shown(text: str) -> str:
@@ -178,8 +150,7 @@ def _scalars(path: Path) -> _Rows:
 
     events = EventAccumulator(str(path), size_guidance={SCALARS: 0}).Reload()
     for tag in events.Tags()[SCALARS]:
-        for event in events.Scalars(tag):
-            yield {"step": event.step, "time": event.wall_time, tag: event.value}
+        yield from ({"step": event.step, tag: event.value} for event in events.Scalars(tag))
 
 
 def _of_json(path: Path, text: str) -> _Rows:

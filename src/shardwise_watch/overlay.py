@@ -20,7 +20,7 @@ Points = Mapping[float, float]
 """Finite values by their places on the axis, which grow."""
 
 
-def require_choices(x: str, smoothing: float, scale: str | None, names: Mapping[str, str]) -> None:
+def require_choices(x: object, smoothing: object, scale: str | None, names: Mapping[str, str]) -> None:
     """Refuse an axis, a smoothing or a logarithmic scale that there is not.
 
     Args:
@@ -45,7 +45,9 @@ def require_distinct(paths: Sequence[object], runs: Sequence[object]) -> None:
 
 def places_of(series: StepSeries, x: str) -> Sequence[float]:
     """Return the place of each step on an axis; NaN where it is unknown."""
-    return {"step": series.steps, "tokens": series.numbers["tokens"], "time": series.elapsed}[x]
+    if x == "step":
+        return series.steps
+    return series.elapsed if x == "time" else series.numbers["tokens"]
 
 
 def points_of(series: StepSeries, metric: str, x: str) -> dict[float, float]:
@@ -54,29 +56,27 @@ def points_of(series: StepSeries, metric: str, x: str) -> dict[float, float]:
     return {place: value for place, value in pairs if math.isfinite(place) and math.isfinite(value)}
 
 
-def smoothed(points: Points, smoothing: float, spacing: float) -> dict[float, float]:
-    """Return the exponential moving mean that TensorBoard shows, divided by the sum of its weights.
+def smoothed(curves: Mapping[str, Points], smoothing: float) -> dict[str, Points]:
+    """Return the exponential moving mean of each curve that TensorBoard shows, divided by the sum of its weights.
 
-    A value weighs `smoothing` times less at each `spacing` before the place: curves with other distances between their
-    points, such as runs of other batch sizes over tokens, are smoothed over equally long stretches.
+    A value weighs `smoothing` times less at each further step of the first curve, as long as it is on the axis: curves
+    with other distances between their points, such as runs of other batch sizes over tokens, are smoothed alike.
     """
-    if not smoothing:
-        return dict(points)
-    result = {}
-    total = weight = 0.0
-    before = math.inf
-    for place, value in points.items():
-        kept = smoothing ** min(1e3, max(0.0, place - before) / spacing)
-        total = kept * total + (1 - smoothing) * value
-        weight = kept * weight + (1 - smoothing)
-        result[place] = total / weight
-        before = place
+    first = next(iter(curves.values()), {})
+    spacing = statistics.median([b - a for a, b in pairwise(first)] or [1.0]) or 1.0
+    result: dict[str, Points] = {}
+    for name, points in curves.items():
+        total = weight = 0.0
+        before = math.inf
+        means = {}
+        for place, value in points.items():
+            kept = smoothing ** min(1e3, max(0.0, place - before) / spacing)
+            total = kept * total + (1 - smoothing) * value
+            weight = kept * weight + (1 - smoothing)
+            means[place] = total / weight
+            before = place
+        result[name] = means if smoothing else points
     return result
-
-
-def spacing_of(points: Points) -> float:
-    """Return the median distance of neighbouring points; 1 of fewer than two."""
-    return statistics.median([b - a for a, b in pairwise(points)] or [1.0]) or 1.0
 
 
 def differences(points: Points, first: Points, x: str) -> dict[float, float]:

@@ -65,7 +65,7 @@ def draw_curves(
     """
     if first is None:
         first = sum(not str(line.get_label()).startswith("_") for line in axes.lines)
-    spacing = overlay.spacing_of(next(iter(curves.values())))
+    shown = overlay.smoothed(curves, smoothing)
     for number, (name, points) in enumerate(curves.items()):
         look = {
             "color": COLOURS[(first + number) % len(COLOURS)],
@@ -75,8 +75,7 @@ def draw_curves(
         if smoothing:
             axes.plot([*points], [*points.values()], **look, linewidth=0.8, alpha=0.25)
         width, alpha = (4, 0.45) if number < broad else (1.2, 1)
-        shown = overlay.smoothed(points, smoothing, spacing)
-        axes.plot([*shown], [*shown.values()], **look, label=name or None, linewidth=width, alpha=alpha)
+        axes.plot([*shown[name]], [*shown[name].values()], **look, label=name or None, linewidth=width, alpha=alpha)
 
 
 def finish(axes: Any, title: str, x: str, log: str | None) -> None:

@@ -87,18 +87,15 @@ def run(arguments: argparse.Namespace) -> int:
     _require_choices(arguments, paths)
     read = [read_loss(paths[0], None, x), *(read_loss(path, arguments.loss, x, arguments.shift) for path in paths[1:])]
     names = {overlay.label(number): f"{overlay.label(number)}: {path}" for number, path in enumerate(paths)}
-    raw = {name: each.points for name, each in zip(names, read, strict=True)}
-    # One spacing for all curves: they are smoothed over equally long stretches.
-    spacing = overlay.spacing_of(raw["A"])
-    curves = {name: overlay.smoothed(points, arguments.smooth, spacing) for name, points in raw.items()}
+    raw = {name: points for name, (points, _) in zip(names, read, strict=True)}
+    curves = overlay.smoothed(raw, arguments.smooth)
     pairs = []
-    for path, name, each in [*zip(paths, names, read, strict=True)][1:]:
+    for path, name, (_, odd) in [*zip(paths, names, read, strict=True)][1:]:
         signed = overlay.differences(curves[name], curves["A"], x)
         if not signed:
             has = [f"{of} has {_extent(curves[letter], x)}" for of, letter in ((paths[0], "A"), (path, name))]
             raise ConfigError(f"A and {name} must have {_UNITS[x]}s in common: {'; '.join(has)}")
-        odd = sorted({*read[0].not_finite, *each.not_finite})
-        pairs.append(_Pair(paths[0], path, name, curves["A"], curves[name], signed, odd, x))
+        pairs.append(_Pair(paths[0], path, name, curves["A"], curves[name], signed, sorted({*read[0][1], *odd}), x))
     if plot is not None:
         _draw(plot, names, raw, pairs, arguments, tolerance)
     facts = [_facts(arguments, pair, tolerance) for pair in pairs]
@@ -121,10 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A and one of the others.
+    """A and another curve, `b`, whose letter is `name`.
 
     Attributes:
-        name: letter of the other one, `b`.
         points_of_a, points_of_b: their losses over the axis `x`, smoothed if asked for.
         signed: losses of B minus those of A, where both are.
         not_finite: places of losses that are not finite in one of the two.
@@ -152,9 +148,8 @@ def _require_choices(arguments: argparse.Namespace, paths: Sequence[Path]) -> No
     overlay.require_choices(
         arguments.x, arguments.smooth, arguments.log, {"x": "--x", "smoothing": "--smooth", "scale": "--log"}
     )
-    by_step = [("--bits", arguments.bits), (f"--shift ({arguments.shift})", arguments.shift)]
-    for option in (option for option, is_given in by_step if is_given and arguments.x != "step"):
-        raise ConfigError(f"{option} must be left out with --x {arguments.x}: it counts steps")
+    if arguments.x != "step" and (arguments.bits or arguments.shift):
+        raise ConfigError(f"--x {arguments.x} must be left out with --bits and --shift, which count steps")
     if arguments.bits and arguments.smooth:
         raise ConfigError(f"--smooth ({arguments.smooth}) must be left out with --bits, which compares the losses")
     # Two equal paths are a check of this command.
@@ -280,12 +275,10 @@ def _print_table(
     for pair, found in zip(pairs, facts, strict=True):
         if found["keys"] is not None:
             output.line(f"{pair.name}: {'; '.join(_keys_text(found, pair.name)) or 'no key differs from A'}")
-    failures = {"A": facts[0]["failures"]["a"]} | {
-        pair.name: found["failures"]["b"] for pair, found in zip(pairs, facts, strict=True)
-    }
-    for name, failure in failures.items():
-        if failure:
-            output.line(f"{name} failed {failure}")
+    failures = [("A", facts[0]["failures"]["a"])]
+    failures += [(pair.name, found["failures"]["b"]) for pair, found in zip(pairs, facts, strict=True)]
+    for name, failure in failures:
+        output.line(f"{name} failed {failure}") if failure else None
 
 
 def _tolerance(arguments: argparse.Namespace) -> float:
@@ -300,7 +293,7 @@ def _tolerance(arguments: argparse.Namespace) -> float:
     return tolerance
 
 
-def _first_of_growth(differences: Mapping[int, float]) -> int | None:
+def _first_of_growth(differences: Mapping[float, float]) -> float | None:
     """Return the step from which a difference grows that was no more than rounding before; None if none does so.
 
     A difference that begins with a jump, or that is no larger at the end than where it began, has another cause.
@@ -312,7 +305,7 @@ def _first_of_growth(differences: Mapping[int, float]) -> int | None:
     return steps[first] if max(differences[step] for step in steps[first:]) > differences[steps[first]] else None
 
 
-def _growth(differences: Mapping[int, float], grows_from: int) -> str:
+def _growth(differences: Mapping[float, float], grows_from: float) -> str:
     agreeing = [step for step in differences if step < grows_from]
     return (
         f"steps {min(agreeing):,} to {max(agreeing):,} agree within {_ROUNDING:g}, and the difference grows from step "
@@ -454,7 +447,7 @@ def _draw_in_terminal(
     # Costly to import, for a drawing alone.
     from rich.console import Console
 
-    from shardwise_watch.screen.overlaid import colour, overlaid
+    from shardwise_watch.screen.overlaid import COLOURS, overlaid
 
     console = Console(highlight=False, markup=False)
     log = arguments.log or ""
@@ -464,4 +457,4 @@ def _draw_in_terminal(
         for line in overlaid(title, each, console.width, arguments.x, logarithmic):
             console.print(line, no_wrap=True, crop=True)
     for number, name in enumerate(names.values()):
-        console.print(f" {output.printable(name)}", style=colour(number), soft_wrap=True)
+        console.print(f" {output.printable(name)}", style=COLOURS[number % len(COLOURS)], soft_wrap=True)

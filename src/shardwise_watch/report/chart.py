@@ -61,11 +61,13 @@ class Mark:
         steps_before: steps before the line.
         text: what happened there.
         label: text beside the line, where there is room for it.
+        run: letters of the run whose step this is.
     """
 
     steps_before: int
     text: str
     label: str = ""
+    run: str = ""
 
     @property
     def place(self) -> float:

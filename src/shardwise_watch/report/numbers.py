@@ -201,7 +201,7 @@ def difference(a: float, b: float) -> float:
     return math.inf if a else 0.0
 
 
-def columns(steps: Sequence[int], values: Sequence[float], count: int = _COLUMNS) -> list[Column]:
+def columns(steps: Sequence[float], values: Sequence[float], count: int = _COLUMNS) -> list[Column]:
     """Reduce a curve to at most `count` columns of equally many values; columns without a finite one are left out."""
     all_columns = columns_of(steps, values, equal_counts(len(steps), count))
     return [column for column in all_columns if column is not None]

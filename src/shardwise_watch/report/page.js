@@ -112,11 +112,10 @@ function redrawn(shown, figure, svg) {
     if (x < left + 12) return;
     html += `<text x="${x}" y="${box.height - 8}" text-anchor="${anchor}">${text}</text>`;
   });
-  for (const [run, marks] of shown.by ? [] : Object.entries(page.marks))
-    for (const [step, text] of marks) {
-      const [x] = [placeOf(run, step)], line = `x1="${px(x)}" x2="${px(x)}" y1="${top}" y2="${top + height}"`;
-      if (x !== null && x >= low && x <= high) html += `<g class="mark"><title>${escaped(text)}</title><line ${line}/><line class="near" ${line}/></g>`;
-    }
+  for (const [run, step, text] of shown.by ? [] : page.marks) {
+    const x = placeOf(runOf(run), step), line = `x1="${px(x)}" x2="${px(x)}" y1="${top}" y2="${top + height}"`;
+    if (x !== null && x >= low && x <= high) html += `<g class="mark"><title>${escaped(text)}</title><line ${line}/><line class="near" ${line}/></g>`;
+  }
   html += `<svg x="${left}" y="${top}" width="${width}" height="${height}" viewBox="${left} ${top} ${width} ${height}">`;
   for (const [, ends] of breaks)
     if (ends.length) html += `<rect class="break" x="${px(ends[0][0])}" y="${top}" width="${Math.max(2, px(ends[1][0]) - px(ends[0][0]))}" height="${height}"/>`;

@@ -45,7 +45,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
 
     Args:
         reports: results of `report_of`.
-        compared: result of `comparison` for two runs.
+        compared: result of `comparison` for several runs.
     """
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     # Names and texts come from files that anybody may have written, so all but `Markup` is escaped.
@@ -65,7 +65,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         "whole": "{:,}".format,
     }
     names = _names(reports)
-    is_pair = compared is not None and len(reports) == 2
+    pair = compared if len(reports) == 2 else None
     return environment.get_template("page.html").render(
         title=" and ".join(str(report["run"]) for report in reports),
         runs=[
@@ -73,12 +73,10 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
             for number, (report, name) in enumerate(zip(reports, names, strict=True))
         ],
         opening=Markup(
-            _common_losses(compared, reports)
-            if compared and is_pair
-            else _metric_chart(reports, names, _LOSS, chart.LARGE)
+            _common_losses(pair, reports) if pair else _metric_chart(reports, names, _LOSS, chart.LARGE)
         ),
         difference=Markup(_differences(compared)) if compared else "",
-        charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=is_pair) if drawn],
+        charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=pair is not None) if drawn],
         places=Markup(chart.attribute(_places(reports, names))),
         compared=compared,
         left=chart.LEFT,
@@ -105,12 +103,10 @@ def _letter(name: str) -> str:
 
 
 def _places(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Collect what the script needs to draw charts over other axes: the places of steps, and the marks, by run."""
-    of_runs = zip(names, reports, _prefixes(reports), strict=True)
-    marks = {_letter(name): _marks([report], prefix)[1] for name, report, prefix in of_runs}
+    """Collect what the script needs to draw charts over other axes: the places of steps by run, and the marks."""
     return {
         "places": {_letter(name): report["places"] for name, report in zip(names, reports, strict=True)},
-        "marks": {name: [[mark.place, mark.text, mark.label] for mark in of_run] for name, of_run in marks.items()},
+        "marks": [[mark.run, mark.place, mark.text] for mark in _marks(reports)[1]],
     }
 
 
@@ -138,21 +134,19 @@ def _common_losses(compared: Mapping[str, Any], reports: Sequence[Mapping[str, A
     return chart.line_chart(title, curves, notes=notes, marks=marks, size=chart.LARGE)
 
 
-def _prefixes(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [f"{label(number)}, " if len(reports) > 1 else "" for number in range(len(reports))]
-
-
-def _marks(reports: Sequence[Mapping[str, Any]], *prefixes: str) -> tuple[list[str], list[chart.Mark]]:
+def _marks(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[chart.Mark]]:
     """Return a note for each of the last changes of the layout, and marks for all changes and for each later start."""
     notes: list[str] = []
     marks: list[chart.Mark] = []
-    for prefix, report in zip(prefixes or _prefixes(reports), reports, strict=True):
+    for number, report in enumerate(reports):
+        run = label(number)
+        prefix = f"{run}, " if len(reports) > 1 else ""
         changes = {}
         for (_, former), (steps_before, layout) in itertools.pairwise(report["layouts"]):
             text = f"{prefix}layout after step {steps_before:,}: {former} → {layout}"
-            changes[steps_before] = chart.Mark(steps_before, text, layout)
+            changes[steps_before] = chart.Mark(steps_before, text, layout, run)
         starts = {
-            steps_before: chart.Mark(steps_before, f"{prefix}{kind} after step {steps_before:,}")
+            steps_before: chart.Mark(steps_before, f"{prefix}{kind} after step {steps_before:,}", run=run)
             for steps_before, kind in report["later_starts"][-_MOST_STARTS:]
         }
         notes += [mark.text for mark in changes.values()]
