@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,9 @@ def test_the_printed_command_goes_on_at_another_layout(begun: Begun) -> None:
 
 
 def test_what_is_told_of_the_import(begun: Begun) -> None:
+    shutil.copytree(begun.at / "run", begun.at / "held")
+    (begun.at / "held/config.yaml").touch()
+    assert "DEST (held) must hold no run yet" in begun.again("held").failed(2)
     outcome = begun.again("weights", "--weights-only").succeeded()
     assert "start from it: shardwise train RECIPE checkpoint.load=" in outcome.out
     assert (begun.at / "weights/step-00000000/manifest.json").is_file()

@@ -37,7 +37,7 @@ _ARGUMENTS = "training_args.bin"
 _PACKAGES = ("transformers.", "accelerate.", "trl.")
 """Packages whose classes a training_args.bin may name: each object becomes a record."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_LEAVE = "or import the weights alone by --weights-only"
+_LEAVE = "import the weights alone by --weights-only"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
 _LAYER = re.compile(r".*?\.(?:layers?|h)\.\d+\.")
 _LOSSES = 32
@@ -63,7 +63,7 @@ def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
         reason = reason_of(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(
             f"{folder / _STATE}, which has the step of {OPTIMIZER}, cannot be read ({reason}): put a copy of it back, "
-            f"{_LEAVE}"
+            f"or {_LEAVE}"
         ) from None
     groups, states = _read_optimizer(folder / OPTIMIZER)
     arguments = _read_arguments(folder / _ARGUMENTS)
@@ -97,6 +97,11 @@ def _progress(
         per_rank = int(saved.get("train_batch_size") or arguments["per_device_train_batch_size"])
         keys["train.global_batch"] = per_rank * int(arguments["gradient_accumulation_steps"]) * ranks
         samples = step * keys["train.global_batch"]
+    if opened.config.family == "gpt":
+        notes.append(
+            "losses of GPT-2 are larger here by the factor (S + 1) / S for rows of S targets: the Trainer divides them "
+            "by their S + 1 labels"
+        )
     tokens = saved.get("num_input_tokens_seen") or None
     losses = [float(entry["loss"]) for entry in saved.get("log_history") or () if "loss" in entry]
     progress = ForeignProgress(
@@ -128,7 +133,7 @@ def _read_optimizer(path: Path) -> tuple[_Groups, _States]:
     if kept != wanted or not all(state.keys() == wanted for state in states.values()):
         raise ConfigError(
             f"{path} must hold the state of AdamW ({listing(sorted(wanted))}), and it holds {listing(sorted(kept))}, "
-            f"of another optimizer: go on where it was made, {_LEAVE}"
+            f"of another optimizer: go on where it was made, or {_LEAVE}"
         )
     for group in groups:
         if not group.get("decoupled_weight_decay", True) and group["weight_decay"]:
@@ -150,7 +155,8 @@ def _by_name(
     """The moments by canonical name, and the updates of each weight."""
     shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(ROUTER_BIAS)}
     numbers = [number for group in groups for number in group["params"]]
-    found = [tuple(states[number]["exp_avg"].shape) if number in states else None for number in numbers]
+    of_both = [{tuple(states[number][state].shape) for state in _MOMENTS if number in states} for number in numbers]
+    found = [found_shapes.pop() if len(found_shapes) == 1 else () for found_shapes in of_both]
     # Some families have the router of a layer before its experts.
     for router_first in (True, False):
         parameters = _parameters(shapes, opened.config.family, router_first=router_first)
@@ -161,7 +167,7 @@ def _by_name(
             break
     else:
         pairs = [(next(iter(p.parts)), p.shape, shape) for p, shape in zip(parameters, found, strict=False)]
-        differing = [f"; {name} {list(a)} is {list(b or ())} there" for name, a, b in pairs if a != b]
+        differing = [f"; {name} {list(a)} is {list(b)} there" for name, a, b in pairs if a != b]
         raise ConfigError(
             f"{path} must hold the state of the {len(parameters)} parameters of the {opened.config.family} model, and "
             f"it holds {len(states)} of {len(found)}{''.join(differing[:1])}: it is of another model, or a part was "
@@ -229,10 +235,10 @@ def _read_arguments(path: Path) -> dict[str, Any]:
     try:
         record = pickled.load(path, records=_PACKAGES)
     except ConfigError as error:
-        fix = f"move {path.name} away to import without its rates, {_LEAVE}"
+        fix = f"move {path.name} away to import without its rates, or {_LEAVE}"
         raise ConfigError([f"{problem}; {fix}" for problem in error.problems]) from None
     if not isinstance(record, pickled.Record):
-        raise ConfigError(f"{path} must hold TrainingArguments, and holds none: move it away, {_LEAVE}")
+        raise ConfigError(f"{path} must hold TrainingArguments, and holds none: move it away, or {_LEAVE}")
     return {name: value.value if isinstance(value, pickled.Record) else value for name, value in record.fields.items()}
 
 
