@@ -21,7 +21,11 @@ from tests.dist.training import make_config
 from tests.hugging_face import make
 
 BEFORE, AFTER, BATCH = 6, 10, 8
-FAMILIES = {"llama": {}, "gpt": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, "qwen3_moe": {}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "qwen3_moe": {},
+}
 
 
 @dataclass(frozen=True)

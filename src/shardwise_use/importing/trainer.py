@@ -13,23 +13,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, error_text, listing
 from shardwise.base.files import reason_of
 from shardwise.base.parsing import read_record
 from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
-from shardwise.checkpoint.format.writing import StreamedWeight
+from shardwise.checkpoint.format.writing import CONFIG, STREAM_BYTES, StreamedWeight
+from shardwise.checkpoint.storage.root import Buffer
+from shardwise.checkpoint.weight_writers import DTYPE_NAMES
 from shardwise.config.optimizer import RatePoint
 from shardwise.optim.learning_rate import RateAtStep, rate_at
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
-from shardwise_use.importing.torch_dcp import LazyTensor
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -97,6 +100,13 @@ def _progress(
         per_rank = int(saved.get("train_batch_size") or arguments["per_device_train_batch_size"])
         keys["train.global_batch"] = per_rank * int(arguments["gradient_accumulation_steps"]) * ranks
         samples = step * keys["train.global_batch"]
+    model = read_record(folder / CONFIG)
+    if model.get("output_router_logits"):
+        keys["optimizer.router_pooled_loss"] = float(model["router_aux_loss_coef"])
+        notes.append(
+            "the Trainer's loss contains the balance loss, of each micro-batch by itself; here it is of the global "
+            "batch, and metrics.jsonl has it beside the loss"
+        )
     if opened.config.family == "gpt":
         notes.append(
             "losses of GPT-2 are larger here by the factor (S + 1) / S for rows of S targets: the Trainer divides them "
@@ -179,10 +189,18 @@ def _by_name(
         for name, place in parameter.parts.items():
             updates[name] = int(states[number]["step"])
             for state in _MOMENTS:
-                part = LazyTensor.of(states[number][state][place])
-                streamed.append(StreamedWeight(name, part.entry.dtype, shapes[name], part.segments, state))
+                moment = states[number][state][place]
+                dtype = DTYPE_NAMES[moment.dtype]
+                streamed.append(StreamedWeight(name, dtype, shapes[name], partial(_segments, moment), state))
     common = set(updates.values())
     return streamed, common.pop() if len(common) == 1 else updates
+
+
+def _segments(tensor: Tensor) -> Iterator[Buffer]:
+    """The bytes of a tensor in a mapped file: they are not copied."""
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(data), STREAM_BYTES):
+        yield data[start : start + STREAM_BYTES]
 
 
 def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, router_first: bool) -> list[_Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -107,6 +108,18 @@ def test_a_schedule_without_counterpart_is_told(tmp_path: Path) -> None:
     assert (found.progress.keys["precision.mode"], found.progress.keys["optimizer.max_norm"]) == ("mixed", None)
     (note,) = found.notes
     assert note.startswith("the schedule (inverse_sqrt) has no counterpart here: its next rate is 0.000")
+
+
+def test_the_balance_loss_goes_on(tmp_path: Path) -> None:
+    folder = save("qwen3_moe", tmp_path)
+    assert "optimizer.router_pooled_loss" not in opened(folder).progress.keys  # type: ignore[union-attr]
+    config = json.loads((folder / "config.json").read_text())
+    balanced = config | {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    (folder / "config.json").write_text(json.dumps(balanced))
+    found = opened(folder)
+    assert found.progress is not None
+    assert found.progress.keys["optimizer.router_pooled_loss"] == 0.02
+    assert "the Trainer's loss contains the balance loss" in found.notes[0]
 
 
 def test_what_is_missing_is_told(saved: Path) -> None:
