@@ -444,7 +444,11 @@ def without_weights(shown: str, names: Iterable[str]) -> str:
             "pickle can run any code that its author put there. If you trust it, convert it by transformers: "
             "from_pretrained(…), then save_pretrained(…)"
         )
-    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {listing(names, most=_SHOWN)}"
+    fix = ""
+    if not {".metadata", "model_and_optim"}.isdisjoint(names):
+        fix = ", a distributed checkpoint of torch: import it by `shardwise checkpoint import --from torchtitan`, "
+        fix += "`olmo-core` or `megatron`"
+    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {listing(names, most=_SHOWN)}{fix}"
 
 
 def shards(names: Iterable[str]) -> list[str]:
