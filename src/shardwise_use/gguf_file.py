@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -26,11 +26,10 @@ from shardwise.base.hub import TOKENIZER, TOKENIZER_CONFIG
 from shardwise.base.parsing import json_object
 from shardwise.base.registered import optional_library
 from shardwise.checkpoint.format.export_checkpoint import Export
-from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids, validated
-from shardwise.checkpoint.format.safetensors import DTYPES
+from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
 from shardwise.checkpoint.format.writing import StreamedWeight, require_room
 from shardwise.checkpoint.storage.root import Buffer, Root
-from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.rope_scaling import LENGTH
 from shardwise.config.routing import Routing
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
@@ -52,14 +51,6 @@ _IN_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")
 """Matrices that llama.cpp computes with in float32 alone; so it does with all vectors."""
 
 
-@dataclass(frozen=True)
-class WrittenFile:
-    """A file that was written, and sentences for the user about it."""
-
-    path: Path
-    notes: tuple[str, ...]
-
-
 class GGUFExport:
     """An export into one file, planned before anything is written.
 
@@ -75,7 +66,7 @@ class GGUFExport:
         self._gguf = optional_library("gguf", "--gguf needs", "gguf")
         self.export = Export(folder, dtype)
         self._in_float32 = {weight.name: weight for weight in Export(folder, "float32").weights}
-        self.model = validated(from_hugging_face(self.export.described, str(folder)), str(folder))
+        self.model = self.export.model
         if self.model.family not in _ARCHITECTURES:
             raise ConfigError(
                 f"the model's family ({self.model.family}) must be one that llama.cpp generates text with: "
@@ -90,8 +81,13 @@ class GGUFExport:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def write(self, path: Path, progress: Callable[[int], None] | None = None) -> WrittenFile:
-        """Write the file, which appears complete or not at all.
+    @property
+    def dtypes(self) -> set[str]:
+        """The formats of the tensors, as torch names them."""
+        return {FLOATING[tensor.dtype] for tensor in self.tensors}
+
+    def write(self, path: Path, progress: Callable[[int], None] | None = None) -> tuple[str, ...]:
+        """Write the file, which appears complete or not at all; returns sentences for the user about it.
 
         Raises:
             ConfigError: it exists. RunError: out of space, or the like. What reading the weights raises.
@@ -111,7 +107,9 @@ class GGUFExport:
         finally:
             with contextlib.suppress(OSError):
                 partial_path.unlink()
-        return WrittenFile(path, self._notes)
+        if self.vocabulary is None:
+            return ("the checkpoint has no tokenizer: llama.cpp opens the file, and takes ids alone",)
+        return self.vocabulary.notes
 
     def _write(self, path: Path, progress: Callable[[int], None] | None) -> None:
         writer = self._gguf.GGUFWriter(path, self.architecture)
@@ -137,12 +135,6 @@ class GGUFExport:
         finally:
             with contextlib.suppress(OSError):  # a full disk is told by the write that failed
                 writer.close()
-
-    @cached_property
-    def _notes(self) -> tuple[str, ...]:
-        if self.vocabulary is None:
-            return ("the checkpoint has no tokenizer: llama.cpp opens the file, and takes ids alone",)
-        return self.vocabulary.notes
 
     # ---- tensors
 

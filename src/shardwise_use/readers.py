@@ -7,6 +7,7 @@ values, and one for each key at another value. A model is described by the same 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,10 @@ from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.config import FamilyConfig
 
 GGUF = "gguf"
-"""The column of llama.cpp with files of `--gguf`."""
+"""The name of llama.cpp with files of `--gguf`."""
+TOLERANCE = 0.005
+"""Largest difference of a log-probability that is rounding: llama.cpp has GELU as a table in float16 (0.002)."""
+_PAGE = see("readers#programs")
 PLAIN = "defaults"
 """The line of a family at its default values."""
 _SIZES = (
@@ -48,17 +52,24 @@ def lines_of(model: FamilyConfig) -> dict[str, Any]:
             lines[f"{key}={word}" if isinstance(word, str) else key] = value
     if model.head_dim * model.num_attention_heads != model.hidden_size:
         lines["head_dim"] = model.head_dim
+    if not model.gated and model.intermediate_size != 4 * model.hidden_size:
+        lines["intermediate_size"] = model.intermediate_size
     return lines
 
 
 @cache
 def record() -> dict[str, Any]:
-    """The record: `readers` (name → title, version) and `lines` (family → line → name → result).
+    """The record: `readers` (name → title and version) and `lines` (family → line → name → result).
 
-    A result has `is` (right, wrong or refused), and `by` (the largest difference of a log-probability) or `says`.
+    A result has `by`, the largest difference of a log-probability, or `says`, what the program refuses the model with.
     """
     recorded: dict[str, Any] = json.loads(Path(__file__).with_name("readers.json").read_text(encoding="utf-8"))
     return recorded
+
+
+def is_right(result: Mapping[str, Any] | None) -> bool:
+    """True if a program computes what the model computes, up to its rounding."""
+    return result is not None and result.get("by", math.inf) <= TOLERANCE
 
 
 def require_readable(model: FamilyConfig, reader: str) -> tuple[str, ...]:
@@ -78,38 +89,30 @@ def require_readable(model: FamilyConfig, reader: str) -> tuple[str, ...]:
     if reader not in readers:
         near = nearest_name(reader, readers)
         hint = f"did you mean {near}?" if near else f"valid are {listing(readers)}"
-        raise ConfigError(f"--for ({reader}) must be a program of docs/readers.md: {hint}{see('readers#programs')}")
+        raise ConfigError(f"--for ({reader}) must be a program that models were tried with: {hint}{_PAGE}")
     of_family: Mapping[str, Any] = record()["lines"].get(model.family, {})
     lines = {PLAIN: None, **lines_of(model)}
     title = f"{readers[reader]['title']} {readers[reader]['version']}"
-    problems = []
-    untried = []
-    for line, value in lines.items():
-        result = of_family.get(line, {}).get(reader)
-        if result is None:
-            untried.append(line)
-        elif result["is"] != "right":
-            problems.append(f"{title} {_told(result)} a {model.family} with {_shown(line, value)}")
-    if not problems:
-        return tuple(
-            f"{title} was not tried with a {model.family} with {_shown(line, lines[line])}" for line in untried
-        )
-    others = [
-        name for name in readers
-        if name != reader and all(of_family.get(line, {}).get(name, {}).get("is") == "right" for line in lines)
-    ]  # fmt: skip
-    advice = (
-        f"right with this model are {listing(others)}" if others else "no program of docs/readers.md is right with it"
-    )
-    raise ConfigError([*problems[:-1], f"{problems[-1]}: {advice}{see('readers#programs')}"])
+    results = {line: of_family.get(line, {}).get(reader) for line in lines}
+    wrong = {line: result for line, result in results.items() if result is not None and not is_right(result)}
+    if not wrong:
+        untried = [_shown(line, lines[line]) for line, result in results.items() if result is None]
+        return tuple(f"{title} was not tried with family {model.family} and {shown}" for shown in untried)
+    # What a program makes of the family itself explains the other lines.
+    told = {PLAIN: wrong[PLAIN]} if PLAIN in wrong else wrong
+    problems = [f"{title} {_told(result)} family {model.family} with {_shown(line, lines[line])}"
+                for line, result in told.items()]  # fmt: skip
+    others = [name for name in readers if all(is_right(of_family.get(line, {}).get(name)) for line in lines)]
+    advice = f"right with it: {listing(others)}" if others else "no program that was tried is right with it"
+    problems[-1] += f"; {advice}{_PAGE}"
+    raise ConfigError(problems)
 
 
 def _told(result: Mapping[str, Any]) -> str:
-    if result["is"] == "refused":
+    if "says" in result:
         return f"refuses ({result['says']})"
-    return f"computes other log-probabilities, by {result['by']:.2g}, for"
+    return f"computes other log-probabilities (by {result['by']:.2g}) for"
 
 
 def _shown(line: str, value: Any) -> str:
-    key = line.partition("=")[0]
-    return "default values" if line == PLAIN else f"model.{key} ({json.dumps(value)})"
+    return "default values" if line == PLAIN else f"model.{line.partition('=')[0]} ({json.dumps(value)})"

@@ -30,20 +30,20 @@ from shardwise_use.readers import PLAIN, lines_of
 TOKENS = 48
 SIZES: dict[str, Any] = {
     "vocab_size": 384,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    "hidden_size": 128,  # heads of 32 dimensions, the narrowest that vLLM has on CPUs
+    "intermediate_size": 192,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
 OWN: dict[str, dict[str, Any]] = {
-    "gemma3": {"num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8},
+    "gemma3": {"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8},
     "olmo3": {"sliding_window": 8},
-    "qwen3": {"head_dim": 16},
+    "qwen3": {"head_dim": 32},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32},
 }
 """Sizes beside `SIZES`."""
 SCALINGS: list[dict[str, Any]] = [
@@ -82,18 +82,21 @@ OTHER: dict[str, list[Any]] = {
 TOGETHER: dict[str, dict[str, Any]] = {
     "layer_types": {"sliding_window": 8},
     "n_group": {"topk_group": 1},
-    "decoder_sparse_step": {"num_hidden_layers": 4},
+    "dynamic": {"max_position_embeddings": TOKENS // 2},  # which scales longer texts alone
 }
-"""Keys that another one needs."""
+"""Keys and types of scaling that need another value beside them."""
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and `model` section of each case."""
     for family, record in FAMILIES.items():
         plain = {"family": family, **SIZES, **OWN.get(family, {})}
+        if not record.gated:
+            plain["intermediate_size"] = 4 * SIZES["hidden_size"]
+            yield f"{family} intermediate_size", plain | {"intermediate_size": SIZES["intermediate_size"]}
         yield f"{family} {PLAIN}", plain
         if "head_dim" in record.model_fields and family != "olmoe":  # whose norms transformers makes as wide as x
-            yield f"{family} head_dim", plain | {"head_dim": 24}
+            yield f"{family} head_dim", plain | {"head_dim": 64}
         for key, info in record.model_fields.items():
             if key.endswith(("_dropout", "_pdrop", "_dropout_prob")) or (key == "sliding_window" and key in plain):
                 continue
@@ -105,7 +108,8 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
             elif isinstance(default, str) and len(get_args(info.annotation)) > 1:
                 values = [word for word in get_args(info.annotation) if word != default]
             for value in values:
-                yield f"{family} {key}", plain | TOGETHER.get(key, {}) | {key: value}
+                others = TOGETHER.get(value["rope_type"] if isinstance(value, dict) else key, {})
+                yield f"{family} {key}", plain | others | {key: value}
 
 
 def text_of_corpus() -> str:
@@ -128,7 +132,7 @@ def draw(section: dict[str, Any], source: Path, tokenizer: Any) -> None:
         for name, parameter in model.named_parameters():
             is_norm = parameter.dim() == 1 and "norm" in name.lower() + ("norm" if ".ln_" in name else "")
             centre = 0.0 if not is_norm or name.endswith("bias") or config.norm_has_unit_offset else 1.0
-            parameter.normal_(centre, 0.12)
+            parameter.normal_(centre, 0.08 if parameter.dim() > 1 else 0.2)
     model.save_pretrained(source)
     tokenizer.save(source)
 

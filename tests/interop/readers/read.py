@@ -110,11 +110,22 @@ READERS = {
 """Name → function, and the package whose version counts."""
 
 
+IMPORTED_ONCE = {
+    "vllm": ("vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"),
+    "mlx-lm": ("mlx_lm.utils",),
+    **dict.fromkeys(
+        ("transformers", "transformers-4", "llama.cpp", "ctranslate2"), ("torch", "transformers.models.auto")
+    ),
+}
+"""Libraries that the processes inherit, as their import takes seconds."""
+
+
 def reason(error: BaseException, log: Path) -> str:
     """The first line of an error, or what llama.cpp logged, cut short."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0] if lines else ''}"
-    if told := [line for line in log.read_text(errors="replace").splitlines() if "error loading model: " in line]:
+    logged = log.read_text(errors="replace") if log.exists() else ""
+    if told := [line for line in logged.splitlines() if "error loading model: " in line]:
         text = told[-1].partition("error loading model: ")[2]
     return text if len(text) <= 160 else f"{text[:157]}…"
 
@@ -130,7 +141,7 @@ def read(name: str, folder: Path, result: Any) -> None:
         # A program that gives a row for the tokens after the first only starts with the first prediction.
         by = float(np.abs(found - expected[: len(found)]).max())
         says = {"by": by if np.isfinite(by) else 1e9}
-    except BaseException as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001, whatever the program raises is its answer
         traceback.print_exc()
         says = {"says": reason(error, folder / f"{name}.log")}
     result.send(says)
@@ -140,14 +151,15 @@ def main(name: str, folder: Path) -> None:
     package = READERS[name][1]
     version = importlib.metadata.version(package)
     own = multiprocessing.get_context("fork")
-    # Imported once: each process then has it.
-    for module in {"transformers": ("torch", "transformers"), "transformers-4": ("torch", "transformers"),
-                   "llama.cpp": ("torch", "transformers"), "ctranslate2": ("torch", "transformers")}.get(name, ()):  # fmt: skip
+    for module in IMPORTED_ONCE.get(name, ()):
         importlib.import_module(module)
-    if name in ("ctranslate2", "llama.cpp"):
-        with contextlib.suppress(ImportError):
-            from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-    for case in sorted(folder.glob("[0-9]*/case.json")):
+    # Families with their default values first; what was read before is kept.
+    cases = sorted(
+        folder.glob("[0-9]*/case.json"), key=lambda case: (bool(json.loads(case.read_text())["lines"]), case)
+    )
+    for case in cases:
+        if (case.parent / f"{name}.json").exists():
+            continue
         receiver, sender = own.Pipe(duplex=False)
         process = own.Process(target=read, args=(name, case.parent, sender))
         process.start()

@@ -17,7 +17,7 @@ from shardwise.base.parsing import json_value
 from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
-from shardwise.checkpoint.format.model_files import read_as_it_is
+from shardwise.checkpoint.format.model_files import read_as_it_is, validated
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast, overflows
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.writing import (
@@ -31,6 +31,8 @@ from shardwise.checkpoint.format.writing import (
 )
 from shardwise.checkpoint.storage.chunks import read_whole
 from shardwise.checkpoint.storage.root import Buffer, DamageError, Root
+from shardwise.config import FamilyConfig
+from shardwise.config.hugging_face import from_hugging_face
 
 MASTER = "master"
 ROUTER_BIAS = ".e_score_correction_bias"
@@ -150,6 +152,11 @@ class Export:
         except ValueError as error:
             raise DamageError(f"{self._folder / CONFIG} is damaged: {error}") from None
         return described
+
+    @property
+    def model(self) -> FamilyConfig:
+        """The model that `config.json` describes; ConfigError if it is of no family."""
+        return validated(from_hugging_face(self.described, str(self._folder / CONFIG)), str(self._folder / CONFIG))
 
     def small_files(self) -> dict[str, bytes]:
         """Name → content of the other files; `config.json` names the dtype of the most bytes of weights."""
