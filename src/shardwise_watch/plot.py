@@ -82,12 +82,15 @@ def finish(axes: Any, title: str, x: str, log: str | None) -> None:
     """Write the titles, the ticks and the legend of axes on which curves are drawn."""
     if "x" in (log or ""):
         axes.set_xscale("log")
+    ticker = optional_library("matplotlib.ticker", "Run.plot needs", "plot")
     if "y" in (log or ""):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ticker.LogFormatter())
+        axes.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(2, 0.5)))
     axes.set_ylabel(title)
     axes.set_xlabel({"time": "time of training"}.get(x, x))
     if x == "tokens":
-        axes.xaxis.set_major_formatter(optional_library("matplotlib.ticker", "Run.plot needs", "plot").EngFormatter())
+        axes.xaxis.set_major_formatter(ticker.EngFormatter())
     elif x == "time" and "x" not in (log or ""):
         places, texts = zip(*time_ticks(max(1e-3, axes.dataLim.x1)), strict=True)
         axes.set_xticks(places, texts)

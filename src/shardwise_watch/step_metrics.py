@@ -234,7 +234,9 @@ def column_width(span: tuple[int, int], count: int) -> float:
     return max(1, last - first + 1) / count
 
 
-def columns_of(steps: Sequence[float], values: Sequence[float], ranges: Sequence[tuple[int, int]]) -> list[Column | None]:
+def columns_of(
+    steps: Sequence[float], values: Sequence[float], ranges: Sequence[tuple[int, int]]
+) -> list[Column | None]:
     """Reduce each range of positions to its last step and to the least, mean and largest finite value in it."""
     columns: list[Column | None] = []
     for begin, stop in ranges:

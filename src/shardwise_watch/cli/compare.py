@@ -422,7 +422,8 @@ def _draw(
         finish(above, "training loss", x, log)
         above.set_xlabel("")
         if len(pairs) > 1:
-            draw_curves(below, {f"{pair.name} − A": pair.signed for pair in pairs}, first=1)
+            # A label with this beginning has no place in a legend: the colours are those above.
+            draw_curves(below, {f"_{pair.name}": pair.signed for pair in pairs}, first=1)
             finish(below, "loss minus A", x, log.replace("y", ""))
         else:
             differences = pairs[0].differences

@@ -72,9 +72,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
             {**_run(report, name), "letter": _letter(name), "look": chart.look_of(number)}
             for number, (report, name) in enumerate(zip(reports, names, strict=True))
         ],
-        opening=Markup(
-            _common_losses(pair, reports) if pair else _metric_chart(reports, names, _LOSS, chart.LARGE)
-        ),
+        opening=Markup(_common_losses(pair, reports) if pair else _metric_chart(reports, names, _LOSS, chart.LARGE)),
         difference=Markup(_differences(compared)) if compared else "",
         charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=pair is not None) if drawn],
         places=Markup(chart.attribute(_places(reports, names))),
