@@ -78,7 +78,7 @@ def _unknown_words(
     place = 0
     while place < len(arguments) and arguments[place] != "--":
         name, equals, value = arguments[place].partition("=")
-        following = arguments[place + 1] if place + 1 < len(arguments) else "-"
+        following = arguments[place + 1] if place + 1 < len(arguments) else "--"
         has_value = not equals and not (following.startswith("--") or "=" in following)
         action = parser._option_string_actions.get(name)
         end = place + 1
@@ -132,7 +132,7 @@ def corrected_command(parser: argparse.ArgumentParser, arguments: Sequence[str],
             words[name] += [key, setting_text(ours)] if key.startswith("--") else [f"{key}={setting_text(ours)}"]
         if not words[name] and not row.reason.startswith(("leave it out", "nothing")):
             left_out.append(name)
-    if not any(words.values()):
+    if len(left_out) == len(words):
         return ""
     # Keys stand behind the recipe, wherever the options were.
     corrected = list(arguments)

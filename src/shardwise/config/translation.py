@@ -255,7 +255,8 @@ def translate(
     def row(name: str, value: Any, is_default: bool) -> Row:
         record = find(name)
         try:
-            if record is None or (record not in OTHER_NAMES and record not in WORDS):
+            is_told = program is None and record in WITHOUT_KEY
+            if is_told or record is None or (record not in OTHER_NAMES and record not in WORDS):
                 return Row(name, value, reason=WITHOUT_KEY.get(record or "", ""), is_default=is_default)
             ours = _meaning(record, value, {**base, **found}, has)
         except NoCounterpartError as error:

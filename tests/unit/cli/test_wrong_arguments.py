@@ -84,7 +84,7 @@ def test_a_mistake_is_answered_by_what_was_meant(line: str, capsys: pytest.Captu
     if corrected:
         meant = corrected.strip().removeprefix("corrected: shardwise ")
         assert set(shlex.split(line)) & set(shlex.split(meant)) >= {*line.split()[:2]}
-        main(shlex.split(meant) + ["--no-such-option"])
+        main([*shlex.split(meant), "--no-such-option"])
         assert re.fullmatch(r"shardwise: unknown option --no-such-option\b.*\n", capsys.readouterr().err)
 
 
