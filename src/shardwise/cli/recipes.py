@@ -1,8 +1,8 @@
 """List the shipped recipes; with NAME print that recipe's commented YAML; with --write copy it to a file to edit.
 
---from FILE makes a recipe of a file of another program: a script with arguments of Megatron-LM, a config of torchtitan or
-OLMo-core, TrainingArguments of transformers, a script of Neuron's tutorials, DeepSpeed's JSON. It prints what carries over
-and what does not; nothing in the file is executed.
+--from FILE makes a recipe of another program's file: a script with arguments of Megatron-LM, a config of torchtitan or
+OLMo-core, TrainingArguments of transformers, a script of Neuron's tutorials, DeepSpeed's JSON. It prints what carries
+over and what does not; nothing in the file is executed. Keys beside it, as key=value, count instead of the file's.
 
 --schema prints the JSON Schema of recipes, which editors use to complete keys and check values.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,14 @@ from shardwise.base.registered import provided
 from shardwise.cli import output
 from shardwise.cli.help import add_overrides
 from shardwise.config import dump_yaml, recipe_names, recipe_text
+
+_NEEDED = {
+    "model": "model.config=FOLDER",
+    "model.config": "model.config=FOLDER",
+    "optimizer": "optimizer.lr=VALUE",
+    "train": "train.steps=VALUE train.global_batch=VALUE train.sequence_length=VALUE",
+}
+"""What to give where a whole section is missing."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -94,20 +103,26 @@ def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
             output.table([[f"{row.name} = {setting_text(row.value)}", *cells(row)] for row in rows], indent=2)
 
     carried = [row for row in made.rows if row.keys]
-    without = [row for row in made.rows if not row.keys and row.reason]
+    same = [row for row in made.rows if not row.keys and row.reason.startswith(("leave it out", "nothing"))]
+    without = [row for row in made.rows if not row.keys and row.reason and row not in same]
     unknown = [row for row in made.rows if not row.keys and not row.reason]
 
     def ours(row: Any) -> list[str]:
         keys = " ".join(f"{key}={setting_text(value)}" for key, value in row.keys.items())
-        return [f"→ {keys}", "(its default)" if row.is_default else ""]
+        return [f"→ {keys}{' (its default)' if row.is_default else ''}"]
 
     block(f"{program.title}: carried over", carried, ours)
+    block(
+        "nothing to set", same, lambda row: [row.reason.removeprefix("nothing to set").removeprefix("leave it out: ")]
+    )
     block("no counterpart", without, lambda row: [row.reason])
     block("not understood", unknown, lambda row: [])
     output.prose(program.note)
     if made.problems:
-        fix = f"give it as key=value: shardwise recipes --from {shlex.quote(source)} train.steps=1000 --write my.yaml"
-        raise ConfigError([*made.problems[:-1], f"{made.problems[-1]}; {fix}"])
+        keys = dict.fromkeys(re.findall(r"^[a-z]+(?:\.\w+)*", "\n".join(made.problems), re.MULTILINE))
+        words = [_NEEDED.get(key, f"{key}=VALUE") for key in keys]
+        fix = f"give keys beside it: `shardwise recipes --from {shlex.quote(source)} {' '.join(words)} --write my.yaml`"
+        raise ConfigError([*made.problems, fix])
     data = made.sections.get("data", {})
     text = f"# Made of {Path(source).name} ({program.title}) by `shardwise recipes --from`.\n"
     if not data.keys() & {"path", "blend", "dataset", "mixture"} and not made.sections.get("hooks", {}).get("data"):

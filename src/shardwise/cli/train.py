@@ -185,7 +185,10 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
             raise ConfigError("--nodes must go with --device: the nodes of a run are those of its launcher")
         return None
     if not arguments.dry_run or arguments.nproc is not None:
-        raise ConfigError(f"--device {arguments.device} must go with --dry-run and without --nproc: it starts nothing")
+        raise ConfigError(
+            f"--device {arguments.device} must go with --dry-run and without --nproc: it starts nothing; a run takes the "
+            "machine's accelerators, or its CPU where there are none or CUDA_VISIBLE_DEVICES= hides them"
+        )
     cluster: Cluster = provided("cluster")(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
     return cluster
 

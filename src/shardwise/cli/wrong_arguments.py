@@ -78,7 +78,7 @@ def _unknown_words(
     place = 0
     while place < len(arguments) and arguments[place] != "--":
         name, equals, value = arguments[place].partition("=")
-        following = arguments[place + 1] if place + 1 < len(arguments) else "-"
+        following = arguments[place + 1] if place + 1 < len(arguments) else "--"
         has_value = not equals and not (following.startswith("--") or "=" in following)
         action = parser._option_string_actions.get(name)
         end = place + 1
@@ -95,7 +95,9 @@ def _unknown_words(
 
 def _is_own(name: str, family: str, known: Collection[str]) -> bool:
     """Return whether a key is of a class of the user's, or inside of a mapping such as launch.environment.A."""
-    return (":" in family and name.startswith("model.")) or name.rpartition(".")[0] in known
+    outer = name.rpartition(".")[0]
+    is_inside = outer in known and not any(key.startswith(f"{outer}.") for key in known)
+    return is_inside or (":" in family and name.startswith("model."))
 
 
 def corrected_command(parser: argparse.ArgumentParser, arguments: Sequence[str], keys: Collection[str] | None) -> str:
@@ -110,36 +112,44 @@ def corrected_command(parser: argparse.ArgumentParser, arguments: Sequence[str],
     valid = _valid_keys(keys, family)
     options = [option for option in parser._option_string_actions if option.startswith("--")]
     wrong = list(_unknown_words(parser, arguments, keys, family))
-    settings = {name: value or True for _, name, value in wrong}
+    names = {_asked(name, value)[0]: name for _, name, value in wrong}
     words: dict[str, list[str]] = {}
     left_out = []
 
     def has(target: str) -> bool:
         return is_valid(target, valid, options)
 
-    for row in translate({_asked(name): value for name, value in settings.items()}, None, values, has, known_name):
-        name = next(name for name in settings if _asked(name) == row.name)
+    settings = {asked: value or True for asked, value in (_asked(name, value) for _, name, value in wrong)}
+    for row in translate(settings, None, values, has, known_name):
+        name = names[row.name]
         meant = suggestions(row.name, valid, options, row.value) if not row.keys and not row.reason else []
-        words[name] = [equation("", meant[0], row.value)] if len(meant) == 1 else []
-        for key, ours in row.keys.items():
+        given = dict(row.keys)
+        if len(meant) == 1:
+            key, _, fixed = meant[0].partition("=")
+            given[key] = fixed or row.value
+        words[name] = []
+        for key, ours in given.items():
             words[name] += [key, setting_text(ours)] if key.startswith("--") else [f"{key}={setting_text(ours)}"]
         if not words[name] and not row.reason.startswith(("leave it out", "nothing")):
             left_out.append(name)
-    if not any(words.values()):
+    if len(left_out) == len(words):
         return ""
     # Keys stand behind the recipe, wherever the options were.
     corrected = list(arguments)
     end = corrected.index("--") if "--" in corrected else len(corrected)
-    corrected[end:end] = [word for name in words for word in words[name] if "=" in word]
+    keys_given = {word.partition("=")[0]: word for name in words for word in words[name] if "=" in word}
+    corrected[end:end] = keys_given.values()
     for places, name, _ in reversed(wrong):
         corrected[places] = [] if any("=" in word for word in words[name]) else words[name]
     without = f" (without {listing(left_out)})" if left_out else ""
     return f"corrected{without}: {shlex.join([*parser.prog.split(), *corrected])}"
 
 
-def _asked(name: str) -> str:
-    """A name as it is looked up."""
-    return name if name.startswith("--") and "." not in name else name.lstrip("-")
+def _asked(name: str, value: str) -> tuple[str, str]:
+    """A name as it is looked up and its value, where `--no-name` is not a name of its own."""
+    if name.startswith(("--no-", "--no_")) and known_name(name) is None:
+        return f"--{name[5:]}", "false"
+    return (name if "." not in name else name.lstrip("-")), value
 
 
 def _unknown_option(
@@ -150,9 +160,7 @@ def _unknown_option(
         return text
     takes_keys = any(action.dest == "overrides" for action in parser._actions)
     options = [option for option in parser._option_string_actions if option.startswith("--")]
-    known = known_name(name)
-    is_negated = name.startswith(("--no-", "--no_")) and known is None
-    asked, value = (f"--{name[5:]}", "false") if is_negated else (name, value)
+    asked, value = _asked(name, value)
     meant = suggestions(asked, _valid_keys(keys, family) if takes_keys else [], options, value)
     if takes_keys and not set(meant) & set(options) and (reason := reason_without_key(name, value)):
         return f"unknown option {name}: {reason}"

@@ -57,6 +57,7 @@ class Program:
         title: its name for users.
         marks: names of settings by which a file is known to be its own.
         defaults: what it does where a setting is left out.
+        ignored: pattern of settings, as `name=value`, that say nothing on a training here.
         keys: values of keys of ours that say what it always does.
         note: what our training does otherwise.
     """
@@ -64,13 +65,18 @@ class Program:
     title: str
     marks: frozenset[str]
     defaults: dict[str, Any]
+    ignored: str
     keys: dict[str, Any]
     note: str
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of its own that the record has."""
+        return self.marks | self.defaults.keys()
+
 
 PROGRAMS = {
-    name: Program(entry["title"], frozenset(entry["marks"]), entry["defaults"], entry["keys"], entry["note"])
-    for name, entry in _RECORD["programs"].items()
+    name: Program(**{**entry, "marks": frozenset(entry["marks"])}) for name, entry in _RECORD["programs"].items()
 }
 
 ARGUMENTS: dict[str, dict[str, str]] = {

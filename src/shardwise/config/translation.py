@@ -16,10 +16,10 @@ from shardwise.config.error_texts import known_paths
 from shardwise.config.other_names import ABSENT, FORMULAS, NO, OTHER_NAMES, PROGRAMS, UNSURE, WITHOUT_KEY, WORDS
 from shardwise.config.recipe_files import parse_value
 
-_UNSET = (None, "", -1, "-1")
+_UNSET = (None, "", -1, "auto")
 """Values by which programs say that a setting is left out."""
 _VALUE = "VALUE"
-_MOST_BITS = 64
+_MOST_BASE = 1024
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -78,14 +78,14 @@ def computed(expression: str | ast.expr, quantities: Mapping[str, Any]) -> Any:
             case ast.UnaryOp(op=ast.USub()):
                 return -value(node.operand)
             case ast.BinOp() if type(node.op) in _OPERATORS:
-                left, right = value(node.left), value(node.right)
-                if not isinstance(left, int | float) or not isinstance(right, int | float):
+                first, second = value(node.left), value(node.right)
+                if not isinstance(first, int | float) or not isinstance(second, int | float):
                     raise ValueError("no numbers")
-                if isinstance(node.op, ast.Pow) and (abs(right) > _MOST_BITS or abs(left) > 2**_MOST_BITS):
+                if isinstance(node.op, ast.Pow) and max(abs(first), abs(second)) > _MOST_BASE:
                     raise ValueError("too large a power")
-                return _OPERATORS[type(node.op)](left, right)
-            case ast.IfExp(test=ast.Compare(ops=[ast.GtE()])):
-                return value(node.body if value(node.test.left) >= value(node.test.comparators[0]) else node.orelse)
+                return _OPERATORS[type(node.op)](first, second)
+            case ast.IfExp(test=ast.Compare(left=left, ops=[ast.GtE()], comparators=[least])):
+                return value(node.body if value(left) >= value(least) else node.orelse)
         raise ValueError(f"{ast.unparse(node)} is no value")
 
     try:
@@ -121,10 +121,17 @@ def setting_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def word_of(value: Any) -> str:
+    """A value as the record has it among words: in lower case, 0.0 as 0."""
+    number = _number(value)
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    return f"{number:g}" if is_number else str(value).lower()
+
+
 def _by_words(owner: str, value: Any) -> dict[str, Any]:
     """Our keys for a value that is written otherwise here; `owner`: our key, or a name with words of its own."""
     words = WORDS[owner]
-    word = str(value).lower()
+    word = word_of(value)
     ours = words.get(word, words.get(word.rpartition("/")[2], words.get("*", NoCounterpartError)))
     if ours is NoCounterpartError:
         raise NoCounterpartError(f"{owner} has nothing like {value}")
@@ -141,19 +148,21 @@ def _meaning(name: str, value: Any, quantities: Mapping[str, Any], has: Callable
     Raises:
         NoCounterpartError: there is none. KeyError: a formula needs a quantity that is not known.
     """
-    if name in WORDS and (str(value).lower() in WORDS[name] or str(value).rpartition("/")[2] in WORDS[name]):
+    if name in WORDS and {word_of(value), word_of(value).rpartition("/")[2]} & WORDS[name].keys():
         ours = _by_words(name, value)
         if ours == {name: None}:
             return {}
     else:
         ours = {}
     targets = OTHER_NAMES.get(name, ())
+    if not ours and not targets:
+        raise NoCounterpartError(WITHOUT_KEY.get(name, f"{name} has nothing like {value}"))
     for target in filter(has, targets):
         key, _, fixed = target.partition("=")
         if key in ours:
             continue
-        if name in UNSURE:
-            raise NoCounterpartError(f"it may mean {' or '.join(filter(has, targets))}")
+        if name in UNSURE and (len(targets) == 1 or all(map(has, targets))):
+            raise NoCounterpartError(f"it may mean {' or '.join(targets)}")
         if fixed:
             is_off = str(value).lower() in NO
             if not is_off or fixed in ("true", "false"):
@@ -188,6 +197,8 @@ def _by_formula(key: str, formula: str, quantities: Mapping[str, Any]) -> Any:
         if not value.is_integer() and key.endswith("_batch"):
             raise NoCounterpartError(f"{key} ({value:g}) must be a whole number of sequences")
         value = max(0, int(value + 0.5))
+    elif isinstance(value, float):
+        value = float(f"{value:.12g}")  # such as 0.1 × 3e-4
     if ranks is not None:
         return f"{value} per {ranks} rank{'' if ranks == 1 else 's'}"
     return value
@@ -224,6 +235,7 @@ def translate(
     whole: set[str] = set()
     defaults = {name: value for name, value in (spec.defaults if spec else {}).items() if name not in settings}
     pending = [(name, value, False) for name, value in settings.items() if value not in _UNSET]
+    pending.sort(key=lambda item: item[0] not in WORDS)  # such as what switches evaluation off
     pending += [(name, value, True) for name, value in defaults.items()]
     base = {key: ours.default for key, ours in known_paths().items() if ours.default is not PydanticUndefined}
     base |= (spec.keys if spec else {}) | dict(known)
@@ -243,16 +255,20 @@ def translate(
     def row(name: str, value: Any, is_default: bool) -> Row:
         record = find(name)
         try:
-            if record is None or (record not in OTHER_NAMES and record not in WORDS):
+            is_told = program is None and record in WITHOUT_KEY
+            if is_told or record is None or (record not in OTHER_NAMES and record not in WORDS):
                 return Row(name, value, reason=WITHOUT_KEY.get(record or "", ""), is_default=is_default)
             ours = _meaning(record, value, {**base, **found}, has)
         except NoCounterpartError as error:
             return Row(name, value, reason=str(error), is_default=is_default)
         except KeyError as error:
             return Row(name, value, reason=f"needs {error.args[0]}, which is not known", is_default=is_default)
-        taken = {key for key in ours if found.get(key, ours[key]) != ours[key] and (key in whole or not formulas(name))}
+        read = set().union(*map(_needs, formulas(name)))
+        if is_default and any(key in found and (key in whole or key not in read) for key in ours):
+            return Row(name, value, is_default=True)
+        taken = {key for key in ours if found.get(key, ours[key]) != ours[key] and (key in whole or key not in read)}
         if taken and len(taken) == len(ours):
-            told = "" if is_default else f"{', '.join(sorted(taken))} follows from another setting"
+            told = "" if is_default else f"{', '.join(sorted(taken))} is {found[min(taken)]} by another setting"
             return Row(name, value, reason=told, is_default=is_default)
         ours = {key: ours[key] for key in ours if key not in taken}
         found.update(ours)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ from shardwise.config.translation import Row, counts, translate
 from shardwise_use.porting.python_configs import UnknownValue, python_settings
 from shardwise_use.porting.shell_scripts import commands
 
-_EMPTY = (None, False, "", [], {}, -1)
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {}, -1)
 
 
 class Translation(NamedTuple):
@@ -69,15 +71,13 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
 
     known = {} if family in ("", *told) else {"model.family": family}
     asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
-    readable = {
-        name: value for name, value in asked.items() if "$" not in str(value) and not isinstance(value, UnknownValue)
-    }
-    rows = list(translate(readable, program, known, has, find))
-    rows += [
-        Row(name, value, reason="its value is not in the file")
-        for name, value in asked.items()
-        if name not in readable and find(name)
-    ]
+    readable = {name: value for name, value in asked.items() if not _is_unknown(value)}
+    # A config of torchtitan's package has values that the defaults of its classes are not.
+    is_whole = "config" not in settings
+    rows = list(translate(readable, program if is_whole else None, known, has, find))
+    for name, value in asked.items():
+        if name not in readable:
+            rows.append(Row(name, value, reason="its value is not in the file" if find(name) else ""))
     rows += [
         Row(name, value, {"model.family": family} if family else {}, "" if family else "no family is like that")
         for name, value in settings.items()
@@ -86,6 +86,7 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
     keys = {**{key: ours for key, ours in PROGRAMS[program].keys.items() if has(key)}, **known}
     for row in rows:
         keys |= row.keys
+    rows = [replace(row, keys={key: keys[key] for key in row.keys}) for row in rows]
     options = {key: keys.pop(key) for key in list(keys) if key.startswith("--")}
     sections = _sections(keys)
     problems = apply_overrides(sections, overrides)
@@ -94,12 +95,18 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
         problems = []
     except ConfigError as error:
         problems = error.problems
-    return Translation(program, sections, [row for row in rows if _is_told(row)], problems, options)
+    return Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
 
 
-def _is_told(row: Row) -> bool:
-    """False for what a program leaves out, or does by default where that is nothing here."""
-    return bool(row.keys) or not (row.is_default or row.value in _EMPTY)
+def _is_unknown(value: Any) -> bool:
+    """True if a value is code, or a variable that the file does not set."""
+    return isinstance(value, UnknownValue) or "$" in str(value)
+
+
+def _is_told(row: Row, program: str) -> bool:
+    """False for what a program leaves out, does by default where that is nothing here, or says of other things."""
+    says_nothing = not row.reason and re.search(PROGRAMS[program].ignored, f"{row.name}={row.value}")
+    return bool(row.keys) or not (row.is_default or row.value in _EMPTY or says_nothing)
 
 
 def _sections(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -120,7 +127,7 @@ def _family(program: str, settings: Mapping[str, Any]) -> tuple[str, tuple[str, 
         if isinstance(words, dict) and "model.family" in words:
             named.append(words["model.family"])
         elif "model.family" in OTHER_NAMES.get(name, ()):
-            named.append(str(WORDS["model.family"].get(str(value).lower(), "")))
+            named += [ours for ours in [WORDS["model.family"].get(str(value).lower())] if isinstance(ours, str)]
     named += [family for key, family in PROGRAMS[program].keys.items() if key == "model.family"]
     if named:
         return named[-1], tuple(named)
@@ -149,7 +156,7 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
             text = read_small(opened, place).decode()
     except (OSError, UnicodeDecodeError, IsADirectoryError) as error:
         raise ConfigError(f"--from ({file}) cannot be read: {error}") from None
-    candidates = list(_candidates(text, place, wanted or None))
+    candidates = list(_candidates(text, place, wanted))
     scores = [(max(_scores(settings).values()), settings) for settings in candidates]
     best = max(scores, key=lambda item: item[0], default=(0, {}))[0]
     if best == 0:
@@ -160,21 +167,12 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
     # The last of equal commands trains; the ones before it often compile.
     settings = [settings for score, settings in scores if score == best][-1]
     program = _program(settings)
-    others = {_program(other) for score, other in scores if score > 1} | {
-        name
-        for name, score in _scores(settings).items()
-        if score > 1 and not PROGRAMS[name].marks & PROGRAMS[program].marks
-    }
-    if len(others | {program}) > 1 and not _is_tie(settings, program, others):
-        titles = listing(sorted(PROGRAMS[name].title for name in others | {program}))
+    found = {_program(other) for score, other in scores if score > 1 or score == best}
+    found |= {name for name in PROGRAMS if len(_marks(settings, name) - PROGRAMS[program].names) > 1}
+    if len(found) > 1:
+        titles = listing(sorted(PROGRAMS[name].title for name in found))
         raise ConfigError(f"--from ({file}) must be of one program, and it has settings of {titles}: keep those of one")
     return program, settings
-
-
-def _is_tie(settings: Mapping[str, Any], program: str, others: set[str]) -> bool:
-    """True if every mark of the other programs in the settings is a name that this program has too."""
-    own = {name for name in settings if name in PROGRAMS[program].marks or name in PROGRAMS[program].defaults}
-    return all(_marks(settings, name) <= own or len(_marks(settings, name) - own) < 2 for name in others - {program})
 
 
 def _marks(settings: Mapping[str, Any], program: str) -> set[str]:
@@ -190,7 +188,7 @@ def _program(settings: Mapping[str, Any]) -> str:
     return max(scores, key=lambda name: scores[name])
 
 
-def _candidates(text: str, place: Path, wanted: str | None) -> Iterator[dict[str, Any]]:
+def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]:
     """The settings that a file may have, by its ending or by what it looks like."""
     kind = place.suffix.lower()
     try:
@@ -205,7 +203,9 @@ def _candidates(text: str, place: Path, wanted: str | None) -> Iterator[dict[str
         else:
             for settings in commands(text, place.parent):
                 yield _completed(settings, place)
-    except (ValueError, NotReadError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, NotReadError, RecursionError) as error:
         raise ConfigError(f"--from ({place}) cannot be read: {error}") from None
 
 
@@ -233,7 +233,11 @@ def _completed(settings: dict[str, Any], place: Path) -> dict[str, Any]:
     flavor = settings.get("model_spec.model_registry") or settings.get("model.flavor") or settings.get("config")
     if f"model_spec.{module}" in WORDS and flavor:
         settings[f"model_spec.{module}"] = str(flavor).lower().removeprefix(f"{module}_")
-    if "global_step" in settings or "per_device_train_batch_size" in settings:
-        if (place.parent / "config.json").is_file():  # beside trainer_state.json
-            settings.setdefault("config_folder", str(place.parent))
+    policy = {name.rpartition(".")[2] for name in settings if name.startswith("activation_checkpoint.")}
+    if "preserve_rng_state" in policy and "force_recompute_mm_shapes_by_fqns" not in policy:
+        # torchtitan saves the fields of a policy without its name.
+        settings["activation_checkpoint.mode"] = "budget" if "memory_budget" in policy else "full"
+    is_trainers = "global_step" in settings or "per_device_train_batch_size" in settings
+    if is_trainers and place.suffix == ".json" and (place.parent / "config.json").is_file():
+        settings.setdefault("config_folder", str(place.parent))
     return settings

@@ -1,7 +1,7 @@
 """Arguments of training commands in shell scripts, without running anything.
 
-Variables, arrays, defaults and whole-number arithmetic are filled in, in the order of the file. Conditions are not decided:
-what all branches assign counts, the last one most, where its value is known.
+Variables, arrays, defaults and whole-number arithmetic are filled in, in the order of the file. Conditions are not
+decided: what all branches assign counts, the last one most, where its value is known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from shardwise.config.translation import computed
 
 _STATEMENT = re.compile(
     r"""^[ \t]*(?:export[ \t]+|local[ \t]+|declare[ \t]+(?:-\w+[ \t]+)?)?(?P<name>\w+)(?P<more>\+?)=
-    (?P<value>"(?:[^"\\]|\\.)*"|'[^']*'|\([^()]*(?:\([^()]*\)[^()]*)*\)|\$\(\([^\n]*\)\)|[^\s;"'(]*)[ \t]*;?[ \t]*$
+    (?P<value>"(?:[^"\\]|\\.)*"|'[^']*'|\([^()]*(?:\([^()]*\)[^()]*)*\)|\$\([^\n]*\)|\$\{[^{}\n]*\}|[^\s;"'(]*)
+    [ \t]*;?[ \t]*$
     |^(?P<command>[^\n]+)$""",
     re.MULTILINE | re.VERBOSE,
 )
@@ -32,25 +33,32 @@ _PASSES = 8
 """How often variables inside of the values of variables are filled in."""
 
 
-def commands(text: str, folder: Path, variables: dict[str, str] | None = None) -> Iterator[dict[str, Any]]:
+def commands(
+    text: str, folder: Path, variables: dict[str, str] | None = None, inner: list[Path] | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the settings of each command line of a script, and of the scripts beside it that it runs.
 
     Args:
         folder: the script's.
         variables: those of the script that runs it.
+        inner: the scripts that were read already.
     """
     is_whole = variables is None
-    variables = {} if variables is None else variables
+    variables = {"HOME": "~"} if variables is None else variables
+    inner = [] if inner is None else inner
     for statement in _STATEMENT.finditer(_COMMENT.sub(r"\1", text.replace("\r", "")).replace("\\\n", " ")):
         if name := statement["name"]:
-            _assign(variables, name, statement["value"], more=bool(statement["more"]))
+            # The usual way to name the script's own folder.
+            is_folder = statement["value"].startswith("$(") and "dirname" in statement["value"]
+            _assign(variables, name, str(folder) if is_folder else statement["value"], more=bool(statement["more"]))
         elif found := _DEFAULT.match(statement["command"]):
             variables.setdefault(found[1], _filled(found[2], variables))
         else:
             words = _words(_filled(statement["command"], variables))
             for script in (folder / word for word in words if word.endswith(".sh")):
-                if is_whole and script.is_file():
-                    yield from commands(_text_of(script), folder, variables)
+                if script not in inner and script.is_file():
+                    inner.append(script)
+                    yield from commands(_text_of(script), folder, variables, inner)
             yield settings_of(words)
     if is_whole:
         # A file may hold the arguments alone, for another script.
@@ -79,7 +87,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
     def variable(match: re.Match[str]) -> str:
         value = variables.get(match[1] or match[3])
-        return value if value is not None else match[2] if match[2] is not None else match[0]
+        return value if value is not None else match[2].strip("\"'") if match[2] is not None else match[0]
 
     def arithmetic(match: re.Match[str]) -> str:
         numbers = {name: int(value) for name, value in variables.items() if re.fullmatch(r"-?\d{1,18}", value)}
@@ -103,7 +111,7 @@ def _words(line: str) -> list[str]:
     except ValueError:
         return []
     end = next((place for place, word in enumerate(words) if _END_OF_COMMAND.match(word)), len(words))
-    return words[:end]
+    return [word for word in words[:end] if word not in ("$@", "$*")]
 
 
 def settings_of(words: list[str]) -> dict[str, Any]:
@@ -127,5 +135,5 @@ def settings_of(words: list[str]) -> dict[str, Any]:
 
 
 def _value(words: list[str]) -> Any:
-    values = [word if "$" in word else parse_value(word, "the argument") for word in words]
+    values = [word if "$" in word else parse_value(word, f"the value {word!r}") for word in words]
     return True if not values else values[0] if len(values) == 1 else values
