@@ -12,7 +12,9 @@ updates can be one more than the step: to save step 0, torch makes its state by 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,12 @@ from shardwise.config import FamilyConfig
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise_use.importing import pickled
 from shardwise_use.importing.dcp_models import (
-    MOMENTS,
+    adamw_progress,
     halves,
-    moment_names,
     named_weights,
     newest_step,
     open_folder,
-    optimizer_keys,
     renamed,
-    updates_of,
     without_copy,
 )
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
@@ -53,8 +52,13 @@ _NAMES = (
     (r"model\.layers(\.\d+\.)post_feedforward_layernorm\.weight", r"blocks\1feed_forward_norm.weight"),
 )
 _POST_ATTENTION = r"model\.layers(\.\d+\.)post_attention_layernorm\.weight"
+_MODEL_TYPES = {
+    ("default", "none", False): "llama", ("default", "by head", False): "qwen3",
+    ("reordered_norm", "whole", False): "olmo2", ("reordered_norm", "whole", True): "olmo3",
+}  # fmt: skip
+"""Name of the blocks, norms of queries and keys, and if there are windows → the model in Hugging Face's word."""
 _RMS = ("rms", "fused_rms", "cute_rms")
-_BLOCK = {
+_BLOCK: Mapping[str, tuple[Any, ...]] = {
     "name": ("default", "reordered_norm"), "dropout": (None, 0.0), "feed_forward_moe": (None,),
     "attention_residual_alpha": (None, 1.0), "feed_forward_residual_alpha": (None, 1.0),
     "attention.type": (None, "attention"), "attention.name": ("default",), "attention.bias": (False,),
@@ -66,7 +70,7 @@ _BLOCK = {
     "layer_norm.name": _RMS, "layer_norm.bias": (False,), "layer_norm.elementwise_affine": (None, True),
 }  # fmt: skip
 """Fields of a block → the values that a family here has; None: it is absent."""
-_MODEL = {
+_MODEL: Mapping[str, tuple[Any, ...]] = {
     "name": ("default",), "embedding_norm": (None,), "embed_scale": (None, 1.0), "block_pattern": (None,),
     "freeze_params": (None, []), "lm_head.name": ("default",), "lm_head.bias": (False,),
     "lm_head.layer_norm.name": _RMS,
@@ -96,11 +100,11 @@ def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
     stored = {name[6:]: tensor for name, tensor in folder.tensors.items() if name.startswith("model.")}
     if config.tie_word_embeddings:
         without_copy(folder.where, stored, "embeddings.weight", "lm_head.w_out.weight")
-    weights = named_weights(folder.where, config, _tensors(config, stored, in_pairs), stored)
+    weights = named_weights(folder.where, config, _tensors(config, in_pairs, stored), stored)
     opened = ForeignModel(config, weights)
     if weights_only:
         return opened
-    progress, notes = _progress(folder, step, described, config, in_pairs)
+    progress, notes = _progress(folder, step, described["train_module"], config, in_pairs)
     return ForeignModel(config, weights, notes=notes, progress=progress)
 
 
@@ -115,7 +119,7 @@ def _record(path: Path) -> Mapping[str, Any]:
 
 
 def _tensors(
-    config: FamilyConfig, stored: Mapping[str, LazyTensor], in_pairs: bool
+    config: FamilyConfig, in_pairs: bool, stored: Mapping[str, LazyTensor]
 ) -> Iterator[tuple[str, str, LazyTensor]]:
     """Canonical name, name in the checkpoint and tensor, of all that are there."""
     is_reordered = config.family in ("olmo2", "olmo3")
@@ -143,16 +147,11 @@ def _model(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bool
     Raises:
         ConfigError: no family here has it: every field that differs.
     """
-    model = described.get("model")
-    if not isinstance(model, Mapping) or not isinstance(model.get("block"), Mapping):
-        raise ConfigError(
-            f"{where} must describe one model of OLMo-core under 'model', with one 'block' for all layers"
-        )
-    blocks = [_block(model["block"])] * int(model["n_layers"])
+    model = described["model"]
+    blocks = [_block(model["block"])] * model["n_layers"]
     for number, block in (model.get("block_overrides") or {}).items():
         blocks[int(number)] = _block(block)
     first = blocks[0]
-    scalings = [_get(block, "attention.rope.scaling") for block in blocks]
     problems = [
         f"{where}: its {prefix}{path} ({_get(fields, path)!r}) must be {listing(map(repr, allowed), 'or')}: no family "
         "here has another"
@@ -160,40 +159,29 @@ def _model(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bool
         for path, allowed in table.items()
         if _get(fields, path) not in allowed
     ]
-    if any(_without_scaling(block) != _without_scaling(first) for block in blocks):
-        problems.append(f"{where}: its model.block_overrides may differ in the rope's scaling alone")
     if problems:
         raise ConfigError(problems)
-    heads, qk_norm = first["attention"], _get(first, "attention.qk_norm")
-    epsilons = {
-        _get(first, "layer_norm.eps"),
-        _get(model, "lm_head.layer_norm.eps"),
-        *([qk_norm["eps"]] if qk_norm else ()),
-    }
+    heads, qk_norm = first["attention"], first["attention"].get("qk_norm")
+    norms = "none" if not qk_norm else "by head" if heads.get("use_head_qk_norm") else "whole"
+    epsilons = {norm["eps"] for norm in (first["layer_norm"], model["lm_head"]["layer_norm"], qk_norm) if norm}
     windows = _windows(heads.get("sliding_window"), len(blocks))
-    kind = (first["name"], "by head" if qk_norm and heads.get("use_head_qk_norm") else bool(qk_norm), any(windows))
-    model_type = {
-        ("default", False, False): "llama", ("default", "by head", False): "qwen3",
-        ("reordered_norm", True, False): "olmo2", ("reordered_norm", True, True): "olmo3",
-    }.get(kind)  # fmt: skip
-    scaled = {bool(window): scaling for window, scaling in zip(windows, scalings, strict=True)}
-    is_mixed = any(scaled[bool(window)] != scaling for window, scaling in zip(windows, scalings, strict=True))
-    if model_type is None or len(epsilons) > 1 or len({*windows} - {0}) > 1 or is_mixed or scaled.get(True):
+    model_type = _MODEL_TYPES.get((first["name"], norms, any(windows)))
+    # Rotary positions are scaled in all blocks without a window, or in none.
+    wanted = [_scaled(first, None if window else _scaling(blocks, windows)) for window in windows]
+    if model_type is None or len(epsilons) > 1 or len({*windows} - {0}) > 1 or blocks != wanted:
         raise ConfigError(
-            f"{where} must be a model of Llama, Qwen 3, OLMo 2 or OLMo 3: no family here has blocks {kind[0]!r} with "
-            f"norms of queries and keys {kind[1]}, windows {sorted({*windows} - {0})}, eps {sorted(epsilons)} and "
-            "these scalings of rotary positions"
+            f"{where} must be a model of Llama, Qwen 3, OLMo 2 or OLMo 3: no family here has blocks {first['name']!r} "
+            f"with norms of queries and keys {norms}, windows {sorted({*windows} - {0})}, eps {sorted(epsilons)} and "
+            "model.block_overrides of more than the scaling of rotary positions"
         )
-    length = _get(described, "train_module.max_sequence_length") or _get(described, "dataset.sequence_length")
-    if not isinstance(length, int):
-        raise ConfigError(f"{where} must state the longest sequence, train_module.max_sequence_length")
     fields = {
         "model_type": model_type, "vocab_size": model["vocab_size"], "hidden_size": model["d_model"],
         "num_hidden_layers": len(blocks), "num_attention_heads": heads["n_heads"],
         "num_key_value_heads": heads.get("n_kv_heads") or heads["n_heads"],
         "intermediate_size": first["feed_forward"]["hidden_size"], "hidden_act": "silu", "rms_norm_eps": epsilons.pop(),
-        "max_position_embeddings": length, "tie_word_embeddings": bool(model.get("tie_word_embeddings")),
-        **_rope(heads["rope"]["theta"], scaled[False]),
+        "max_position_embeddings": int(described["train_module"]["max_sequence_length"]),
+        "rope_theta": heads["rope"]["theta"], "rope_scaling": _rope_scaling(_scaling(blocks, windows)),
+        "tie_word_embeddings": bool(model.get("tie_word_embeddings")),
     }  # fmt: skip
     if heads.get("head_dim"):
         fields["head_dim"] = heads["head_dim"]
@@ -205,12 +193,22 @@ def _model(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bool
 
 def _block(block: Mapping[str, Any]) -> dict[str, Any]:
     """A block's fields; earlier releases have `attention` for `sequence_mixer`."""
-    return {**block, "attention": block.get("sequence_mixer") or block.get("attention") or {}}
+    fields = {name: value for name, value in block.items() if name != "sequence_mixer"}
+    return {**fields, "attention": block.get("sequence_mixer") or block["attention"]}
 
 
-def _without_scaling(block: Mapping[str, Any]) -> Any:
-    rope = {**(_get(block, "attention.rope") or {}), "scaling": None}
-    return {**block, "sequence_mixer": None, "attention": {**block["attention"], "rope": rope}}
+def _scaling(blocks: Sequence[Mapping[str, Any]], windows: Sequence[int]) -> Mapping[str, Any] | None:
+    """The scaling of rotary positions in the first block without a window."""
+    full = (block for block, window in zip(blocks, windows, strict=True) if not window)
+    scaling: Mapping[str, Any] | None = _get(next(full, None), "attention.rope.scaling")
+    return scaling
+
+
+def _scaled(block: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A block with another scaling of rotary positions."""
+    rope = {name: value for name, value in block["attention"]["rope"].items() if name != "scaling"}
+    rope |= {"scaling": scaling} if scaling else {}
+    return {**block, "attention": {**block["attention"], "rope": rope}}
 
 
 def _windows(config: Any, layers: int) -> list[int]:
@@ -227,75 +225,49 @@ def _windows(config: Any, layers: int) -> list[int]:
     return widths
 
 
-def _rope(theta: Any, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Base and scaling of rotary positions as OLMo-core's converter to Hugging Face has them."""
+def _rope_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A scaling of rotary positions as OLMo-core's converter to Hugging Face has it."""
     if not scaling:
-        return {"rope_theta": theta}
-    kind = str(scaling.get("_CLASS_")).rpartition(".")[2].removesuffix("RoPEScalingConfig")
-    factor = scaling.get("factor")
-    length = {"factor": factor, "original_max_position_embeddings": scaling.get("old_context_len", 8192)}
-    if kind == "ABF" and scaling.get("attention_rescale_factor", 1.0) == 1.0:
-        return {"rope_theta": scaling["new_theta"]}
-    if kind == "PI" and scaling.get("attention_rescale_factor", 1.0) == 1.0:
-        return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
-    if kind == "Stepwise" and scaling.get("attention_rescale_factor", 1.0) == 1.0:
-        low = 1.0 / (1 - scaling.get("low_freq_proportion", 0.0))
-        high = 1.0 / scaling.get("high_freq_proportion", 0.25)
-        bands = {"low_freq_factor": low, "high_freq_factor": high}
-        return {"rope_theta": theta, "rope_scaling": {"rope_type": "llama3", **length, **bands}}
-    if kind == "YaRN":
-        betas = {"beta_fast": scaling.get("beta_fast", 32), "beta_slow": scaling.get("beta_slow", 1)}
-        return {"rope_theta": theta, "rope_scaling": {"rope_type": "yarn", **length, **betas}}
-    raise ConfigError(f"a rope's scaling by {scaling} has no counterpart here")
+        return None
+    kind = str(scaling["_CLASS_"]).rpartition(".")[2]
+    fields = {"factor": scaling["factor"], "original_max_position_embeddings": scaling["old_context_len"]}
+    if kind == "YaRNRoPEScalingConfig":
+        return {"rope_type": "yarn", "beta_fast": scaling["beta_fast"], "beta_slow": scaling["beta_slow"], **fields}
+    if kind == "StepwiseRoPEScalingConfig" and scaling["attention_rescale_factor"] == 1.0:
+        low, high = 1.0 / (1 - scaling["low_freq_proportion"]), 1.0 / scaling["high_freq_proportion"]
+        return {"rope_type": "llama3", "low_freq_factor": low, "high_freq_factor": high, **fields}
+    raise ConfigError(
+        f"the scaling of rotary positions by {kind} has no counterpart here: it must be YaRN's or Llama's"
+    )
 
 
 # ---- progress
 
 
 def _progress(
-    folder: DcpFolder, step_folder: Path, described: Mapping[str, Any], config: FamilyConfig, in_pairs: bool
+    folder: DcpFolder, step_folder: Path, module: Mapping[str, Any], config: FamilyConfig, in_pairs: bool
 ) -> tuple[ForeignProgress | None, list[str]]:
-    """The progress, and sentences for the user."""
-    states, groups = moment_names(folder, "optim.")
-    if set(states) != {"step", *MOMENTS}:
-        held = listing(sorted(states)) if states else "none"
-        return None, [
-            f"the optimizer's state of {folder.where} ({held}) is not AdamW's: the weights alone are imported"
-        ]
-    if _get(described, "train_module.optim.step_increment_bugfix") is False:
-        raise ConfigError(
-            f"{step_folder}: its optimizer does not count its updates (step_increment_bugfix: false), as every "
-            "optimizer here does: --weights-only imports the weights alone"
-        )
-    streamed = [
-        weight
-        for moment in MOMENTS
-        for weight in named_weights(
-            folder.where, config, _tensors(config, states[moment], in_pairs), states[moment], moment
-        )
-    ]
+    """The progress, and sentences for the user; `module`: the fields of `train_module`."""
     path = step_folder / "train" / "rank0.pt"
     if not path.is_file():
         raise ConfigError(f"{path}, which has the step, must be there: copy it, or give --weights-only")
     trained = pickled.load(path)
-    step, tokens, steps = (
-        _get(trained, f"{name}") for name in ("global_step", "global_train_tokens_seen", "max_steps")
-    )
+    step, tokens, steps = (_get(trained, name) for name in ("global_step", "global_train_tokens_seen", "max_steps"))
     if type(step) is not int or type(tokens) is not int or step < 1:
+        raise ConfigError(f"{path} must have a global_step ({step!r}) from 1, and the tokens seen ({tokens!r})")
+    progress = adamw_progress(folder, "optim.", step, config, partial(_tensors, config, in_pairs))
+    if progress is None:
+        return None, [f"{folder.where} has no state of AdamW: the weights alone are imported"]
+    if _get(module, "optim.step_increment_bugfix") is False:
         raise ConfigError(
-            f"{path} must have a global_step ({step!r}) from 1 and the tokens that were seen ({tokens!r})"
+            f"{step_folder}: its optimizer does not count its updates (step_increment_bugfix: false), as every "
+            "optimizer here does: --weights-only imports the weights alone"
         )
-    shapes = canonical_shapes(config)
-    names = {there: [name] for name, there, _ in _tensors(config, states["exp_avg"], in_pairs)}
-    keys = optimizer_keys(folder.where, groups, names, shapes)
-    module = _get(described, "train_module") or {}
-    keys["optimizer.max_norm"] = module.get("max_grad_norm")
-    schedule, notes = _schedule(module.get("scheduler"), keys["optimizer.lr"], steps)
-    keys |= schedule
-    length = _get(trained, "data_loader.sequence_length") or module.get("max_sequence_length")
-    samples = tokens // length if length and tokens % length == 0 else None
-    if length:
-        keys["train.sequence_length"] = length
+    schedule, notes = _schedule(module.get("scheduler"), progress.keys["optimizer.lr"], steps)
+    length = _get(trained, "data_loader.sequence_length") or module["max_sequence_length"]
+    keys = {**progress.keys, **schedule, "optimizer.max_norm": module.get("max_grad_norm")}
+    keys["train.sequence_length"] = length
+    samples = tokens // length if tokens % length == 0 else None
     if samples and samples % step == 0:
         keys["train.global_batch"] = samples // step
     if steps:
@@ -304,9 +276,7 @@ def _progress(
         notes.append("SkipStepAdamW leaves out updates whose loss or norm stands out, and a run here makes all of them")
     if module.get("z_loss_multiplier"):
         notes.append(f"train_module.z_loss_multiplier ({module['z_loss_multiplier']}) has no counterpart here")
-    return ForeignProgress(
-        step, streamed, samples=samples, tokens=tokens, updates=updates_of(states["step"], names, shapes), keys=keys
-    ), notes
+    return replace(progress, samples=samples, tokens=tokens, keys=keys), notes
 
 
 def _schedule(scheduler: Mapping[str, Any] | None, lr: float, steps: Any) -> tuple[dict[str, Any], list[str]]:
