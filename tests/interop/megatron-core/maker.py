@@ -63,7 +63,8 @@ def arguments(spec: dict[str, Any]) -> argparse.Namespace:
         optimizer="adam", lr=1e-3, min_lr=1e-4, lr_decay_style="cosine", weight_decay=0.1, start_weight_decay=0.1,
         end_weight_decay=0.1, weight_decay_incr_style="constant", adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8,
         clip_grad=0.5, lr_warmup_iters=4, lr_warmup_samples=0, lr_decay_iters=40, train_iters=40, train_samples=None,
-        lr_warmup_init=0.0, global_batch_size=8, micro_batch_size=2, seed=1234, use_distributed_optimizer=False,
+        lr_warmup_init=0.0,
+        lr_wsd_decay_iters=None, lr_wsd_decay_style="exponential", lr_wsd_decay_samples=None, global_batch_size=8, micro_batch_size=2, seed=1234, use_distributed_optimizer=False,
         ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=False, no_save_optim=None, no_save_rng=None,
         params_dtype=torch.float32, attention_backend=AttnBackend.auto, model_type=ModelType.encoder_or_decoder,
         spec=None, moe_layer_freq=1, expert_model_parallel_size=1, world_size=dist.get_world_size(), rank=0,
@@ -133,6 +134,8 @@ def optimizer_of(model: torch.nn.Module, args: argparse.Namespace):
         lr_warmup_steps=args.lr_warmup_iters * samples, lr_decay_steps=args.lr_decay_iters * samples,
         lr_decay_style=args.lr_decay_style, start_wd=args.start_weight_decay, end_wd=args.end_weight_decay,
         wd_incr_steps=args.train_iters * samples, wd_incr_style=args.weight_decay_incr_style,
+        wsd_decay_steps=args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * samples,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
     )  # fmt: skip
     return optimizer, scheduler
 
@@ -207,8 +210,11 @@ def main(spec: dict[str, Any]) -> None:
     pretend()
     dist.init_process_group("gloo")
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer.moe import moe_utils
 
     args = arguments(spec)
+    # Without TransformerEngine its name is missing there.
+    vars(moe_utils).setdefault("te_general_gemm", None)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size, args.pipeline_model_parallel_size, create_gloo_process_groups=True
     )

@@ -172,7 +172,7 @@ def test_a_pickle_with_code_is_refused(plain: Path, tmp_path: Path) -> None:
     assert "none was run" in refused(tmp_path / "code", tmp_path)
     shutil.copytree(plain, tmp_path / "code2")
     (metadata,) = (tmp_path / "code2").glob("iter_*/.metadata")
-    held = pickle.load(metadata.open("rb"))
+    held = pickle.loads(metadata.read_bytes())
     held.extra = Code()
     metadata.write_bytes(pickle.dumps(held))
     assert "none was run" in refused(tmp_path / "code2", tmp_path)
