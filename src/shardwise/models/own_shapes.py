@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,34 +20,8 @@ from shardwise.base.errors import RAISED, ConfigError, error_text
 from shardwise.config import Config, FamilyConfig, UserModelConfig, model_from
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import fake_tensors
+from shardwise.models.parameter_counts import OwnShapes
 from shardwise.models.user_model import build_user_model, takes
-
-
-@dataclass(frozen=True)
-class OwnShapes:
-    """What was counted of a model of the user's own.
-
-    Attributes:
-        parameters: elements of its parameters.
-        token_flops: FLOPs of a training token, forward and backward, as the operators compute them: keys that a mask
-            hides count.
-        saved_bytes: bytes that the forward pass of a micro-batch keeps for the backward pass without recompute, in the
-            dtype in which the class is made.
-        like: the Llama of the same width, depth and matrices.
-        is_cut: its class takes the tensor-parallel ranks.
-        recomputes: its class takes `recompute`.
-    """
-
-    parameters: int
-    token_flops: float
-    saved_bytes: int
-    like: FamilyConfig
-    is_cut: bool
-    recomputes: bool
-
-    def sized(self, config: Config) -> Config:
-        """`config` with the Llama in the place of the user's model, for formulas."""
-        return config.model_copy(update={"model": self.like})
 
 
 @lru_cache(maxsize=8)
@@ -100,14 +73,14 @@ def own_shapes(config: Config, accelerator: bool = False) -> OwnShapes:
 
 def _storage(tensor: Tensor) -> int:
     """A number by which tensors that share their memory are known."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _of_cpus() -> dict[Any, Any]:
     """The FLOPs of operators that CPUs take in place of those that torch counts: oneDNN's product, and attention."""
 
     def product(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
-        return 2 * math.prod(x_shape) * weight_shape[0]
+        return 2 * int(math.prod(x_shape)) * int(weight_shape[0])
 
     def attention(*shapes: Any, **_: Any) -> int:
         return int(flop_counter.sdpa_flop_count(*shapes[:3]))
@@ -136,9 +109,8 @@ def _like(model: nn.Module, section: UserModelConfig, length: int) -> FamilyConf
             f"model.family ({section.family}) must have a matrix with model.vocab_size ({vocabulary}) rows for a plan, "
             "by which its width is known"
         )
-    heads = section.num_attention_heads or next(
-        (int(m.num_heads) for m in model.modules() if isinstance(getattr(m, "num_heads", None), int)), 1
-    )
+    counts = (getattr(module, "num_heads", None) for module in model.modules())
+    heads = section.num_attention_heads or next((count for count in counts if isinstance(count, int)), 1)
     kv_heads = section.num_key_value_heads or heads
     head_dim = max(2, width // heads // 2 * 2)
     attention = 2 * width * head_dim * (heads + kv_heads)

@@ -199,6 +199,7 @@ class Reporter:
             device_name=self.device_name,
             parameters=self.parameters,
             memory=self.memory,
+            token_flops=self._token_flops,
             steps=(done, end),
             epochs=epochs,
             run_path=self.run.path,

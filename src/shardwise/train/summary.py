@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
@@ -30,12 +29,9 @@ from shardwise.estimates.memory import (
 )
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models import parameter_counts
+from shardwise.models.parameter_counts import OwnShapes
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.pipeline.partition import compute_shares, stage_plan
-
-if TYPE_CHECKING:
-    # It imports torch.
-    from shardwise.models.own_shapes import OwnShapes
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -125,6 +121,7 @@ def start_rows(
     device_name: str,
     parameters: int,
     memory: Mapping[str, int],
+    token_flops: float | None,
     steps: tuple[int, int],
     epochs: str,
     run_path: Path,
@@ -134,6 +131,7 @@ def start_rows(
     Args:
         parameters: number of the whole model's parameters.
         memory: expected bytes by kind on the rank that needs most; for a user's own model without activations.
+        token_flops: FLOPs of a token, forward and backward; None where they are not known.
         steps: steps done by earlier runs, and the last step of this run.
         epochs: text on how often the training reads its data; empty if that is not known.
     """
@@ -161,7 +159,7 @@ def start_rows(
         ("layout", summary.layout_text),
         ("device", f"{device_name}, {precision.parameter}{dtypes}{_numbers(precision)}{summary.advice(precision)}"),
         ("memory", known),
-        ("MFU", summary.utilization(device_name, precision)),
+        ("MFU", summary.utilization(device_name, precision, token_flops)),
         ("run", str(run_path)),
     ]
 
@@ -373,13 +371,12 @@ class _Summary:
         kept = f"checkpoint.keep={'null' if settings.keep is None else settings.keep}"
         return f"{size}, at most {at_once:,} at once ({kept}), {units.size(at_once * checkpoint)} in all"
 
-    def utilization(self, device_name: str, precision: Precision) -> str:
+    def utilization(self, device_name: str, precision: Precision, flops: float | None) -> str:
         """The definition of MFU: model FLOPs over the peak; published figures differ in their count of attention."""
         peak = peak_flops(device_name, precision.parameter)
         if peak is None:
             kind = "CPU" if device_name.startswith("cpu") else "device"
             return f"not shown: the peak FLOP/s of this {kind} is unknown"
-        flops = _token_flops(self.config)
         if flops is None:
             return _UNKNOWN
         is_half = self.config.model.causal and not self.config.model.is_own
@@ -502,11 +499,7 @@ def blocks_of(stage: Stage) -> str:
 
 
 def _token_flops(config: Config) -> float | None:
-    """The FLOPs of a token, forward and backward; None for a model of the user's own that needs data."""
-    if config.model.is_own:
-        from shardwise.models.own_shapes import own_token_flops  # costly to import, for such a model alone
-
-        return own_token_flops(config)
+    """The FLOPs of a token, forward and backward; None for a model of the user's own."""
     length = config.train.sequence_length
     return parameter_counts.flops_per_token(config.model, length, config.data.predictions(length))
 

@@ -119,12 +119,9 @@ def test_torchs_generators_stay_as_they_are() -> None:
 
 def test_a_run_on_a_known_device_has_an_mfu(tmp_path: Path) -> None:
     config = config_of(ATTENDING)
-    rows = dict(
-        start_rows(
-            config, Layout(1), device_name="NVIDIA H100 80GB HBM3", parameters=7, memory={}, steps=(0, 2), epochs="",
-            run_path=tmp_path,
-        )
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"parameters": 7, "memory": {}, "token_flops": own_token_flops(config)}
+    name = "NVIDIA H100 80GB HBM3"
+    rows = dict(start_rows(config, Layout(1), device_name=name, **sizes, steps=(0, 2), epochs="", run_path=tmp_path))
     assert re.fullmatch(
         r"of 989.* TFLOP/s; .* FLOPs per token, forward and backward, with all of attention", rows["MFU"]
     )
