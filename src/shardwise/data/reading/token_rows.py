@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from shardwise.base.errors import DataError, see
 from shardwise.data.reading import text_files
@@ -23,7 +24,6 @@ from shardwise.data.rows import IntArray
 
 # Lines that are decoded at once.
 _LINES = 256
-_DECODER = json.JSONDecoder()
 # Kinds of columns that hold numbers: those that are no whole numbers are refused when they are read.
 _NUMBERS = r"tokens|.*list.*<.*: (float|double|halffloat)"
 
@@ -112,7 +112,7 @@ def token_column(file: Path, key: str) -> tuple[FileReading, str] | None:
         name = next(iter(kinds), key)
         return (reading, name) if re.match(_NUMBERS, kinds.get(name, "")) else None
     for number, line in _lines(file) if reading.kind == "jsonl" else ():
-        record = text_files.line_record(line, partial(text_files.line_name, file, 0, number), key, _DECODER.decode)
+        record = text_files.line_record(line, partial(text_files.line_name, file, 0, number), key, orjson.loads)
         for name in names:
             with contextlib.suppress(KeyError):
                 values = text_files.field_of(record, name)
@@ -157,9 +157,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 def _line_tokens(file: Path, number: int, line: bytes, column: str) -> IntArray:
     where = partial(text_files.line_name, file, 0, number)
-    values = text_files.record_field(
-        text_files.line_record(line, where, column, _DECODER.decode), where, column, "tokens"
-    )
+    values = text_files.record_field(text_files.line_record(line, where, column, orjson.loads), where, column, "tokens")
     if not isinstance(values, list):
         raise DataError(
             f"{where()}: the field {column!r} must hold a list of whole numbers, not {text_files.type_name(values)} "
