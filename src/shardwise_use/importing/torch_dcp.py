@@ -45,6 +45,11 @@ _RECORDS = {
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     )),
+    # Megatron Core keeps the plans of its ranks there too.
+    *("torch.distributed.checkpoint.planner." + name for name in (
+        "SavePlan", "TensorWriteData", "BytesIOWriteData", "WriteItem", "WriteItemType",
+    )),
+    *("megatron.core.dist_checkpointing.strategies.torch." + name for name in ("MCoreMetadata", "MCoreSavePlan")),
     "torch.distributed.checkpoint.filesystem._StorageInfo", "olmo_core.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING", "torch.serialization._get_layout",
@@ -166,6 +171,9 @@ class LazyTensor:
         return LazyTensor(self.shape[::-1], self.dtype, lambda box: self.load(box.permuted((1, 0))).t())
 
     def rows(self, start: int, stop: int) -> LazyTensor:
+        """Rows `start` to `stop`, as many of them as there are."""
+        stop = min(stop, len(self))
+
         def load(box: Box) -> Tensor:
             return self.load(Box((box.start[0] + start, *box.start[1:]), box.size))
 
