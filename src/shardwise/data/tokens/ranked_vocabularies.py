@@ -123,7 +123,7 @@ class RankedVocabulary:
             cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
             halves = sorted((ranks[left], ranks[right]) for left, right in cuts if left in ranks and right in ranks)
             merges += [(shown[self.tokens[left]], shown[self.tokens[right]]) for left, right in halves]
-        vocabulary = {shown[token]: rank + self.first for token, rank in ranks.items()} | self.special
+        vocabulary = {shown[token]: rank + self.first for token, rank in ranks.items()} | {**self.special}
         backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=True))
         split = pre_tokenizers.Split(tokenizers.Regex(self.pattern), behavior="isolated")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
