@@ -20,7 +20,7 @@ GGUF = "gguf"
 """The name of llama.cpp with files of `--gguf`."""
 TOLERANCE = 0.005
 """Largest difference of a log-probability that is rounding: llama.cpp has GELU as a table in float16 (0.002)."""
-_PAGE = see("readers#programs")
+_PAGE = see("checkpoints#read-otherwise")
 PLAIN = "defaults"
 """The line of a family at its default values."""
 _SIZES = (
