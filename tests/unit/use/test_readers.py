@@ -63,10 +63,10 @@ def test_what_a_program_computes_wrongly_is_refused() -> None:
         readers.require_readable(model("mistral", sliding_window=8), "mlx-lm")
     by = readers.record()["lines"]["mistral"]["sliding_window"]["mlx-lm"]["by"]
     assert str(caught.value).startswith(
-        f"mlx-lm 0.32.2 computes other log-probabilities (by {by:.2g}) for family mistral with model.sliding_window "
-        "(8); right with it: transformers"
+        "mlx-lm 0.32.2 must compute what the model does, and its log-probabilities of mistral with model.sliding_window "
+        f"(8) are off by {by:.2g}; right with it: transformers"
     )
-    with pytest.raises(ConfigError, match=r"refuses \(ValueError: No conver.*\) family olmo2 with default values; "):
+    with pytest.raises(ConfigError, match=r"refuses olmo2 with default values \(ValueError: No conver.*\); "):
         readers.require_readable(model("olmo2", num_key_value_heads=2), "ctranslate2")
     with pytest.raises(ConfigError, match=r"--for \(mlx\) must be a program that models were tried with: did you mean"):
         readers.require_readable(model("llama"), "mlx")
@@ -83,7 +83,7 @@ def test_the_command_refuses_before_it_writes(tmp_path: Path) -> None:
     save("mistral", tmp_path / "saved")
     write(open_hugging_face(Root.of(tmp_path / "saved")), tmp_path / "ours")
     for options, said in (
-        (("out", "--for", "mlx-lm"), "for family mistral with model.sliding_window (5); right with it: transformers"),
+        (("out", "--for", "mlx-lm"), "of mistral with model.sliding_window (5) are off by "),
         (("out", "--for", "vlm"), "--for (vlm) must be a program that models were tried with: did you mean vllm?"),
         (("s3://b/out", "--gguf"), "DEST (s3://b/out) must be a path"),
         (("out.gguf", "--gguf", "--for", "mlx-lm"), "--push and --for must be left out"),
