@@ -76,6 +76,8 @@ def open_torchtitan(
     """
     folder = open_folder(newest_step(source), "torchtitan")
     path = config_file / "config.json" if config_file.is_dir() else config_file
+    if not path.is_file():
+        raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
     config = read_model(Root.of(path), ignore)
     if config.family not in _FAMILIES:
         raise ConfigError(f"{path}: its family ({config.family}) must be {listing(_FAMILIES, 'or')} with torchtitan")

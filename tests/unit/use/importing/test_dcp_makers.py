@@ -304,3 +304,24 @@ def test_what_torchtitan_has_more_is_named(tmp_path: Path) -> None:
     )
     assert "weight_decay must be one rate" in told(**{"optimizer.param_groups.norm.weight.weight_decay": 0.5})
     assert "train_state.step, and has None" in told(**{"train_state.step": None})
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from shardwise.cli import main
+
+    olmo(tmp_path)
+    titan("llama", tmp_path / "titan")
+    assert main(["checkpoint", "import", str(tmp_path), str(tmp_path / "run"), "--from", "olmo-core"]) == 0
+    told = capsys.readouterr().out
+    assert "after step 3, 6 samples and 144 tokens" in told
+    assert (tmp_path / "run" / "imported.yaml").exists()
+    from_titan = ["checkpoint", "import", str(tmp_path / "titan"), str(tmp_path / "other"), "--from", "torchtitan"]
+    for words, reason in (
+        ([], "--from torchtitan needs --config PATH"),
+        (["--config", str(tmp_path / "titan")], "give --samples N"),
+        (["--config", str(tmp_path / "none"), "--samples", "6"], "none"),
+    ):
+        assert main([*from_titan, *words]) == 2
+        assert reason in capsys.readouterr().err
+    assert main([*from_titan, "--config", str(tmp_path / "titan"), "--samples", "6"]) == 0
+    assert "after step 3, 6 samples and 100 tokens" in capsys.readouterr().out
