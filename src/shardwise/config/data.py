@@ -276,8 +276,8 @@ class DataConfig(SourceConfig):
         default=None,
         min_length=1,
         description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model, vocab.txt or tekken.json, the "
-        "folder of such a file, or a hub id (ID or ID@REVISION); null = that of the model in checkpoint.load; without one a "
-        "byte-level BPE of model.vocab_size that is trained on the data, or none if the data are tokens",
+        "folder of such a file, or a hub id (ID or ID@REVISION); null = that of the model in checkpoint.load; without "
+        "one a byte-level BPE of model.vocab_size that is trained on the data, or none if the data are tokens",
     )
     masked_fraction: float = Field(
         default=MASKED_FRACTION,
