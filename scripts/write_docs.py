@@ -1,7 +1,7 @@
 """Write the documentation that comes from the code and from results.
 
 These are docs/configuration.md and docs/model-keys.md, from the schema of the configuration, the tables of
-docs/devices.md and docs/readers.md, and the signatures in docs/api.md.
+docs/devices.md and docs/readers.md, the names of other programs in docs/porting.md, and the signatures in docs/api.md.
 """
 
 import inspect
@@ -18,12 +18,15 @@ from pydantic_core import PydanticUndefined
 
 from shardwise.config import Config, UserModelConfig
 from shardwise.config.model import FAMILIES
+from shardwise.config.other_names import FORMULAS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY
 from shardwise_use import readers
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 MODEL_PAGE = ROOT / "docs" / "model-keys.md"
 API = ROOT / "docs" / "api.md"
+PORTING = ROOT / "docs" / "porting.md"
+_NAMES_BEGIN, _NAMES_END = "<!-- names:begin -->\n", "<!-- names:end -->\n"
 NAME_OF_API = re.compile(r"<!-- (::: (\S+)\.(\w+)) -->\n.*?<!-- end -->\n", re.DOTALL)
 """A public name of docs/api.md. The site has mkdocstrings write its text in place of the text between the comments."""
 DEVICES = ROOT / "docs" / "devices.md"
@@ -238,6 +241,38 @@ def _result(result: dict[str, object] | None) -> str:
     return "right" if readers.is_right(result) else f"{result['by']:.2g}"
 
 
+def porting_page() -> str:
+    """docs/porting.md, with the record of other programs' names, by our keys and by what no key sets."""
+    same: dict[str, list[str]] = {}
+    changed: dict[str, list[str]] = {}
+    for name, targets in OTHER_NAMES.items():
+        shown = f"`{name.rpartition(':')[2]}`"
+        for target in targets:
+            key, _, value = target.partition("=")
+            if formula := FORMULAS.get((name, target)):
+                changed.setdefault(key, []).append(f"`{formula}`: {shown}")
+            elif value:
+                changed.setdefault(key, []).append(f"`{value}`: {shown}")
+            else:
+                same.setdefault(key, []).append(shown)
+    lines = ["| key | names of the same value | our value, for names of another unit or kind |", "|---|---|---|"]
+    for key in dict.fromkeys([*same, *changed]):
+        by_value: dict[str, list[str]] = {}
+        for entry in changed.get(key, []):
+            value, _, shown = entry.partition(": ")
+            by_value.setdefault(value, []).append(shown)
+        others = "; ".join(f"{value}: {', '.join(dict.fromkeys(names))}" for value, names in by_value.items())
+        lines.append(f"| `{key}` | {', '.join(dict.fromkeys(same.get(key, ['–'])))} | {others or '–'} |")
+    lines += ["", "No key sets what these names do:", "", "| names | why, or what instead |", "|---|---|"]
+    for reason in dict.fromkeys(WITHOUT_KEY.values()):
+        names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name, why in WITHOUT_KEY.items() if why == reason)
+        lines.append(f"| {', '.join(names)} | {reason} |")
+    lines += ["", "What trains otherwise:", ""]
+    lines += [f"- {program.title}: {program.note}" for program in PROGRAMS.values()]
+    head, rest = PORTING.read_text(encoding="utf-8").split(_NAMES_BEGIN)
+    return f"{head}{_NAMES_BEGIN}" + "\n".join(lines) + f"\n{_NAMES_END}{rest.partition(_NAMES_END)[2]}"
+
+
 def api_page() -> str:
     """docs/api.md, with the signature and the first paragraph of each public name, and the methods of classes."""
 
@@ -296,5 +331,6 @@ if __name__ == "__main__":
     API.write_text(api_page(), encoding="utf-8")
     DEVICES.write_text(devices_page(), encoding="utf-8")
     READERS.write_text(readers_page(), encoding="utf-8")
+    PORTING.write_text(porting_page(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     MODEL_PAGE.write_text(model_page(), encoding="utf-8")

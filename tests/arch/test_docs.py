@@ -9,7 +9,19 @@ import yaml
 
 import shardwise as shardwise_package
 from scripts import site
-from scripts.write_docs import API, DEVICES, MODEL_PAGE, NAME_OF_API, PAGE, api_page, devices_page, model_page, page
+from scripts.write_docs import (
+    API,
+    DEVICES,
+    MODEL_PAGE,
+    NAME_OF_API,
+    PAGE,
+    PORTING,
+    api_page,
+    devices_page,
+    model_page,
+    page,
+    porting_page,
+)
 from shardwise.config import load_config, recipe_names
 from tests.arch.source import ROOT, config_fields, headings
 from tests.arch.test_audit import is_command
@@ -68,6 +80,7 @@ def test_generated_page_is_current() -> None:
     assert MODEL_PAGE.read_text(encoding="utf-8") == model_page(), "run `make pages`"
     assert DEVICES.read_text(encoding="utf-8") == devices_page(), "run `make pages`"
     assert API.read_text(encoding="utf-8") == api_page(), "run `make pages`"
+    assert PORTING.read_text(encoding="utf-8") == porting_page(), "run `make pages`"
 
 
 def test_the_index_lists_every_page_once_with_a_sentence() -> None:

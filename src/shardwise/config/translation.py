@@ -175,7 +175,11 @@ def _meaning(name: str, value: Any, quantities: Mapping[str, Any], has: Callable
             ours |= {key: value[0]} if len(value) == 1 else {"data.blend": value}
         else:
             ours[key] = value
-    if targets and not any(map(has, targets)) and all(ABSENT.get(target, ours) != value for target in targets):
+    if (
+        targets
+        and not any(map(has, targets))
+        and all(ABSENT.get(target.partition("=")[0], ours) != value for target in targets)
+    ):
         family = quantities.get("model.family")
         raise NoCounterpartError(f"the family {family} has no key for it" if family else "no key sets it")
     return ours
@@ -210,10 +214,6 @@ def counts(key: str) -> bool:
     return found is not None and found.annotation in (int, int | None)
 
 
-def _needs(formula: str) -> set[str]:
-    return set(re.findall(r"\b[a-z_]+\.[a-z_]+\b", formula))
-
-
 def translate(
     settings: Mapping[str, Any],
     program: str | None,
@@ -231,59 +231,87 @@ def translate(
         find: returns the name in the record that a setting's name stands for; None if there is none.
     """
     spec = PROGRAMS.get(program or "")
-    found: dict[str, Any] = {}
-    whole: set[str] = set()
     defaults = {name: value for name, value in (spec.defaults if spec else {}).items() if name not in settings}
-    pending = [(name, value, False) for name, value in settings.items() if value not in _UNSET]
-    pending.sort(key=lambda item: item[0] not in WORDS)  # such as what switches evaluation off
-    pending += [(name, value, True) for name, value in defaults.items()]
+    given = {name: value for name, value in settings.items() if value not in _UNSET}
+    # First comes what switches something off, such as evaluation.
+    given = dict(sorted(given.items(), key=lambda item: item[0] not in WORDS))
     base = {key: ours.default for key, ours in known_paths().items() if ours.default is not PydanticUndefined}
-    base |= (spec.keys if spec else {}) | dict(known)
+    translator = _Translator(base | (spec.keys if spec else {}) | dict(known), program, has, find)
+    # Formulas come last, in the order of what they read, and what is given before what a program does by default.
+    pending = translator.pending
+    for values, is_default in ((given, False), (defaults, True)):
+        for name, value in values.items():
+            if translator.formulas(name):
+                pending.append((name, value, is_default))
+            else:
+                yield translator.row(name, value, is_default)
+    while pending:
+        item = next((item for item in pending if not translator.waits(item[0], item[2])), pending[0])
+        pending.remove(item)
+        yield translator.row(*item)
 
-    def formulas(name: str) -> list[str]:
-        record = find(name) or name
+
+class _Translator:
+    """What is known of a recipe while the settings of a file are read.
+
+    Attributes:
+        pending: settings whose formulas are not computed yet, each with its value and whether it is a default.
+    """
+
+    def __init__(
+        self,
+        base: Mapping[str, Any],
+        program: str | None,
+        has: Callable[[str], bool],
+        find: Callable[[str], str | None],
+    ) -> None:
+        self.pending: list[tuple[str, Any, bool]] = []
+        self._base = base
+        self._program = program
+        self._has = has
+        self._find = find
+        self._found: dict[str, Any] = {}
+        self._whole: set[str] = set()
+
+    def formulas(self, name: str) -> list[str]:
+        """Return the formulas of a setting."""
+        record = self._find(name) or name
         return [FORMULAS[record, target] for target in OTHER_NAMES.get(record, ()) if (record, target) in FORMULAS]
 
-    def waits(name: str, is_default: bool) -> bool:
-        """Return whether a formula reads, or a default gives, what another formula still gives."""
-        own = set(_targets(find(name)))
-        later = {key for other, _, _ in pending if other != name for key in _targets(find(other))}
-        given = {key for other, _, kind in pending if not kind for key in _targets(find(other))}
-        reads = set().union(*map(_needs, formulas(name))) - own - found.keys()
-        return bool(reads & later or (is_default and own & given))
+    def _reads(self, name: str) -> set[str]:
+        return {key for formula in self.formulas(name) for key in re.findall(r"\b[a-z_]+\.[a-z_]+\b", formula)}
 
-    def row(name: str, value: Any, is_default: bool) -> Row:
-        record = find(name)
+    def waits(self, name: str, is_default: bool) -> bool:
+        """Return whether a formula reads, or a default gives, what another formula still gives."""
+        own = set(_targets(self._find(name)))
+        later = {key for other, _, _ in self.pending if other != name for key in _targets(self._find(other))}
+        given = {key for other, _, kind in self.pending if not kind for key in _targets(self._find(other))}
+        return bool((self._reads(name) - own - self._found.keys()) & later or (is_default and own & given))
+
+    def row(self, name: str, value: Any, is_default: bool) -> Row:
+        """Return what becomes of a setting, and remember our keys."""
+        record = self._find(name)
+        found = self._found
         try:
-            is_told = program is None and record in WITHOUT_KEY
+            is_told = self._program is None and record in WITHOUT_KEY
             if is_told or record is None or (record not in OTHER_NAMES and record not in WORDS):
                 return Row(name, value, reason=WITHOUT_KEY.get(record or "", ""), is_default=is_default)
-            ours = _meaning(record, value, {**base, **found}, has)
+            ours = _meaning(record, value, {**self._base, **found}, self._has)
         except NoCounterpartError as error:
             return Row(name, value, reason=str(error), is_default=is_default)
         except KeyError as error:
             return Row(name, value, reason=f"needs {error.args[0]}, which is not known", is_default=is_default)
-        read = set().union(*map(_needs, formulas(name)))
-        if is_default and any(key in found and (key in whole or key not in read) for key in ours):
+        # A formula such as that of one of two betas changes what is there.
+        fixed = {key for key in ours if key in found and (key in self._whole or key not in self._reads(name))}
+        if is_default and fixed:
             return Row(name, value, is_default=True)
-        taken = {key for key in ours if found.get(key, ours[key]) != ours[key] and (key in whole or key not in read)}
+        taken = {key for key in fixed if found[key] != ours[key]}
         if taken and len(taken) == len(ours):
-            told = "" if is_default else f"{', '.join(sorted(taken))} is {found[min(taken)]} by another setting"
-            return Row(name, value, reason=told, is_default=is_default)
+            return Row(name, value, reason=f"{', '.join(sorted(taken))} is {found[min(taken)]} by another setting")
         ours = {key: ours[key] for key in ours if key not in taken}
         found.update(ours)
-        whole.update(ours if not formulas(name) else ())
+        self._whole.update(ours if not self.formulas(name) else ())
         return Row(name, value, ours, "" if ours else "nothing to set", is_default)
-
-    # Formulas come last, in the order of what they read, and what is given before what a program does by default.
-    for is_default in (False, True):
-        for name, value, kind in [item for item in pending if item[2] == is_default and not formulas(item[0])]:
-            pending.remove((name, value, kind))
-            yield row(name, value, kind)
-    while pending:
-        item = next((item for item in pending if not waits(item[0], item[2])), pending[0])
-        pending.remove(item)
-        yield row(*item)
 
 
 def _targets(name: str | None) -> list[str]:
