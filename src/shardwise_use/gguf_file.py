@@ -203,7 +203,8 @@ class GGUFExport:
         Raises:
             ConfigError: it has none for this scaling in this architecture.
         """
-        scaling = getattr(self.model, "rope_scaling", None)
+        model: Any = self.model
+        scaling = getattr(model, "rope_scaling", None)
         kind = (scaling or {}).get("rope_type", "default")
         if scaling is None or kind == "default":
             return None, 1.0
@@ -216,8 +217,8 @@ class GGUFExport:
                 f"model.rope_scaling.rope_type ({kind}) must be {valid}: llama.cpp's architecture {self.architecture} "
                 "computes no other"
             )
-        scaled, attention = frequencies(self.model, self.model.max_position_embeddings)
-        plain, _ = frequencies(self.model.model_copy(update={"rope_scaling": None}), 1)
+        scaled, attention = frequencies(model, model.max_position_embeddings)
+        plain, _ = frequencies(model.model_copy(update={"rope_scaling": None}), 1)
         return ((plain / scaled).numpy() if is_llama else None), attention
 
     # ---- keys

@@ -84,7 +84,7 @@ def vocabulary(described: Mapping[str, Any], vocab_size: int) -> Vocabulary:
     if model.get("byte_fallback"):
         scores, has_prefix = _pieces(described, ids, pairs, types)
         return Vocabulary("llama", "default", tokens, types, scores=scores, has_space_prefix=has_prefix)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if (normalizer := described["normalizer"]) is not None:
         if normalizer != {"type": "NFC"}:
             raise _refused(f"it rewrites text ({normalizer['type']}) before it splits it")

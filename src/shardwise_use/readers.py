@@ -20,7 +20,6 @@ GGUF = "gguf"
 """The name of llama.cpp with files of `--gguf`."""
 TOLERANCE = 0.005
 """Largest difference of a log-probability that is rounding: llama.cpp has GELU as a table in float16 (0.002)."""
-_PAGE = see("readers#programs")
 PLAIN = "defaults"
 """The line of a family at its default values."""
 _SIZES = (
@@ -89,7 +88,7 @@ def require_readable(model: FamilyConfig, reader: str) -> tuple[str, ...]:
     if reader not in readers:
         near = nearest_name(reader, readers)
         hint = f"did you mean {near}?" if near else f"valid are {listing(readers)}"
-        raise ConfigError(f"--for ({reader}) must be a program that models were tried with: {hint}{_PAGE}")
+        raise ConfigError(f"--for ({reader}) must be a program that models were tried with: {hint}")
     of_family: Mapping[str, Any] = record()["lines"].get(model.family, {})
     lines = {PLAIN: None, **lines_of(model)}
     title = f"{readers[reader]['title']} {readers[reader]['version']}"
@@ -100,18 +99,20 @@ def require_readable(model: FamilyConfig, reader: str) -> tuple[str, ...]:
         return tuple(f"{title} was not tried with family {model.family} and {shown}" for shown in untried)
     # What a program makes of the family itself explains the other lines.
     told = {PLAIN: wrong[PLAIN]} if PLAIN in wrong else wrong
-    problems = [f"{title} {_told(result)} family {model.family} with {_shown(line, lines[line])}"
-                for line, result in told.items()]  # fmt: skip
+    reasons = listing(
+        _told(result, f"{model.family} with {_shown(line, lines[line])}") for line, result in told.items()
+    )
     others = [name for name in readers if all(is_right(of_family.get(line, {}).get(name)) for line in lines)]
     advice = f"right with it: {listing(others)}" if others else "no program that was tried is right with it"
-    problems[-1] += f"; {advice}{_PAGE}"
-    raise ConfigError(problems)
+    raise ConfigError(
+        f"{title} must compute what the model does, and {reasons}; {advice}{see('checkpoints#read-otherwise')}"
+    )
 
 
-def _told(result: Mapping[str, Any]) -> str:
+def _told(result: Mapping[str, Any], model: str) -> str:
     if "says" in result:
-        return f"refuses ({result['says']})"
-    return f"computes other log-probabilities (by {result['by']:.2g}) for"
+        return f"refuses {model} ({result['says']})"
+    return f"its log-probabilities of {model} are off by {result['by']:.2g}"
 
 
 def _shown(line: str, value: Any) -> str:

@@ -187,8 +187,8 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
         return None
     if not arguments.dry_run or arguments.nproc is not None:
         raise ConfigError(
-            f"--device {arguments.device} must go with --dry-run and without --nproc: it starts nothing; a run takes the "
-            "machine's accelerators, or its CPU where there are none or CUDA_VISIBLE_DEVICES= hides them"
+            f"--device {arguments.device} must go with --dry-run and without --nproc: it starts nothing; a run takes "
+            "the machine's accelerators, or its CPU where there are none or CUDA_VISIBLE_DEVICES= hides them"
         )
     cluster: Cluster = provided("cluster")(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
     return cluster

@@ -275,9 +275,9 @@ class DataConfig(SourceConfig):
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt, the folder of "
-        "such a file, or a hub id (ID or ID@REVISION); null = that of the model in checkpoint.load; without one a "
-        "byte-level BPE of model.vocab_size that is trained on the data, or none if the data are tokens",
+        description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model, vocab.txt or tekken.json, the "
+        "folder of such a file, or a hub id (ID or ID@REVISION); null = that of the model in checkpoint.load; without "
+        "one a byte-level BPE of model.vocab_size that is trained on the data, or none if the data are tokens",
     )
     masked_fraction: float = Field(
         default=MASKED_FRACTION,

@@ -159,8 +159,8 @@ def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
         fields["max_window_layers"] = types.index(_SLIDING)
     if file.layer_interval is not None:
         # Programs that know no `layer_types`, such as mlx-lm, read the interval; other patterns have none.
-        types = tuple(fields["layer_types"])
-        intervals = [number for number in range(1, len(types) + 2) if every_nth_full(number, len(types)) == types]
+        pattern = tuple(fields["layer_types"])
+        intervals = [number for number in range(1, len(pattern) + 2) if every_nth_full(number, len(pattern)) == pattern]
         if intervals:
             fields[file.layer_interval] = intervals[0]
     fields |= {second: fields[name] for name, second in file.twice.items()} | dict(file.written)

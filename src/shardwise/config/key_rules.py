@@ -149,7 +149,7 @@ def _token_problems(data: DataConfig, model: ModelConfig, length: int) -> list[s
         problems.append(f"data.masked_fraction ({data.masked_fraction}) {unused}")
     if model.predicts_masked_tokens or data.eod_token is None:
         return problems
-    if not data.document_options and not data.packs_documents:
+    if not (data.document_options or data.packs_documents or data.append_eod):
         problems.append(
             f"data.eod_token ({data.eod_token}) must be left out unless one of data.eod_mask_loss, "
             "data.reset_position_ids and data.reset_attention_mask is true"

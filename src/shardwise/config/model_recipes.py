@@ -76,12 +76,10 @@ def comment_and_sections(
         ConfigError: it cannot be fetched, or is of a class of the user's own.
     """
     place = place_of_model(named, recipes)
-    load = named
     tokenizer: str | None = named
     if isinstance(place, Path):
         file = place
-        load = str(file.parent)
-        tokenizer = load if hub.holds_tokenizer([each.name for each in file.parent.iterdir()]) else None
+        tokenizer = str(file.parent) if hub.holds_tokenizer([each.name for each in file.parent.iterdir()]) else None
     else:
         if named not in _FETCHED:
             _FETCHED[named] = hub.obtain(place, cached=cached) / CONFIG
@@ -92,7 +90,7 @@ def comment_and_sections(
     own = "" if tokenizer is not None else " data.tokenizer=YOUR_TOKENIZER_FOLDER"
     comment = (
         f"# {name}: the shape of {named}, with new weights; the training is ours.\n"
-        f"# From its weights:     checkpoint.load={load}\n"
+        f"# From its weights:     {_keys_of_weights(named)}\n"
         f"# Your own data:        data.path=YOUR_TEXT.jsonl{own}\n"
         f"# For a trial:          data.dataset=python{trial}\n"
     )
@@ -101,14 +99,13 @@ def comment_and_sections(
 
 def remark(named: str, config: Config) -> str:
     """The line that a command prints on a model in place of a recipe: what it takes of it, and the defaults."""
-    load = Path(named).parent if Path(named).suffix == ".json" else named
     values = config.model_dump(mode="json")
     keys = (key.partition(".") for key in _SHOWN)
     shown = " ".join(f"{section}.{key}={values[section][key]:.10g}" for section, _, key in keys)
     tokenizer = "" if config.data.tokenizer is None else f" and the tokenizer is that of {config.data.tokenizer}"
     return (
-        f"the model has the shape of {named}{tokenizer}; its weights are new (checkpoint.load={load} starts from those "
-        f"there), and the training is {shown}: `shardwise recipes {named}` prints all keys"
+        f"the model has the shape of {named}{tokenizer}; its weights are new ({_keys_of_weights(named)} starts from "
+        f"those there), and the training is {shown}: `shardwise recipes {named}` prints all keys"
     )
 
 
@@ -118,6 +115,13 @@ def warmup(steps: object) -> int | str:
         return max(0, steps) // 50
     tokens = parse_tokens(steps)
     return 0 if tokens is None else tokens_text(tokens // 50)
+
+
+def _keys_of_weights(named: str) -> str:
+    """The keys that start from the weights of a model."""
+    if user_path(named).exists():
+        return f"checkpoint.load={Path(named).parent if Path(named).suffix == '.json' else named}"
+    return f"checkpoint.load={named.replace('@', ' checkpoint.revision=', 1)}"
 
 
 def _section(file: Path) -> Mapping[str, Any]:

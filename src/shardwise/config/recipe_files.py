@@ -30,7 +30,7 @@ def recipe_names() -> list[str]:
 
 def is_model(recipe: str) -> bool:
     """Return whether a model stands in place of a recipe: a `config.json`, a folder that holds one, or a hub id."""
-    if recipe.endswith(_SUFFIXES) or ("/" not in recipe and (_RECIPES / f"{recipe}.yaml").is_file()):
+    if not recipe or recipe.endswith(_SUFFIXES) or ("/" not in recipe and (_RECIPES / f"{recipe}.yaml").is_file()):
         return False
     path = user_path(recipe)
     if path.is_dir():

@@ -209,6 +209,8 @@ def checked_format(request: DataRequest) -> DataFormat:
         )
     if record.holds_tokens and (problems := common.mark_problems(data, of_rows=record.name == "tokens")):
         raise DataError(problems)
+    if data.eod_token is not None and record.contents == "text" and not data.needs_document_ends:
+        raise DataError(f"data.eod_token ({data.eod_token}) must be left out with text: the tokenizer's token ends it")
     if data.streaming and record.holds_tokens:
         raise DataError(f"data.streaming (true) must be false with {shown}, whose tokens are read where they lie")
     if data.streaming and request.in_pairs:

@@ -4,11 +4,11 @@
     SOURCE/iter_0000100/common.pt          "args", "iteration", "opt_param_scheduler", "optimizer": no large tensors
     SOURCE/iter_0000100/.metadata, *.distcp        a folder of torch.distributed.checkpoint
 
-As megatron/core/dist_checkpointing writes them. Tensors are whole, whatever the layout was: those of the layers are
-stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up projections; Q, K and V are
-fused by groups as in version 3. Moments have the names of their weights after `optimizer.state.exp_avg.`, and masters
-after `optimizer.state.fp32_param.` or `….param.`. The distributed optimizer writes its own buffers in their place,
-unless it is told to be `fully_reshardable`: for each rank of TP and PP
+As megatron/core/dist_checkpointing writes them. Tensors are whole, whatever the layout was. Those of the layers are
+stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up projections; Q, K and V
+are fused by groups as in version 3. Moments have the names of their weights after `optimizer.state.exp_avg.`, and
+masters after `optimizer.state.fp32_param.` or `….param.`. The distributed optimizer writes its own buffers in their
+place, unless it is told to be `fully_reshardable`: for each rank of TP and PP
 
     optimizer.distributed.dp_group_idx_G.gbuf_idx_C.dtype_….bucket_idx_B.{param,exp_avg,exp_avg_sq}      [elements]
 
@@ -19,6 +19,7 @@ where is not written: the order is that of Megatron Core's modules, and counts w
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -189,31 +190,33 @@ def _unpacked(
     tensor = args.get("tensor_model_parallel_size") or 1
     pipeline = args.get("pipeline_model_parallel_size") or 1
     chunks = max(int(match[2]) for match in buckets.values()) + 1
-    packed: dict[tuple[int, int, str], list[tuple[int, LazyTensor]]] = {}
-    for name, match in buckets.items():
-        rank, chunk, number, kind = int(match[1]), int(match[2]), int(match[3]), match[4]
-        packed.setdefault((rank, chunk, kind), []).append((number, stored.tensors[name]))
+    packed: dict[tuple[int, int, str], list[LazyTensor]] = {}
+    for name, match in sorted(buckets.items(), key=lambda bucket: int(bucket[1][3])):
+        packed.setdefault((int(match[1]), int(match[2]), match[4]), []).append(stored.tensors[name])
     layers = args["num_layers"]
     per_chunk, left = divmod(layers, pipeline * chunks)
     kinds = {match[4] for match in buckets.values()}
-    if left or len(packed) != tensor * pipeline * chunks * len(kinds):
+    if left or "param" not in kinds or len(packed) != tensor * pipeline * chunks * len(kinds):
         return {}
-    for order in _ORDERS:
+
+    def placed(order: Sequence[str]) -> dict[str, Shards]:
         found = {kind: Shards(f"{stored.where}: {kind}", tensor) for kind in kinds}
-        for chunk in range(chunks):
-            for stage in range(pipeline):
-                first = (chunk * pipeline + stage) * per_chunk
-                roles = _roles(weights, range(first, first + per_chunk), layers, order)
-                shapes = {role: _local_shape(role, weights, tensor) for role in roles}
-                for kind, shards in found.items():
-                    ranks = [
-                        _placed([part for _, part in sorted(packed[stage * tensor + rank, chunk, kind])], shapes)
-                        for rank in range(tensor)
-                    ]
-                    if not all(ranks):
-                        return {}
-                    shards.add(ranks, "")
-        if _are_masters(megatron.tensors(found["param"], config), megatron.tensors(weights, config)):
+        for chunk, stage in itertools.product(range(chunks), range(pipeline)):
+            first = (chunk * pipeline + stage) * per_chunk
+            roles = _roles(weights, range(first, first + per_chunk), layers, order)
+            shapes = {role: _local_shape(role, weights, tensor) for role in roles}
+            for kind, shards in found.items():
+                ranks = [
+                    _placed(packed.get((stage * tensor + rank, chunk, kind), []), shapes) for rank in range(tensor)
+                ]
+                if not all(ranks):
+                    return {}
+                shards.add(ranks, "")
+        return found
+
+    for order in _ORDERS:
+        found = placed(order)
+        if found and _are_masters(megatron.tensors(found["param"], config), megatron.tensors(weights, config)):
             return found
     return {}
 
@@ -246,9 +249,9 @@ def _placed(buckets: Sequence[LazyTensor], shapes: Mapping[str, tuple[int, ...]]
     for role in reversed(shapes):
         size = math.prod(shapes[role])
         at = -(-at // _ALIGNMENT) * _ALIGNMENT
-        if at + size > len(buckets[number]) and at >= len(buckets[number]):
+        if number < len(buckets) and at >= len(buckets[number]):
             number, at = number + 1, 0
-        if number == len(buckets) or at + size > len(buckets[number]):
+        if number >= len(buckets) or at + size > len(buckets[number]):
             return {}
         found[role] = _view(buckets[number], at, shapes[role])
         at += size
@@ -284,7 +287,7 @@ def _progress(
     """The progress that common.pt tells, and sentences on what has no counterpart."""
     args = vars(common["args"])
     held = [stored.object(name) for name in stored.objects if _HYPERPARAMETERS.fullmatch(name)]
-    groups = next(_found([common.get("optimizer"), *held[:1]], "param_groups"))
+    groups = next(_found([common.get("optimizer"), *held[:1]], "param_groups"), [])
     updates = [*_found(common.get("optimizer"), "common_step"), *(group.get("step") for group in groups)]
     step, batch, length = int(common["iteration"]), int(args["global_batch_size"]), int(args["seq_length"])
     samples = int(args["consumed_train_samples"])

@@ -152,6 +152,8 @@ class _Reader(Mapping[str, Any]):
         # A function makes a part too, such as Duration.tokens(10**9) or default_adamw(lr=3e-4).
         is_class = not name[:1].islower()
         inner = path if is_class else f"{path}.{name}"
+        if path.isidentifier():
+            self._note(path, UnknownValue(ast.unparse(call)))
         if is_class or not call.args:
             self._note(f"{path}.{'class' if is_class else 'preset'}", name)
         for argument in call.args[:0] if is_class else call.args[:1]:

@@ -74,7 +74,9 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
     readable = {name: value for name, value in asked.items() if not _is_unknown(value)}
     # A config of torchtitan's package has values that the defaults of its classes are not.
     is_whole = "config" not in settings
-    rows = list(translate(readable, program if is_whole else None, known, has, find))
+    # What is given and cannot be read is not left out.
+    given = {**dict.fromkeys(asked), **readable}
+    rows = list(translate(given, program if is_whole else None, known, has, find))
     for name, value in asked.items():
         if name not in readable:
             rows.append(Row(name, value, reason="its value is not in the file" if find(name) else ""))
@@ -95,6 +97,7 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
         problems = []
     except ConfigError as error:
         problems = error.problems
+    sections = {name: sections[name] for name in Config.model_fields if name in sections}
     return Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
 
 
@@ -106,7 +109,8 @@ def _is_unknown(value: Any) -> bool:
 def _is_told(row: Row, program: str) -> bool:
     """False for what a program leaves out, does by default where that is nothing here, or says of other things."""
     says_nothing = not row.reason and re.search(PROGRAMS[program].ignored, f"{row.name}={row.value}")
-    return bool(row.keys) or not (row.is_default or row.value in _EMPTY or says_nothing)
+    is_idle = row.reason in ("", "nothing to set") if row.is_default else row.value in _EMPTY or says_nothing
+    return bool(row.keys) or not is_idle
 
 
 def _sections(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

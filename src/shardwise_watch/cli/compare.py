@@ -55,10 +55,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tolerance", metavar="X", type=float, help=f"the greatest difference allowed (default: {_TOLERANCE})"
     )
     parser.add_argument(
-        "--loss", metavar="NAME", help="the column, key or scalar of B with the loss (default: one of the usual names)"
+        "--loss", metavar="NAME", help="the column, key or scalar of B and C with the loss (default: a usual name)"
     )
     parser.add_argument(
-        "--shift", metavar="N", type=int, default=0, help="add N to the steps of B: 1 if B counts them from 0"
+        "--shift", metavar="N", type=int, default=0, help="add N to the steps of B and C: 1 if they count them from 0"
     )
     parser.add_argument(
         "--bits",

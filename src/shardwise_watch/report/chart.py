@@ -151,47 +151,52 @@ def line_chart(
     drawn += [_mark(area, mark) for mark in marks]
     if size == LARGE:
         drawn += [_mark_label(area, mark, number) for number, mark in enumerate(mark for mark in marks if mark.label)]
-    # The inner picture cuts off the lines that leave the chart. Dots at its edge would be cut too: they come after it.
-    drawn.append(
-        f'<svg x="{LEFT}" y="{TOP}" width="{area.width}" height="{area.height}" '
-        f'viewBox="{LEFT} {TOP} {area.width} {area.height}">'
-    )
-    looks = {name: look_of(number) for number, name in enumerate(curves)}
     # A curve has one colour in all charts, also in those where another has no values.
-    coloured = [(looks[name], name, curve) for name, curve in known.items()]
-    drawn += [_curve(area, curve, look) for look, _, curve in coloured]
-    drawn.append("</svg>")
-    for look, _, curve in coloured:
-        drawn += [_dot(area, x, y, look) for x, y in curve.dots if area.low_y <= y <= area.high_y]
+    looks = {name: look_of(number) for number, name in enumerate(curves)}
+    drawn += _curves(area, known, looks, has_zero=by_axis is not None)
     outside = [value for value in (least, largest) if not area.low_y <= value <= area.high_y]
     if outside:
         cut = " and ".join(_tick_text(_rounded(value, _DIGITS_OF_ENDS), percent) for value in outside)
         notes = [*notes, f"axis cut: values reach to {cut}"]
-    data: dict[str, Any] = {
-        "curves": {name: _column_data(curve.known) for name, curve in known.items()},
+    further = {
+        "looks": looks if len(known) < len(curves) else None,
+        "whole": not is_cut,
+        "axis": axis if axis != "step" else None,
+        **(_data_by_axis(by_axis) if by_axis else {"percent": percent}),
     }
-    if len(known) < len(curves):
-        data["looks"] = looks
-    if not is_cut:
-        data["whole"] = True
-    if axis != "step":
-        data["axis"] = axis
-    if by_axis is None:
-        data["percent"] = percent
-    else:
-        named = {x: {name: curve for name, curve in of.items() if curve.known} for x, of in by_axis.items()}
-        data["by"] = {x: {name: _column_data(of[name].known) for name in of} for x, of in named.items()}
-    dots = {name: [[x, _rounded(y, _DIGITS)] for x, y in curve.dots] for name, curve in known.items() if curve.dots}
-    if dots:
-        data["dots"] = dots
-    breaks = {name: curve.breaks for name, curve in known.items() if curve.breaks}
-    if breaks:
-        data["breaks"] = breaks
-    legend = [(look, name) for look, name, _ in coloured]
     # The curve of a chart with one needs a name if other charts have others.
-    if len(curves) == 1 and ": " not in legend[0][1]:
-        legend = []
-    return _figure(title, legend, drawn, area, data, notes=notes)
+    legend = [(looks[name], name) for name in known if len(curves) > 1 or ": " in name]
+    return _figure(title, legend, drawn, area, _line_data(known, further), notes=notes)
+
+
+def _curves(area: _PlotArea, curves: Mapping[str, Curve], looks: Mapping[str, str], *, has_zero: bool) -> list[str]:
+    """Draw curves, and the line of 0. The inner picture cuts off what leaves the chart, but no dots at its edge."""
+    drawn = [
+        f'<svg x="{LEFT}" y="{TOP}" width="{area.width}" height="{area.height}" '
+        f'viewBox="{LEFT} {TOP} {area.width} {area.height}">'
+    ]
+    if has_zero and area.low_y < 0 < area.high_y:
+        y = f"{area.y(0):.1f}"
+        drawn.append(f'<line class="zero" x1="{LEFT}" x2="{LEFT + area.width}" y1="{y}" y2="{y}"/>')
+    drawn += [_curve(area, curve, looks[name]) for name, curve in curves.items()]
+    drawn.append("</svg>")
+    for name, curve in curves.items():
+        drawn += [_dot(area, x, y, looks[name]) for x, y in curve.dots if area.low_y <= y <= area.high_y]
+    return drawn
+
+
+def _line_data(known: Mapping[str, Curve], further: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of curves for the script, with what it needs besides; empty parts are left out."""
+    dots = {name: [[x, _rounded(y, _DIGITS)] for x, y in curve.dots] for name, curve in known.items() if curve.dots}
+    breaks = {name: curve.breaks for name, curve in known.items() if curve.breaks}
+    parts = {**further, "dots": dots, "breaks": breaks}
+    shown = {name: part for name, part in parts.items() if part or name == "percent"}
+    return {"curves": {name: _column_data(curve.known) for name, curve in known.items()}, **shown}
+
+
+def _data_by_axis(by_axis: Mapping[str, Mapping[str, Curve]]) -> dict[str, Any]:
+    named = {x: {name: curve.known for name, curve in of.items() if curve.known} for x, of in by_axis.items()}
+    return {"by": {x: {name: _column_data(of[name]) for name in of} for x, of in named.items()}}
 
 
 def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[float]], marks: Sequence[Mark] = ()) -> str:

@@ -9,8 +9,8 @@ from shardwise.base.hub import check_weights, without_weights
 from shardwise.cli import main
 
 FOLDERS = {
-    "a LoRA adapter": (("adapter_config.json", "adapter_model.safetensors"), "M.from_pretrained('{0}').merge_and_unload()"),
-    "ZeRO": (("global_step3", "latest", "zero_to_fp32.py"), "`python {0}/zero_to_fp32.py {0} OUT --safe_serialization`"),
+    "LoRA": (("adapter_config.json", "adapter_model.safetensors"), "M.from_pretrained('{0}').merge_and_unload()"),
+    "ZeRO": (("global_step3", "zero_to_fp32.py"), "`python {0}/zero_to_fp32.py {0} OUT --safe_serialization`"),
     "a step of ZeRO": (
         ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
         "`python {1}/zero_to_fp32.py {1} OUT --tag global_step3 --safe_serialization`",
@@ -56,7 +56,8 @@ def test_every_command_that_opens_a_model_names_the_converter(
     assert main([*command, *places]) == 2
     # The ranks of a chat write to the terminal themselves.
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("shardwise: ")]
-    assert len(lines) == 1 and "merge_and_unload" in lines[0]
+    assert len(lines) == 1
+    assert "merge_and_unload" in lines[0]
 
 
 def test_training_names_the_converter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,10 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("data.split=a,b", "data.split ('a,b') must be weights such as 95,5 with data.dataset (tiny): only a data"),
         ("data.shuffle_buffer=5", "data.shuffle_buffer (5) must be left out without data.streaming=true"),
         ("data.format=datasets", "data.format (datasets) needs data.path, a folder that save_to_disk wrote"),
-        ("data.format=csv", "data.format ('csv') must be auto, text, jsonl, parquet, megatron, hdf5, datasets or chat"),
+        (
+            "data.format=csv",
+            "data.format ('csv') must be auto, text, jsonl, parquet, megatron, hdf5, datasets, chat or tokens",
+        ),
         ("data.format=megatron", "data.format (megatron) needs data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]"),
         ("data.blend=[0.7,a,0.3]", "data.blend ([0.7, 'a', 0.3]) must hold weights and prefixes in turn: [0.7, PREFI"),
         ("data.blend=[1,a,true,b]", "data.blend.2 (True) must be a weight, a number above 0"),

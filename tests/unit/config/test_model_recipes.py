@@ -79,7 +79,8 @@ def test_its_tokenizer_comes_along(folder: Path) -> None:
     assert config.data.tokenizer == str(folder)
     assert own_data(str(folder)) == "data.path=YOUR_TEXT.jsonl"
     said = remark(str(folder / "config.json"), config)
-    assert f"checkpoint.load={folder} starts" in said
+    assert f"(checkpoint.load={folder} starts" in said
+    assert "(checkpoint.load=acme/tiny checkpoint.revision=v1 starts" in remark("acme/tiny@v1", config)
     assert f"tokenizer is that of {folder};" in said
     assert "train.sequence_length=4096 train.global_batch=1024 train.steps=7 optimizer.lr=0.0003 " in said
 
@@ -91,7 +92,7 @@ def test_what_is_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (folder.parent / "gpt2").mkdir()
     (folder.parent / "gpt2/config.json").write_text(json.dumps(FILES["pythia-6.9b"]))
     paths = ("mine.yaml", "acme/mine.yaml", "Qwen3-8B/none", "./none/here", "a/b/c")
-    for named in ("Qwen3-8B", "gpt2", "lama3-tiny", *paths):
+    for named in ("Qwen3-8B", "gpt2", "lama3-tiny", "", *paths):
         assert not is_model(named)
     assert load_config("gpt2").model.family == "gpt"
     with pytest.raises(ConfigError, match="is a run's folder"):

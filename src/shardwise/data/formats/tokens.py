@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from shardwise.data.formats.record import DataFormat, Inspection, Lengths
 from shardwise.data.reading.manifest import read_manifest
 from shardwise.data.reading.token_files import FlatTokens, RowFiles, flat_files, has_rows, metadata_files
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, IntArray, Part, describe_sizes, digest_of, part_bounds
+from shardwise.data.rows import PART_NAMES, Part, describe_sizes, digest_of, part_bounds
 
 # An inspection takes seconds: about the most tokens that it looks at.
 _LOOKED_AT = 1 << 22
@@ -33,16 +31,18 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
         raise DataError(problems)
     tokenizer = common.tokenizer_of_tokens(request, metadata_files(data), problems)
     if request.in_pairs:
-        problems.append(
-            f"model.family ({request.family}) must have text, for its pairs of sentences: {data.name} is ids"
-        )
+        problems.append(f"model.family ({request.family}) must have text, for its pairs of sentences, not {data.name}")
     if problems:
         raise DataError(problems)
     size_of = None if tokenizer is None else tokenizer.vocab_size
     tokens = FlatTokens.open(data, request.vocab_size, size_of)
-    problems = common.without_tokenizer(request, has_documents=tokens.documents is not None)
-    bounds = _bounds(tokens, data)
-    rows = {part: tokens.part(*bounds[part]) for part in PART_NAMES}
+    ends = tokens.documents
+    problems = common.without_tokenizer(request, has_documents=ends is not None)
+    if ends is None:
+        cuts = part_bounds(len(tokens), data.split_weights)
+    else:
+        cuts = ends[part_bounds(len(ends) - 1, data.split_weights)].tolist()
+    rows = {part: tokens.part(*bounds) for part, bounds in zip(PART_NAMES, pairwise(cuts), strict=True)}
     sizes: dict[Part, int] = {part: len(row) for part, row in rows.items()}
     if not any_size:
         for part in request.needed_parts:
@@ -51,12 +51,14 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
         raise DataError(problems)
     prepared = common.PreparedText(
         common.tokenizer_in_cache(request, tokenizer, root),
-        digest_of([tokens.digest, bounds]),
+        digest_of([tokens.digest, cuts]),
         f"{data.name}: {_shown(tokens)}, {describe_sizes(sizes)} tokens",
         tokens=rows,
         vocab_size=size_of or request.vocab_size,
     )
-    return packed.packed_text(request, root, prepared, announce, _documents(tokens, bounds))
+    # An index tells the documents, else their last token.
+    finders = None if ends is None else {part: row.bounds for part, row in rows.items() if len(row)}
+    return packed.packed_text(request, root, prepared, announce, finders)
 
 
 def is_flat(data: DataConfig) -> bool:
@@ -64,30 +66,6 @@ def is_flat(data: DataConfig) -> bool:
     assert data.path is not None
     path = user_path(data.path)
     return bool(flat_files(path)) or not path.exists()
-
-
-def _bounds(tokens: FlatTokens, data: DataConfig) -> dict[Part, tuple[int, int]]:
-    """The first token of each part, and the one after its last: whole documents if all files tell where they end."""
-    documents = tokens.documents
-    if documents is None:
-        cuts = part_bounds(len(tokens), data.split_weights)
-    else:
-        cuts = documents[part_bounds(len(documents) - 1, data.split_weights)].tolist()
-    return dict(zip(PART_NAMES, pairwise(cuts), strict=True))
-
-
-def _documents(
-    tokens: FlatTokens, bounds: Mapping[Part, tuple[int, int]]
-) -> Mapping[Part, Callable[[], IntArray]] | None:
-    """Functions that find the documents of each part that has some; None if a file does not tell where they end."""
-    documents = tokens.documents
-    if documents is None:
-        return None
-
-    def within(first: int, stop: int) -> IntArray:
-        return documents[(documents >= first) & (documents <= stop)] - first
-
-    return {part: partial(within, *each) for part, each in bounds.items() if each[0] < each[1]}
 
 
 def _shown(tokens: FlatTokens) -> str:
@@ -102,9 +80,8 @@ def glance(request: DataRequest) -> str:
     """The number and the kinds of the files; of rows, no more is read than the first of each file."""
     if not is_flat(request.data):
         rows = RowFiles(request.data)
-        return (
-            f"{counted(len(rows.readings), 'file')} with rows of tokens in {rows.column!r}, cached when the run starts"
-        )
+        files = counted(len(rows.readings), "file")
+        return f"{files} with rows of tokens in {rows.column!r}, cached when the run starts"
     tokens = _glanced(request)
     return f"{_shown(tokens)}, {len(tokens):,} tokens"
 
@@ -131,19 +108,15 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
     tokens = FlatTokens.open(data, np.iinfo(np.int64).max, None)
     documents = tokens.documents
     starts = tokens.begins if documents is None else documents
+    number = None if documents is None else len(documents) - 1
+    unit = "tokens of a file" if documents is None else "tokens of a document"
     inspection = Inspection(
         data.name,
         "token ids",
         sum(file.path.stat().st_size for file in tokens.files),
         rows=[("files", _shown(tokens)), ("tokens", f"{len(tokens):,}")],
-        counts={
-            "files": len(tokens.files),
-            "tokens": len(tokens),
-            "documents": None if documents is None else len(documents) - 1,
-        },
-        lengths=Lengths.of(
-            f"tokens of a {'file' if documents is None else 'document'}", np.diff(starts), len(starts) - 1
-        ),
+        counts={"files": len(tokens.files), "tokens": len(tokens), "documents": number},
+        lengths=Lengths.of(unit, np.diff(starts), len(starts) - 1),
         manifest=next(filter(None, map(read_manifest, metadata_files(data))), None),
     )
     leading = [tokens[start:stop] for start, stop in pairwise(starts[: samples + 1].tolist())]

@@ -12,7 +12,7 @@ OLMo-core's and dolma's .npy are ids alone, of the narrowest unsigned dtype that
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,6 @@ class RawTokens:
         """
         with path.open("rb") as file:
             head = file.read(HEAD)
-        metadata = None
         magic = int.from_bytes(head[:4], "little")
         if magic == _QUESTIONS:
             raise DataError(f"{path} holds the questions of an evaluation of llm.c, no text to train on: leave it out")
@@ -89,24 +88,23 @@ class RawTokens:
         elif head.startswith(_NUMPY):
             tokens = _array(path)
             raw = cls(path, tokens, None, f"an array of numpy, of {tokens.dtype.name}")
-        elif (metadata := _metadata(path)) is not None:
-            raw = cls(path, _flat(path, metadata.dtype), None, f"a file of datatrove, of {metadata.dtype}")
-            if len(raw.tokens) != metadata.tokens:
+        elif path.suffix == ".ds" and (metadata := read_metadata(metadata_of(path))) is not None:
+            _, found, number = metadata
+            tokens = _flat(path, found)
+            if len(tokens) != number:
                 raise DataError(
-                    f"{path} ({len(raw.tokens)} ids of {metadata.dtype}) must have {metadata.tokens}, as "
-                    f"{path.name}.metadata says: copy it again"
+                    f"{path} ({len(tokens)} ids of {found}) must have {number}, as {path.name}.metadata says: copy it "
+                    "again"
                 )
-        elif dtype is not None:
-            return cls(path, _flat(path, dtype), ends=_ends(path, dtype))
+            raw = cls(path, tokens, None, f"a file of datatrove, of {found}", _ends(path, len(tokens)))
         else:
-            found, why = _looks_like(path, head, option, vocab_size)
-            return cls(
-                path, _flat(path, found), None, f"{found}, as {why}; {option} says otherwise", _ends(path, found)
-            )
+            found, why = (dtype, None) if dtype is not None else _looks_like(path, head, option, vocab_size)
+            tokens = _flat(path, found)
+            reading = why and f"{found}, as {why}; {option} says otherwise"
+            return cls(path, tokens, None, reading, _ends(path, len(tokens)))
         if dtype not in (None, raw.tokens.dtype.name):
-            by = "by its header" if metadata is None else f"as {path.name}.metadata says"
-            raise DataError(f"{option} ({dtype}) must be {raw.tokens.dtype.name}, which {path} is {by}")
-        return raw if metadata is None else replace(raw, ends=_ends(path, metadata.dtype))
+            raise DataError(f"{option} ({dtype}) must be {raw.tokens.dtype.name}, which {path} is by its header")
+        return raw
 
 
 def is_raw_tokens(path: Path) -> bool:
@@ -119,36 +117,17 @@ def way_to_read(path: Path) -> str:
     return f"`shardwise data prepare {path} PREFIX` makes PREFIX.bin and PREFIX.idx of raw tokens"
 
 
-@dataclass(frozen=True)
-class Metadata:
-    """What NAME.ds.metadata says of NAME.ds: the tokenizer's name or path, the dtype and the number of its ids."""
-
-    tokenizer: str
-    dtype: str
-    tokens: int
-
-    @classmethod
-    def read(cls, path: Path) -> Metadata:
-        """DataError if the file is another thing."""
-        lines = _lines(path)
-        # Without a tokenizer, datatrove writes the size twice.
-        name, _, width = lines[0].rpartition("|") if lines else ("", "", "")
-        if len(lines) < 2 or width not in _WIDTHS or not lines[1].isdecimal():
-            raise DataError(f"{path} must have the lines TOKENIZER|BYTES, of 2 or 4 bytes, and the number of ids")
-        return cls(name, _WIDTHS[width], int(lines[1]))
-
-
-def _lines(path: Path) -> list[str]:
+def read_metadata(path: Path) -> tuple[str, str, int] | None:
+    """The tokenizer, the dtype and the number of ids that a NAME.ds.metadata tells; None if there is none."""
+    if not path.is_file():
+        return None
     with readable(path):
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-
-
-_WIDTHS = {"2": "uint16", "4": "uint32"}
-
-
-def _metadata(path: Path) -> Metadata | None:
-    file = metadata_of(path)
-    return Metadata.read(file) if path.suffix == ".ds" and file.is_file() else None
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    # Without a tokenizer, datatrove writes the size twice.
+    name, _, width = lines[0].rpartition("|") if lines else ("", "", "")
+    if len(lines) < 2 or width not in ("2", "4") or not lines[1].isdecimal():
+        raise DataError(f"{path} must have the lines TOKENIZER|BYTES, of 2 or 4 bytes, and the number of ids")
+    return name, f"uint{8 * int(width)}", int(lines[1])
 
 
 def metadata_of(path: Path) -> Path:
@@ -156,12 +135,11 @@ def metadata_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.metadata")
 
 
-def _ends(path: Path, dtype: str) -> IntArray | None:
-    """The ends of documents in datatrove's index, if there is one; DataError if it is that of another file."""
+def _ends(path: Path, number: int) -> IntArray | None:
+    """The ends of documents in datatrove's index, if there is one; DataError if it is not that of `number` ids."""
     index = path.with_name(f"{path.name}.index")
     if path.suffix != ".ds" or not index.is_file():
         return None
-    number = path.stat().st_size // np.dtype(dtype).itemsize
     size = index.stat().st_size
     ends = np.fromfile(index, "<u8").astype(np.int64) if size and size % 8 == 0 else np.empty(0, np.int64)
     if not ends.size or ends[-1] != number or (np.diff(ends, prepend=0) < 0).any():
@@ -173,12 +151,6 @@ def _ends(path: Path, dtype: str) -> IntArray | None:
     return ends
 
 
-def _narrowest(path: Path, vocab_size: int) -> str:
-    """The narrowest unsigned dtype that holds the vocabulary, as OLMo-core takes it; the others have 2 bytes or 4."""
-    kinds = ("uint8", "uint16", "uint32", "uint64") if path.suffix == ".npy" else ("uint16", "uint32")
-    return next((kind for kind in kinds if vocab_size - 1 <= np.iinfo(kind).max), kinds[-1])
-
-
 def _looks_like(path: Path, head: bytes, option: str, vocab_size: int | None) -> tuple[str, str]:
     """The dtype that the ids seem to have, and why: the high half of an id of 64 bits is 0, and of 32 bits below 16.
 
@@ -186,7 +158,10 @@ def _looks_like(path: Path, head: bytes, option: str, vocab_size: int | None) ->
     """
     if (kind := next((kind for magic, kind in FOREIGN if re.match(magic, head, re.DOTALL)), None)) is not None:
         raise DataError(f"{path} is {kind}, not raw tokens: leave it out, or say by {option} that it holds ids")
-    expected = None if vocab_size is None else _narrowest(path, vocab_size)
+    expected = None
+    if vocab_size is not None:  # OLMo-core takes the narrowest dtype, the others two bytes or four
+        kinds = ("uint8", "uint16", "uint32", "uint64")[path.suffix != ".npy" :]
+        expected = next(kind for kind in kinds if vocab_size - 1 <= np.iinfo(kind).max)
     size = path.stat().st_size
     with path.open("rb") as file:
         words = np.frombuffer(file.read(min(_LOOKED_AT, size // 4 * 4)), "<u2")

@@ -65,8 +65,7 @@ class FlatTokens:
         """All tokens that `data.path` names.
 
         Args:
-            tokenizer_size: vocabulary of the tokenizer that made them, by which ids without a header are read; None:
-                `vocab_size`.
+            tokenizer_size: vocabulary of the tokenizer, by which ids without a header are read; None: `vocab_size`.
 
         Raises:
             DataError: a file cannot be read, or one of the blocks that are looked at has a token beyond the vocabulary.
@@ -75,23 +74,20 @@ class FlatTokens:
         paths = flat_files(user_path(data.path))
         if not paths:
             raise DataError(f"data.path ({data.path}) names no files of tokens that exist: .bin, .npy or .ds")
-        files, problems = [], []
+        files, problems, size = [], [], tokenizer_size or vocab_size
         # Of a task without documents, datatrove leaves an empty file.
         for path in [path for path in paths if path.stat().st_size] or paths:
             try:
                 with readable(path):
-                    files.append(
-                        RawTokens.open(path, data.token_dtype, tokenizer_size or vocab_size, "data.token_dtype")
-                    )
+                    files.append(RawTokens.open(path, data.token_dtype, size, "data.token_dtype"))
             except DataError as error:
                 problems += error.problems
         if problems:
             raise DataError(problems)
         tokens = FlatTokens(files, vocab_size, 0, sum(len(file.tokens) for file in files))
-        for start in np.linspace(0, max(0, len(tokens) - _BLOCK_TOKENS), _BLOCKS).astype(np.int64).tolist():
+        last = max(0, len(tokens) - _BLOCK_TOKENS)
+        for start in np.unique(np.linspace(0, last, _BLOCKS).astype(np.int64)).tolist():
             tokens[start : start + _BLOCK_TOKENS]
-            if len(tokens) <= _BLOCK_TOKENS:
-                break
         return tokens
 
     @cached_property
@@ -107,13 +103,18 @@ class FlatTokens:
 
     @cached_property
     def documents(self) -> IntArray | None:
-        """The first token of each document of all files, then the number of tokens; None if a file lacks an index."""
-        ends = [
-            begin + file.ends for begin, file in zip(self.begins, self.files, strict=False) if file.ends is not None
-        ]
+        """The first token of each document, then the number of tokens; None if a file lacks an index."""
+        opened = zip(self.begins, self.files, strict=False)
+        ends = [begin + file.ends for begin, file in opened if file.ends is not None]
         if len(ends) < len(self.files):
             return None
-        return np.unique(np.concatenate([np.zeros(1, dtype=np.int64), *ends]))
+        bounds = np.unique(np.concatenate([np.zeros(1, dtype=np.int64), *ends]))
+        return bounds[(bounds >= self.first) & (bounds <= self.stop)] - self.first
+
+    def bounds(self) -> IntArray:
+        """`documents`, where all files have an index."""
+        assert self.documents is not None
+        return self.documents
 
     def part(self, first: int, stop: int) -> FlatTokens:
         """The tokens from the place `first` on, before `stop`."""

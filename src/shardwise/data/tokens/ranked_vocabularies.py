@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,80 +61,65 @@ _TEKKEN = (
 """The special tokens of a tekken.json that lists none, by their ids."""
 
 
-@dataclass(frozen=True)
-class RankedVocabulary:
-    """A vocabulary of ranks.
+def open_tekken(content: bytes, file: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a tekken.json; DataError if the content is another."""
+    try:
+        described: dict[str, Any] = json_value(content)
+        config = described["config"]
+        listed = described.get("special_tokens")
+        rows = [] if listed is None else sorted(listed, key=lambda row: row["rank"])
+        names = [*_TEKKEN] if listed is None else [row["token_str"] for row in rows]
+        reserved = config.get("default_num_special_tokens", len(names))
+        names += [f"<SPECIAL_{number}>" for number in range(len(names), reserved)]
+        size = config.get("default_vocab_size")
+        # The file may have more tokens than the vocabulary.
+        kept = described["vocab"][: None if size is None else size - reserved]
+        ranks = {base64.b64decode(row["token_bytes"], validate=True): rank for rank, row in enumerate(kept)}
+        return _byte_level(ranks, reserved, config["pattern"], {name: place for place, name in enumerate(names)})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file} is no tekken.json of Mistral ({error!r}): copy it again") from None
 
-    Attributes:
-        tokens: the bytes of each token, by rank.
+
+def open_tiktoken(content: bytes) -> tokenizers.Tokenizer | None:
+    """The tokenizer of a file of tiktoken; None if it is not known how that splits text."""
+    known = _TIKTOKEN.get(hashlib.sha256(content).hexdigest())
+    if known is None:
+        return None
+    rows = [line.split() for line in content.splitlines() if line]
+    return _byte_level({base64.b64decode(token): int(rank) for token, rank in rows}, 0, *known)
+
+
+def _byte_level(
+    ranks: Mapping[bytes, int], first: int, pattern: str, special: Mapping[str, int]
+) -> tokenizers.Tokenizer:
+    """The tokenizer of a vocabulary of ranks.
+
+    Args:
+        ranks: the rank of each token.
         first: id of the token of rank 0.
         pattern: expression that splits text into pieces.
         special: special tokens and their ids.
     """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
 
-    tokens: Sequence[bytes]
-    first: int
-    pattern: str
-    special: Mapping[str, int]
-
-    @classmethod
-    def of_tekken(cls, content: bytes, file: Path) -> RankedVocabulary:
-        """The vocabulary of a tekken.json; DataError if the content is another."""
-        try:
-            described: dict[str, Any] = json_value(content)
-            config = described["config"]
-            listed = described.get("special_tokens")
-            names = (
-                [*_TEKKEN]
-                if listed is None
-                else [row["token_str"] for row in sorted(listed, key=lambda row: row["rank"])]
-            )
-            reserved = config.get("default_num_special_tokens", len(names))
-            names += [f"<SPECIAL_{number}>" for number in range(len(names), reserved)]
-            size = config.get("default_vocab_size")
-            # The file may have more tokens than the vocabulary.
-            rows = described["vocab"][: None if size is None else size - reserved]
-            tokens = [base64.b64decode(row["token_bytes"], validate=True) for row in rows]
-            return cls(tokens, reserved, config["pattern"], {name: place for place, name in enumerate(names)})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{file} is no tekken.json of Mistral ({error!r}): copy it again") from None
-
-    @classmethod
-    def of_tiktoken(cls, content: bytes) -> RankedVocabulary | None:
-        """The vocabulary of a file of tiktoken; None if it is not known how that splits text."""
-        known = _TIKTOKEN.get(hashlib.sha256(content).hexdigest())
-        if known is None:
-            return None
-        rows = [line.split() for line in content.splitlines() if line]
-        ranks = {int(rank): base64.b64decode(token) for token, rank in rows}
-        return cls([ranks.get(rank, b"") for rank in range(max(ranks) + 1)], 0, *known)
-
-    def tokenizer(self) -> tokenizers.Tokenizer:
-        """The tokenizer; the ids of its special tokens are those of the vocabulary."""
-        import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers
-
-        letters = _letters()
-        ranks = {token: rank for rank, token in enumerate(self.tokens) if token}
-        shown = {token: "".join(letters[byte] for byte in token) for token in ranks}
-        merges = []
-        for token in ranks:
-            cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-            halves = sorted((ranks[left], ranks[right]) for left, right in cuts if left in ranks and right in ranks)
-            merges += [(shown[self.tokens[left]], shown[self.tokens[right]]) for left, right in halves]
-        vocabulary = {shown[token]: rank + self.first for token, rank in ranks.items()} | self.special
-        backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=True))
-        split = pre_tokenizers.Split(tokenizers.Regex(self.pattern), behavior="isolated")
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-        backend.decoder = decoders.ByteLevel()
-        by_id = sorted(self.special, key=self.special.__getitem__)
-        backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in by_id])
-        return backend
-
-
-def _letters() -> dict[int, str]:
-    """The letter of each byte in a byte-level vocabulary: its own if that can be seen, else one from 256 on."""
+    # The letter of a byte in a byte-level vocabulary: its own if that can be seen, else one from 256 on.
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in seen]
-    return {byte: chr(byte) for byte in seen} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    letters = {byte: chr(byte) for byte in seen} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    shown = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        halves = [(left, right) for left, right in cuts if left in ranks and right in ranks]
+        halves.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(shown[left], shown[right]) for left, right in halves]
+    vocabulary = {shown[token]: rank + first for token, rank in ranks.items()} | {**special}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=True))
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_letters])
+    backend.decoder = decoders.ByteLevel()
+    by_id = sorted(special, key=special.__getitem__)
+    backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in by_id])
+    return backend

@@ -31,7 +31,7 @@ from shardwise.base.hub import (
     without_tokenizer,
 )
 from shardwise.base.parsing import json_value
-from shardwise.data.tokens.ranked_vocabularies import RankedVocabulary
+from shardwise.data.tokens.ranked_vocabularies import open_tekken, open_tiktoken
 
 if TYPE_CHECKING:
     import tokenizers
@@ -125,7 +125,7 @@ class TokenizerFiles:
         elif TEKKEN in self.vocabulary:
             file = self.vocabulary[TEKKEN]
             with library_errors(file, "read"):
-                backend = RankedVocabulary.of_tekken(read_bytes(file), file).tokenizer()
+                backend = open_tekken(read_bytes(file), file)
         elif PIECES in self.vocabulary:
             backend = _open_pieces(self.vocabulary[PIECES], options)
         else:
@@ -244,12 +244,12 @@ def _open_tiktoken(file: Path) -> tokenizers.Tokenizer | None:
     content = read_bytes(file)
     if not re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content[:1024]):
         return None
-    if (known := RankedVocabulary.of_tiktoken(content)) is None:
+    if (known := open_tiktoken(content)) is None:
         raise DataError(
             f"{file} is a vocabulary of tiktoken, which says neither how text is split nor the ids of special tokens: "
             f"take the {TOKENIZER} of a model with that encoding, which the hub has"
         )
-    return known.tokenizer()
+    return known
 
 
 def _open_words(file: Path, options: Mapping[str, Any], special: Iterable[str]) -> tokenizers.Tokenizer:
