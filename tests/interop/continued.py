@@ -70,6 +70,8 @@ def losses_here(run: Path, keys: Sequence[str]) -> list[float]:
         f"train.stop_after={AFTER}", "precision.mode=float32", "log.sample_tokens=0", *keys,
     )  # fmt: skip
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+    steps = [event for event in events if event["event"] == "step"]
+    assert max(event["grad_norm"] for event in steps) > 0.5, "some steps are clipped"
+    losses = {event["step"]: event["loss"] for event in steps}
     assert list(losses) == list(range(BEFORE + 1, BEFORE + AFTER + 1))
     return [*losses.values()]

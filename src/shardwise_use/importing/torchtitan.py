@@ -86,7 +86,8 @@ def open_torchtitan(
         if bool(stored.pop(name).read().any()):
             raise ConfigError(f"{folder.where}: {name} must be 0, and is not: {config.family} has no such bias")
     if config.tie_word_embeddings:
-        without_copy(folder.where, stored, "tok_embeddings.weight", "lm_head.weight")
+        for copy in ("lm_head.weight", "output.weight"):
+            without_copy(folder.where, stored, "tok_embeddings.weight", copy)
     weights = named_weights(folder.where, config, _tensors(config, stored), stored)
     progress, notes = (None, []) if weights_only else _progress(folder, config)
     return ForeignModel(config, weights, notes=notes, progress=progress)
@@ -97,6 +98,9 @@ def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator
     for name in canonical_shapes(config):
         there, _, expert = renamed(name, _NAMES).partition("#")
         fused = re.sub(r"\.w([qkv])(\.\w+)$", r".wqkv\2", there)
+        if there not in stored and fused not in stored:
+            # Releases before 0.3.
+            there = there.replace("qkv_linear.", "").replace("lm_head.", "output.")
         if there in stored:
             tensor = stored[there][int(expert)] if expert else stored[there]
         elif fused in stored:

@@ -202,6 +202,27 @@ def test_torchtitan(tmp_path: Path, case: str, fields: dict[str, Any]) -> None:
     assert open_torchtitan(tmp_path, tmp_path, weights_only=True).progress is None
 
 
+def test_torchtitan_before_0_3(tmp_path: Path) -> None:
+    """Its names were shorter, and its moments those of single projections."""
+    from shardwise_use.importing.torch_dcp import DcpFolder
+
+    weights = titan("llama", tmp_path)
+    folder = DcpFolder.open(tmp_path / "step-3")
+    tensors: dict[str, Any] = {name: tensor.read() for name, tensor in folder.tensors.items()}
+    objects = {name: folder.object(name) for name in folder.objects if not name.startswith("dataloader")}
+    apart = {name: tensor for name, tensor in tensors.items() if "wqkv" not in name}
+    for name in [name for name in tensors if re.fullmatch(r"layers.*\.w[qkv]\.weight", name)]:
+        for key, value in state({name: tensors[name]}, 3).items():
+            apart[f"optimizer.{key}"] = value
+    older = {
+        name.replace("qkv_linear.", "").replace("lm_head.", "output."): value
+        for name, value in {**apart, **objects}.items()
+        if "wqkv" not in name
+    }
+    write(older, tmp_path / "older")
+    assert_is(open_torchtitan(tmp_path / "older", tmp_path), weights, tmp_path / "ours")
+
+
 def test_olmo_core(tmp_path: Path) -> None:
     weights = olmo(tmp_path)
     opened = open_olmo_core(tmp_path)
